@@ -15,13 +15,15 @@ from twellc.base.errors import UserError, first_line
 from twellc.base.files import read_file
 from twellc.commands.options import FilePath, Share
 from twellc.commands.terminal import Command, say, show_progress
-from twellc.generation.sampling import DEFAULT_TOKENS, SamplingParams
+from twellc.generation.sampling import DEFAULT_TOKENS, PromptError, SamplingParams
 from twellc.options.samples import LARGEST_SEED
 
 if TYPE_CHECKING:
     from twellc.generation.llm import LLM
     from twellc.generation.sampling import GenerationStats, RequestOutput
 
+# What the command line calls arguments of `LLM`.
+_OPTIONS = {"max_model_len": "--max-length", "compiled": "--compile", "device": "--device"}
 _NUMBER = click.FloatRange(0, min_open=False)
 
 
@@ -104,12 +106,14 @@ def generate(
     if prompt is not None and prompts_file is not None:
         raise UserError("--prompts-file", "there is a prompt already", got="--prompt, too", fix="Leave one out.")
     params = SamplingParams(**sampling)
-    requests = [prompt] if prompt is not None else None if prompts_file is None else _read_prompts(prompts_file)
+    requests = None if prompts_file is None else _read_prompts(prompts_file)
+    if prompt is not None:
+        requests = [("--prompt", prompt)]
     with show_progress() as progress:
         progress("loading the model")
-        from twellc.generation.llm import LLM, joined
+        from twellc.generation.llm import joined
 
-        llm = LLM(model, device=device, max_model_len=max_model_len, compiled=compiled)
+        llm = _load(model, device=device, max_model_len=max_model_len, compiled=compiled)
     for note in llm.notes:
         say("Note:", f"{note}.")
     writes = llm.has_chat_template if template is None else template
@@ -138,14 +142,33 @@ def generate(
         _say_stats(llm.stats, stats)
 
 
-def _answer(llm: LLM, requests: list[Any], params: SamplingParams, writes: bool) -> Iterator[RequestOutput]:
-    """Answer texts and conversations."""
-    if all(isinstance(each, str) for each in requests) and not writes:
-        return llm.generate_stream(requests, params)
-    if not writes and llm.has_chat_template:
-        what = "there are conversations, which the template writes down"
-        raise UserError("--no-chat-template", what, fix="Leave it out, or give prompts.")
-    return llm.chat_stream([_conversation(each) for each in requests], params)
+def _load(model: Path, **options: Any) -> LLM:
+    """Load a model; messages name options as the command line does."""
+    from twellc.generation.llm import LLM
+
+    try:
+        return LLM(model, **options)
+    except UserError as error:
+        name = str(error).partition(":")[0]
+        if name not in _OPTIONS:
+            raise
+        raise error.about(f"{name}:", f"{_OPTIONS[name]}:") from error
+
+
+def _answer(llm: LLM, requests: list[tuple[str, Any]], params: SamplingParams, writes: bool) -> Iterator[RequestOutput]:
+    """Answer texts and conversations; of each is said where it stands."""
+    prompts = [prompt for _, prompt in requests]
+    try:
+        if all(isinstance(each, str) for each in prompts) and not writes:
+            yield from llm.generate_stream(prompts, params)
+        elif not writes and llm.has_chat_template:
+            what = "there are conversations, which the template writes down"
+            raise UserError("--no-chat-template", what, fix="Leave it out, or give prompts.")
+        else:
+            yield from llm.chat_stream([_conversation(each) for each in prompts], params)
+    except PromptError as error:
+        where, _ = requests[error.index]
+        raise error.at(error.index, where) from error
 
 
 def _conversation(request: Any) -> list[dict[str, Any]]:
@@ -184,19 +207,20 @@ def _next_line() -> str:
             return line.strip()
 
 
-def _read_prompts(path: Path) -> list[Any]:
-    """Return the prompts of a file: texts, and conversations."""
+def _read_prompts(path: Path) -> list[tuple[str, Any]]:
+    """Return the prompts of a file, texts and conversations, and where each stands."""
     try:
         text = read_file(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(str(path), f"is not a text in UTF-8 ({error})") from error
     # Not splitlines: it also splits at characters that stand within a line, and within JSON.
-    lines = [(number, line) for number, line in enumerate(re.split("\r\n|\r|\n", text), 1) if line.strip()]
+    every = enumerate(re.split("\r\n|\r|\n", text), 1)
+    lines = [(f"{path}, line {number}", line) for number, line in every if line.strip()]
     if not lines:
         raise UserError(str(path), "there is no prompt in it")
     if path.suffix.lower() not in (".jsonl", ".ndjson"):
-        return [line for _, line in lines]
-    return [_request(f"{path}, line {number}", line) for number, line in lines]
+        return lines
+    return [(where, _request(where, line)) for where, line in lines]
 
 
 def _request(where: str, line: str) -> Any:

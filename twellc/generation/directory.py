@@ -67,7 +67,7 @@ class TorchBackend:
         limit = cached_length(model)
         if length is not None and not 1 <= length <= limit:
             raise UserError(
-                f"a cache of {length} places", "is not one that the model can have", got=str(length),
+                "max_model_len", "is no length that a cache of the model can have", got=str(length),
                 expected=f"1 to {limit}, the positions of {type(model).__name__}",
             )  # fmt: skip
         self.longest = length or limit

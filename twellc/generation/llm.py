@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 import os
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedConfig, StoppingCriteriaList
@@ -16,12 +18,14 @@ from twellc.generation.backend import Backend
 from twellc.generation.directory import load_directory
 from twellc.generation.model import CausalModel
 from twellc.generation.plan import load_plan
-from twellc.generation.sampling import CompletionOutput, GenerationStats, RequestOutput, SamplingParams
+from twellc.generation.sampling import CompletionOutput, GenerationStats, PromptError, RequestOutput, SamplingParams
 from twellc.generation.text import Answer, Messages, load_codec
 from twellc.loaders.checkpoint import end_tokens, pad_token
 from twellc.options.source import refuse_missing
 
 Stream = Generator[RequestOutput, None, None]
+_T = TypeVar("_T")
+_U = TypeVar("_U")
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
@@ -142,8 +146,9 @@ class LLM:
     ) -> Stream:
         """Answer prompts as `generate` does, and give each piece of an answer as it comes."""
         several: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
-        texts, tokens = zip(*map(self._tokens_of, several), strict=True) if several else ((), ())
-        return self._stream(texts, tokens, sampling_params, logits_processor, stopping_criteria)
+        given = _each("prompts", several, self._tokens_of)
+        texts, tokens = [text for text, _ in given], [tokens for _, tokens in given]
+        return self._stream("prompts", texts, tokens, sampling_params, logits_processor, stopping_criteria)
 
     def chat(
         self,
@@ -180,11 +185,13 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Stream:
         """Answer conversations as `chat` does, and give each piece of an answer as it comes."""
-        tokens = [
-            self._codec.conversation(each, chat_template, chat_template_kwargs or {})
-            for each in _conversations(messages)
-        ]
-        return self._stream([None] * len(tokens), tokens, sampling_params, None, None)
+
+        def tokens_of(conversation: Messages) -> list[int]:
+            _refuse_other_messages(conversation)
+            return self._codec.conversation(conversation, chat_template, chat_template_kwargs or {})
+
+        tokens = _each("messages", _conversations(messages), tokens_of)
+        return self._stream("messages", [None] * len(tokens), tokens, sampling_params, None, None)
 
     def _tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         given: Any = prompt
@@ -193,32 +200,35 @@ class LLM:
         if isinstance(given, str):
             return given, self._codec.encode(given)
         if not isinstance(given, Sequence) or not all(type(token) is int for token in given):
-            raise UserError("a prompt", "is neither a text nor tokens", got=type(given).__name__)
+            raise PromptError("a prompt", "is neither a text nor tokens", got=type(given).__name__)
         return None, list(given)
 
     def _stream(
         self,
+        argument: str,
         texts: Sequence[str | None],
         prompts: Sequence[list[int]],
         sampling_params: SamplingParams | None,
         processors: LogitsProcessorList | None,
         criteria: StoppingCriteriaList | None,
     ) -> Stream:
-        """Answer prompts of given tokens; yield of each that has news an output with these alone."""
+        """Answer prompts of given tokens; yield of each that has news an output with these alone.
+
+        Args:
+            argument: What the user knows the prompts by, for messages.
+            texts: Their texts.
+            prompts: Their tokens.
+            sampling_params: See `generate`.
+            processors: Likewise.
+            criteria: Likewise.
+        """
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise UserError("sampling_params", "is not one SamplingParams", got=type(params).__name__)
         if not prompts:
             raise UserError("prompts", "there is none")
         vocabulary = self.model.decoder.backend.vocabulary
-        for prompt in prompts:
-            if not prompt:
-                raise UserError("a prompt", "is empty", fix="Give at least one token.")
-            if not 0 <= min(prompt) <= max(prompt) < vocabulary:
-                raise UserError(
-                    "a prompt", "has a token that the model does not have", got=str(max(prompt, key=abs)),
-                    expected=f"0 to {vocabulary - 1}",
-                )  # fmt: skip
+        _each(argument, prompts, functools.partial(_refuse_other_tokens, vocabulary))
         width = max(map(len, prompts))
         # Padded by a token of their own: processors of older releases of transformers do not look at the mask.
         input_ids = torch.tensor([prompt[:1] * (width - len(prompt)) + prompt for prompt in prompts])
@@ -230,19 +240,20 @@ class LLM:
             ignore_eos=True, **_options(params),
         )  # fmt: skip
         going = set(range(len(prompts)))
-        for step in steps:
-            for row in sorted(going):
-                token, answer = step.tokens[row], answers[row]
-                text = answer.put(token) if token not in ends else ""
-                step.ended[row] |= token in ends or bool(answer.stopped)
-                output = CompletionOutput(0, text, [token])
-                if step.ended[row]:
-                    going.remove(row)
-                    output.text += answer.end()
-                    output.stop_reason = answer.stopped or (token if token in params.stop_tokens else None)
-                    limited = step.limited[row] and token not in ends and not answer.stopped
-                    output.finish_reason = "length" if limited else "stop"
-                yield RequestOutput(str(row), texts[row], prompts[row], [output], step.ended[row])
+        with _saying_which(argument, len(prompts)):
+            for step in steps:
+                for row in sorted(going):
+                    token, answer = step.tokens[row], answers[row]
+                    text = answer.put(token) if token not in ends else ""
+                    step.ended[row] |= token in ends or bool(answer.stopped)
+                    output = CompletionOutput(0, text, [token])
+                    if step.ended[row]:
+                        going.remove(row)
+                        output.text += answer.end()
+                        output.stop_reason = answer.stopped or (token if token in params.stop_tokens else None)
+                        limited = step.limited[row] and token not in ends and not answer.stopped
+                        output.finish_reason = "length" if limited else "stop"
+                    yield RequestOutput(str(row), texts[row], prompts[row], [output], step.ended[row])
 
 
 def _refuse_other_kinds(model: object, tokenizer: object, max_model_len: object, compiled: object) -> None:
@@ -269,23 +280,64 @@ def _refuse_of_a_plan(**given: Any) -> None:
             raise UserError(name, "is of directories alone: a plan is what it was compiled to be", fix="Leave it out.")
 
 
-def _conversations(given: Any) -> list[Messages]:
-    """Return conversations, of which one may be given by itself.
+def _each(argument: str, given: Sequence[_T], taken: Callable[[_T], _U]) -> list[_U]:
+    """Take one prompt after the other.
 
     Raises:
-        UserError: One is not a list of messages with role and content.
+        PromptError: There is a mistake in one: it says in which.
     """
+    results = []
+    for index, each in enumerate(given):
+        with _saying_which(argument, len(given), index):
+            results.append(taken(each))
+    return results
+
+
+@contextmanager
+def _saying_which(argument: str, count: int, index: int | None = None) -> Iterator[None]:
+    """Let a mistake in one of several prompts say in which; `index` says it where the mistake does not know."""
+    try:
+        yield
+    except PromptError as error:
+        index = error.index if index is None else index
+        raise error.at(index, f"{argument}[{index}]" if count > 1 else "") from error
+
+
+def _refuse_other_tokens(vocabulary: int, prompt: list[int]) -> None:
+    """Fail if a prompt is empty, or has a token that is none of the vocabulary.
+
+    Raises:
+        PromptError: It is, or has.
+    """
+    if not prompt:
+        raise PromptError("a prompt", "is empty", fix="Give at least one token.")
+    if not 0 <= min(prompt) <= max(prompt) < vocabulary:
+        raise PromptError(
+            "a prompt", "has a token that the model does not have", got=str(max(prompt, key=abs)),
+            expected=f"0 to {vocabulary - 1}",
+        )  # fmt: skip
+
+
+def _conversations(given: Any) -> list[Messages]:
+    """Return conversations, of which one may be given by itself."""
     several = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     if several and isinstance(several[0], Mapping) and given is not several[0]:
         several = [several]
-    for messages in several:
-        listed = isinstance(messages, Sequence) and not isinstance(messages, str)
-        if not listed or not messages or not all(map(_is_message, messages)):
-            raise UserError(
-                "a conversation", "is not a list of messages", got=repr(messages)[:80],
-                expected='[{"role": "user", "content": "…"}]',
-            )  # fmt: skip
     return several
+
+
+def _refuse_other_messages(given: Any) -> None:
+    """Fail for what is no conversation.
+
+    Raises:
+        PromptError: It is not a list of messages with role and content.
+    """
+    listed = isinstance(given, Sequence) and not isinstance(given, str)
+    if not listed or not given or not all(map(_is_message, given)):
+        raise PromptError(
+            "a conversation", "is not a list of messages", got=repr(given)[:80],
+            expected='[{"role": "user", "content": "…"}]',
+        )  # fmt: skip
 
 
 def _is_message(given: Any) -> bool:

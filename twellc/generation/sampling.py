@@ -18,6 +18,24 @@ _LARGEST = sys.float_info.max
 SEEDS = "an integer from 0 to 2^63 - 1"
 
 
+class PromptError(UserError):
+    """A mistake in one prompt of a call.
+
+    Attributes:
+        index: Which of the prompts, from 0 on.
+    """
+
+    def __init__(self, where: str, what: str, *, index: int = 0, **details: str) -> None:
+        super().__init__(where, what, **details)
+        self.index = index
+        self._where, self._details = where, (what, details)
+
+    def at(self, index: int, where: str = "") -> PromptError:
+        """Return the same mistake, of a prompt whose number is known, and perhaps another name."""
+        what, details = self._details
+        return PromptError(where or self._where, what, index=index, **details)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How tokens are chosen, and when that ends. Greedy unless `temperature` is 1e-5 or more.

@@ -33,7 +33,7 @@ from transformers.generation.logits_process import (
 
 from twellc.base.errors import UserError
 from twellc.generation.backend import Backend
-from twellc.generation.sampling import GenerationStats
+from twellc.generation.sampling import GenerationStats, PromptError
 
 _LOG = logging.getLogger("twellc")
 # These look at the scores alone, and wait for nothing.
@@ -163,12 +163,13 @@ class Decoder:
                 expected=f"{backend.largest_batch} at most",
                 fix="Give fewer, or compile the model with a larger --batch.",
             )  # fmt: skip
-        if max(lengths) > backend.longest:
-            raise UserError(
-                "the prompt", "is longer than the cache", got=f"{max(lengths)} tokens",
-                expected=f"{backend.longest} at most",
-                fix="Shorten it, or make the cache longer if the model allows it.",
-            )  # fmt: skip
+        for row, length in enumerate(lengths):
+            if length > backend.longest:
+                raise PromptError(
+                    "the prompt", "is longer than the cache", index=row, got=f"{length} tokens",
+                    expected=f"{backend.longest} at most",
+                    fix="Shorten it, or make the cache longer if the model allows it.",
+                )  # fmt: skip
         self._call += 1
         if batch != len(self._tokens):
             self._graphs.clear()

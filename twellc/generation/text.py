@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from twellc.base.errors import UserError, first_line
+from twellc.generation.sampling import PromptError
 from twellc.loaders.checkpoint import read_config
 from twellc.samples.tokenizer import BYTES, has_tokenizer, pretrained_tokenizer, token_ids
 
@@ -74,7 +75,7 @@ def _utf8(text: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise UserError("a prompt", f"is not a text in UTF-8 ({error.reason} at {error.start})") from error
+        raise PromptError("a prompt", f"is not a text in UTF-8 ({error.reason} at {error.start})") from error
 
 
 class _Pretrained:
@@ -106,7 +107,7 @@ class _Pretrained:
                 list(messages), chat_template=template, tokenize=False, **{"add_generation_prompt": True, **options}
             )
         except Exception as error:  # a template raises what it likes
-            raise UserError("the chat template", f"cannot write the conversation ({first_line(error)})") from error
+            raise PromptError("a conversation", f"the chat template cannot write it ({first_line(error)})") from error
         # The template has written the special tokens.
         return self._tokens(text, special=False)
 

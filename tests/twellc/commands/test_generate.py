@@ -77,6 +77,19 @@ def test_prompts_of_a_file(cli: Cli, talker: Path, tmp_path: Path) -> None:
     assert [each["outputs"][0]["text"] for each in answers] == [talked, talked] != [plain[0], plain[0]]
 
 
+def test_a_mistake_in_a_prompt_of_a_file(cli: Cli, talker: Path, tmp_path: Path) -> None:
+    long = {"role": "user", "content": "fox " * 300}
+    for others, line, message in (
+        (["--no-chat-template"], {"prompt": ""}, "is empty"),
+        ([], {"messages": [long]}, "is longer than the cache; got "),
+        ([], {"messages": [{"role": 1}]}, "is not a list of messages; got "),
+    ):
+        path = tmp_path / "p.jsonl"
+        path.write_text("\n\n".join(map(json.dumps, [{"prompt": "fox"}, line, {"prompt": "dog"}])))
+        failed = cli("generate", talker, "--device", "cpu", "--prompts-file", path, *others)
+        assert failed.exit_code == 2 and f"{path}, line 3: {message}" in failed.stderr, failed.stderr
+
+
 def test_lines_of_a_file(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
     """A line ends where editors end it, not at every character that may separate lines; a mark of order is no text."""
     options = ("generate", bytelm, "--device", "cpu", "--max-new-tokens", 1, "--json", "--prompts-file")
@@ -122,9 +135,9 @@ def test_lines_of_standard_input(bytelm: Path, talker: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--prompt", "a" * 2000), "the prompt: is longer than the cache; got 2001 tokens; expected 1024 at most"),
+        (("--prompt", "a" * 2000), "--prompt: is longer than the cache; got 2001 tokens; expected 1024 at most"),
         (("--prompt", "abcd", "--max-length", 4), "got 5 tokens; expected 4 at most"),
-        (("--prompt", "a", "--max-length", 1025), "a cache of 1025 places: is not one that the model can have"),
+        (("--prompt", "a", "--max-length", 1025), "--max-length: is no length that a cache of the model can have"),
         (("--prompt", "a", "--chat-template"), "has no tokenizer, and so no chat template"),
         (("--prompt", "a", "--prompts-file", "b"), "--prompts-file: there is a prompt already; got --prompt, too"),
         (("--prompt", "a", "--temperature", "nan"), "temperature: is out of its range; got nan"),
@@ -146,7 +159,8 @@ def test_bad_options(cli: Cli, bytelm: Path, arguments: tuple[object, ...], mess
         ("p.jsonl", b"{", "line 1: is not JSON"),
         ("p.jsonl", b'{"prompt": "a"}\n{"text": "a"}', "line 2: holds neither a prompt nor messages"),
         ("p.jsonl", b'\n\n{"text": "a"}', "line 3: holds neither a prompt nor messages"),
-        ("p.jsonl", b'{"prompt": "a\\ud800"}', "a prompt: is not a text in UTF-8"),
+        ("p.jsonl", b'{"prompt": "a"}\n\n{"prompt": "a\\ud800"}', "p.jsonl, line 3: is not a text in UTF-8"),
+        ("p.txt", b"a\n\n" + b"a" * 2000, "p.txt, line 3: is longer than the cache; got 2001 tokens"),
         ("p.jsonl", b"[]", "line 1: holds neither a prompt nor messages"),
     ],
 )

@@ -367,7 +367,7 @@ def test_a_prompt_that_does_not_fit(llm: LLM, talker: Path) -> None:
         small.generate([[1] * 9])
     answer = small.generate([[1] * 8], SamplingParams(max_tokens=5, ignore_eos=True))[0].outputs[0]
     assert (len(answer.token_ids), answer.finish_reason) == (1, "length")
-    with pytest.raises(UserError, match="a cache of 257 places: is not one that the model can have"):
+    with pytest.raises(UserError, match="max_model_len: is no length that a cache of the model can have; got 257; "):
         LLM(talker, device="cpu", max_model_len=257)
 
 
@@ -382,6 +382,9 @@ def test_a_prompt_that_does_not_fit(llm: LLM, talker: Path) -> None:
         ([[-1]], "got -1; expected 0 to"),
         ([3.5], "a prompt: is neither a text nor tokens; got float"),
         ([{"text": "a"}], "is neither a text nor tokens; got NoneType"),
+        (["a", "a\ud800"], r"prompts\[1\]: is not a text in UTF-8"),
+        ([[5], [5] * 9, []], r"prompts\[2\]: is empty"),
+        ([[5], [5] * 257, [5]], r"prompts\[1\]: is longer than the cache; got 257 tokens"),
     ],
 )
 def test_bad_prompts(llm: LLM, prompts: Any, message: str) -> None:
@@ -402,7 +405,7 @@ def test_bad_conversations(llm: LLM) -> None:
         [{**user, "role": 1}],
     ]
     for given in several:
-        with pytest.raises(UserError, match="a conversation: is not a list of messages; got "):
+        with pytest.raises(UserError, match=r"^(a conversation|messages\[1\]): is not a list of messages; got "):
             llm.chat(given)
     with pytest.raises(UserError, match="a prompt: is not a text in UTF-8"):
         llm.chat([{"role": "user", "content": "a\udcff"}])
@@ -488,7 +491,7 @@ def test_no_tokenizer(llama: Path, talker: Path) -> None:
 def test_no_chat_template(bytelm: Path, llm: LLM) -> None:
     with pytest.raises(UserError, match="has no tokenizer, and so no chat template"):
         LLM(bytelm, device="cpu").chat([{"role": "user", "content": "a"}])
-    with pytest.raises(UserError, match="the chat template: cannot write the conversation"):
+    with pytest.raises(UserError, match="a conversation: the chat template cannot write it"):
         llm.chat([{"role": "user", "content": "a"}], chat_template="{{ raise_exception('no') }}")
 
 
