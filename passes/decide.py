@@ -25,7 +25,11 @@ Advise = Callable[[FfnBlock, Staying], Choice]
 
 
 def decide(
-    blocks: Sequence[FfnBlock], layers: str, advise: Advise | None = None, staying: Sequence[Staying] | None = None
+    blocks: Sequence[FfnBlock],
+    layers: str,
+    advise: Advise | None = None,
+    staying: Sequence[Staying] | None = None,
+    decided: Sequence[str] = (),
 ) -> list[Layer]:
     """Return a decision for each block.
 
@@ -34,6 +38,7 @@ def decide(
         layers: `auto`, `all`, `none`, or a regular expression that is searched in the module paths.
         advise: Decides for `auto`; None takes every match. What it expects of other blocks is noted, too.
         staying: Of each block the neurons that stay if TwELL runs it; None where all do, and nothing is known of them.
+        decided: Paths of other blocks, of which is decided already: `layers` may match these alone.
 
     Raises:
         UserError: `layers` is no regular expression, or matches none of the blocks.
@@ -46,8 +51,9 @@ def decide(
             raise UserError(
                 "--layers", f"not a regular expression ({error})", got=repr(layers), expected="auto, all, none or REGEX"
             ) from error
-        if blocks and not any(pattern.search(block.module) for block in blocks):
-            modules = first_few([block.module or "'', the model itself" for block in blocks])
+        paths = [*decided, *(block.module for block in blocks)]
+        if paths and not any(map(pattern.search, paths)):
+            modules = first_few([path or "'', the model itself" for path in paths])
             raise UserError("--layers", "matches no feed-forward block", got=repr(layers), expected=f"one of {modules}")
     result: list[Layer] = []
     taken: dict[Node, str] = {}  # projections of the blocks that TwELL runs

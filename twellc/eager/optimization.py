@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import re
 import threading
 import warnings
 from collections.abc import Iterator
@@ -52,7 +53,7 @@ from twellc.eager.training_block import BlockInTraining, blended_of
 from twellc.passes.decide import KERNEL_DTYPES, decide, options_of
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.report import Layer
-from twellc.plugins.block import DEFAULT_COMPRESSION, BlockOptions, Operands, WeightOperands
+from twellc.plugins.block import BlockOptions, Operands, WeightOperands
 from twellc.plugins.gradients.transforms import is_forward_mode, is_transformed
 from twellc.plugins.library import COMPRESSIONS
 from twellc.plugins.ops import run_block
@@ -463,7 +464,7 @@ def _remake(original: type[nn.Module], mixed_in: type[_Mixed] = _Optimized) -> n
 
 
 def optimize(
-    module: _Module, *, layers: str = "auto", compression: int = DEFAULT_COMPRESSION, training: bool = False
+    module: _Module, *, layers: str = "auto", compression: int | None = None, training: bool = False
 ) -> _Module:
     """Run the feed-forward blocks of a module by the `twell` ops, in place.
 
@@ -489,10 +490,13 @@ def optimize(
     kernels do not take, such as float32 without autocast, is computed densely, and counted, too. docs/training.md
     says what `twellc.training` does with it. Optimize before DDP or FSDP wraps the model.
 
+    A second call takes what `layers` names besides the blocks that are taken already, and gives those that it names
+    the `compression`, if one is given.
+
     Args:
         module: Any module.
         layers: Which of the blocks: `auto`, `all`, `none` or a regular expression over module paths.
-        compression: The TwELL compression factor: 1, 2, 4 or 8. It changes speed and memory, never results.
+        compression: The TwELL compression factor: 1, 2, 4 or 8; None is 8. It changes speed and memory, never results.
         training: Whether for training. What is optimized for the other purpose is restored first.
 
     Returns:
@@ -507,7 +511,7 @@ def optimize(
     refuse_other_than_modules("twellc.optimize", module)
     if not isinstance(layers, str):
         raise UserError("layers", "is no text", got=repr(layers), expected="auto, all, none or a regular expression")
-    if type(compression) is not int or compression not in COMPRESSIONS:
+    if compression is not None and (type(compression) is not int or compression not in COMPRESSIONS):
         expected = ", ".join(map(str, COMPRESSIONS))
         raise UserError("twellc.optimize", "no such compression", got=repr(compression), expected=expected)
     if any((block.training is not None) != training for _, _, block in _optimized_modules(module)):
@@ -517,7 +521,13 @@ def optimize(
         _LOG.info("%s: %s", path, _PARAMETRIZED)
     found = list(_find(module, training))
     # Which dtype it is in is asked in each call.
-    decisions = decide([replace(each.block, dtype=torch.bfloat16) for each in found], layers)
+    blocks = [replace(each.block, dtype=torch.bfloat16) for each in found]
+    taken = {block.path(path): (submodule, block) for path, submodule, block in _optimized_modules(module)}
+    decisions = decide(blocks, layers, decided=list(taken))
+    if compression is not None and layers != "none":
+        for path, (submodule, block) in taken.items():
+            if layers in ("auto", "all") or re.search(layers, path):
+                _compress(submodule, block, compression)
     for each, layer in zip(found, decisions, strict=True):
         if layer.decision == "twell" and each.weights is not None:
             _replace(each, layer, options_of(each.block, layer, compression), training)
@@ -684,6 +694,15 @@ def _replace(found: _Found, layer: Layer, options: BlockOptions, training: bool)
     before = vars(submodule).get("_twellc", ())
     _mix(submodule, mixed_in)
     vars(submodule)["_twellc"] = (*before, block)
+
+
+def _compress(submodule: nn.Module, block: _Block, compression: int) -> None:
+    """Give a block that is taken another compression factor."""
+    options = replace(block.options, compression=compression)
+    if block.training is not None:
+        block.training.options = options
+    held = vars(submodule)["_twellc"]
+    vars(submodule)["_twellc"] = tuple(replace(each, options=options) if each is block else each for each in held)
 
 
 def _mix(module: Any, mixed_in: type[_Mixed]) -> None:

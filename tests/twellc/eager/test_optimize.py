@@ -262,6 +262,36 @@ def test_optimizing_again_changes_nothing() -> None:
     assert ops_of(model, tokens())[1] == {"gated_mlp": 2}
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_optimizing_again_with_another_compression(training: bool) -> None:
+    first, second = "model.layers.0.mlp", "model.layers.1.mlp"
+    model = twellc.optimize(models.llama().train(training), layers=r"layers\.0", compression=4, training=training)
+
+    def compressions() -> dict[str, int]:
+        assert [each.module for each in twellc.optimized_blocks(model)] in ([first], [first, second])
+        held = {path: getattr(each, "_twellc", ()) for path, each in model.named_modules()}
+        for (block,) in filter(None, held.values()):
+            assert block.training is None or block.training.options == block.options
+        return {path: blocks[0].options.compression for path, blocks in held.items() if blocks}
+
+    twellc.optimize(model, training=training)
+    assert compressions() == {first: 4, second: 8}
+    twellc.optimize(model, layers=r"layers\.0", compression=1, training=training)
+    assert compressions() == {first: 1, second: 8}
+    twellc.optimize(model, compression=2, training=training)
+    assert compressions() == {first: 2, second: 2}
+    twellc.optimize(model, layers="none", compression=1, training=training)
+    assert compressions() == {first: 2, second: 2}
+    with pytest.raises(twellc.UserError, match=r"--layers: matches no feed-forward block; got 'zzz'; .*layers\.0\.mlp"):
+        twellc.optimize(model, layers="zzz", training=training)
+
+
+def test_a_second_call_may_name_what_is_taken() -> None:
+    model = twellc.optimize(models.llama(), layers=r"layers\.0")
+    twellc.optimize(model, layers=r"layers\.0", compression=1)
+    assert len(twellc.optimized_blocks(model)) == 1
+
+
 def test_training_uses_the_original() -> None:
     model, original = twellc.optimize(models.llama()).train(), models.llama().train()
     with Ops() as ops:
