@@ -172,10 +172,17 @@ def refusal_of(block: FfnBlock) -> str:
 
 
 def between(block: FfnBlock) -> list[Node]:
-    """Return what is computed between the up and the down projection of a block: its activation, or other things."""
-    assert block.up is not None
+    """Return what is computed between the first and the down projection of a block: its activation, or other things."""
+    first = block.gate or block.up
+    assert first is not None
     nodes = list(block.down.node.graph.nodes)
-    return nodes[nodes.index(block.up.node) + 1 : nodes.index(block.down.node)]
+    return nodes[nodes.index(first.node) + 1 : nodes.index(block.down.node)]
+
+
+def drops(block: FfnBlock) -> bool:
+    """Whether dropout that is switched on stands inside of a block."""
+    has_first = block.gate is not None or block.up is not None
+    return has_first and any(packet(node) is aten.native_dropout for node in between(block))
 
 
 def functions_of(module: nn.Module) -> dict[str, nn.Module]:

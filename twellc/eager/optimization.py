@@ -21,7 +21,7 @@ import logging
 import re
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -40,6 +40,7 @@ from twellc.eager.hidden import Blended, Hidden, holds_hidden, real
 from twellc.eager.module_blocks import (
     Operand,
     Taken,
+    drops,
     find_modules,
     find_written_out,
     functions_of,
@@ -63,6 +64,7 @@ _PARAMETRIZED = (
     "its weight is computed in each call, by a parametrization or a norm; remove that first, with "
     "torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm or remove_spectral_norm"
 )
+_DROPS = "dropout inside of it is switched on; its probability must be 0"
 _Module = TypeVar("_Module", bound=nn.Module)
 # What wrappers put into the paths of modules: FSDP, torch.compile, activation checkpointing; DDP and its kind.
 _WRAPPED = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
@@ -486,9 +488,10 @@ def optimize(
 
     With `training` it is the other way round: forward and backward run by the ops in training mode, under autocast,
     activation checkpointing, DDP and FSDP, too, and strides stay as they are. Each block counts which neurons fire.
-    The original forward runs in eval mode, and where dropout inside of the block is switched on. On a GPU, what the
-    kernels do not take, such as float32 without autocast, is computed densely, and counted, too. docs/training.md
-    says what `twellc.training` does with it. Optimize before DDP or FSDP wraps the model.
+    Blocks with dropout inside that is switched on are not taken; where it is switched on later, and in eval mode, the
+    original forward runs. On a GPU, what the kernels do not take, such as float32 without autocast, is computed
+    densely, and counted, too. docs/training.md says what `twellc.training` does with it. Optimize before DDP or FSDP
+    wraps the model.
 
     A second call takes what `layers` names besides the blocks that are taken already, and gives those that it names
     the `compression`, if one is given.
@@ -520,10 +523,8 @@ def optimize(
     for path in parametrized:
         _LOG.info("%s: %s", path, _PARAMETRIZED)
     found = list(_find(module, training))
-    # Which dtype it is in is asked in each call.
-    blocks = [replace(each.block, dtype=torch.bfloat16) for each in found]
     taken = {block.path(path): (submodule, block) for path, submodule, block in _optimized_modules(module)}
-    decisions = decide(blocks, layers, decided=list(taken))
+    decisions = _decide(found, layers, list(taken))
     if compression is not None and layers != "none":
         for path, (submodule, block) in taken.items():
             if layers in ("auto", "all") or re.search(layers, path):
@@ -543,6 +544,11 @@ def optimize(
             stacklevel=2,
         )
     return module
+
+
+def _decide(found: list[_Found], layers: str, decided: Sequence[str] = ()) -> list[Layer]:
+    # Which dtype it is in is asked in each call.
+    return decide([replace(each.block, dtype=torch.bfloat16) for each in found], layers, decided=decided)
 
 
 def refuse_other_than_modules(where: str, module: object) -> None:
@@ -581,12 +587,12 @@ def _find(module: nn.Module, training: bool) -> Iterator[_Found]:
     whole = []
     for path, submodule, block, ranks in find_modules(module, training=training):
         whole.append(path)
-        reason = block.refusal or _no_class_of(submodule, _InTraining if training else _Optimized)
+        reason = _refusal(block, block.refusal) or _no_class_of(submodule, _InTraining if training else _Optimized)
         block = replace(block, module=path, refusal=reason)
         yield _Found(path, submodule, block, operands_of(submodule, block), ranks, is_written_out=False)
     projections: dict[nn.Module, set[str]] = {}
     for each in find_written_out(module, whole, training=training):
-        reason = refusal_of(each.block) or _no_class_of(each.module, _Holder)
+        reason = _refusal(each.block, refusal_of(each.block)) or _no_class_of(each.module, _Holder)
         names = {operand.path[0] for operand in each.weights.named().values()} if each.weights else set()
         used = projections.setdefault(each.module, set())
         if not reason and names & used:
@@ -594,6 +600,11 @@ def _find(module: nn.Module, training: bool) -> Iterator[_Found]:
         if not reason:
             used |= names
         yield _Found(each.path, each.module, replace(each.block, refusal=reason), each.weights)
+
+
+def _refusal(block: FfnBlock, reason: str) -> str:
+    """Return why a block is refused, by a plainer name where dropout is why."""
+    return _DROPS if reason and drops(block) else reason
 
 
 def _no_class_of(module: nn.Module, mixed_in: type[_Mixed]) -> str:
@@ -648,6 +659,11 @@ def blocks_in_training(module: nn.Module) -> dict[str, TrainedBlock]:
             gate, _ = block.weights.first
             found[plain] = TrainedBlock(replace(block.layer, module=plain), submodule, block.training, gate)
     return found
+
+
+def blocks_for_training(module: nn.Module) -> list[Layer]:
+    """Return the blocks of a module that `optimize` would look at for training, refused ones too."""
+    return _decide(list(_find(module, training=True)), "all")
 
 
 def _without_wrappers(module: nn.Module, path: str) -> str:

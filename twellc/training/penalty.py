@@ -6,13 +6,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from twellc.base.errors import UserError
-from twellc.eager.optimization import TrainedBlock, blocks_in_training, refuse_other_than_modules
+from twellc.base.errors import UserError, first_few
+from twellc.eager.optimization import (
+    TrainedBlock,
+    blocks_for_training,
+    blocks_in_training,
+    refuse_other_than_modules,
+)
 
 _REENTRY = (
     "Run the model in training mode, with gradients, and checkpoint activations without use_reentrant: "
     'gradient_checkpointing_kwargs={"use_reentrant": False}. Put what is not trained into eval mode.'
 )
+_FIX_REFUSED = "Mend that, then call twellc.optimize(model, training=True); twellc.training.sparsify makes ReLU blocks."
 _FIX = "Call twellc.optimize(model, training=True) first; twellc.training.sparsify makes ReLU blocks."
 
 
@@ -132,5 +138,10 @@ def blocks_of(model: nn.Module) -> dict[str, TrainedBlock]:
     refuse_other_than_modules("training", model)
     found = blocks_in_training(model)
     if not found:
-        raise UserError(type(model).__name__, "has no feed-forward block in training", fix=_FIX)
+        looked_at = blocks_for_training(model)
+        refused = [f"{each.module or 'the model itself'}: {each.reason}" for each in looked_at if not each.matched]
+        all_refused = bool(refused) and len(refused) == len(looked_at)
+        why = f" ({first_few(refused, '; ')})" if all_refused else ""
+        fix = _FIX_REFUSED if all_refused else _FIX
+        raise UserError(type(model).__name__, f"has no feed-forward block in training{why}", fix=fix)
     return found

@@ -144,7 +144,7 @@ def test_the_last_call_decides_for_what() -> None:
 
 
 def test_dropout_inside_is_refused() -> None:
-    with pytest.warns(UserWarning, match="no submodule is a feed-forward block.*native_dropout"):
+    with pytest.warns(UserWarning, match="no submodule is a feed-forward block.*dropout inside of it is switched on"):
         twellc.optimize(models.t5(dropout_rate=0.1), training=True)
 
 
@@ -383,6 +383,23 @@ def test_no_block_in_training() -> None:
     for bad in (-1.0, float("inf"), float("nan")):
         with pytest.raises(UserError, match="coefficient"):
             L1Penalty(twellc.optimize(models.llama(), training=True), bad)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Gated(between=nn.Dropout(0.1)),
+        lambda: Plain(between=lambda h: nn.functional.dropout(h, 0.1)),
+        lambda: nn.TransformerEncoderLayer(16, 2, 40, dropout=0.1),
+    ],
+)
+def test_dropout_inside_of_a_block_is_called_that(make: Any) -> None:
+    model = make().train()
+    said = r"the model itself: dropout inside of it is switched on; its probability must be 0"
+    with pytest.warns(UserWarning, match=said):
+        twellc.optimize(model, training=True)
+    with pytest.raises(UserError, match=rf"has no feed-forward block in training \({said}"):
+        L1Penalty(model, 1.0)
 
 
 def test_penalty_is_a_mean_over_blocks_that_saw_tokens_frozen_ones_too() -> None:

@@ -93,7 +93,7 @@ def test_dropout_inside_of_the_block() -> None:
     model = FAMILIES["bart"]()[0]
     for layer in (*model.model.encoder.layers, *model.model.decoder.layers):
         layer.activation_dropout = 0.1
-    with pytest.warns(UserWarning, match=r"no submodule.*native_dropout"):
+    with pytest.warns(UserWarning, match=r"no submodule.*dropout inside of it is switched on"):
         twellc.optimize(model, training=True)
     for layer in (*model.model.encoder.layers, *model.model.decoder.layers):
         layer.activation_dropout = 0.0
