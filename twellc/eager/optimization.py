@@ -633,7 +633,7 @@ def restore(module: _Module) -> _Module:
         for operand in block.weights.named().values():
             parameter = operand.parameter(submodule)
             if operand.transposed and parameter is not None and block.training is None:
-                local_of(parameter).data = local_of(parameter).data.contiguous()
+                _store(local_of(parameter), local_of(parameter).data.contiguous())
     for submodule in module.modules():
         if isinstance(submodule, _Mixed):
             vars(submodule).pop("_twellc", None)
@@ -694,7 +694,7 @@ def _replace(found: _Found, layer: Layer, options: BlockOptions, training: bool)
         if training or not operand.transposed or parameter is None:
             continue
         if not local_of(parameter).t().is_contiguous():
-            local_of(parameter).data = local_of(parameter).data.t().contiguous().t()
+            _store(local_of(parameter), local_of(parameter).data.t().contiguous().t())
     argument = next(iter(inspect.signature(submodule.forward).parameters.values()))
     name = argument.name if argument.kind is argument.POSITIONAL_OR_KEYWORD else ""
     parts: tuple[str, ...] = ()
@@ -710,6 +710,13 @@ def _replace(found: _Found, layer: Layer, options: BlockOptions, training: bool)
     before = vars(submodule).get("_twellc", ())
     _mix(submodule, mixed_in)
     vars(submodule)["_twellc"] = (*before, block)
+
+
+def _store(parameter: Tensor, data: Tensor) -> None:
+    """Let a parameter have other data, in shared memory where its own was."""
+    if type(data) is Tensor and data.device.type == "cpu" and parameter.data.is_shared():  # type: ignore[no-untyped-call]
+        data.share_memory_()  # type: ignore[no-untyped-call]
+    parameter.data = data
 
 
 def _compress(submodule: nn.Module, block: _Block, compression: int) -> None:

@@ -254,6 +254,15 @@ def test_restore() -> None:
     assert twellc.optimized_blocks(twellc.optimize(model)) != []
 
 
+def test_shared_memory_stays_shared() -> None:
+    block = Gated(biases="d").eval().share_memory()
+    twellc.optimize(block)
+    assert block.down.weight.t().is_contiguous() and all(each.is_shared() for each in block.parameters())
+    twellc.restore(block)
+    assert block.down.weight.is_contiguous() and all(each.is_shared() for each in block.parameters())
+    assert not any(each.is_shared() for each in twellc.optimize(Gated().eval()).parameters())
+
+
 def test_optimizing_again_changes_nothing() -> None:
     model = twellc.optimize(models.llama())
     with warnings.catch_warnings():
