@@ -54,8 +54,11 @@ class Hidden:
 
     def result(self, down: nn.Module) -> Tensor | None:
         """Return what the block gives, if `down` is its down projection and this is what that shall read."""
-        whole = self._done == STEPS[self._activation]
-        return self._compute(self._blended) if whole and down is self._down and self._value is None else None
+        return self._compute(self._blended) if self.is_whole(down) else None
+
+    def is_whole(self, down: nn.Module) -> bool:
+        """Whether `down` is the down projection of the block, and this is what that shall read, not computed yet."""
+        return self._done == STEPS[self._activation] and down is self._down and self._value is None
 
     def value(self) -> Tensor:
         """Return the tensor itself: [..., d_ff]."""

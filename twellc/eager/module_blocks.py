@@ -7,6 +7,7 @@ in OPT and BART.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections import OrderedDict
@@ -17,12 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.export import Dim, ShapesCollection
+from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.fx import Node
 from torch.nn.modules.module import _has_any_global_hook
 
 from twellc.base.errors import first_line
-from twellc.eager.hidden import STEPS
+from twellc.eager.hidden import STEPS, Hidden, holds_hidden, real
 from twellc.eager.sharded import local_twin
 from twellc.eager.training_block import BlendedActivation, as_relu
 from twellc.passes.graph.program import quiet_torch, user_inputs, written_tensors
@@ -83,12 +84,14 @@ class WrittenOut:
         module: The module.
         block: What the matcher found; its `module` is the path, of a module's second block that of its first layer.
         weights: Where its weights are in the module: in linear layers that are its children; None where it is refused.
+        inputs: What its module was traced with: x, and other arguments by name.
     """
 
     path: str
     module: nn.Module
     block: FfnBlock
     weights: WeightOperands[Operand] | None
+    inputs: tuple[Tensor, dict[str, Any]]
 
 
 def find_modules(
@@ -146,6 +149,8 @@ def _written_out_in(path: str, module: nn.Module, *, training: bool) -> list[Wri
         return []
     traced = next(trace_alone(path, module, 3, training=training, alone=False), None)
     found: list[WrittenOut] = []
+    if traced:
+        (x,), others = traced.program.example_inputs
     for block in traced.blocks if traced else ():
         weights = operands_of(module, block)
         read = [".".join(each.path) for each in weights.named().values()] if weights else [block.down.weight.name]
@@ -153,7 +158,7 @@ def _written_out_in(path: str, module: nn.Module, *, training: bool) -> list[Wri
         if {name.rpartition(".")[0] for name in read} <= linears.keys() and not is_second_call:
             name = f"{path}.{_first_layer(block)}".lstrip(".") if found else path
             block = replace(block, module=name)
-            found.append(WrittenOut(path, module, block, weights))
+            found.append(WrittenOut(path, module, block, weights, (x, others)))
     return found
 
 
@@ -169,6 +174,63 @@ def refusal_of(block: FfnBlock) -> str:
         return ""
     found = ", ".join(names) or "nothing"
     return f"it is written out in a larger module, with {found} between its projections, not relu or its square alone"
+
+
+def hands_on(written: WrittenOut, *, training: bool) -> bool:
+    """Whether what stands for the hidden tensor reaches the down projection: not all functions take what is no tensor.
+
+    Args:
+        written: A block that is not refused.
+        training: Whether in training mode.
+    """
+    assert written.weights is not None
+    module = written.module
+    up, down = (module._modules[each.path[0]] for each in (written.weights.w_up, written.weights.w_down))
+    assert isinstance(up, nn.Linear) and isinstance(down, nn.Linear)
+    received: list[Hidden] = []
+
+    def put_off(x: Tensor) -> Hidden:
+        return Hidden(lambda: nn.Linear.forward(up, x), lambda _: None, down, written.block.activation, False)
+
+    def receive(hidden: Any) -> Tensor:
+        if isinstance(hidden, Hidden) and hidden.is_whole(down):
+            received.append(hidden)
+        return nn.Linear.forward(down, real(hidden))
+
+    own = module.forward
+
+    @functools.wraps(own)
+    def forward(*arguments: Any, **named: Any) -> Any:
+        return real(own(*arguments, **named))
+
+    module.forward, up.forward, down.forward = forward, put_off, receive  # type: ignore[method-assign, assignment]
+    try:
+        with quiet_torch(), torch.no_grad(), _scripts_refuse_hidden():
+            _traced(module, *written.inputs, training)
+    except Exception as error:  # of the module's code
+        _LOG.debug("%s takes only a tensor between its projections: %s", written.path, first_line(error))
+        return False
+    finally:
+        del module.forward, up.forward, down.forward
+    return bool(received)
+
+
+@contextmanager
+def _scripts_refuse_hidden() -> Iterator[None]:
+    """Let functions of torch.jit.script refuse what is no tensor also in a trace, where they run as Python."""
+    kind: Any = torch.jit.ScriptFunction
+    call = kind.__call__
+
+    def refusing(function: Any, *arguments: Any, **named: Any) -> Any:
+        if holds_hidden([*arguments, *named.values()]):
+            raise TypeError(f"{function.name} is a function of torch.jit.script")
+        return call(function, *arguments, **named)
+
+    kind.__call__ = refusing
+    try:
+        yield
+    finally:
+        kind.__call__ = call
 
 
 def between(block: FfnBlock) -> list[Node]:
@@ -309,18 +371,23 @@ def trace_alone(
         choices: list[dict[str, Any]] = [dict.fromkeys(needed)]
         choices += [{name: torch.zeros_like(x) for name in needed}] * bool(needed)
         for others in choices:
-            shapes: Any = ShapesCollection()  # type: ignore[no-untyped-call]
-            for each in (x, *others.values()):
-                if each is not None:
-                    shapes[each] = dict.fromkeys(range(rank - 1), Dim.DYNAMIC)
             try:
-                with quiet_torch(), torch.no_grad(), _in_mode(module, training), _traceable(module):
-                    traced = torch.export.export(module, (x,), others, dynamic_shapes=shapes, strict=False)
-                    found = run_until(traced, PassOptions(), Stage.FIND)
+                with quiet_torch(), torch.no_grad():
+                    found = run_until(_traced(module, x, others, training), PassOptions(), Stage.FIND)
             except Exception as error:  # torch.export raises what the module's code raises
                 _LOG.debug("%s is not traced with x of width %d: %s", path, width, first_line(error))
             else:
                 yield found
+
+
+def _traced(module: nn.Module, x: Tensor, others: dict[str, Any], training: bool) -> ExportedProgram:
+    """Trace a module; sizes but those of the last dimensions are dynamic."""
+    shapes: Any = ShapesCollection()  # type: ignore[no-untyped-call]
+    for each in (x, *others.values()):
+        if each is not None:
+            shapes[each] = dict.fromkeys(range(each.dim() - 1), Dim.DYNAMIC)
+    with _in_mode(module, training), _traceable(module):
+        return torch.export.export(module, (x,), others, dynamic_shapes=shapes, strict=False)
 
 
 def _needed(module: nn.Module) -> list[str]:

@@ -44,6 +44,7 @@ from twellc.eager.module_blocks import (
     find_modules,
     find_written_out,
     functions_of,
+    hands_on,
     has_global_hooks,
     has_hooks,
     operands_of,
@@ -65,6 +66,10 @@ _PARAMETRIZED = (
     "torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm or remove_spectral_norm"
 )
 _DROPS = "dropout inside of it is switched on; its probability must be 0"
+_TENSORS_ONLY = (
+    "it is written out in a larger module, with something between its projections that takes only a tensor, such as a "
+    "function of torch.jit.script"
+)
 _Module = TypeVar("_Module", bound=nn.Module)
 # What wrappers put into the paths of modules: FSDP, torch.compile, activation checkpointing; DDP and its kind.
 _WRAPPED = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
@@ -600,12 +605,19 @@ def _find(module: nn.Module, training: bool) -> Iterator[_Found]:
         block = replace(block, module=path, refusal=reason)
         yield _Found(path, submodule, block, operands_of(submodule, block), ranks, is_written_out=False)
     projections: dict[nn.Module, set[str]] = {}
+    tried: dict[tuple[object, ...], bool] = {}
     for each in find_written_out(module, whole, training=training):
         reason = _refusal(each.block, refusal_of(each.block)) or _no_class_of(each.module, _Holder)
         names = {operand.path[0] for operand in each.weights.named().values()} if each.weights else set()
         used = projections.setdefault(each.module, set())
         if not reason and names & used:
             reason = "one of its projections is that of another block, too"
+        if not reason:
+            # Layers of a class have one forward: to try one of them is enough.
+            kind = type(each.module), each.block.activation, *sorted(names)
+            if kind not in tried:
+                tried[kind] = hands_on(each, training=training)
+            reason = "" if tried[kind] else _TENSORS_ONLY
         if not reason:
             used |= names
         yield _Found(each.path, each.module, replace(each.block, refusal=reason), each.weights)

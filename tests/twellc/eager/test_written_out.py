@@ -228,6 +228,11 @@ def test_what_is_taken(name: str) -> None:
         check(model, x)
 
 
+@torch.jit.script
+def scripted(z: Tensor) -> Tensor:
+    return torch.relu(z)
+
+
 def changed(m: Any, x: Tensor) -> Tensor:
     hidden = m.fc1(x)
     x.add_(1)
@@ -242,6 +247,12 @@ LEFT: dict[str, tuple[Callable[[], Any], str]] = {
     "clamp": (lambda: layer(lambda m, x: x + m.fc2(m.fc1(x).clamp(min=0))), "with clamp between its projections"),
     "x changed in place": (lambda: layer(changed), "with add, relu between its projections"),
     "another activation": (lambda: layer(plain, act=nn.GELU()), "activation is gelu"),
+    "a script": (lambda: layer(lambda m, x: x + m.fc2(scripted(m.fc1(x)))), "that takes only a tensor"),
+    "vmap": (lambda: layer(lambda m, x: x + m.fc2(torch.func.vmap(torch.relu)(m.fc1(x)))), "that takes only a tensor"),
+    "its type is asked": (
+        lambda: layer(lambda m, x: [h := m.fc1(x), x + m.fc2(m.act(h if isinstance(h, Tensor) else h[0]))][1]),
+        "that takes only a tensor",
+    ),
     "another reader": (lambda: layer(lambda m, x: [h := m.act(m.fc1(x)), m.fc2(h) + h.sum()][1]), "is also read by"),
 }  # fmt: skip
 
