@@ -163,5 +163,7 @@ def test_a_plan_that_cannot_run_here(bytelm: Path, tmp_path: Path) -> None:
     largest = [profile["input_ids"].max for profile in manifest.profiles]
     assert largest == [(2, 8), (2, 1), (1, 1)]
     assert [profile_for(*call, largest) for call in ((2, 8), (1, 2), (2, 1), (1, 1))] == [0, 0, 1, 2]
+    of_many = [(32, 8), (32, 1), (8, 1), (1, 1)]
+    assert [profile_for(rows, 1, of_many) for rows in (1, 2, 8, 9, 32)] == [3, 2, 2, 1, 1]
     with pytest.raises(UserError, match=r"m\.plan: the plan cannot run here: .*\. Give the model's directory"):
         LLM(plan)

@@ -107,6 +107,14 @@ def test_whatever_traces_takes_padding_and_logits(command: str) -> None:
     assert {"padding", "logits", "dtype"} <= {parameter.name for parameter in main.commands[command].params}
 
 
+@pytest.mark.parametrize(("batch", "sequences"), [(1, [1]), (3, [3, 1]), (8, [8, 1]), (32, [32, 8, 1])])
+def test_profiles_of_a_cache(batch: int, sequences: list[int]) -> None:
+    options = CompileOptions(Path("m"), kv_cache=64, batch=batch, prefill_chunk=16)
+    (_, prompts), *steps = options.requested_profiles
+    assert (prompts.min, prompts.opt, prompts.max) == ((1, 1), (1, 16), (batch, 16))
+    assert [(each.min, each.opt, each.max) for _, each in steps] == [((1, 1), (n, 1), (n, 1)) for n in sequences]
+
+
 def test_inspect_traces_with_a_mask(llama: Path) -> None:
     """The mask is an input of the attention: without one it is causal."""
     kinds = {
