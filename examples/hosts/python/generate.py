@@ -4,7 +4,7 @@
 
 The prompt is token ids; what is printed are the ids of the answer. Each cache is an input and an output of the plan:
 both are bound to one address, and the plan writes there in place. The prompt is fed in pieces of what the profile for
-prompts takes, then one token a step through that for one token of one sequence. `twellc generate` does more of the same.
+prompts takes, then one token a step through that for one token of one sequence. `twellc generate` does more than that.
 
 Needs the TensorRT that built the plan, twellc for the plugins and torch for memory on the GPU.
 """
