@@ -342,7 +342,9 @@ def _probe(path: Path, model: Any, cache_name: str) -> list[_Sizes]:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             ids = torch.ones((1, 2), dtype=torch.int64)
             positions = torch.arange(2)[None]
-            model(input_ids=ids, position_ids=positions, use_cache=True, **{cache_name: cache})
+            given = {"input_ids": ids, "position_ids": positions, "use_cache": True, cache_name: cache}
+            # Buffers that a model replaces as it runs, such as CTRL's table of positions, would be fake from now on.
+            torch.func.functional_call(model, dict(model.named_buffers()), (), given)
         sizes = [layer.state.sizes for layer in cache.layers]
     except Exception as error:  # transformers raises what it likes for a cache that does not fit
         raise _other_state(path, model, first_line(error)) from error
