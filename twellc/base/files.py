@@ -283,6 +283,17 @@ def read_file(path: Path) -> bytes:
         return stream.read()
 
 
+def output_path(option: str, given: str | os.PathLike[str]) -> Path:
+    """Return the path of a file to write; a path of pathlib has lost the slash that a folder's name ends in.
+
+    Raises:
+        UserError: It names a folder.
+    """
+    if os.fspath(given).endswith(("/", "/.")):
+        raise UserError(f"{option} {given}", "is a folder", expected="a file")
+    return Path(given)
+
+
 def refuse_replacing(option: str, path: Path, inputs: Iterable[Path | None]) -> None:
     """Fail where an output would replace a file that the user gave to read.
 
