@@ -382,22 +382,25 @@ def test_all_outputs_are_moved_or_none(tmp_path: Path, monkeypatch: pytest.Monke
     if not links:
         monkeypatch.setattr(os, "link", no_links)
     (tmp_path / "old").write_text("precious")
+    (tmp_path / "stale").write_text("precious")
     (tmp_path / "link").symlink_to("old")
     names = ("new", "old", "link", "folder", "last")
     with OutputFiles(overwrite=True) as outputs:
         for name in names:
             outputs.check("--report", tmp_path / name)
             outputs.write(tmp_path / name, "written")
+        outputs.remove(tmp_path / "stale")
         (tmp_path / "folder").mkdir()
         with pytest.raises(UserError, match="folder: cannot be written"):
             outputs.commit()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "link", "old"]
-    assert files_in(tmp_path) == {"old": b"precious", "link": b"precious"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "link", "old", "stale"]
+    assert files_in(tmp_path) == {"old": b"precious", "link": b"precious", "stale": b"precious"}
     assert (tmp_path / "link").is_symlink()
     (tmp_path / "folder").rmdir()
     with OutputFiles(overwrite=True) as outputs:
         for name in names:
             outputs.write(tmp_path / name, name)
+        outputs.remove(tmp_path / "stale")
         outputs.commit()
     assert files_in(tmp_path) == {name: name.encode() for name in names}
     assert len(list(tmp_path.iterdir())) == len(names)
