@@ -55,8 +55,8 @@ _COPIES = (aten.clone, aten.contiguous, aten.view, aten.reshape)
 _SOFTMAX = frozenset((aten.softmax, aten._softmax))
 # What may stand between the two products of something that is reported as attention.
 _BETWEEN = frozenset(
-    (aten.mul, aten.div, aten.add, aten.sub, aten.where, aten.masked_fill, aten.tanh, aten.clamp, aten.cat, aten.slice,
-     aten.view, aten.reshape, aten._unsafe_view, aten.clone, aten.expand, aten.dropout, *CASTS)
+    (aten.mul, aten.div, aten.add, aten.sub, aten.where, aten.masked_fill, aten.max, aten.tanh, aten.clamp, aten.cat,
+     aten.slice, aten.view, aten.reshape, aten._unsafe_view, aten.clone, aten.expand, aten.dropout, *CASTS)
 )  # fmt: skip
 
 
@@ -165,7 +165,9 @@ def _read(node: Node) -> _Block | None:
     if packet(node) not in (aten.matmul, aten.bmm, aten.einsum):
         return None
     first = arguments(node)[1][0] if packet(node) is aten.einsum else arguments(node)[0]
-    weights = _behind(first, aten.dropout, *CASTS, aten.clone, aten.expand, aten.view)
+    weights = _as_node(first)
+    while packet(weights) in (aten.dropout, *CASTS, aten.expand, *_COPIES):
+        weights = _as_node(arguments(weights)[0])
     if packet(weights) not in _SOFTMAX:
         return None
     block = _read_products(node, weights)
@@ -219,15 +221,17 @@ def _copy_where_needed(graph: Graph) -> None:
 def _read_products(node: Node, weights: Node) -> _Parts | None:
     """Read the two products around a softmax, `weights`; None if there is no first one."""
     scores, dim = arguments(weights)[:2]
-    rank = weights.meta["val"].dim()
     if not _is_between(scores):
         return None
     if packet(node) is aten.einsum:
         raise _UnknownError("its products are written as einsum")
+    rank = min(each.meta["val"].dim() for each in (weights, arguments(node)[0]))
     if rank != 4 or dim not in (-1, 3) or packet(node) is not aten.matmul:
         raise _UnknownError(f"its scores have {rank} dimensions, not [batch, heads, queries, keys]")
-    if len(weights.users) > 1 or weights.meta["val"].shape != node.args[0].meta["val"].shape:  # type: ignore[union-attr]
+    if len(weights.users) > 1:
         raise _UnknownError("its softmax has another reader")
+    if not _same_shape(weights, _as_node(arguments(node)[0])):
+        raise _UnknownError("its softmax is reshaped before the second product")
     scale, mask = 1.0, None
     place = _behind(scores, *CASTS)
     while packet(place) is not aten.matmul:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from twellc.base.errors import UserError
-from twellc.base.files import refuse_replacing, temporary_folder, uninterrupted
+from twellc.base.files import output_path, refuse_replacing, temporary_folder, uninterrupted
 from twellc.export.shapes import parse_profile, parse_sizes
 from twellc.options.commands import (
     BenchOptions,
@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str], None]
 
-_PATHS = ("onnx", "dump_graphs", "report", "html", "triton", "arrays", "text", "plot", "calibration", "prune_check")
+_PATHS = ("dump_graphs", "triton", "arrays", "text", "calibration", "prune_check")
+_OUTPUTS = ("onnx", "report", "html", "plot")
 _PARSERS: dict[str, Callable[[str], object]] = {
     "profiles": parse_profile,
     "inputs": parse_input,
@@ -151,7 +152,7 @@ def compile(
 
     with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
         given = _parsed(CompileOptions, options, in_memory)
-        made = compile_options(path, None if output is None else _path("output", output), **given)
+        made = compile_options(path, None if output is None else _output("output", output), **given)
         if made.html is not None and made.calibration is not None:
             from twellc.benchmarking.plot import require_matplotlib
 
@@ -265,7 +266,7 @@ def profile(
     sources = [each if isinstance(each, Mapping) else Path(each) for each in several]
     with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
         given = _parsed(ProfileOptions, options, in_memory)
-        made = ProfileOptions(path, None if output is None else _path("output", output), **given)
+        made = ProfileOptions(path, None if output is None else _output("output", output), **given)
         return profile_model(made, sources, progress, advance)
 
 
@@ -290,7 +291,7 @@ def merge_profiles(
     merged = FiringProfile.read(paths[0])
     for path in paths[1:]:
         merged = merged.merged(FiringProfile.read(path), str(path))
-    merged.write(Path(output), overwrite=overwrite)
+    merged.write(output, overwrite=overwrite)
     return merged
 
 
@@ -354,9 +355,10 @@ def report(
     from twellc.reporting.page import make_page
     from twellc.reporting.sources import decisions_of, gather, read_bench, read_decisions, read_training
 
-    if output is not None:
+    page = None if output is None else _output("output", output)
+    if page is not None:
         given = [Path(each) for each in (profile, decisions, bench, training) if isinstance(each, str | os.PathLike)]
-        refuse_replacing("--output", Path(output), given)
+        refuse_replacing("--output", page, given)
     if isinstance(profile, str | os.PathLike):
         profile = FiringProfile.read(Path(profile))
     decided = None
@@ -368,11 +370,7 @@ def report(
         bench = read_bench(Path(bench))
     if isinstance(training, str | os.PathLike):
         training = read_training(Path(training))
-    return make_page(
-        gather(profile, decided, bench, training),
-        None if output is None else _path("output", output),
-        overwrite=overwrite,
-    )
+    return make_page(gather(profile, decided, bench, training), page, overwrite=overwrite)
 
 
 def _parsed(kind: type[Any], options: Mapping[str, Any], in_memory: str) -> dict[str, Any]:
@@ -397,6 +395,9 @@ def _parsed(kind: type[Any], options: Mapping[str, Any], in_memory: str) -> dict
     for name in _PATHS:
         if options.get(name) is not None:
             parsed[name] = _path(name, options[name])
+    for name in _OUTPUTS:
+        if options.get(name) is not None:
+            parsed[name] = _output(name, options[name])
     for name, parse in _PARSERS.items():
         if name in options:
             several = [options[name]] if isinstance(options[name], str) else options[name]
@@ -414,9 +415,22 @@ def _path(name: str, value: object) -> Path:
     Raises:
         UserError: It is not a path.
     """
+    return Path(_given_path(name, value))
+
+
+def _output(name: str, value: object) -> Path:
+    """Return the path of a file to write.
+
+    Raises:
+        UserError: It is not a path, or names a folder.
+    """
+    return output_path(f"--{name}", _given_path(name, value))
+
+
+def _given_path(name: str, value: object) -> str | os.PathLike[str]:
     if not isinstance(value, str | os.PathLike):
         raise UserError(name, "is not a path", got=type(value).__name__, expected="a text or a pathlib.Path")
-    return Path(value)
+    return value
 
 
 @contextmanager

@@ -73,6 +73,14 @@ def _capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(torch.tanh(q @ k.transpose(2, 3) / 50) * 50, -1) @ v
 
 
+def _in_three_dimensions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Products over [batch · heads, …] and a softmax over [batch, heads, …], as Bloom and DeBERTa-v2 have them."""
+    rows = [each.flatten(0, 1) for each in (q, k, v)]
+    scores = torch.bmm(rows[0], rows[1].transpose(1, 2)).view(*q.shape[:3], k.shape[2])
+    weights = torch.softmax(scores, -1).view(-1, q.shape[2], k.shape[2])
+    return torch.bmm(weights, rows[2]).view(q.shape)
+
+
 _PROGRAMS: dict[Any, ExportedProgram] = {}
 
 
@@ -241,6 +249,13 @@ def test_the_scale_is_rounded_once(width: int, exact: bool) -> None:
             ),
             "written as einsum",
         ),
+        (  # as XGLM keeps masked scores finite
+            lambda q, k, v: (
+                torch.softmax(torch.max(q @ k.transpose(2, 3), torch.full((), -1e4, dtype=q.dtype)), -1) @ v
+            ),
+            "aten.max stands between its products",
+        ),
+        (_in_three_dimensions, "its scores have 3 dimensions, not [batch, heads, queries, keys]"),
     ],
 )
 def test_other_attention_stays_and_says_why(attend: Callable[..., Tensor], reason: str) -> None:

@@ -221,6 +221,22 @@ def test_paths_that_are_none() -> None:
         twellc.compile("m.pt2", "x.onnx")
 
 
+def test_files_that_would_be_folders(tmp_path: Path) -> None:
+    """pathlib drops the slash at the end."""
+    folder = f"{tmp_path}/a/"
+    for call in (
+        lambda: twellc.compile("m.pt2", folder),
+        lambda: twellc.compile("m.pt2", backend="none", onnx=folder),
+        lambda: twellc.profile("m.pt2", "t.txt", folder),
+        lambda: twellc.report(folder),
+        lambda: twellc.bench("m.pt2", plot=folder),
+        lambda: twellc.FiringProfile(None, [], "", "", [], {}).write(folder),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(twellc.UserError, match="a/: is a folder; expected a file"):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_model_of_transformers_keeps_its_cache_switched_on() -> None:
     config = transformers.LlamaConfig(
         vocab_size=96, hidden_size=32, intermediate_size=320, num_hidden_layers=1, num_attention_heads=4,

@@ -217,6 +217,10 @@ def options_that_fail(folder: Path, model: Path) -> dict[str, tuple[list[object]
         ),
         "missing folder": (["-o", folder / "no" / "m.plan"], "the output folder does not exist"),
         "output is a folder": (["-o", folder], "is a folder"),
+        "output would be a folder": (["-o", f"{folder}/a/"], "a/: is a folder; expected a file"),
+        "graph would be a folder": (["-o", plan, "--onnx", f"{folder}/a/"], "a/: is a folder"),
+        "report would be a folder": (["-o", plan, "--report", f"{folder}/a/."], "a/.: is a folder"),
+        "page would be a folder": (["-o", plan, "--html", f"{folder}/a/"], "a/: is a folder"),
         "same file twice": (["-o", folder / "m.out", "--onnx", folder / "m.out"], "is the same file as --output"),
         "report is the manifest": (["-o", plan, "--report", folder / "m.plan.json"], "is the same file as"),
         "output is the model": (["-o", model, "--overwrite"], "belongs to the model"),
@@ -244,6 +248,14 @@ def test_bad_options(cli: Cli, archive: Path, tmp_path: Path, case: str) -> None
     failed(cli("compile", model, *options), message)
     assert files_in(tmp_path) == before
     assert [path for path in tmp_path.rglob("*") if path.is_dir()] == []
+
+
+@pytest.mark.parametrize(
+    "options", ["profile m d -o", "profile --merge p -o", "report p -o", "bench m --plot", "bench --measure-gpu -o"]
+)
+def test_other_files_that_would_be_folders(cli: Cli, tmp_path: Path, options: str) -> None:
+    failed(cli(*options.split(), f"{tmp_path}/a/"), f"{tmp_path}/a/: is a folder; expected a file.")
+    assert files_in(tmp_path) == {}
 
 
 @pytest.mark.parametrize("name", ["m.plan", "m.plan.json", "m.onnx", "r.json"])
@@ -370,22 +382,25 @@ def test_all_outputs_are_moved_or_none(tmp_path: Path, monkeypatch: pytest.Monke
     if not links:
         monkeypatch.setattr(os, "link", no_links)
     (tmp_path / "old").write_text("precious")
+    (tmp_path / "stale").write_text("precious")
     (tmp_path / "link").symlink_to("old")
     names = ("new", "old", "link", "folder", "last")
     with OutputFiles(overwrite=True) as outputs:
         for name in names:
             outputs.check("--report", tmp_path / name)
             outputs.write(tmp_path / name, "written")
+        outputs.remove(tmp_path / "stale")
         (tmp_path / "folder").mkdir()
         with pytest.raises(UserError, match="folder: cannot be written"):
             outputs.commit()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "link", "old"]
-    assert files_in(tmp_path) == {"old": b"precious", "link": b"precious"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "link", "old", "stale"]
+    assert files_in(tmp_path) == {"old": b"precious", "link": b"precious", "stale": b"precious"}
     assert (tmp_path / "link").is_symlink()
     (tmp_path / "folder").rmdir()
     with OutputFiles(overwrite=True) as outputs:
         for name in names:
             outputs.write(tmp_path / name, name)
+        outputs.remove(tmp_path / "stale")
         outputs.commit()
     assert files_in(tmp_path) == {name: name.encode() for name in names}
     assert len(list(tmp_path.iterdir())) == len(names)

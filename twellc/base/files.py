@@ -39,6 +39,7 @@ class OutputFiles:
         self._overwrite = overwrite
         self._folders: dict[Path, Path] = {}
         self._staged: list[tuple[Path, Path]] = []
+        self._removed: list[Path] = []
         self._created: list[Path] = []
 
     def __enter__(self) -> OutputFiles:
@@ -127,6 +128,10 @@ class OutputFiles:
         with writing(path):
             self.stage(path).symlink_to(target)
 
+    def remove(self, path: Path) -> None:
+        """Remove a file beside an output when that is moved to its destination."""
+        self._removed.append(path)
+
     def commit(self) -> None:
         """Move every staged file that was written to its destination: all of them, or none where one cannot be moved.
 
@@ -137,6 +142,10 @@ class OutputFiles:
             UserError: A file cannot be moved, or another program has put one there since the check.
         """
         with _locked(self._folders), uninterrupted() as handlers, contextlib.ExitStack() as undo:
+            for path in self._removed:
+                with writing(path):
+                    undo.callback(self._keep(path))
+                    path.unlink(missing_ok=True)
             for temporary, path in self._staged:
                 if os.path.lexists(temporary):
                     self._refuse_existing(str(path), path)
@@ -281,6 +290,17 @@ def read_file(path: Path) -> bytes:
     """
     with open_file(path) as stream:
         return stream.read()
+
+
+def output_path(option: str, given: str | os.PathLike[str]) -> Path:
+    """Return the path of a file to write; a path of pathlib has lost the slash that a folder's name ends in.
+
+    Raises:
+        UserError: It names a folder.
+    """
+    if os.fspath(given).endswith(("/", "/.")):
+        raise UserError(f"{option} {given}", "is a folder", expected="a file")
+    return Path(given)
 
 
 def refuse_replacing(option: str, path: Path, inputs: Iterable[Path | None]) -> None:

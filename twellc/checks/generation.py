@@ -143,6 +143,10 @@ def read_prompts(where: str, arrays: dict[str, Array], cache: CacheSettings, voc
     ids = arrays.get(INPUT_IDS)
     if ids is None or ids.ndim != 2 or ids.dtype.kind not in "iu" or not ids.size:
         raise UserError(where, f"holds no {INPUT_IDS}", expected=f"prompts as integers [rows, tokens] in {INPUT_IDS}")
+    unknown = sorted(arrays.keys() - {INPUT_IDS, TOKEN_COUNT})
+    if unknown:
+        raise UserError(where, f"has an array {unknown[0]}, which is no part of prompts", got=", ".join(sorted(arrays)),
+                        expected=f"{INPUT_IDS}, and {TOKEN_COUNT} if they are padded: caches start empty")  # fmt: skip
     counts = [ids.shape[1]] * len(ids)
     if TOKEN_COUNT in arrays:
         counts = arrays[TOKEN_COUNT].flatten().tolist()

@@ -11,7 +11,14 @@ from rich.table import Table
 
 import twellc
 from twellc.base.errors import UserError
-from twellc.commands.options import FilePath, decision_options, refuse_other_options, sample_options, tracing_options
+from twellc.commands.options import (
+    FilePath,
+    OutputPath,
+    decision_options,
+    refuse_other_options,
+    sample_options,
+    tracing_options,
+)
 from twellc.commands.terminal import Command, never_failing, open_console, say, show_progress
 from twellc.options.commands import DEFAULT_REPEATS
 
@@ -46,7 +53,7 @@ def _split(context: click.Context, parameter: click.Parameter, text: str | None)
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @click.option(
-    "--plot", type=FilePath(), metavar="FILE", help="Draw the speed-ups, as .svg, .png or .pdf; needs matplotlib.",
+    "--plot", type=OutputPath(), metavar="FILE", help="Draw the speed-ups, as .svg, .png or .pdf; needs matplotlib.",
 )  # fmt: skip
 @click.option(
     "--measure-gpu", is_flag=True,
@@ -54,7 +61,7 @@ def _split(context: click.Context, parameter: click.Parameter, text: str | None)
     "inspect; takes less than four minutes.",
 )  # fmt: skip
 @click.option("--calibrate", is_flag=True, hidden=True, help="The old name of --measure-gpu.")
-@click.option("-o", "--output", type=FilePath(), metavar="FILE", help="With --measure-gpu: the data file to write.")
+@click.option("-o", "--output", type=OutputPath(), metavar="FILE", help="With --measure-gpu: the data file to write.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing picture or data file.")
 @tracing_options
 @decision_options

@@ -10,7 +10,7 @@ import click
 
 import twellc
 from twellc.commands.blocks import print_attention, print_layers
-from twellc.commands.options import FilePath, decision_options, json_option, tracing_options
+from twellc.commands.options import FilePath, OutputPath, decision_options, json_option, tracing_options
 from twellc.commands.terminal import Command, never_failing, open_console, say, show_progress
 from twellc.options.commands import (
     ATTENTIONS,
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 @click.command(cls=Command)
 @click.argument("model", type=FilePath())
 @click.option(
-    "-o", "--output", type=FilePath(), metavar="FILE", help="The plan to write; its manifest stands beside it."
+    "-o", "--output", type=OutputPath(), metavar="FILE", help="The plan to write; its manifest stands beside it."
 )
-@click.option("--onnx", type=FilePath(), metavar="FILE", help="Also keep the rewritten graph as ONNX.")
+@click.option("--onnx", type=OutputPath(), metavar="FILE", help="Also keep the rewritten graph as ONNX.")
 @click.option(
     "--backend", type=click.Choice(BACKENDS), default="auto", show_default=True,
     help="auto: TensorRT where it is installed beside a GPU, else TensorRT-RTX, which needs none. none stops at ONNX.",
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 @click.option(
     "--dump-graphs", type=FilePath(), metavar="DIR", help="Folder for the graph as traced and after each pass."
 )
-@click.option("--report", type=FilePath(), metavar="FILE.json", help="Write what was done as JSON.")
+@click.option("--report", type=OutputPath(), metavar="FILE.json", help="Write what was done as JSON.")
 @click.option(
-    "--html", type=FilePath(), metavar="FILE.html", help="Write it as a page to look at, as twellc report makes it."
+    "--html", type=OutputPath(), metavar="FILE.html", help="Write it as a page to look at, as twellc report makes it."
 )
 @json_option
 @click.option("--overwrite", is_flag=True, help="Replace existing output files.")

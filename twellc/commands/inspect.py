@@ -79,8 +79,8 @@ def inspect(model: Path, as_json: bool, **options: Any) -> None:
         _print_cost(found.cost)
     _print_kernels(found.kernels)
     for node in description.nodes or ():
-        weights = ", ".join(f"{name} {shape}" for name, shape in node.weights.items())
-        click.echo(plain(f"{node.name}: {node.type}, {node.dtype}, {weights}"))
+        weights = [f"{name} {shape}" for name, shape in node.weights.items()]
+        click.echo(plain(f"{node.name}: {', '.join(filter(None, (node.type, node.dtype, *weights)))}"))
         click.echo(plain("    " + ", ".join(f"{name}={value}" for name, value in node.fields.items())))
 
 

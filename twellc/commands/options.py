@@ -12,6 +12,7 @@ from click.core import ParameterSource
 
 from twellc.base.dtypes import DTYPES
 from twellc.base.errors import UserError
+from twellc.base.files import output_path
 from twellc.options.samples import LARGEST_SEED
 from twellc.options.source import LOGITS, PADDINGS
 from twellc.plugins.block import DEFAULT_COMPRESSION
@@ -35,6 +36,16 @@ class FilePath(click.Path):
         except UnicodeEncodeError:
             self.fail(f"{value!a} is no UTF-8, which some libraries insist on. Rename it.", parameter, context)
         return super().convert(value, parameter, context)
+
+
+class OutputPath(FilePath):
+    """A path of a file to write."""
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        """Return the path of a text, or fail."""
+        path = super().convert(value, parameter, context)
+        output_path(max(parameter.opts, key=len) if parameter else "", value)
+        return path
 
 
 class Share(click.FloatRange):

@@ -11,7 +11,7 @@ from rich.table import Table
 
 import twellc
 from twellc.base.errors import first_few
-from twellc.commands.options import FilePath, refuse_other_options, tracing_options
+from twellc.commands.options import FilePath, OutputPath, refuse_other_options, tracing_options
 from twellc.commands.terminal import Command, never_failing, open_console, say, show_data
 from twellc.export.shapes import LARGEST_SIZE
 from twellc.options.commands import DEFAULT_BATCH
@@ -30,7 +30,7 @@ _COUNT = click.IntRange(1, LARGEST_SIZE)
     "input_ids, in each object; FILE.csv, FILE.tsv: a text in each row; FILE.npz: arrays named as the model's inputs; "
     "FILE.npy: token ids; any other file is a text in UTF-8.",
 )  # fmt: skip
-@click.option("-o", "--output", required=True, type=FilePath(), metavar="FILE", help="The profile to write.")
+@click.option("-o", "--output", required=True, type=OutputPath(), metavar="FILE", help="The profile to write.")
 @click.option("--merge", is_flag=True, help="Make one profile of several of one model: the arguments are profiles.")
 @click.option(
     "--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:N]",

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 import twellc
-from twellc.commands.options import FilePath
+from twellc.commands.options import FilePath, OutputPath
 from twellc.commands.terminal import Command, never_failing, open_console
 
 
@@ -21,7 +21,7 @@ from twellc.commands.terminal import Command, never_failing, open_console
 @click.option(
     "--training", type=FilePath(), metavar="FILE.jsonl", help="The log of a training run, by twellc.training."
 )
-@click.option("-o", "--output", required=True, type=FilePath(), metavar="FILE.html", help="The page to write.")
+@click.option("-o", "--output", required=True, type=OutputPath(), metavar="FILE.html", help="The page to write.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing page.")
 def report(
     profile: Path | None,

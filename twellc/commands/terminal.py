@@ -88,6 +88,8 @@ class Command(click.Command):
             if told is None:
                 raise
             raise click.UsageError(told, ctx=None) from error
+        except UserError as error:
+            raise click.UsageError(plain(str(error)), ctx=None) from error
         except click.MissingParameter as error:
             if self.name != "compile" or not any(each.startswith("--onnx") for each in given):
                 raise

@@ -10,17 +10,25 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from twellc.base.errors import UnregisteredOperatorsError, UserError
-from twellc.base.files import OutputFiles, external_data, places, read_file, refuse_replacing
+from twellc.base.errors import UnregisteredOperatorsError, UserError, first_few
+from twellc.base.files import OutputFiles, digest, external_data, places, read_file, refuse_replacing
 from twellc.base.isolation import run_isolated
 from twellc.base.modules import import_modules
-from twellc.compiling.manifest import UNKEPT_GRAPH, Manifest, by_cudnn, make_manifest, manifest_path, needs_plugins
+from twellc.compiling.manifest import (
+    UNKEPT_GRAPH,
+    Manifest,
+    by_cudnn,
+    make_manifest,
+    manifest_path,
+    needs_plugins,
+    read_manifest,
+)
 from twellc.compiling.summary import TranslationSummary
 from twellc.compiling.text_files import text_files
 from twellc.export.plan import build_plan, check_builder
 from twellc.export.tensorrt_host import choose_host
 from twellc.export.triton import CONFIG_NAME, model_config
-from twellc.options.commands import CompileOptions
+from twellc.options.commands import CompileOptions, plan_of_rank
 from twellc.plugins.library import attention_library_path, library_path
 from twellc.plugins.other_libraries import check_libraries
 from twellc.plugins.registration import NEEDS_PLUGINS
@@ -109,6 +117,12 @@ def compile_model(
         manifest.notes.extend([CUDNN_NOTE] if by_cudnn(translation.attention) else [])
         manifest.notes.extend([CACHE_NOTE] if translation.cache is not None else [])
         manifest.notes.extend([EMBEDDED_NOTE] if manifest.plugins.embedded else [])
+        stale = list(_stale_plans(options)) if plans else []
+        for path in stale:
+            outputs.remove(path)
+        if stale:
+            names = first_few([path.name for path in stale])
+            manifest.notes.append(f"plans that an earlier compilation for more GPUs wrote were removed: {names}")
         manifest.warnings.extend([TRITON_WARNING] if options.triton is not None and backend != "tensorrt" else [])
         text = json.dumps(manifest.to_json(), indent=2) + "\n"
         for source, kept in texts:
@@ -129,6 +143,25 @@ def compile_model(
             outputs.write(options.triton / CONFIG_NAME, config)
         outputs.commit()
     return manifest
+
+
+def _stale_plans(options: CompileOptions) -> Iterator[Path]:
+    """Yield plans of ranks that an earlier compilation to the same place wrote, and this one does not replace.
+
+    A plan that is not as the manifest there says may be somebody else's.
+    """
+    output = options.output
+    if output is None or not os.path.lexists(plan_of_rank(output, 0)):
+        return
+    try:
+        earlier = read_manifest(output).ranks or []
+    except UserError:
+        return
+    for number, rank in enumerate(earlier):
+        path = plan_of_rank(output, number)
+        plain = path.is_file() and not path.is_symlink()
+        if plain and path not in options.plans and rank.plan is not None and rank.plan.sha256 == digest(path):
+            yield path
 
 
 def _say_phase(progress: Callable[[str], None], what: str, phase: str) -> None:

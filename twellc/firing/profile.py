@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from twellc.base.errors import UserError, first_line
-from twellc.base.files import OutputFiles, why_no_file
+from twellc.base.files import OutputFiles, output_path, why_no_file
 from twellc.base.records import LARGEST, Count, Json, Range, Record, as_json, of_json, parse_json
 from twellc.base.version import __version__
 from twellc.export.shapes import LARGEST_SIZE
@@ -159,9 +159,10 @@ class FiringProfile:
         Raises:
             UserError: It cannot be written, or exists and `overwrite` is not set.
         """
+        output = output_path("--output", path)
         with OutputFiles(overwrite) as outputs:
-            outputs.check("--output", Path(path))
-            outputs.write(Path(path), self.content())
+            outputs.check("--output", output)
+            outputs.write(output, self.content())
             outputs.commit()
 
     def content(self) -> bytes:

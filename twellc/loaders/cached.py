@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +74,14 @@ def load_with_cache(path: Path, options: CacheOptions, logits: str, dtype: torch
     if options.batch > _LARGEST_BATCH:
         raise UserError("--batch", "is too large", got=str(options.batch), expected=f"{_LARGEST_BATCH} at most")
     with nothing_fetched():
-        model, config, notes = open_directory(path)
+        said: list[str] = []
+        model, config, notes = open_directory(path, partial(_in_dtype, dtype, said))
+        notes = notes + said
         taken = _refuse_other_models(path, model)
         limit = cached_length(model)
         limit = limit if limit < _NO_LIMIT else 0
         _refuse_length(path, options, limit)
-        notes = notes + _in_dtype(model, dtype)
+        _refuse_infinite_weights(model)
         sizes = _probe(path, model, taken)
         precision: torch.dtype = model.dtype
         trial = cache_trial(f"--kv-cache: {path}", model, options.length)
@@ -171,28 +174,24 @@ def _refuse_length(path: Path, options: CacheOptions, limit: int) -> None:
         )  # fmt: skip
 
 
-def _in_dtype(model: Any, dtype: torch.dtype | str | None) -> list[str]:
-    """Give the model's parameters the dtype to compile in; return what to tell the user about the choice."""
-    parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
-    found = {parameter.dtype for parameter in parameters}
-    own = " and ".join(sorted(map(dtype_name, found)))
-    low = [torch_dtype(option) for option in DTYPES]
-    notes = []
-    if isinstance(dtype, torch.dtype):
-        wanted = dtype
-    elif dtype is None and len(found) == 1 and found <= set(low):
-        return []
-    else:
-        wanted = torch_dtype(dtype or "bf16")
-        changes = "as asked" if dtype else "(--dtype changes it)"
-        notes = [] if found == {wanted} else [f"the model is in {own}; compiled in {dtype_name(wanted)} {changes}"]
-    for parameter in parameters:  # buffers, such as rotary frequencies, keep theirs
-        largest = parameter.data.abs().max() if parameter.numel() else 0
-        parameter.data = parameter.data.to(wanted)
-        if largest > torch.finfo(wanted).max:
-            what = f"a weight of the model does not fit into {dtype_name(wanted)}"
-            raise UserError("--dtype", what, got=f"{largest:g}", fix="Compile it with --dtype bf16.")
-    return notes
+def _in_dtype(asked: torch.dtype | str | None, said: list[str], own: torch.dtype) -> torch.dtype:
+    """Return the dtype to compile a model in whose own is given; add what to tell the user about the choice."""
+    if isinstance(asked, torch.dtype):
+        return asked
+    if asked is None and own in map(torch_dtype, DTYPES):
+        return own
+    wanted = torch_dtype(asked or "bf16")
+    if wanted != own:
+        changes = "as asked" if asked else "(--dtype changes it)"
+        said.append(f"the model is in {dtype_name(own)}; compiled in {dtype_name(wanted)} {changes}")
+    return wanted
+
+
+def _refuse_infinite_weights(model: Any) -> None:
+    for name, parameter in model.named_parameters() if model.dtype == torch.float16 else ():
+        if bool(parameter.isinf().any()):
+            what = "a weight of the model does not fit into float16"
+            raise UserError("--dtype", what, got=name, fix="Compile it with --dtype bf16.")
 
 
 # ---- tracing ----
@@ -343,7 +342,9 @@ def _probe(path: Path, model: Any, cache_name: str) -> list[_Sizes]:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             ids = torch.ones((1, 2), dtype=torch.int64)
             positions = torch.arange(2)[None]
-            model(input_ids=ids, position_ids=positions, use_cache=True, **{cache_name: cache})
+            given = {"input_ids": ids, "position_ids": positions, "use_cache": True, cache_name: cache}
+            # Buffers that a model replaces as it runs, such as CTRL's table of positions, would be fake from now on.
+            torch.func.functional_call(model, dict(model.named_buffers()), (), given)
         sizes = [layer.state.sizes for layer in cache.layers]
     except Exception as error:  # transformers raises what it likes for a cache that does not fit
         raise _other_state(path, model, first_line(error)) from error

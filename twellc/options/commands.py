@@ -103,7 +103,7 @@ class CompileOptions(TracingOptions, DecisionOptions):
         """Where the plans go: one, or one for each rank, as Triton names them; `output` is a link to the first then."""
         if self.output is None or self.tensor_parallel == 1:
             return [] if self.output is None else [self.output]
-        return [self.output.with_name(f"{self.output.name}.rank{rank}") for rank in range(self.tensor_parallel)]
+        return [plan_of_rank(self.output, rank) for rank in range(self.tensor_parallel)]
 
     def graphs(self, onnx: Path) -> list[Path]:
         """Return where the graphs go: to `onnx`, or beside it, one for each rank."""
@@ -303,6 +303,11 @@ def _refuse_cache(options: CompileOptions) -> None:
     for option, (other, reason) in why.items():
         if other:
             raise UserError(option, reason, got=f"--kv-cache {cache.length}", fix="Leave one out.")
+
+
+def plan_of_rank(output: Path, rank: int) -> Path:
+    """Return where the plan of a rank stands, beside the link to the first one."""
+    return output.with_name(f"{output.name}.rank{rank}")
 
 
 def triton_plan(repository: Path, model: Path) -> Path:

@@ -189,6 +189,10 @@ def test_given_prompts(llama: Path, graph: Path, tmp_path: Path) -> None:
         ({"input_ids": np.zeros((1, 40), np.int64)}, r"do not fit into the cache; got 1 of up to 40 tokens"),
         ({"input_ids": np.full((1, 2), 96)}, "ids that are no tokens; expected 0 to 95"),
         ({"input_ids": np.zeros((1, 2), np.int64), "token_count": np.array([3])}, "token_count does not fit"),
+        (
+            {"input_ids": np.zeros((1, 2), np.int64), "write_index": np.array([3])},
+            "has an array write_index, which is no part of prompts; got input_ids, write_index; expected input_ids,",
+        ),
     ],
 )
 def test_bad_prompts(llama: Path, graph: Path, tmp_path: Path, arrays: dict[str, Any], message: str) -> None:

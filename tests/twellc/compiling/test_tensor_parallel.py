@@ -119,6 +119,32 @@ def test_triton(cli: Cli, llama: Path, tmp_path: Path) -> None:
     assert "KIND_MODEL" in config and 'key: "multi_device_gpus" value: { string_value: "0,1" }' in config
 
 
+def test_plans_of_ranks_that_are_no_more(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    """Those that were written here go; a file that is not as it was written may be somebody's."""
+    pytest.importorskip("tensorrt_rtx_bindings")
+    model = models.save(models.llama(num_key_value_heads=4), tmp_path / "llama")
+    command = ["compile", model, "-o", tmp_path / "m.plan", "--backend", "tensorrt-rtx", "--layers", "none"]
+
+    def plans(*options: object) -> tuple[list[str], str]:
+        done = cli(*command, *options)
+        assert done.exit_code == 0, done.output
+        return sorted(path.name for path in tmp_path.glob("m.plan*")), done.stderr
+
+    ranks = ["m.plan.rank0", "m.plan.rank1", "m.plan.rank2", "m.plan.rank3"]
+    found, said = plans("--tensor-parallel", 4)
+    assert found == ["m.plan", "m.plan.json", *ranks]
+    assert "removed" not in said
+    with (tmp_path / ranks[3]).open("ab") as file:
+        file.write(b"mine")
+    found, said = plans("--tensor-parallel", 2, "--overwrite")
+    assert found == ["m.plan", "m.plan.json", *ranks[:2], ranks[3]]
+    assert "an earlier compilation for more GPUs wrote were removed: m.plan.rank2." in said
+    found, said = plans("--overwrite")
+    assert found == ["m.plan", "m.plan.json", ranks[3]]
+    assert "wrote were removed: m.plan.rank0, m.plan.rank1." in said
+    assert not (tmp_path / "m.plan").is_symlink()
+
+
 def test_calibrated_ranks_have_equal_activity(llama: Path, tmp_path: Path) -> None:
     """The neurons that fire are dealt out: by their numbers, the first rank would have all of the hot ones."""
     ids = torch.randint(3, 96, (8, 32), generator=torch.Generator().manual_seed(0))
