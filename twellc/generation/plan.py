@@ -127,8 +127,8 @@ class TensorRTCalls:
 
 def profile_for(rows: int, tokens: int, largest: list[tuple[int, ...]]) -> int:
     """Return the narrowest optimization profile that takes such a call, by the largest shapes that each takes."""
-    fitting = [(most, index) for index, most in enumerate(largest) if rows <= most[0] and tokens <= most[1]]
-    return min(fitting, key=lambda each: (each[0][1], each[0][0]))[1]
+    sizes = [(width, batch, index) for index, (batch, width) in enumerate(largest)]
+    return min(each for each in sizes if tokens <= each[0] and rows <= each[1])[2]
 
 
 def _same(bound: Tensor, tensor: Tensor) -> bool:
