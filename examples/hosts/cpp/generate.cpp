@@ -54,9 +54,15 @@ class Sequence {
         if (caches_.empty()) {
             throw std::runtime_error("the plan has no key-value cache: compile it with --kv-cache LENGTH");
         }
+        // Of two profiles for as many tokens the later is for the fewest sequences, and the fastest with one.
+        std::map<int64_t, int32_t> profiles;
         for (int32_t profile = 0; profile < engine.getNbOptimizationProfiles(); ++profile) {
             auto const most = engine.getProfileShape("input_ids", profile, nvinfer1::OptProfileSelector::kMAX);
-            std::unique_ptr<nvinfer1::IExecutionContext> context(engine.createExecutionContext());
+            profiles[most.d[1]] = profile;
+        }
+        for (auto const& [most, profile] : profiles) {
+            auto& context = contexts_[most];
+            context.reset(engine.createExecutionContext());
             context->setOptimizationProfileAsync(profile, stream_);
             for (auto const& [name, cache] : caches_) {
                 if (starts_with(name, kCache)) {
@@ -64,8 +70,6 @@ class Sequence {
                 }
                 context->setTensorAddress(name.c_str(), cache.address);
             }
-            // Of two profiles for as many tokens the later is for the fewest sequences, and the fastest with one.
-            contexts_[most.d[1]] = std::move(context);
         }
         inputs_ = allocate((chunk() + 2) * sizeof(int64_t));
     }

@@ -42,17 +42,18 @@ class Sequence:
                 self.caches[name] = self.caches[UPDATED + name.removeprefix(CACHE)] = memory
         self.length = next(iter(self.caches.values())).shape[2]
         self.stream = torch.cuda.Stream()
-        self.contexts: dict[int, Any] = {}
-        for profile in range(engine.num_optimization_profiles):
-            most = engine.get_tensor_profile_shape("input_ids", profile)[2][1]
-            context = engine.create_execution_context()
-            context.set_optimization_profile_async(profile, self.stream.cuda_stream)
+        # Of two profiles for as many tokens the later is for the fewest sequences, and the fastest with one.
+        profiles = {
+            engine.get_tensor_profile_shape("input_ids", profile)[2][1]: profile
+            for profile in range(engine.num_optimization_profiles)
+        }
+        self.contexts = {most: engine.create_execution_context() for most in profiles}
+        for most, context in self.contexts.items():
+            context.set_optimization_profile_async(profiles[most], self.stream.cuda_stream)
             for name, memory in self.caches.items():
                 if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT:
                     context.set_input_shape(name, tuple(memory.shape))
                 context.set_tensor_address(name, memory.data_ptr())
-            # Of two profiles for as many tokens the later is for the fewest sequences, and the fastest with one.
-            self.contexts[most] = context
         self.chunk = max(self.contexts)
 
     def feed(self, tokens: list[int], place: int) -> int:
