@@ -1,4 +1,4 @@
-"""Optimize an ONNX graph without changing a number in it.
+"""Optimize an ONNX graph for TensorRT without changing a number in it.
 
 torch's exporter runs onnxscript's optimizer, whose rules find constants up to a tolerance of 1e-8 absolute and 1e-5
 relative: x + 1e-8 loses its addition, and x * 1.000001 its product. Here run its other rules, and those that drop
@@ -18,6 +18,7 @@ from onnxscript.rewriter import RewritePass, RewriteRule
 from onnxscript.rewriter.pattern import Constant
 from onnxscript.rewriter.rules import common as rules
 
+from twellc.export.rotary_halves import RotaryHalves
 from twellc.passes.graph.program import quiet_torch
 
 _ROUNDS = 2  # as many as onnxscript's own optimizer takes
@@ -25,13 +26,17 @@ _ROUNDS = 2  # as many as onnxscript's own optimizer takes
 
 @quiet_torch()
 def optimize_exactly(model: onnx_ir.Model) -> None:
-    """Fold constants, drop what does nothing or is there twice, and make weights initializers, in place."""
+    """Fold constants, drop what does nothing or is there twice, and make weights initializers, in place.
+
+    Rotary positions are written as `rotary_halves` says.
+    """
     result = onnx_ir.passes.Sequential(
         passes.InlinePass(),
         onnx_ir.passes.PassManager(
             [_FoldConstants(), RewritePass(_RULES), passes.RemoveUnusedNodesPass(), passes.RemoveUnusedOpsetsPass()],
             steps=_ROUNDS,
         ),
+        RotaryHalves(),
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
         passes.LiftSubgraphInitializersToMainGraphPass(),
         passes.DeduplicateInitializersPass(),

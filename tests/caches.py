@@ -44,6 +44,10 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "falcon": _family("Falcon", **models.SMALL, alibi=False, multi_query=True),
     "gemma2": _family("Gemma2", **WIDE, head_dim=8, sliding_window=5, query_pre_attn_scalar=8),
     "gpt2": models.gpt2,
+    # Rotary positions in front of a norm, or of a product with keys, which TensorRT computes wrong in their usual form.
+    "nanochat": _family("NanoChat", **WIDE),
+    "hunyuan": _family("HunYuanDenseV1", **WIDE, head_dim=64, pad_token_id=0),
+    "gpt-neox-japanese": _family("GPTNeoXJapanese", **models.SMALL, intermediate_multiple_size=2, hidden_act="relu"),
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from twellc.decisions.advise import Advisor, repeat
 from twellc.decisions.targets import choose_target, gpu_at_hand
 from twellc.export.names import distinct_outputs, name_ends
 from twellc.export.profiles import resolve_profiles
+from twellc.export.rotary_halves import RotaryHalves
 from twellc.loaders.cached import no_directory
 from twellc.loaders.onnx_models import (
     KIND,
@@ -67,7 +68,7 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     dump.text("source", lambda: onnx.helper.printable_graph(model.graph))
     dump.text("rewrite_onnx", lambda: onnx.helper.printable_graph(rewritten.graph))
     warnings = check_matches(found.layers, options)
-    graph = onnx_ir.serde.deserialize_model(rewritten)
+    graph = RotaryHalves()(onnx_ir.serde.deserialize_model(rewritten)).model
     names = [spec.name for spec in inputs.specs]
     outputs, renamed = distinct_outputs(names, [value.name for value in model.graph.output])
     name_ends(graph.graph, names, outputs)
