@@ -8,7 +8,7 @@ than float64 would have.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,10 +41,18 @@ class Steps:
     Attributes:
         vocabulary: How many logits it computes.
         start: Returns the call for a number of rows, whose caches are empty.
+        largest: The most rows that each of a plan's optimization profiles for single tokens takes, in rising order;
+            empty for a graph.
     """
 
     vocabulary: int
     start: Callable[[int], Call]
+    largest: Sequence[int] = ()
+
+    def other_sizes(self, rows: int) -> list[int]:
+        """Return numbers of rows that bring in the profiles for single tokens that so many rows do not."""
+        least = [1, *(size + 1 for size in self.largest)]
+        return [least[i] for i, most in enumerate(self.largest) if not least[i] <= rows <= most]
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,7 @@ class GenerationAccuracy(Record):
     """How accurately a candidate with a key-value cache generates.
 
     Attributes:
-        prompts: How many tokens each prompt has.
+        prompts: How many tokens each prompt has; the longest one comes again for each other profile of a plan.
         steps: The steps.
         first_difference: The first step in which a sequence goes on with another token than float64 would, from 0 on;
             None without one.
@@ -93,6 +101,16 @@ class Generated:
     ids: Tensor
     prompts: list[int]
     logits: Tensor
+
+    @classmethod
+    def joined(cls, parts: list[Generated]) -> Generated:
+        """Return the rows of several, which are all of one length."""
+        prompts = [count for part in parts for count in part.prompts]
+        return cls(torch.cat([part.ids for part in parts]), prompts, torch.cat([part.logits for part in parts], 1))
+
+    def first_row(self) -> Generated:
+        """Return the first row alone."""
+        return Generated(self.ids[:1], self.prompts[:1], self.logits[:, :1])
 
     def of_model(self, outputs: Outputs) -> Tensor:
         """Return the same of what a model without a cache computes for the texts, [rows, tokens, vocabulary]."""
@@ -193,6 +211,13 @@ def generate(steps: Steps, prompts: list[list[int]], cache: CacheSettings) -> Ge
     return Generated(ids, counts, torch.stack(chosen))
 
 
+def generate_by_all_profiles(steps: Steps, prompts: list[list[int]], cache: CacheSettings) -> Generated:
+    """Generate, and again for each other profile of a plan: the longest prompt, as often at once as it takes."""
+    longest = max(prompts, key=len)
+    others = [generate(steps, [longest] * rows, cache).first_row() for rows in steps.other_sizes(len(prompts))]
+    return Generated.joined([generate(steps, prompts, cache), *others])
+
+
 def graph_steps(path: Path, run: Callable[[dict[str, Tensor]], Outputs], model: onnx.ModelProto) -> Steps:
     """Return what runs an ONNX graph, whose caches go out of one call and into the next.
 
@@ -249,4 +274,5 @@ def plan_steps(plan: OpenPlan, manifest: Manifest) -> Steps:
 
         return call
 
-    return Steps(cache.vocabulary, start)
+    largest = sorted({profile[INPUT_IDS].max[0] for profile in manifest.profiles if profile[INPUT_IDS].max[1] == 1})
+    return Steps(cache.vocabulary, start, largest)

@@ -17,7 +17,7 @@ from tests import models
 from tests.conftest import Cli
 from twellc.base.errors import UserError
 from twellc.checks.checking import CheckResult, check
-from twellc.checks.generation import Generated, prompt_lengths
+from twellc.checks.generation import Call, Generated, Steps, graph_steps, prompt_lengths
 from twellc.compiling.manifest import CacheSettings
 from twellc.compiling.translate import translate_to_file
 from twellc.options.commands import CheckOptions, CompileOptions
@@ -135,6 +135,40 @@ def test_damaged_graph(
 ) -> None:
     with pytest.raises(UserError, match=message):
         run_check(llama, changed(graph, tmp_path / "m.onnx", change))
+
+
+@pytest.mark.parametrize("wrong", [None, 1, 4])
+def test_every_profile_of_a_plan_is_checked(
+    llama: Path, graph: Path, monkeypatch: pytest.MonkeyPatch, wrong: int | None
+) -> None:
+    """The graph in the place of a plan, wrong only in calls of single tokens for so many sequences."""
+
+    def steps(*arguments: Any) -> Steps:
+        right = graph_steps(*arguments)
+
+        def start(rows: int) -> Call:
+            call = right.start(rows)
+            return lambda ids, *others: call(ids, *others).roll(int(rows == wrong and ids.shape[1] == 1), -1)
+
+        return Steps(right.vocabulary, start, [1, 3, 8])
+
+    monkeypatch.setattr("twellc.checks.checking.graph_steps", steps)
+    result = run_check(llama, graph)
+    assert result.within == (wrong is None)
+    assert result.generation is not None
+    assert result.generation.prompts == [20, 10, 1, 20, 20]
+    assert any("computed again with 1 and 4 at a time" in note for note in result.notes)
+
+
+def test_numbers_of_rows_for_each_profile() -> None:
+    def sizes(*largest: int, rows: int) -> list[int]:
+        return Steps(1, lambda rows: pytest.fail("is not called"), largest).other_sizes(rows)
+
+    assert sizes(rows=3) == []
+    assert sizes(1, rows=1) == []
+    assert sizes(1, 3, rows=3) == [1]
+    assert sizes(1, 8, 32, rows=3) == [1, 9]
+    assert sizes(1, 8, 32, rows=9) == [1, 2]
 
 
 def test_where_a_candidate_goes_another_way() -> None:
