@@ -48,6 +48,7 @@ class _Rotation:
         cos: A tensor as wide as x.
         sin: Likewise.
         width: That of a half.
+        dtype: What x and `turned` are cast to before they are multiplied, as an ONNX number; None if they are not.
         dead: The nodes that are of no use without it, if nothing else takes what they compute.
     """
 
@@ -57,6 +58,7 @@ class _Rotation:
     cos: onnx_ir.Value
     sin: onnx_ir.Value
     width: int
+    dtype: int | None
     dead: list[onnx_ir.Node]
 
 
@@ -74,23 +76,33 @@ def _rotations(node: onnx_ir.Node) -> Iterator[_Rotation]:
     if node.op_type != "Add" or node.outputs[0].is_graph_output():
         return
     for straight, crossed in (node.inputs, node.inputs[::-1]):
-        for turned, sin in _factors(crossed):
+        for wide_turned, sin in _factors(crossed):
+            turned, dtype = _before_cast(wide_turned)
             concat = turned.producer()
             if concat is None or concat.op_type != "Concat" or len(concat.inputs) != 2:
                 continue
-            parts = [_half(each) for each in concat.inputs]
-            for x, cos in _factors(straight):
+            second, first = map(_half, concat.inputs)
+            for wide_x, cos in _factors(straight):
+                x, same_dtype = (wide_x, None) if dtype is None else _before_cast(wide_x)
                 width = _width(x)
-                if not width or any(_width(each) != width for each in (turned, cos, sin)):
+                if not width or dtype != same_dtype or any(_width(each) != width for each in (turned, cos, sin)):
                     continue
-                second, first = parts
                 if first and second and first.x is second.x is x and (first.which, second.which) == (0, 1):
-                    sides = [each.producer() for each in (straight, crossed) if each is not None]
+                    without = [straight, crossed, *([wide_turned, wide_x] if dtype else []), turned]
+                    nodes = [each.producer() for each in without if each is not None]
                     yield _Rotation(
                         node.outputs[0], [first.value, second.value], [each for each in concat.inputs if each], cos,
-                        sin, width // 2, [each for each in (*sides, concat) if each],
+                        sin, width // 2, dtype, [each for each in nodes if each],
                     )  # fmt: skip
                     return
+
+
+def _before_cast(value: onnx_ir.Value) -> tuple[onnx_ir.Value, int | None]:
+    """Return what a tensor is cast from, and what to; the tensor itself and None if it is not cast."""
+    node = value.producer()
+    if node is None or node.op_type != "Cast" or node.inputs[0] is None:
+        return value, None
+    return node.inputs[0], node.attributes["to"].as_int()
 
 
 def _factors(value: onnx_ir.Value | None) -> list[tuple[onnx_ir.Value, onnx_ir.Value]]:
@@ -158,10 +170,13 @@ def _rewrite(graph: onnx_ir.Graph, rotation: _Rotation) -> None:
         bounds = [tape.op("Constant", [], {"value": onnx_ir.tensor(np.array([each]))}) for each in numbers]
         return tape.op("Slice", [value, *bounds])
 
+    def cast(value: onnx_ir.Value) -> onnx_ir.Value:
+        return value if rotation.dtype is None else tape.op("Cast", [value], {"to": rotation.dtype})
+
     sums = []
     for which in range(2):
-        straight = tape.op("Mul", [rotation.halves[which], half(rotation.cos, which)])
-        crossed = tape.op("Mul", [rotation.turned[which], half(rotation.sin, which)])
+        straight = tape.op("Mul", [cast(rotation.halves[which]), half(rotation.cos, which)])
+        crossed = tape.op("Mul", [cast(rotation.turned[which]), half(rotation.sin, which)])
         sums.append(tape.op("Add", [straight, crossed]))
     old, new = rotation.result, tape.op("Concat", sums, {"axis": -1})
     new.shape, new.type, new.name = old.shape, old.type, old.name

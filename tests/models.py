@@ -157,7 +157,8 @@ class Rotated(nn.Module):
     """Heads of x [batch, tokens, d_model] with rotary positions, then a norm of each or attention, then a block.
 
     Args:
-        form: How halves are taken and turned: `slices` as in Llama, `chunks`, `other sign` as in NanoChat.
+        form: How halves are taken and turned: `slices` as in Llama, `chunks`, `other sign` as in NanoChat, `wide`
+            with cos and sin in float32 as in Olmo2, `wide x` with x in float32, too.
         then: `norm`, `softmax` of products with keys, or `nothing`.
         part: The share of a head that is rotated.
     """
@@ -179,9 +180,12 @@ class Rotated(nn.Module):
         places = torch.arange(3, 3 + x.shape[2], dtype=torch.float32, device=x.device)
         angles = places[:, None] * 0.3 ** torch.arange(0, self.rotated, 2, device=x.device)
         angles = torch.cat((angles, angles), -1)
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        cos, sin = angles.cos(), angles.sin()
+        if not self.form.startswith("wide"):
+            cos, sin = cos.to(x.dtype), sin.to(x.dtype)
         rotated, rest = x[..., : self.rotated], x[..., self.rotated :]
-        return torch.cat((rotated * cos + self.turned(rotated) * sin, rest), -1)
+        rotated = rotated.to(cos.dtype) if self.form == "wide x" else rotated
+        return torch.cat(((rotated * cos + self.turned(rotated) * sin).to(x.dtype), rest), -1)
 
     def forward(self, x: Tensor) -> Tensor:
         query, key = self.rotate(self.query(x)), self.rotate(self.key(x))

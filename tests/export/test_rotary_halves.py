@@ -41,7 +41,7 @@ def turned(model: onnx.ModelProto) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("part", [1.0, 0.5])
 @pytest.mark.parametrize(("then", "count"), [("norm", 1), ("softmax", 2)])
-@pytest.mark.parametrize("form", ["slices", "chunks", "other sign"])
+@pytest.mark.parametrize("form", ["slices", "chunks", "other sign", "wide", "wide x"])
 def test_in_front_of_a_sum(
     form: str, then: str, count: int, part: float, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

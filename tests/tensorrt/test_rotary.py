@@ -18,7 +18,14 @@ pytestmark = pytest.mark.tensorrt
 @pytest.mark.parametrize("shape", [(1, 1), (1, 8), (3, 40)])
 @pytest.mark.parametrize(
     ("form", "then", "part"),
-    [("slices", "norm", 1.0), ("slices", "norm", 0.5), ("other sign", "norm", 1.0), ("chunks", "softmax", 1.0)],
+    [
+        ("slices", "norm", 1.0),
+        ("slices", "norm", 0.5),
+        ("other sign", "norm", 1.0),
+        ("chunks", "softmax", 1.0),
+        ("wide", "norm", 1.0),
+        ("wide x", "softmax", 1.0),
+    ],
 )
 def test_rotary(tensorrt: Host, tmp_path: Path, form: str, then: str, part: float, shape: tuple[int, int]) -> None:
     module, x = Rotated(form, then, part).bfloat16(), torch.randn(*shape, 128).bfloat16()
