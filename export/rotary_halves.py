@@ -2,9 +2,10 @@
 
     x * cos + Concat(-b, a) * sin   ->   Concat(a * cos_a + (-b) * sin_a, b * cos_b + a * sin_b)     a, b: halves of x
 
-TensorRT 10.6 computes the left form wrong where all shapes are known and a sum over the same axis follows, as in a norm
-of rotated queries (NanoChat, HunYuan) or a product with keys (GPT-NeoX-Japanese): results are off by 20 to 60 %. In the
-right form they are right, and each element is made of the same products and the same sum.
+TensorRT 10.6 computes the left form wrong where all shapes are known, cos and sin are computed in the graph, and a sum
+over the same axis follows, as in a norm of rotated queries (NanoChat, HunYuan) or a product with keys
+(GPT-NeoX-Japanese): results were off by 10 to 60 % on an H100. In the right form they are right, and each element is
+made of the same products and the same sum.
 """
 
 from __future__ import annotations

@@ -12,11 +12,55 @@ import torch
 from torch import Tensor, nn
 
 from tests.conftest import Cli
-from tests.models import Rotated, canonical, export
+from tests.models import Gated, canonical, export, scale_weights
 from twellc.checks.evaluator import OnnxEvaluator
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.export.rotary_halves import RotaryHalves
 from twellc.passes.pipeline import PassOptions, run_passes
+
+
+class Rotated(nn.Module):
+    """Heads of x [batch, tokens, d_model] with rotary positions, then a norm of each or attention, then a block.
+
+    Args:
+        form: How halves are taken and turned: `slices` as in Llama, `chunks`, `other sign` as in NanoChat, `wide`
+            with cos and sin in float32 as in Olmo2, `wide x` with x in float32, too.
+        then: `norm`, `softmax` of products with keys, or `nothing`.
+        part: The share of a head that is rotated.
+    """
+
+    def __init__(self, form: str, then: str, part: float = 1.0, d_model: int = 128, head: int = 32) -> None:
+        super().__init__()
+        self.query, self.key = (nn.Linear(d_model, d_model, bias=False) for _ in range(2))
+        self.block = Gated(d_model=d_model, d_ff=320)
+        self.form, self.then, self.head, self.rotated = form, then, head, int(part * head)
+        scale_weights(self)
+
+    def turned(self, x: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        first, second = x.chunk(2, -1) if self.form == "chunks" else (x[..., :half], x[..., half:])
+        return torch.cat((second, -first) if self.form == "other sign" else (-second, first), -1)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        x = x.unflatten(-1, (-1, self.head)).transpose(1, 2)
+        places = torch.arange(3, 3 + x.shape[2], dtype=torch.float32, device=x.device)
+        angles = places[:, None] * 0.3 ** torch.arange(0, self.rotated, 2, device=x.device)
+        angles = torch.cat((angles, angles), -1)
+        cos, sin = angles.cos(), angles.sin()
+        if not self.form.startswith("wide"):
+            cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+        rotated, rest = x[..., : self.rotated], x[..., self.rotated :]
+        rotated = rotated.to(cos.dtype) if self.form == "wide x" else rotated
+        return torch.cat(((rotated * cos + self.turned(rotated) * sin).to(x.dtype), rest), -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key = self.rotate(self.query(x)), self.rotate(self.key(x))
+        if self.then == "norm":
+            wide = query.float() if query.dtype != torch.float64 else query
+            query = (wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt()).to(x.dtype)
+        elif self.then == "softmax":
+            query = (query @ key.transpose(-1, -2)).softmax(-1) @ key
+        return self.block(query.transpose(1, 2).flatten(2))
 
 
 def exported(
