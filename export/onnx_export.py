@@ -264,6 +264,25 @@ def _tanh(x: Any) -> Any:
     return opset20.Cast(y, to=int(x.dtype))
 
 
+def _slice_scatter(x: Any, source: Any, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Any:
+    # torch's own form is ScatterND over the exchanged axes, which TensorRT 10.6 does not take in bfloat16.
+    size = x.shape[dim] if x.shape is not None else None
+    if step != 1 or not all(isinstance(each, int | None) for each in (start, end)) or not isinstance(size, int):
+        from onnxscript.function_libs.torch_lib.ops.core import aten_slice_scatter  # not promised to stay there
+
+        return aten_slice_scatter(x, source, dim, start, end, step)
+    first, last, _ = slice(start, end).indices(size)
+
+    def part(begin: int, until: int) -> list[Any]:
+        return [opset20.Slice(x, *map(_integers, (begin, until, dim)))] if begin < until else []
+
+    return opset20.Concat(*part(0, first), source, *part(max(first, last), size), axis=dim)
+
+
+def _integers(number: int) -> Any:
+    return opset20.Constant(value=onnx.numpy_helper.from_array(np.array([number])))
+
+
 _COLLECTIVE_ATTRIBUTES = {"collective_operation": str, "reduce_op": str, "root": int, "group_size": int, "nb_rank": int}
 _DIST_COLLECTIVE = values.Op(
     values.Opset(TENSORRT_DOMAIN, 1), COLLECTIVE, _schema(COLLECTIVE, _COLLECTIVE_ATTRIBUTES, TENSORRT_DOMAIN)
@@ -274,5 +293,6 @@ _TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     CACHED_ATTENTION: _cached_attention,
     APPEND: _append,
     ALL_REDUCE: _all_reduce,
+    torch.ops.aten.slice_scatter.default: _slice_scatter,
     torch.ops.aten.tanh.default: _tanh,
 }

@@ -112,7 +112,7 @@ def rewrite_attention(program: ExportedProgram, forms: tuple[str, ...]) -> tuple
 
     Args:
         program: A program in its target precision.
-        forms: The forms to use, the best first; the last is `operator` or `matmul`.
+        forms: The forms to use, the best first; the last is `operator` or `matmul`, which is taken where none can be.
     """
     program = editable(program)
     writer = _Writer(program.graph)
@@ -129,8 +129,8 @@ def rewrite_attention(program: ExportedProgram, forms: tuple[str, ...]) -> tuple
             continue
         if block is None:
             continue
-        refusals = [_refuse_cudnn(block) if form == CUDNN else "" for form in forms]
-        form = forms[refusals.index("")]
+        refusals = [_refuse(block, each) for each in forms]
+        form = next((each for each, refusal in zip(forms, refusals, strict=True) if not refusal), MATMUL)
         with program.graph.inserting_before(node):
             result = writer.write(block, form)
         replace_node(program, node, result)
@@ -345,9 +345,13 @@ def _ungrouped(node: Node) -> Node:
     return source if repeated and same_sizes(source.meta["val"].shape, (batch, heads, keys, width)) else node
 
 
-def _refuse_cudnn(block: _Block) -> str:
-    """Say why the plugin over cuDNN cannot compute a block, or return an empty string."""
+def _refuse(block: _Block, form: str) -> str:
+    """Say why a block cannot have a form, or return an empty string; all can have `matmul`."""
     q, k, v = (each.meta["val"] for each in (block.q, block.k, block.v))
+    if form == OPERATOR and q.shape[3] != v.shape[3]:
+        return f"TensorRT's Attention takes heads of one width, not keys of {q.shape[3]} and values of {v.shape[3]}"
+    if form != CUDNN:
+        return ""
     if block.mask is not None and not block.cached:
         return "cuDNN's form takes no mask that the model computes"
     if q.dtype not in _LOW_PRECISION:

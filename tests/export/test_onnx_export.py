@@ -158,6 +158,27 @@ def test_tanh_is_computed_in_float32_at_least(tmp_path: Path, dtype: torch.dtype
     torch.testing.assert_close(ours, Softcap()(x))
 
 
+class Filling(nn.Module):
+    """Writes to slices of a tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.new_zeros(*x.shape[:-1], 12)
+        y[..., :5] = x[..., :5].exp()
+        y[..., 5:] = x.sin()[..., :7]
+        y[:, 1:-2] = y[:, 1:-2] + 1
+        y[..., 3:3] = x[..., :0]
+        y[..., 2:9:3] = x[..., :3]  # stays as torch writes it
+        return y
+
+
+def test_slices_that_are_written_to(tmp_path: Path) -> None:
+    """TensorRT 10.6 refuses ScatterND in bfloat16."""
+    x = torch.randn(2, 6, 8).bfloat16()
+    model = written(canonical(Filling(), x), tmp_path / "m.onnx")
+    assert [node.op_type for node in model.graph.node].count("ScatterND") == 1
+    assert torch.equal(OnnxEvaluator(tmp_path / "m.onnx").run({"x": x})[0], Filling()(x))
+
+
 def test_names_and_dimensions(tmp_path: Path) -> None:
     module = Residual(Gated())
     program = canonical(module, torch.randn(4, 6, 16), dynamic=({0: Dim("a"), 1: Dim("b")},))

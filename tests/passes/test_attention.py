@@ -332,6 +332,20 @@ def test_what_cudnn_does_not_take(width: int, dtype: torch.dtype) -> None:
     assert block.form == MATMUL and "cuDNN's form takes" in block.reason
 
 
+def _narrow_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    y = nn.functional.scaled_dot_product_attention(q, k, v[..., : v.shape[3] // 2], is_causal=True)
+    return torch.cat((y, y), -1)
+
+
+@pytest.mark.parametrize("forms", FORMS)
+def test_values_that_are_narrower_than_keys(forms: tuple[str, ...]) -> None:
+    """As in DeepSeek's models; TensorRT-RTX refuses them in ONNX's Attention."""
+    _, block = _rewritten(_Layer(_narrow_values), forms)
+    assert block.form == MATMUL
+    if OPERATOR in forms:
+        assert f"heads of one width, not keys of {WIDTH} and values of {WIDTH // 2}" in block.reason
+
+
 def test_a_program_without_attention_is_unchanged() -> None:
     program = functionalize(torch.export.export(nn.Linear(3, 4), (torch.randn(2, 3),)))
     result, blocks = rewrite_attention(program, (MATMUL,))
