@@ -147,7 +147,7 @@ def _half(value: onnx_ir.Value | None) -> _Half | None:
 def _number(value: onnx_ir.Value | None) -> int | None:
     """Return the only element of a constant of integers; None for anything else."""
     constant = None if value is None else onnx_ir.convenience.get_const_tensor(value)
-    return int(constant.numpy().item()) if constant is not None and constant.size == 1 else None
+    return int(np.asarray(constant).item()) if constant is not None and constant.size == 1 else None
 
 
 def _reaches_a_sum(value: onnx_ir.Value) -> bool:
