@@ -10,11 +10,11 @@ made of the same products and the same sum.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir
+import onnx_ir.passes.common
 
 # Between a rotation and a sum: operators that compute each element of itself, and those that only move elements.
 _HARMLESS = frozenset({
@@ -32,9 +32,12 @@ class RotaryHalves(onnx_ir.passes.InPlacePass):
 
     def call(self, model: onnx_ir.Model) -> onnx_ir.passes.PassResult:
         """Rewrite the rotations that a sum follows."""
-        found = [each for node in model.graph for each in _rotations(node) if _reaches_a_sum(each.result)]
+        rotations = filter(None, map(_rotation, model.graph))
+        found = [each for each in rotations if _reaches_a_sum(each.result)]
         for rotation in found:
             _rewrite(model.graph, rotation)
+        if found:
+            onnx_ir.passes.common.RemoveUnusedNodesPass()(model)
         return onnx_ir.passes.PassResult(model, modified=bool(found))
 
 
@@ -50,7 +53,6 @@ class _Rotation:
         sin: Likewise.
         width: That of a half.
         dtype: What x and `turned` are cast to before they are multiplied, as an ONNX number; None if they are not.
-        dead: The nodes that are of no use without it, if nothing else takes what they compute.
     """
 
     result: onnx_ir.Value
@@ -60,7 +62,6 @@ class _Rotation:
     sin: onnx_ir.Value
     width: int
     dtype: int | None
-    dead: list[onnx_ir.Node]
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,10 @@ class _Half:
     value: onnx_ir.Value
 
 
-def _rotations(node: onnx_ir.Node) -> Iterator[_Rotation]:
-    """Yield the rotation whose result a node computes."""
+def _rotation(node: onnx_ir.Node) -> _Rotation | None:
+    """Return the rotation whose result a node computes; None if it computes none."""
     if node.op_type != "Add" or node.outputs[0].is_graph_output():
-        return
+        return None
     for straight, crossed in (node.inputs, node.inputs[::-1]):
         for wide_turned, sin in _factors(crossed):
             turned, dtype = _before_cast(wide_turned)
@@ -89,13 +90,9 @@ def _rotations(node: onnx_ir.Node) -> Iterator[_Rotation]:
                 if not width or dtype != same_dtype or any(_width(each) != width for each in (turned, cos, sin)):
                     continue
                 if first and second and first.x is second.x is x and (first.which, second.which) == (0, 1):
-                    without = [straight, crossed, *([wide_turned, wide_x] if dtype else []), turned]
-                    nodes = [each.producer() for each in without if each is not None]
-                    yield _Rotation(
-                        node.outputs[0], [first.value, second.value], [each for each in concat.inputs if each], cos,
-                        sin, width // 2, dtype, [each for each in nodes if each],
-                    )  # fmt: skip
-                    return
+                    others = [each for each in concat.inputs if each]
+                    return _Rotation(node.outputs[0], [first.value, second.value], others, cos, sin, width // 2, dtype)
+    return None
 
 
 def _before_cast(value: onnx_ir.Value) -> tuple[onnx_ir.Value, int | None]:
@@ -184,6 +181,3 @@ def _rewrite(graph: onnx_ir.Graph, rotation: _Rotation) -> None:
     node = old.producer()
     assert node is not None
     onnx_ir.convenience.replace_nodes_and_values(graph, node, [node], tape.nodes, [old], [new])
-    for each in rotation.dead:
-        if each.graph is graph and not any(output.uses() or output.is_graph_output() for output in each.outputs):
-            graph.remove(each, safe=True)

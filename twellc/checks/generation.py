@@ -212,7 +212,7 @@ def generate(steps: Steps, prompts: list[list[int]], cache: CacheSettings) -> Ge
 
 
 def generate_by_all_profiles(steps: Steps, prompts: list[list[int]], cache: CacheSettings) -> Generated:
-    """Generate, and again for each other profile of a plan: the longest prompt, as often at once as it takes."""
+    """Generate, and again for each other profile of a plan: the longest prompt, as often at once as brings it in."""
     longest = max(prompts, key=len)
     others = [generate(steps, [longest] * rows, cache).first_row() for rows in steps.other_sizes(len(prompts))]
     return Generated.joined([generate(steps, prompts, cache), *others])
