@@ -62,7 +62,20 @@ def _dropping(operation: Callable[[Any, Any], Any], number: int) -> RewriteRule:
     return RewriteRule(pattern, lambda op, x: op.Identity(x))
 
 
-_RULES: list[RewriteRule] = [
+class _AtSlices:
+    """A rule that is tried at slices alone: one of two outputs is compared with every pair of nodes elsewhere."""
+
+    def __init__(self, rule: RewriteRule) -> None:
+        self._rule = rule
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rule, name)
+
+    def try_rewrite(self, model: Any, graph: Any, node: onnx_ir.Node, **options: Any) -> Any:
+        return self._rule.try_rewrite(model, graph, node, **options) if node.op_type == "Slice" else None
+
+
+_RULES: list[Any] = [
     *_dropping(operator.mul, 1).commute(),
     *_dropping(operator.add, 0).commute(),
     _dropping(operator.sub, 0),
@@ -88,7 +101,7 @@ _RULES: list[RewriteRule] = [
     rules.no_op_expand_rule,
     rules.flatten_to_reshape_rule,  # before the next
     rules.reshape_reshape_rule,
-    rules.slice_split_rule,
+    _AtSlices(rules.slice_split_rule),
     rules.no_op_transpose_rule,
     rules.transpose_transpose_rule,
     rules.unsqueeze_unsqueeze_rule,
