@@ -41,6 +41,7 @@ SCHEMAS: dict[str, dict[str, type[Any]]] = {
     "check": {"what twellc check found": CheckResult},
     "bench": {"what twellc bench found": BenchResult},
 }
+_WIDTH = 118
 _TABLE = re.compile(r"(<!-- options of ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -94,7 +95,22 @@ def write() -> None:
     PAGE.write_text(page(), encoding="utf-8")
     for name in SCHEMAS:
         schema_file(name).parent.mkdir(exist_ok=True)
-        schema_file(name).write_text(json.dumps(schema(name), indent=2) + "\n", encoding="utf-8")
+        schema_file(name).write_text(_compact(schema(name)) + "\n", encoding="utf-8")
+
+
+def _compact(content: Any, indent: str = "") -> str:
+    """Return JSON in which an object or an array that fits a line is on one."""
+    line = json.dumps(content)
+    if len(indent) + len(line) <= _WIDTH or not isinstance(content, (dict, list)):
+        return line
+    inner = indent + " "
+    parts = (
+        [f"{inner}{json.dumps(key)}: {_compact(each, inner)}" for key, each in content.items()]
+        if isinstance(content, dict)
+        else [f"{inner}{_compact(each, inner)}" for each in content]
+    )
+    start, end = "{}" if isinstance(content, dict) else "[]"
+    return ",\n".join(parts).join((f"{start}\n", f"\n{indent}{end}"))
 
 
 if __name__ == "__main__":
