@@ -2,11 +2,15 @@
 
 A file holds one object in JSON:
 
-    format      1
+    format      2
     machine     what was measured on and with: gpu, multiprocessors, twellc, commit, date, form, …
     complete    whether all of the grid was measured
-    dense       [{variant, d_model, d_ff, tokens, us, p10_us, p90_us, by}, …]
-    twell       [{variant, d_model, d_ff, tokens, us, p10_us, p90_us, density, nominal, neurons, hot}, …]
+    dense       fields: variant, d_model, d_ff, tokens, us, p10_us, p90_us, by
+                rows: a value for each field, a row a point
+    twell       fields: variant, d_model, d_ff, tokens, us, p10_us, p90_us, density, nominal, neurons, hot
+                rows: likewise
+
+Format 1, where each point is an object with these keys, is read, too.
 
 Times are microseconds of one call in bfloat16: the median, and the range that holds the middle 80 %. A dense block's is
 that of the fastest of several forms, which `by` names. `density` is the share of gate activations that were not zero,
@@ -20,7 +24,9 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,7 +37,8 @@ from twellc.base.records import Count, OneOf, Record, Share, Size, Time, of_json
 
 Rates = np.ndarray[Any, np.dtype[np.float64]]  # how often each neuron fires, as shares of the tokens: [d_ff]
 
-FORMAT = 1
+FORMAT = 2
+_READ = (1, FORMAT)
 VARIANTS = ("gated", "plain")
 NEURONS = ("equal", "zipf")
 
@@ -107,14 +114,46 @@ class GpuTimes(Record):
         return self.machine["gpu"]
 
     def to_text(self) -> str:
-        """Return the content of a data file: JSON with a line a point."""
-        rows = {
-            name: ",\n".join(f"  {json.dumps(point.to_json())}" for point in points)
-            for name, points in (("dense", self.dense), ("twell", self.twell))
+        """Return the content of a data file: JSON with a line for all points of one size."""
+        parts = {
+            "format": str(FORMAT),
+            "machine": json.dumps(self.machine),
+            "complete": json.dumps(self.complete),
+            "dense": _table(DensePoint, self.dense),
+            "twell": _table(TwellPoint, self.twell),
         }
-        lists = ",\n".join(f' "{name}": [\n{text}\n ]' for name, text in rows.items())
-        head = f' "format": {FORMAT},\n "machine": {json.dumps(self.machine)},\n'
-        return f'{{\n{head} "complete": {json.dumps(self.complete)},\n{lists}\n}}\n'
+        return ",\n".join(f' "{name}": {text}' for name, text in parts.items()).join(("{\n", "\n}\n"))
+
+
+@dataclass(frozen=True)
+class _Table(Record):
+    """Points as a file holds them: the names of their fields, and a row of values for each."""
+
+    fields: list[str]
+    rows: list[list[Any]]
+
+
+def _table(kind: type[Measured], points: Sequence[Measured]) -> str:
+    """Return points as JSON: the names of their fields once, and a row for each point."""
+    names = json.dumps([field.name for field in fields(kind)])
+    sizes = groupby(points, key=lambda point: (point.variant, point.d_model, point.d_ff, point.tokens))
+    lines = (", ".join(json.dumps(astuple(point)) for point in same) for _, same in sizes)
+    return f'{{"fields": {names}, "rows": [\n  ' + ",\n  ".join(lines) + "\n ]}"
+
+
+def _points(content: Any, place: str) -> Any:
+    """Return the points of a table as objects; what is not a table stays as it is.
+
+    Raises:
+        ValueError: The table is damaged.
+    """
+    if not isinstance(content, dict):
+        return content
+    table = of_json(_Table, content, place)
+    for index, row in enumerate(table.rows):
+        if len(row) != len(table.fields):
+            raise ValueError(f"{place}.rows[{index}] has {len(row)} values for {len(table.fields)} fields")
+    return [dict(zip(table.fields, row, strict=True)) for row in table.rows]
 
 
 def zipf_rates(d_ff: int, density: float) -> Rates:
@@ -142,13 +181,14 @@ def read_times(path: Path) -> GpuTimes:
         raise UserError(where, f"holds no measured times: it cannot be read as JSON ({error})", fix=_FIX) from error
     if not isinstance(content, dict) or "format" not in content:
         raise UserError(where, "holds no measured times: it names no format", fix=_FIX)
-    if content["format"] != FORMAT:
+    if content["format"] not in _READ:
         raise UserError(
-            where, "the measured times are of another format", got=str(content["format"]), expected=str(FORMAT),
-            fix=_FIX,
+            where, "the measured times are of another format", got=str(content["format"]),
+            expected=" or ".join(map(str, _READ)), fix=_FIX,
         )  # fmt: skip
     try:
-        times = of_json(GpuTimes, content)
+        points = {name: _points(content[name], name) for name in ("dense", "twell") if name in content}
+        times = of_json(GpuTimes, {**content, **points})
         _refuse_contradictions(times)
     except ValueError as error:
         raise UserError(where, f"the measured times are damaged: {error}", fix=_FIX) from error

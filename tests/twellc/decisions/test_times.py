@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from twellc.base.errors import UserError
+from twellc.decisions import times
 from twellc.decisions.targets import TARGETS, shipped_times
 from twellc.decisions.times import DensePoint, GpuTimes, TwellPoint, read_times, zipf_rates
 
@@ -22,7 +23,19 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     path.write_text(TIMES.to_text())
     assert read_times(path) == TIMES
     assert TIMES.gpu == "NVIDIA Test"
-    assert sum('"us"' in line for line in TIMES.to_text().splitlines()) == 2, "a line a point"
+    assert sum(line.startswith('  ["gated"') for line in TIMES.to_text().splitlines()) == 2, "a line a size"
+
+
+def test_points_as_objects_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    path.write_text(json.dumps({"format": 1, **TIMES.to_json()}))
+    assert read_times(path) == TIMES
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_shipped_files_are_as_the_program_writes_them(target: str) -> None:
+    file = Path(times.__file__).with_name("data") / f"{target}.json"
+    assert file.read_text() == shipped_times(target).to_text()
 
 
 def changed(**changes: Any) -> str:
@@ -37,10 +50,12 @@ BAD = {
     "no JSON": ("{", "holds no measured times: it cannot be read as JSON"),
     "a list": ("[]", "holds no measured times: it names no format"),
     "no format": ("{}", "holds no measured times: it names no format"),
-    "other format": (changed(format=2), "are of another format; got 2; expected 1"),
+    "other format": (changed(format=3), "are of another format; got 3; expected 1 or 2"),
     "no GPU": (changed(machine={}), "the measured times are damaged: machine has no gpu"),
     "complete": (changed(complete=1), "complete is not true or false"),
     "no points": (changed(dense=[]), "dense is empty"),
+    "no rows": (changed(dense={"fields": ["us"]}), "dense has no rows"),
+    "short row": (changed(dense={"fields": ["us"], "rows": [[1], []]}), r"dense.rows\[1\] has 0 values for 1 field"),
     "no object": (changed(dense=[3]), r"dense\[0\] is not an object"),
     "missing": (changed(twell=[{"variant": "gated"}]), r"twell\[0\] has no d_model"),
     "variant": (changed(dense=point(DENSE, variant="odd")), r"dense\[1\].variant is not gated or plain: 'odd'"),
