@@ -1,6 +1,6 @@
 """Run all benchmarks that need a GPU, one after the other.
 
-python benchmarks/gpu.py --out benchmarks/results
+python benchmarks/gpu.py --out build/results
 python benchmarks/gpu.py --smoke
 
 Writes a Markdown table and a JSON file for each of them, named after the GPU and the day. Stops at the first one that
