@@ -21,7 +21,7 @@ from twellc.training.log import LoggedRun, LoggedStep
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [str(page.relative_to(ROOT)) for folder in ("", "docs/") for page in sorted(ROOT.glob(f"{folder}*.md"))]
-READMES = [str(page.relative_to(ROOT)) for pattern in ("benchmarks/*.md", "examples/**/*.md", "plugins/**/*.md")
+READMES = [str(page.relative_to(ROOT)) for pattern in ("benchmarks/**/*.md", "examples/**/*.md", "plugins/**/*.md")
            for page in sorted(ROOT.glob(pattern))]  # fmt: skip
 # Top-level folders: what starts with one of these and a slash is a path from the root.
 FOLDERS = ("twellc", "passes", "export", "plugins", "tests", "examples", "benchmarks", "docs")
