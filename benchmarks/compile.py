@@ -1,7 +1,7 @@
 """Measure `twellc compile` on a model of full size: time and peak memory of all its processes.
 
 python benchmarks/make_llama.py --size 1.5b build/llama-1.5b
-python benchmarks/compile.py build/llama-1.5b --json build/results/compile.json
+python benchmarks/compile.py build/llama-1.5b --json build/compile.json
 python benchmarks/compile.py --smoke
 """
 
