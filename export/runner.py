@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,14 @@ class OpenPlan:
         path: The plan's file.
         engine: TensorRT's engine.
         messages: What TensorRT has said of errors; grows.
+        device: The GPU that it runs on.
     """
 
     host: Host
     path: Path
     engine: Any
     messages: list[str]
+    device: torch.device
 
     def names(self, mode: str) -> list[str]:
         """Return the names of its tensors in order; `mode` is `INPUT` or `OUTPUT`."""
@@ -63,7 +66,7 @@ class Execution:
         """Take other tensors, which may have other shapes.
 
         Args:
-            inputs: Inputs by name; those that are on the GPU are used in place, others are copied there.
+            inputs: Inputs by name; those that are on the plan's GPU are used in place, others are copied there.
             outputs: Outputs by name that have their memory already; there is new memory for others.
 
         Raises:
@@ -71,7 +74,7 @@ class Execution:
         """
         plan = self.plan
         for name in plan.names("INPUT"):
-            self.tensors[name] = inputs[name].cuda().contiguous()
+            self.tensors[name] = inputs[name].to(plan.device).contiguous()
             _check_shape(plan, name, tuple(self.tensors[name].shape), self.profile)
             if not self.context.set_input_shape(name, tuple(self.tensors[name].shape)):
                 raise UserError(str(plan.path), f"refuses the shape of {name} ({reasons(plan.messages)})")
@@ -79,7 +82,7 @@ class Execution:
             dtype = BY_TENSORRT[plan.engine.get_tensor_dtype(name).name].torch
             shape = tuple(self.context.get_tensor_shape(name))
             given = outputs.get(name)
-            self.tensors[name] = torch.empty(shape, dtype=dtype, device="cuda") if given is None else given
+            self.tensors[name] = torch.empty(shape, dtype=dtype, device=plan.device) if given is None else given
         for name, tensor in self.tensors.items():
             self.context.set_tensor_address(name, tensor.data_ptr())
 
@@ -89,25 +92,31 @@ class Execution:
         Raises:
             UserError: TensorRT refuses.
         """
-        if not self.context.execute_async_v3(torch.cuda.current_stream().cuda_stream):
+        with torch.cuda.device(self.plan.device):
+            done = self.context.execute_async_v3(torch.cuda.current_stream().cuda_stream)
+        if not done:
             raise UserError(str(self.plan.path), f"the plan fails ({reasons(self.plan.messages)})")
 
 
-def open_plan(host: Host, path: Path, built_with: str) -> OpenPlan:
+def open_plan(host: Host, path: Path, built_with: str, device: torch.device | None = None) -> OpenPlan:
     """Open a plan, with the plugins registered.
 
     Args:
         host: The TensorRT to run it with.
         path: The plan.
         built_with: The version of this TensorRT that built it, for the message where it does not open.
+        device: The GPU that it is to run on; None and one without a number are torch's current one.
 
     Raises:
         UserError: TensorRT refuses the plan, or torch sees no GPU.
     """
     register(host.module)
     messages: list[str] = []
-    runtime = host.module.Runtime(make_logger(host, messages))
-    engine = runtime.deserialize_cuda_engine(path.read_bytes())
+    has_torch_cuda = torch.cuda.is_available()
+    with torch.cuda.device(device) if has_torch_cuda else nullcontext():  # None is the current one
+        runtime = host.module.Runtime(make_logger(host, messages))
+        engine = runtime.deserialize_cuda_engine(path.read_bytes())
+        number = torch.cuda.current_device() if has_torch_cuda else 0
     if engine is None:
         raise UserError(
             str(path), f"the plan cannot be opened ({reasons(messages)})", got=f"{host.name} {host.version}",
@@ -115,9 +124,9 @@ def open_plan(host: Host, path: Path, built_with: str) -> OpenPlan:
             fix="Compile the model again with this TensorRT, or install the other. If a plugin is missing, `twellc "
             "plugins --check` says whether this TensorRT takes the plugins.",
         )  # fmt: skip
-    if not torch.cuda.is_available():
+    if not has_torch_cuda:
         raise UserError(str(path), "this torch was built without CUDA", fix="Install a CUDA build of torch.")
-    return OpenPlan(host, path, engine, messages)
+    return OpenPlan(host, path, engine, messages, torch.device("cuda", number))
 
 
 def prepare(
@@ -137,13 +146,14 @@ def prepare(
     Raises:
         UserError: TensorRT refuses the shapes.
     """
-    context = plan.engine.create_execution_context()
-    if context is None:
-        raise UserError(str(plan.path), f"there is no room to run the plan ({reasons(plan.messages)})")
-    if profile and not context.set_optimization_profile_async(profile, torch.cuda.current_stream().cuda_stream):
-        raise UserError(str(plan.path), f"has no optimization profile {profile} ({reasons(plan.messages)})")
-    execution = Execution(plan, context, {}, profile)
-    execution.bind(inputs, outputs or {})
+    with torch.cuda.device(plan.device):
+        context = plan.engine.create_execution_context()
+        if context is None:
+            raise UserError(str(plan.path), f"there is no room to run the plan ({reasons(plan.messages)})")
+        if profile and not context.set_optimization_profile_async(profile, torch.cuda.current_stream().cuda_stream):
+            raise UserError(str(plan.path), f"has no optimization profile {profile} ({reasons(plan.messages)})")
+        execution = Execution(plan, context, {}, profile)
+        execution.bind(inputs, outputs or {})
     return execution
 
 

@@ -71,8 +71,8 @@ def _launch(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
     read = operands.map(as_read)  # kept until the kernels are launched
     y = x.new_empty((*x.shape[:-1], widths["d_out"]))
     tensors = tensors_of(read.map(Tensor.data_ptr), y.data_ptr())
-    workspace = torch.empty(lib.twell_workspace_bytes(ctypes.byref(problem)), dtype=torch.uint8, device=x.device)
     with torch.cuda.device(x.device):
+        workspace = torch.empty(lib.twell_workspace_bytes(ctypes.byref(problem)), dtype=torch.uint8, device=x.device)
         stream = torch.cuda.current_stream().cuda_stream
         status = lib.twell_mlp(
             ctypes.byref(problem), ctypes.byref(tensors), workspace.data_ptr(), workspace.numel(), stream

@@ -56,7 +56,7 @@ class _Reading:
             self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._numbers.copy_(numbers, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(numbers.device))
 
     def take(self) -> list[int]:
         """Return them; where calls after have begun, this does not wait."""
@@ -188,7 +188,10 @@ def _awaits_backward(node: Any) -> bool:
 
 
 def _is_captured(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    if not tensor.is_cuda:
+        return False
+    with torch.cuda.device(tensor.device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def train_block(operands: Operands[Tensor], options: BlockOptions, state: TrainingState) -> tuple[Tensor, Tensor]:

@@ -51,7 +51,7 @@ def test_prepared_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
             return ["x"]
 
     monkeypatch.setattr(runner, "prepare", prepare)
-    run = PlanRunner(Plan(None, Path("m.plan"), None, []))  # type: ignore[arg-type]
+    run = PlanRunner(Plan(None, Path("m.plan"), None, [], torch.device("cuda")))  # type: ignore[arg-type]
     inputs = [torch.randn(size) for size in (3, 3, 4, 3)]
     results = [run({"x": x})[0] for x in inputs]
     assert prepared == [(3,), (4,), (3,)]

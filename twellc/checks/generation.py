@@ -267,9 +267,11 @@ def plan_steps(plan: OpenPlan, manifest: Manifest) -> Steps:
         PlanBackend(plan.path.name, cache, calls).begin(rows, cache.length)
 
         def call(*given: Tensor) -> Tensor:
-            inputs = dict(zip((INPUT_IDS, WRITE_INDEX, TOKEN_COUNT), (each.cuda() for each in given), strict=True))
+            inputs = dict(
+                zip((INPUT_IDS, WRITE_INDEX, TOKEN_COUNT), (each.to(calls.device) for each in given), strict=True)
+            )
             logits = calls.run(inputs).cpu()
-            torch.cuda.synchronize()  # the inputs are kept until they are read
+            torch.cuda.synchronize(calls.device)  # the inputs are kept until they are read
             return logits
 
         return call

@@ -73,7 +73,7 @@ def _shipped(name: str) -> CostModel:
 
 
 def gpu_at_hand() -> str | None:
-    """Return the driver's name of the first GPU that torch sees; None without one."""
+    """Return the driver's name of torch's current GPU; None without one."""
     import torch
 
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
