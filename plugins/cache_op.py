@@ -158,20 +158,25 @@ def _visible(q: Tensor, keys: Tensor, query_counts: Tensor, key_counts: Tensor) 
     return torch.arange(length, device=q.device) <= last[:, :, None], step < queries
 
 
-class _Plans(threading.local):
-    """The cuDNN plans of a thread: each is to be used by one at a time, and must outlive CUDA graphs made with it."""
+class _Plans:
+    """The cuDNN plans of a process: each is to be used by one at a time, and must outlive CUDA graphs made with it.
+
+    Attributes:
+        lock: Held while a plan is looked for or used.
+    """
 
     def __init__(self) -> None:
-        self.known: dict[Any, tuple[int, int] | None] = {}
+        self.lock = threading.Lock()
+        self._known: dict[Any, tuple[int, int] | None] = {}
 
     def of(self, lib: ctypes.CDLL, device: torch.device, problem: library.AttentionProblem) -> tuple[int, int] | None:
         """Return the plan of a problem and its workspace in bytes; None where cuDNN has none."""
         key = (device.index, bytes(problem))
-        if key not in self.known:
+        if key not in self._known:
             message = ctypes.create_string_buffer(_MESSAGE_BYTES)
             plan = lib.twell_attention_create(ctypes.byref(problem), message, len(message))
-            self.known[key] = (plan, lib.twell_attention_workspace_bytes(plan)) if plan else None
-        return self.known[key]
+            self._known[key] = (plan, lib.twell_attention_workspace_bytes(plan)) if plan else None
+        return self._known[key]
 
 
 _PLANS = _Plans()
@@ -202,9 +207,10 @@ def _launch(q: Tensor, keys: Tensor, values: Tensor, query_counts: Tensor, key_c
                 batch=batch, tokens=tokens, keys=length, heads=heads, kv_heads=kv_heads, width=width,
                 dtype=library.DTYPES[dtype], cached=1, scale=scale,
             )  # fmt: skip
-            plan = _PLANS.of(lib, q.device, problem)
-            if plan is not None:
-                return _run_plan(lib, plan, q, keys, values, query_counts, key_counts)
+            with _PLANS.lock:
+                plan = _PLANS.of(lib, q.device, problem)
+                if plan is not None:
+                    return _run_plan(lib, plan, q, keys, values, query_counts, key_counts)
     seen, real = _visible(q, keys, query_counts, key_counts)
     y = torch.nn.functional.scaled_dot_product_attention(
         q.transpose(1, 2), keys, values, attn_mask=seen[:, None], scale=scale, enable_gqa=q.shape[2] != keys.shape[1]
