@@ -95,8 +95,8 @@ class TorchBackend:
         length = self.longest if self._fixed else min(self.longest, -(-places // _STEP) * _STEP)
         config = self.model.config.get_text_config(decoder=True)
         self._cache = None  # and its memory, before there is another
-        self._cache = RowCache(config.num_hidden_layers, batch, length, self.device, self.by_lengths)
         self._ones = torch.ones(batch, length, dtype=torch.int64, device=self.device)
+        self._cache = RowCache(config.num_hidden_layers, batch, length, self.device, self.by_lengths)
         try:  # the first tokens make the tensors of the cache
             with row_attention(self._cache):
                 self._logits(self._ones[:, :1], self._ones[:, :1] - 1)
@@ -173,7 +173,7 @@ def load_directory(
     """
     if dtype is not None and dtype not in tuple(_DTYPES):
         raise UserError("dtype", "no such choice", got=repr(dtype), expected=" or ".join(_DTYPES))
-    chosen = _device(device)
+    chosen = choose_device(device)
     found: list[torch.dtype] = []
 
     def in_dtype(own: torch.dtype) -> torch.dtype:
@@ -203,7 +203,12 @@ def load_directory(
     return backend
 
 
-def _device(name: str | torch.device | None) -> torch.device:
+def choose_device(name: str | torch.device | None) -> torch.device:
+    """Return a device, a GPU with its number.
+
+    Raises:
+        UserError: There is no such device.
+    """
     if name in (None, "auto"):
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -214,6 +219,8 @@ def _device(name: str | torch.device | None) -> torch.device:
         raise UserError(f"--device {name}", "is not a device of twellc", expected="auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"--device {name}", "torch sees no such GPU", got=f"{torch.cuda.device_count()} GPUs")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
     return device
 
 

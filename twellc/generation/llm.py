@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedConfig
 
 from twellc.base.errors import UserError
 from twellc.generation.backend import Backend
-from twellc.generation.directory import load_directory
+from twellc.generation.directory import choose_device, load_directory
 from twellc.generation.model import CausalModel
 from twellc.generation.plan import load_plan
 from twellc.generation.sampling import CompletionOutput, GenerationStats, PromptError, RequestOutput, SamplingParams
@@ -53,8 +53,8 @@ class LLM:
         Args:
             model: A Hugging Face directory, or a plan of `twellc compile --kv-cache`.
             tokenizer: A directory with its tokenizer; None is the model's own.
-            device: Where a directory runs: `auto`, `cpu`, `cuda` or `cuda:N`; `auto` and None are the GPU where torch
-                sees one.
+            device: Where it runs: `auto`, `cpu`, `cuda` or `cuda:N`; `auto` and None are the GPU where torch sees one.
+                A plan runs on a GPU.
             dtype: In which precision: `bf16`, `fp16` or `fp32`; None is that of the weights, on a GPU bf16 for float32.
             max_model_len: Tokens of a prompt and its answer together, but for the answer's last, which takes no place
                 in the cache; None makes the cache as it is needed.
@@ -75,12 +75,10 @@ class LLM:
             # Its own: how the model's makers would draw is not how it answers unless told otherwise.
             ends = end_tokens(path, config)
         else:
-            backend, cache = load_plan(path)
+            backend, cache = load_plan(path, _device_of_a_plan(device))
             config, notes, ends = PreTrainedConfig(), [], cache.end_tokens
             folder = path.with_name(cache.text or path.name)
-            _refuse_of_a_plan(
-                device=device not in (None, "auto"), dtype=dtype, compiled=compiled, layers=layers != "auto"
-            )
+            _refuse_of_a_plan(dtype=dtype, compiled=compiled, layers=layers != "auto")
             if max_model_len is not None and max_model_len != backend.longest:
                 raise UserError(
                     "max_model_len", "is not that of the plan", got=str(max_model_len), expected=str(backend.longest),
@@ -230,8 +228,7 @@ class LLM:
         vocabulary = self.model.decoder.backend.vocabulary
         _each(argument, prompts, functools.partial(_refuse_other_tokens, vocabulary))
         width = max(map(len, prompts))
-        # Padded by a token of their own: processors of older releases of transformers do not look at the mask.
-        input_ids = torch.tensor([prompt[:1] * (width - len(prompt)) + prompt for prompt in prompts])
+        input_ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         seen = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         ends = params.stop_tokens | (set() if params.ignore_eos else self._ends)
         answers = [Answer(self._codec.stream(prompt, params.skip_special_tokens), params.stops) for prompt in prompts]
@@ -271,6 +268,18 @@ def _refuse_other_kinds(model: object, tokenizer: object, max_model_len: object,
     ):
         if not holds:
             raise UserError(name, "is not what twellc.LLM takes", got=repr(value)[:80], expected=expected)
+
+
+def _device_of_a_plan(device: str | torch.device | None) -> torch.device:
+    """Return the GPU that a plan runs on.
+
+    Raises:
+        UserError: It is not a GPU, or there is no such one.
+    """
+    chosen = torch.device("cuda") if device in (None, "auto") else choose_device(device)
+    if chosen.type != "cuda":
+        raise UserError(f"--device {device}", "a plan runs on a GPU", expected="auto, cuda or cuda:N")
+    return chosen
 
 
 def _refuse_of_a_plan(**given: Any) -> None:

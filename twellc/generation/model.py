@@ -3,20 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedConfig, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
-from transformers.generation.stopping_criteria import EosTokenCriteria, StopStringCriteria
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from twellc.base.errors import UserError
 from twellc.generation.backend import Backend
+from twellc.generation.choice import Prompt, are_of_a_length, are_of_scores
 from twellc.generation.sampling import SEEDS, is_seed
-from twellc.generation.steps import Choice, Decoder, Step
+from twellc.generation.steps import Decoder, Step
+
+
+class _Made(NamedTuple):
+    """What transformers makes of the arguments of `generate`.
+
+    Attributes:
+        answers: How many rows there are.
+        mask: Which tokens are not padding; None for all.
+        processors: What changes the scores.
+        criteria: What ends a row.
+        config: Everything else.
+    """
+
+    answers: int
+    mask: Tensor | None
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
 
 
 class CausalModel(GenerationMixin):
@@ -45,9 +65,8 @@ class CausalModel(GenerationMixin):
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> CausalLMOutputWithPast:
         """Return the logits behind prompts [batch, tokens] that are padded on the left: [batch, 1, vocabulary]."""
         with torch.no_grad():
-            return CausalLMOutputWithPast(
-                logits=self.decoder.logits(input_ids, _lengths(input_ids, attention_mask))[:, None]
-            )
+            rows = _without_padding(input_ids.cpu(), attention_mask)
+            return CausalLMOutputWithPast(logits=self.decoder.logits(rows)[:, None])
 
     __call__ = forward
 
@@ -61,14 +80,69 @@ class CausalModel(GenerationMixin):
         for name in ("assistant_model", "inputs_embeds", "position_ids", "past_key_values"):
             if options.pop(name, None) is not None:
                 raise _not_there(name)
+        seed, ignore_eos = options.pop("seed", None), options.pop("ignore_eos", False)
+        if not is_seed(seed):
+            raise UserError("seed", "is out of its range", got=repr(seed), expected=SEEDS)
         tokenizer = options.pop("tokenizer", None)
         if tokenizer is not None and options.get("stop_strings"):
             # transformers passes no tokenizer on to a `custom_generate`.
             stop = StopStringCriteria(tokenizer, options.pop("stop_strings"))
             options["stopping_criteria"] = StoppingCriteriaList([*(options.get("stopping_criteria") or ()), stop])
-        options |= {"custom_generate": _decode, "use_cache": False}
-        steps: Iterator[Step] = super().generate(input_ids.to(self.device), **options)
-        return steps
+        mask = options.pop("attention_mask", None)
+        if mask is None:
+            mask = self._make(input_ids, options).mask
+            mask = None if mask is None else mask[:: len(mask) // len(input_ids)]  # one row for each of its answers
+        prompts: list[Prompt] = []
+        # What holds for every prompt (None), or for those of a length.
+        known: dict[int | None, tuple[Prompt, GenerationConfig]] = {}
+        for index, tokens in enumerate(_without_padding(input_ids.cpu(), mask)):
+            made = known.get(None) or known.get(len(tokens)) or self._prompt(index, tokens, ignore_eos, options)
+            prompt, config = made
+            prompts.append(replace(prompt, tokens=tokens.expand(len(prompt.tokens), -1)))
+            if are_of_a_length(prompt.processors):
+                new_tokens_alone = config.max_new_tokens is not None and not options.get("stopping_criteria")
+                known[None if new_tokens_alone and are_of_scores(prompt.processors) else len(tokens)] = made
+        pad = config._pad_token_tensor
+        return self.decoder.steps(prompts, bool(config.do_sample), 0 if pad is None else int(pad), seed)
+
+    def _prompt(
+        self, index: int, tokens: Tensor, ignore_eos: bool, options: dict[str, Any]
+    ) -> tuple[Prompt, GenerationConfig]:
+        """Return what transformers makes of the arguments for one prompt without padding.
+
+        Raises:
+            UserError: They ask for what is not there.
+        """
+        allowed: Any = options.get("prefix_allowed_tokens_fn")
+        if allowed is not None:  # alone the prompt would be the first
+            options = {**options, "prefix_allowed_tokens_fn": lambda _, known: allowed(index, known)}
+        ids = tokens[None].to(self.device)
+        made = self._make(ids, {**options, "attention_mask": torch.ones_like(ids)})
+        mode = made.config.get_generation_mode()
+        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            raise _not_there(mode.value)
+        if made.config.return_dict_in_generate:
+            raise _not_there("return_dict_in_generate")
+        if any(isinstance(each, UnbatchedClassifierFreeGuidanceLogitsProcessor) for each in made.processors):
+            raise _not_there("guidance_scale")
+        # Ends and lengths are looked at without a call of criteria in each step.
+        ends, longest, others = set[int](), list[int](), StoppingCriteriaList()
+        for each in made.criteria:
+            if type(each) is MaxLengthCriteria:
+                longest.append(each.max_length)
+            elif type(each) is not EosTokenCriteria:
+                others.append(each)
+            elif not ignore_eos or each in (options.get("stopping_criteria") or ()):
+                ends.update(each.eos_token_id.tolist())
+        most = max(min(longest) - len(tokens), 1)
+        rows = tokens.expand(made.answers, -1)
+        return Prompt(rows, made.processors, others, frozenset(ends), most), made.config
+
+    def _make(self, input_ids: Tensor, options: dict[str, Any]) -> _Made:
+        """Let transformers do what it does before it decodes."""
+        options = {**options, "custom_generate": _take, "use_cache": False}
+        made: _Made = super().generate(input_ids, **options)
+        return made
 
     def generate(
         self,
@@ -124,51 +198,37 @@ class CausalModel(GenerationMixin):
         return sequences
 
 
-def _lengths(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
-    if attention_mask is None:
-        return [input_ids.shape[1]] * len(input_ids)
-    lengths = attention_mask.sum(-1).tolist()
-    width = input_ids.shape[1]
-    expected = torch.arange(width, device=attention_mask.device) >= width - attention_mask.sum(-1, keepdim=True)
-    if not torch.equal(attention_mask.bool(), expected) or min(lengths) < 1:
-        raise UserError(
-            "attention_mask",
-            "does not say that prompts are padded on the left",
-            expected="zeros, then ones, in each row",
-        )
-    return [int(length) for length in lengths]
-
-
-def _decode(
+def _take(
     model: CausalModel,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
-    seed: int | None = None,
-    ignore_eos: bool = False,
     **given: Any,
-) -> Iterator[Step]:
-    """Decode with what transformers has made of the arguments of `generate`, and `seed` and `ignore_eos` besides."""
-    if not is_seed(seed):
-        raise UserError("seed", "is out of its range", got=repr(seed), expected=SEEDS)
-    if ignore_eos:
-        kept = (each for each in stopping_criteria if not isinstance(each, EosTokenCriteria))
-        stopping_criteria = StoppingCriteriaList(kept)
-    mode = generation_config.get_generation_mode()
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise _not_there(mode.value)
-    if generation_config.return_dict_in_generate:
-        raise _not_there("return_dict_in_generate")
-    if any(isinstance(each, UnbatchedClassifierFreeGuidanceLogitsProcessor) for each in logits_processor):
-        raise _not_there("guidance_scale")
-    pad = generation_config._pad_token_tensor
-    return model.decoder.steps(
-        input_ids, _lengths(input_ids, given.get("attention_mask")),
-        generation_config.max_length - input_ids.shape[1],
-        Choice(logits_processor, bool(generation_config.do_sample)),
-        stopping_criteria, 0 if pad is None else int(pad), seed,
-    )  # fmt: skip
+) -> _Made:
+    """Take what transformers has made of the arguments of `generate`, in place of decoding."""
+    made = logits_processor, stopping_criteria, generation_config
+    return _Made(len(input_ids), given.get("attention_mask"), *made)
+
+
+def _without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
+    """Return the tokens of each row.
+
+    Raises:
+        UserError: They are not padded on the left.
+    """
+    if attention_mask is None:
+        return list(input_ids)
+    mask, width = attention_mask.cpu(), input_ids.shape[1]
+    lengths = mask.sum(-1)
+    expected = torch.arange(width) >= width - lengths[:, None]
+    if mask.shape != input_ids.shape or not torch.equal(mask.bool(), expected) or int(lengths.min()) < 1:
+        raise UserError(
+            "attention_mask",
+            "does not say that prompts are padded on the left",
+            expected="zeros, then ones, in each row",
+        )
+    return [row[width - int(length) :] for row, length in zip(input_ids, lengths, strict=True)]
 
 
 def _not_there(got: str) -> UserError:

@@ -59,6 +59,7 @@ class PlanBackend:
         """Make room; see `Backend`."""
         if batch == self._rows:
             return False
+        self._rows = 0  # where memory ends midway there is no cache
         dtype = BY_NAME[DTYPES.get(self._cache.dtype, self._cache.dtype)].torch
         caches: dict[str, Tensor] = {}
         self._calls.bind(caches)  # and give back the memory of the others, before there are new ones
@@ -66,7 +67,8 @@ class PlanBackend:
             memory = torch.zeros(batch, *pair.shape[1:], dtype=dtype, device=self.device)
             caches |= {pair.input: memory, pair.output: memory}
         self._calls.bind(caches)
-        self._rows, self._ones = batch, torch.ones(batch, dtype=torch.int64, device=self.device)
+        self._ones = torch.ones(batch, dtype=torch.int64, device=self.device)
+        self._rows = batch
         return True
 
     def fill(self, input_ids: Tensor, start: int) -> Tensor:
@@ -97,7 +99,7 @@ class TensorRTCalls:
     """Runs a plan in TensorRT: one context for the first tokens of rows and one for the others, see `PlanCalls`."""
 
     def __init__(self, plan: OpenPlan, manifest: Manifest) -> None:
-        self.device = torch.device("cuda")
+        self.device = plan.device
         self._plan = plan
         self._largest = [profile[INPUT_IDS].max for profile in manifest.profiles]
         self._executions: dict[bool, Execution] = {}
@@ -112,15 +114,15 @@ class TensorRTCalls:
         """Run the plan; see `PlanCalls`."""
         rows, tokens = inputs[INPUT_IDS].shape
         decodes = tokens == 1
-        execution = self._executions.get(decodes)
+        execution = self._executions.pop(decodes, None)  # gone where this fails midway
         if execution is None:
             profile = profile_for(rows, tokens, self._largest)
             execution = prepare(self._plan, {**inputs, **self._caches}, profile, self._caches)
-            self._executions[decodes] = execution
         elif any(not _same(execution.tensors[name], tensor) for name, tensor in inputs.items()):
             logits = execution.tensors[_LOGITS]
             fits = len(logits) == len(inputs[INPUT_IDS]) and logits.dim() == 2
             execution.bind({**inputs, **self._caches}, {**self._caches, **({_LOGITS: logits} if fits else {})})
+        self._executions[decodes] = execution
         execution.enqueue()
         return execution.tensors[_LOGITS]
 
@@ -135,8 +137,8 @@ def _same(bound: Tensor, tensor: Tensor) -> bool:
     return bound.data_ptr() == tensor.data_ptr() and bound.shape == tensor.shape
 
 
-def load_plan(path: Path) -> tuple[PlanBackend, KeyValueCache]:
-    """Open a plan; return it, and what its manifest says of its cache.
+def load_plan(path: Path, device: torch.device) -> tuple[PlanBackend, KeyValueCache]:
+    """Open a plan on a GPU; return it, and what its manifest says of its cache.
 
     Raises:
         UserError: It has no cache, or this machine cannot run it.
@@ -155,6 +157,6 @@ def load_plan(path: Path) -> tuple[PlanBackend, KeyValueCache]:
         )
     refuse_other_plugins(path, manifest)
     host = load_host(manifest.backend.name)
-    plan = open_plan(host, path, manifest.backend.version)
-    name = f"{host.name} {host.version} on {torch.cuda.get_device_name()}"
+    plan = open_plan(host, path, manifest.backend.version, device)
+    name = f"{host.name} {host.version} on {torch.cuda.get_device_name(plan.device)}"
     return PlanBackend(name, manifest.cache, TensorRTCalls(plan, manifest)), manifest.cache

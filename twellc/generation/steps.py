@@ -8,7 +8,7 @@
 On a GPU a step is one CUDA graph: from the tokens, which never leave the device, to the next ones. The host reads the
 tokens of a step while the next one runs, so that the device does not wait for it; when that ends an answer, what ran
 ahead is dropped. Processors that cannot be in a graph, since they look at all tokens before, run behind one of the
-model alone.
+model alone: see `choice`.
 """
 
 from __future__ import annotations
@@ -17,28 +17,22 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, StoppingCriteriaList
-from transformers.generation.logits_process import (
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from torch.nn.utils.rnn import pad_sequence
 
 from twellc.base.errors import UserError
 from twellc.generation.backend import Backend
+from twellc.generation.choice import MOST_VALUES, Choice, Prompt
 from twellc.generation.sampling import GenerationStats, PromptError
 
 _LOG = logging.getLogger("twellc")
-# These look at the scores alone, and wait for nothing.
-_IN_GRAPH = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-# Held while a graph is recorded: torch has one stream for that.
+# Held while a graph is recorded: torch empties its cache of memory before, which another recording does not survive.
 _RECORDING = threading.Lock()
 
 
@@ -57,26 +51,6 @@ class Step:
     ended: list[bool]
 
 
-@dataclass(frozen=True)
-class Choice:
-    """How the next tokens are chosen.
-
-    Attributes:
-        processors: transformers' own, over the scores.
-        draws: Whether a token is drawn; else the likeliest is taken.
-    """
-
-    processors: LogitsProcessorList
-    draws: bool
-
-    @property
-    def key(self) -> tuple[Any, ...] | None:
-        """What makes it differ from others, if it can be in a graph; else None."""
-        if any(type(each) not in _IN_GRAPH for each in self.processors):
-            return None
-        return self.draws, *((type(each), repr(sorted(vars(each).items()))) for each in self.processors)
-
-
 class Decoder:
     """Decodes by a backend; keeps the graphs of its steps.
 
@@ -87,76 +61,88 @@ class Decoder:
     """
 
     def __init__(self, backend: Backend) -> None:
-        # None after a first step without a graph, False where there cannot be one. What is named first goes first: the
-        # graph of a plan must not outlive the plan.
-        self._graphs: dict[Any, torch.cuda.CUDAGraph | bool | None] = {}
+        # A graph with the logits that it writes. None after a first step without one, False where there cannot be one.
+        # What is named first goes first: the graph of a plan must not outlive the plan.
+        self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Tensor] | bool | None] = {}
         self.backend = backend
         self.stats, self.lock = GenerationStats(), threading.RLock()
         self._generator = torch.Generator(backend.device)
-        self._tokens = self._places = self._logits = torch.empty(0, device=backend.device)
+        self._tokens = self._places = torch.empty(0, device=backend.device)
         self._last = torch.zeros((), dtype=torch.int64, device=backend.device)
+        self._values = torch.zeros(MOST_VALUES, dtype=torch.float64, device=backend.device)
+        # torch's own stream for recording is of one device, and one for all.
+        self._recording = torch.cuda.Stream(backend.device) if backend.device.type == "cuda" else None
         self._call = 0
 
     @torch.no_grad()
     def steps(
-        self,
-        input_ids: Tensor,
-        lengths: list[int],
-        most: int,
-        choice: Choice,
-        criteria: StoppingCriteriaList,
-        pad: int = 0,
-        seed: int | None = None,
+        self, prompts: Sequence[Prompt], draws: bool = False, pad: int = 0, seed: int | None = None
     ) -> Iterator[Step]:
         """Decode until every row has ended.
 
         Args:
-            input_ids: Prompts [batch, tokens], padded on the left.
-            lengths: How many of these tokens are each row's own.
-            most: How many new tokens a row gets at most.
-            choice: How they are chosen.
-            criteria: transformers' own, over all tokens; they see `pad` behind the end of a row.
-            pad: That token.
-            seed: Seed of what is drawn; None draws anew.
+            prompts: The prompts, of as many rows each.
+            draws: Whether a token is drawn; else the likeliest is taken.
+            pad: What stands behind the end of a row, where the others of its prompt go on.
+            seed: Seed of what is drawn, for each prompt as if it were alone; None draws anew.
 
         Raises:
             UserError: The cache does not hold a prompt, there are more rows than the backend takes, or another call
                 has taken the cache meanwhile.
         """
         began = time.perf_counter()
+        rows = [row for prompt in prompts for row in prompt.tokens]
+        most = [prompt.most for prompt in prompts for _ in prompt.tokens]
+        rooms = [self.backend.longest - len(row) + 1 for row in rows]
+        ended, first, copies = [False] * len(rows), 0.0, len(prompts[0].tokens)
         with self.lock:
-            self._begin(input_ids, lengths, most, seed)
+            choice = Choice(prompts, draws, pad, ended, self.backend.device, seed is not None)
+            self._begin(rows, most, seed, choice.values)
             call, stats = self._call, self.stats
-        known, ended, first = input_ids.cpu(), [False] * len(lengths), 0.0
-        rooms = [self.backend.longest - length + 1 for length in lengths]
         watch = Stopwatch(self.backend.device)
+        known = [prompt.tokens for prompt in prompts]
         try:
-            for number, tokens in enumerate(self._run(call, min(most, max(rooms)), choice, input_ids, watch), 1):
+            for number, tokens in enumerate(self._run(call, min(max(most), max(rooms)), choice, watch), 1):
                 now = time.perf_counter()
                 first = first or now
                 stats.first_token_seconds, stats.decode_seconds = first - began, now - first
                 stats.new_tokens += ended.count(False)
                 shown = [pad if over else token for token, over in zip(tokens, ended, strict=True)]
-                known = torch.cat([known, torch.tensor(shown, dtype=known.dtype)[:, None]], dim=-1)
-                over = criteria(known, None).tolist()
-                limited = [number >= min(most, room) for room in rooms]
-                step = Step(shown, limited, [any(why) for why in zip(ended, over, limited, strict=True)])
+                limited = [number >= min(limits) for limits in zip(most, rooms, strict=True)]
+                step = Step(shown, limited, [any(why) for why in zip(ended, limited, strict=True)])
+                for index, prompt in enumerate(prompts):
+                    own = slice(index * copies, (index + 1) * copies)
+                    step.ended[own] = [
+                        over or token in prompt.ends for over, token in zip(step.ended[own], shown[own], strict=True)
+                    ]
+                    if prompt.criteria and not all(ended[own]):
+                        known[index] = torch.cat([known[index], torch.tensor(shown[own])[:, None]], dim=-1)
+                        over = prompt.criteria(known[index], None).tolist()
+                        step.ended[own] = [any(why) for why in zip(step.ended[own], over, strict=True)]
                 yield step
-                ended = step.ended
+                ended[:] = step.ended
                 if all(ended):
                     return
         finally:
-            stats.steps, stats.gap_us, stats.gap_share = watch.read()
+            with self._on_device():
+                stats.steps, stats.gap_us, stats.gap_share = watch.read()
 
-    def logits(self, input_ids: Tensor, lengths: list[int]) -> Tensor:
-        """Return the logits behind prompts, float32 [batch, vocabulary]; see `steps`."""
+    @torch.no_grad()
+    def logits(self, rows: Sequence[Tensor]) -> Tensor:
+        """Return the logits behind prompts, each int64 [tokens]: float32 [batch, vocabulary]."""
         with self.lock:
-            self._begin(input_ids, lengths, 1, None)
-            return self.backend.decode(self._tokens, self._places).float()
+            self._begin(rows, [1] * len(rows), None, [])
+            with self._on_device():
+                return self.backend.decode(self._tokens, self._places).float().clone()
 
-    def _begin(self, input_ids: Tensor, lengths: list[int], most: int, seed: int | None) -> None:
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """Let streams, events and graphs be those of the backend's device, whichever is the thread's."""
+        device = self.backend.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+    def _begin(self, rows: Sequence[Tensor], most: Sequence[int], seed: int | None, values: Sequence[float]) -> None:
         """Put prompts into the cache, but for their last tokens, which the first step computes."""
-        backend, batch = self.backend, len(lengths)
+        backend, batch, lengths = self.backend, len(rows), [len(row) for row in rows]
         if backend.largest_batch is not None and batch > backend.largest_batch:
             raise UserError(
                 backend.name, "does not take so many prompts at once", got=str(batch),
@@ -173,99 +159,102 @@ class Decoder:
         self._call += 1
         if batch != len(self._tokens):
             self._graphs.clear()
-        places = min(max(lengths) + most - 1, backend.longest)
-        if backend.begin(batch, places) or len(self._tokens) != batch:
-            self._graphs.clear()
-            self._tokens, self._places = (
-                torch.zeros(batch, dtype=torch.int64, device=backend.device) for _ in range(2)
-            )
-        self._generator.manual_seed(seed) if seed is not None else self._generator.seed()
-        self.stats = GenerationStats(backend.name, batch, sum(lengths))
-        counts = torch.tensor(lengths, device=backend.device)
-        self._places.copy_(counts - 1)
-        self._last.fill_(places - 1)
-        self._tokens.copy_(input_ids[:, -1])
-        width = max(lengths) - 1
-        # From the left to the right: a row begins behind its padding. Behind its end stands anything.
-        starts = input_ids.shape[1] - counts[:, None]
-        columns = (starts + torch.arange(width, device=backend.device)).clamp(max=input_ids.shape[1] - 1)
-        rows = input_ids.to(backend.device).gather(1, columns)
-        for start in range(0, width, backend.chunk):
-            backend.fill(rows[:, start : start + backend.chunk], start)
+        needed = max(length + count for length, count in zip(lengths, most, strict=True)) - 1
+        places = min(needed, backend.longest)
+        with self._on_device():
+            if backend.begin(batch, places) or len(self._tokens) != batch:
+                self._graphs.clear()
+                self._tokens, self._places = (
+                    torch.zeros(batch, dtype=torch.int64, device=backend.device) for _ in range(2)
+                )
+            self._generator.manual_seed(seed) if seed is not None else self._generator.seed()
+            self.stats = GenerationStats(backend.name, batch, sum(lengths))
+            self._places.copy_(torch.tensor(lengths) - 1)
+            self._last.fill_(places - 1)
+            self._tokens.copy_(torch.stack([row[-1] for row in rows]))
+            self._values[: len(values)] = torch.tensor(values, dtype=torch.float64)
+            # Behind the end of a row stands anything.
+            padded = pad_sequence([row[:-1] for row in rows], batch_first=True).to(backend.device)
+            for start in range(0, max(lengths) - 1, backend.chunk):
+                backend.fill(padded[:, start : start + backend.chunk], start)
 
-    def _run(self, call: int, count: int, choice: Choice, input_ids: Tensor, watch: Stopwatch) -> Iterator[list[int]]:
+    def _run(self, call: int, count: int, choice: Choice, watch: Stopwatch) -> Iterator[list[int]]:
         """Compute the steps of a call and yield their tokens; on a GPU, while the next step runs."""
         on_gpu = self.backend.device.type == "cuda"
-        slots = [torch.zeros(len(input_ids), dtype=torch.int64, pin_memory=on_gpu) for _ in range(2)]
         running: deque[Callable[[], list[int]]] = deque()
-        known = input_ids.to(self.backend.device)
+        slots: list[Tensor] = []
         for number in range(count):
-            with self.lock:
+            with self.lock, self._on_device():
                 if call != self._call:
                     raise UserError(
                         "the stream", "was given up by a later call, which took its cache",
                         fix="Read a stream to its end first, or make an LLM for each.",
                     )  # fmt: skip
-                self._step(choice, known, watch)
-                if choice.key is None:
-                    known = torch.cat([known, self._tokens[:, None]], dim=-1)
+                if len(slots) < 2:
+                    slots.append(torch.zeros(len(self._tokens), dtype=torch.int64, pin_memory=on_gpu))
+                if number:
+                    choice.see(self._tokens)
+                self._step(choice, watch)
                 running.append(_start_reading(self._tokens, slots[number % 2]))
-            if len(running) > on_gpu:
+            if len(running) > (on_gpu and choice.may_run_ahead):
                 yield running.popleft()()
         while running:
             yield running.popleft()()
 
-    def _step(self, choice: Choice, known: Tensor, watch: Stopwatch) -> None:
+    def _step(self, choice: Choice, watch: Stopwatch) -> None:
         """Compute the next tokens in place of those that were."""
-        key = choice.key
 
-        def model() -> None:
-            self._logits = self.backend.decode(self._tokens, self._places).float()
+        def model() -> Tensor:
+            return self.backend.decode(self._tokens, self._places).float()
 
-        def whole() -> None:
-            model()
-            self._choose(choice, known)
+        def whole() -> Tensor:
+            logits = model()
+            self._choose(choice, logits)
+            return logits
 
-        body = model if key is None else whole
-        graph = self._graph(key, body, watch) if self.backend.device.type == "cuda" else None
+        body = model if choice.key is None else whole
+        recorded = self._graph(choice.key, body, watch) if self.backend.device.type == "cuda" else None
         with watch:
-            if graph is None:
-                body()
+            if recorded is None:
+                logits = body()
             else:
+                graph, logits = recorded
                 graph.replay()
-            if key is None:
-                self._choose(choice, known)
-        self.stats.graph = graph is not None and key is not None
+            if choice.key is None:
+                self._choose(choice, logits)
+        self.stats.graph = recorded is not None and choice.key is not None
 
-    def _graph(self, key: Any, body: Callable[[], None], watch: Stopwatch) -> torch.cuda.CUDAGraph | None:
-        """Return a graph of what a step does; None in the first such step, which warms up, and where none can be."""
+    def _graph(
+        self, key: Any, body: Callable[[], Tensor], watch: Stopwatch
+    ) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
+        """Return a graph of what a step does, and the logits that it writes.
+
+        None in the first such step, which warms up, and where no graph can be.
+        """
         if key not in self._graphs:
             self._graphs[key] = None
             watch.pause()
             return None
         if self._graphs[key] is None:
             watch.pause()
-            graph = torch.cuda.CUDAGraph()
+            graph, state = torch.cuda.CUDAGraph(), self._generator.get_state()
             graph.register_generator_state(self._generator)
             try:
                 # Other threads may allocate and wait meanwhile, as those do that read the tokens of a step.
-                with _RECORDING, torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    body()
-                self._graphs[key] = graph
+                with _RECORDING, torch.cuda.graph(graph, stream=self._recording, capture_error_mode="thread_local"):
+                    logits = body()
+                self._graphs[key] = graph, logits
             except RuntimeError as error:  # such as of a model that asks for a value
                 _LOG.warning("no CUDA graph can hold a step: %s", error)
-                self._graphs[key] = False
+                # What draws is held by a recording that failed; graphs before draw by it, too.
+                self._graphs = {key: False}
+                self._generator = torch.Generator(self.backend.device)
+                self._generator.set_state(state)
         found = self._graphs[key]
-        return found if isinstance(found, torch.cuda.CUDAGraph) else None
+        return found if isinstance(found, tuple) else None
 
-    def _choose(self, choice: Choice, known: Tensor) -> None:
-        processors: Any = choice.processors
-        scores = processors(known, self._logits)
-        if choice.draws:
-            tokens = torch.multinomial(scores.softmax(-1), 1, generator=self._generator).squeeze(1)
-        else:
-            tokens = scores.argmax(-1)
-        self._tokens.copy_(tokens)
+    def _choose(self, choice: Choice, logits: Tensor) -> None:
+        self._tokens.copy_(choice.tokens(logits, self._values, self._generator))
         # A row that has ended goes on; in the last place of its own cache it harms nobody.
         self._places.copy_(torch.minimum(self._places + 1, self._last))
 

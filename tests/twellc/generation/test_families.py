@@ -13,6 +13,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig
 
 from tests import models
+from tests.twellc.generation.alone import generate_alone
 from twellc.base.errors import UserError
 from twellc.generation.directory import load_directory
 from twellc.generation.model import CausalModel
@@ -87,8 +88,7 @@ def compare(ours: CausalModel, model: Any) -> None:
         {"temperature": 1.3, "top_k": 20, "top_p": 0.9},
         {"temperature": 0.7, "top_k": 0, "min_p": 0.1, "repetition_penalty": 1.3},
     ):
-        torch.manual_seed(5)
-        expected = model.generate(input_ids, **given, do_sample=True, **drawn)
+        expected = generate_alone(model, input_ids, seen, 5, max_new_tokens=20, do_sample=True, **drawn)
         assert torch.equal(ours.generate(input_ids, **given, do_sample=True, seed=5, **drawn), expected)
 
 
@@ -195,11 +195,11 @@ def test_criteria_and_streamers_of_transformers(family: Callable[..., tuple[Path
     from transformers import StoppingCriteria, StoppingCriteriaList
     from transformers.generation.streamers import BaseStreamer
 
-    class Fourth(StoppingCriteria):  # type: ignore[misc]
-        """Ends the first row at its fourth token."""
+    class Eleventh(StoppingCriteria):  # type: ignore[misc]
+        """Ends a text of seven tokens at its eleventh; sees each without padding."""
 
         def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-            return torch.tensor([input_ids.shape[1] >= 12 + 4, *[False] * (len(input_ids) - 1)])
+            return torch.full((len(input_ids),), input_ids.shape[1] == 11 and bool((input_ids > 2).all()))
 
     class Kept(BaseStreamer):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -213,10 +213,10 @@ def test_criteria_and_streamers_of_transformers(family: Callable[..., tuple[Path
 
     folder, model = family("Llama", hidden_act="relu")
     ours, (input_ids, seen) = made(folder, model, 1 << 20), prompts()
-    given = {"attention_mask": seen, "max_new_tokens": 9, "stopping_criteria": StoppingCriteriaList([Fourth()])}
+    given: dict[str, Any] = {"max_new_tokens": 9, "stopping_criteria": StoppingCriteriaList([Eleventh()])}
     kept = Kept()
-    tokens = ours.generate(input_ids, streamer=kept, **given)
-    assert torch.equal(tokens, model.generate(input_ids, **given))
+    tokens = ours.generate(input_ids, attention_mask=seen, streamer=kept, **given)
+    assert torch.equal(tokens, generate_alone(model, input_ids, seen, **given))
     assert (tokens[0, 16:] == 0).all() and (tokens[1, 16:] != 0).any()
     assert kept.seen[-1] == "end" and torch.equal(kept.seen[0], input_ids)
     assert torch.equal(torch.stack(kept.seen[1:-1], dim=1), tokens[:, 12:])
@@ -230,8 +230,7 @@ def test_arguments_of_transformers(family: Callable[..., tuple[Path, Any]]) -> N
     expected = model.generate(**given, max_new_tokens=7)
     assert torch.equal(ours.generate(**given, max_new_tokens=7, use_cache=True), expected)
     config = GenerationConfig(max_new_tokens=7, do_sample=True, num_return_sequences=2)
-    torch.manual_seed(5)
-    expected = model.generate(input_ids, config, attention_mask=seen)
+    expected = generate_alone(model, input_ids, seen, 5, generation_config=config)
     assert expected.shape == (6, 19)
     assert torch.equal(ours.generate(input_ids, config, attention_mask=seen, seed=5), expected)
     for arguments in ((), (input_ids,)):

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
 from tests import models
+from tests.twellc.generation.alone import generate_alone
 from twellc import LLM, SamplingParams, UserError
 from twellc.base.caches import KeyValueCache
 from twellc.generation import llm as llm_module
@@ -77,8 +78,7 @@ def test_tokens_are_those_of_transformers(backend: PlanBackend, talker: Path) ->
         input_ids = torch.randint(3, models.VOCABULARY, seen.shape) * seen
         assert torch.equal(ours.generate(input_ids, **given), model.generate(input_ids, **given, do_sample=False))
         drawn: dict[str, Any] = {"do_sample": True, "temperature": 1.2, "top_k": 30}
-        torch.manual_seed(2)
-        expected = model.generate(input_ids, **given, **drawn)
+        expected = generate_alone(model, input_ids, seen, 2, max_new_tokens=20, **drawn)
         assert torch.equal(ours.generate(input_ids, **given, **drawn, seed=2), expected)
 
 
@@ -116,8 +116,8 @@ def test_llm(loaded: Any, talker: Path, tmp_path: Path, monkeypatch: pytest.Monk
     text.symlink_to(talker)
     cache = dataclasses.replace(loaded.cache, text=text.name)
 
-    def load_plan(path: Path) -> tuple[PlanBackend, KeyValueCache]:
-        assert path == plan
+    def load_plan(path: Path, device: torch.device) -> tuple[PlanBackend, KeyValueCache]:
+        assert path == plan and device == torch.device("cuda")
         return PlanBackend("a stand-in", cache, StandIn(loaded)), cache
 
     monkeypatch.setattr(llm_module, "load_plan", load_plan)
@@ -128,7 +128,7 @@ def test_llm(loaded: Any, talker: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert ours.chat(messages, params)[0].outputs == theirs.chat(messages, params)[0].outputs
     assert ours.stats.backend == "a stand-in"
     for given, message in (
-        ({"device": "cpu"}, "device: is of directories alone"),
+        ({"device": "cpu"}, "--device cpu: a plan runs on a GPU; expected auto, cuda or cuda:N"),
         ({"compiled": True}, "compiled: is of directories alone"),
         ({"max_model_len": 7}, f"max_model_len: is not that of the plan; got 7; expected {LENGTH}"),
     ):
