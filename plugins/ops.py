@@ -66,12 +66,12 @@ def _launch(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
     x, widths = operands.x, widths_of(operands)
     tokens = x.numel() // widths["d_model"]
     problem = problem_of(operands.variant, options, dtype_name(x.dtype), tokens=tokens, **widths)
-    check_problem(problem)
     lib = library.load()
     read = operands.map(as_read)  # kept until the kernels are launched
     y = x.new_empty((*x.shape[:-1], widths["d_out"]))
     tensors = tensors_of(read.map(Tensor.data_ptr), y.data_ptr())
     with torch.cuda.device(x.device):
+        check_problem(problem)
         workspace = torch.empty(lib.twell_workspace_bytes(ctypes.byref(problem)), dtype=torch.uint8, device=x.device)
         stream = torch.cuda.current_stream().cuda_stream
         status = lib.twell_mlp(

@@ -92,3 +92,13 @@ def test_the_command(answering: Path, llm: LLM) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout == llm.generate(TEXTS[0], SamplingParams(max_tokens=40))[0].outputs[0].text + "\n"
     assert "each one CUDA graph" in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are fewer than two GPUs")
+def test_on_the_second_gpu(llm: LLM, answering: Path) -> None:
+    params = SamplingParams(max_tokens=64)
+    expected = llm.generate(TEXTS, params)
+    second = LLM(answering, device="cuda:1")
+    assert [second.generate(TEXTS, params) for _ in range(2)] == [expected] * 2
+    assert second.stats.graph and second.model.device == torch.device("cuda:1")
+    assert llm.generate(TEXTS, params) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from tests import models
 from tests.twellc.generation.alone import generate_alone
@@ -70,6 +71,75 @@ def test_graphs_decode_as_transformers_does(pair: tuple[CausalModel, Any], batch
         assert ours.decoder.stats.graph
 
 
+class Without(LogitsProcessor):  # type: ignore[misc]
+    """Somebody's own, which looks at the tokens so far."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.scatter(1, input_ids[:, -3:], -torch.inf)
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "penalty": {"repetition_penalty": 1.5},
+    "n-grams": {"no_repeat_ngram_size": 2},
+    "processor": {"logits_processor": LogitsProcessorList([Without()])},
+    "warm": {"do_sample": True, "temperature": 1.5, "top_k": 0, "seed": 1},
+    "cold": {"do_sample": True, "temperature": 0.5, "top_k": 0, "seed": 1},
+    "of 5": {"do_sample": True, "top_k": 5, "seed": 2},
+    "of 90": {"do_sample": True, "top_k": 90, "seed": 2},
+    "likely": {**DRAWN, "seed": 3},
+    "penalty and drawn": {**DRAWN, "repetition_penalty": 1.3, "seed": 3},
+}
+
+
+@pytest.mark.parametrize("order", range(4))
+def test_any_order_of_calls(family: Callable[..., tuple[Path, Any]], order: int) -> None:
+    """Each call answers as in a model that has answered nothing before, also where the number of rows changes."""
+    folder, _ = family("Llama", hidden_act="relu")
+    settings = GenerationConfig(pad_token_id=0, eos_token_id=2)
+    backend, other = (load_directory(folder, "cuda", "fp32", layers="none") for _ in range(2))
+    ours = CausalModel(backend, backend.model.config, settings)
+    batches = [prompts(7, 12), prompts(9), prompts(3, 8)]
+    expected: dict[tuple[str, int], torch.Tensor] = {}
+    chosen = random.Random(order)
+    for _ in range(60):
+        name, number = chosen.choice([*CALLS]), chosen.randrange(len(batches))
+        given: dict[str, Any] = {**batches[number], **CALLS[name], "max_new_tokens": 12}
+        if (name, number) not in expected:
+            expected[name, number] = CausalModel(other, other.model.config, settings).generate(**given)
+        assert torch.equal(ours.generate(**given), expected[name, number]), name
+
+
+def test_values_of_sampling_take_no_memory(pair: tuple[CausalModel, Any]) -> None:
+    ours, _ = pair
+    given: dict[str, Any] = {**prompts(7, 12), "max_new_tokens": 4, "do_sample": True}
+
+    def answer(number: int) -> None:
+        share = number / 1000
+        ours.generate(**given, temperature=0.5 + share, top_k=1 + number % 60, top_p=0.99 - share, min_p=share / 10)
+        assert ours.decoder.stats.graph
+
+    for number in range(5):
+        answer(number)
+    reserved = torch.cuda.memory_reserved()
+    for number in range(5, 500):
+        answer(number)
+    assert torch.cuda.memory_reserved() <= reserved + (2 << 20)  # the smallest piece that torch asks for
+
+
+def test_rows_draw_as_alone(pair: tuple[CausalModel, Any]) -> None:
+    """What stands beside a row changes rounding at most: here the rows are all alike, and in graphs."""
+    ours, _ = pair
+    given: dict[str, Any] = {"max_new_tokens": 16, **DRAWN}
+    row = torch.randint(3, 96, (1, 9)).cuda()
+    several = ours.generate(row.expand(3, -1), attention_mask=torch.ones(3, 9), seed=5, **given)
+    assert ours.decoder.stats.graph and torch.equal(several, several[:1].expand(3, -1))
+    without_seed = ours.generate(row.expand(3, -1), attention_mask=torch.ones(3, 9), **given)
+    assert not torch.equal(without_seed[0], without_seed[1])
+    answers = ours.generate(row, seed=5, num_return_sequences=3, **given)
+    assert not torch.equal(answers[0], answers[1])
+
+
 def test_seeds(pair: tuple[CausalModel, Any]) -> None:
     ours, _ = pair
     given: dict[str, Any] = {**prompts(5, 5), "max_new_tokens": 24, **DRAWN}
@@ -94,11 +164,12 @@ def test_a_row_that_ended_harms_nobody(pair: tuple[CausalModel, Any]) -> None:
     assert len(alone) == 63
 
 
-def test_models_in_threads(family: Callable[..., tuple[Path, Any]]) -> None:
-    """Each records graphs while the other one computes, and records."""
-    folder, _ = family("Llama", hidden_act="relu")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_models_in_threads(family: Callable[..., tuple[Path, Any]], dtype: str) -> None:
+    """Each records graphs while the other one computes, and records; in bfloat16 they share plans of cuDNN."""
+    folder, _ = family("Llama", hidden_act="relu", hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
     settings = GenerationConfig(pad_token_id=0, eos_token_id=2)
-    backends = [load_directory(folder, "cuda", "fp32", layers="none") for _ in range(2)]
+    backends = [load_directory(folder, "cuda", dtype, layers="none") for _ in range(2)]
     several = [CausalModel(backend, backend.model.config, settings) for backend in backends]
     batches = [{**prompts(*[7] * rows), "max_new_tokens": 24} for rows in (1, 2, 3, 4)]
     expected = [several[0].generate(**given) for given in batches]
