@@ -28,7 +28,8 @@ from twellc.plugins.cache_op import attends_by_cudnn
 
 # A cache grows by so many places, so that calls of about one size share it.
 _STEP = 256
-# Numbers of rows that a step is compiled for; torch would go on without compiling after the eighth, and say little.
+# Numbers of rows, and sizes of prompts and caches, that a model is compiled for; torch would go on without compiling
+# after the eighth, and say little.
 _MOST_SIZES = 256
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -75,10 +76,8 @@ class TorchBackend:
         self.chunk = 1 << 20
         self._fixed = length is not None
         self._taken = inspect.signature(model.forward).parameters
-        decode = torch.compile(self._logits, dynamic=False) if compiled else self._logits
-        self._decode: Callable[[Tensor, Tensor], Tensor] = decode
-        fill = torch.compile(self._logits, dynamic=compiled_fill == "dynamic") if compiled_fill else self._logits
-        self._fill: Callable[[Tensor, Tensor], Tensor] = fill
+        self._decode = _compiled(self._logits, dynamic=False) if compiled else self._logits
+        self._fill = _compiled(self._logits, dynamic=compiled_fill == "dynamic") if compiled_fill else self._logits
         # transformers' own word for models whose attention can be another function; those of others get masks.
         dispatches = (
             getattr(model, "_supports_attention_backend", False) and model.config._attn_implementation == "sdpa"
@@ -119,7 +118,7 @@ class TorchBackend:
         cache = self._cache
         assert cache is not None
         cache.call.fresh, cache.call.index = False, places
-        with row_attention(cache), torch._dynamo.config.patch(recompile_limit=_MOST_SIZES):
+        with row_attention(cache):
             return self._decode(tokens[:, None], places[:, None])
 
     @torch.no_grad()
@@ -152,6 +151,16 @@ class TorchBackend:
             given["attention_mask"] = self._ones[:, :keys]
         logits: Tensor = self.model(input_ids=input_ids, position_ids=places, **given).logits
         return logits[:, -1]
+
+
+def _compiled(function: Callable[[Tensor, Tensor], Tensor], dynamic: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    compiled = torch.compile(function, dynamic=dynamic)
+
+    def call(input_ids: Tensor, places: Tensor) -> Tensor:
+        with torch._dynamo.config.patch(recompile_limit=_MOST_SIZES):  # of this thread
+            return compiled(input_ids, places)
+
+    return call
 
 
 def load_directory(

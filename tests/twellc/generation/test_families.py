@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -10,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, GenerationConfig
 
 from tests import models
 from tests.twellc.generation.alone import generate_alone
 from twellc.base.errors import UserError
-from twellc.generation.directory import load_directory
+from twellc.generation.directory import TorchBackend, load_directory
 from twellc.generation.model import CausalModel
 from twellc.loaders.cached import load_with_cache
 from twellc.options.source import CacheOptions
@@ -109,6 +111,59 @@ def test_a_cache_is_gone_when_there_is_a_larger_one(family: Callable[..., tuple[
         assert keys() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("compiled_fill", ["dynamic", "static"])
+def test_every_size_is_compiled(
+    family: Callable[..., tuple[Path, Any]], compiled_fill: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch stops after eight sizes of one function, here after two; prompts and steps go on."""
+    _, model = family("Llama", hidden_act="relu")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    backend = TorchBackend(model, "compiled", None, True, compiled_fill)
+    ours = CausalModel(backend, model.config, GenerationConfig(pad_token_id=0, eos_token_id=2))
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        for batch, width in ((1, 3), (2, 5), (3, 9), (4, 4)):
+            input_ids = torch.randint(3, 96, (batch, width))
+            expected = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=3)
+            assert torch.equal(ours.generate(input_ids, max_new_tokens=3), expected[:, : width + 3])
+
+
+class OutOfMemory(TorchDispatchMode):  # type: ignore[misc]
+    """Lets one operation fail."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.count, self._last = 0, last
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        self.count += 1
+        if self.count == self._last:
+            raise torch.OutOfMemoryError("no memory is left")
+        return function(*arguments, **(named or {}))
+
+
+def test_memory_that_ends(family: Callable[..., tuple[Path, Any]]) -> None:
+    """Wherever a call fails, the next one is right, with as many rows as the failed one or as one before."""
+    folder, model = family("Llama", hidden_act="relu")
+    fails_anywhere(made(folder, model, 4))
+
+
+def fails_anywhere(ours: CausalModel) -> None:
+    """Check that it answers as before after calls that end at one operation or another."""
+    batches = [torch.randint(3, 96, (batch, 6)) for batch in (2, 3)]
+    two, three = ({"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 3} for ids in batches)
+    expected = [ours.generate(**given) for given in (two, three)]
+    ours.generate(**two)
+    with OutOfMemory(0) as counted:
+        ours.generate(**three)
+    assert counted.count > 200
+    for last in [*range(1, 60), *range(60, counted.count, counted.count // 10)]:
+        ours.generate(**two)
+        with OutOfMemory(last), pytest.raises(torch.OutOfMemoryError):
+            ours.generate(**three)
+        found = [ours.generate(**given) for given in ((two, three), (three, two))[last % 2]]
+        assert all(map(torch.equal, found, expected[:: (1, -1)[last % 2]]))
 
 
 def test_logits(family: Callable[..., tuple[Path, Any]]) -> None:

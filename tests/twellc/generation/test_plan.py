@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from tests import models
 from tests.twellc.generation.alone import generate_alone
+from tests.twellc.generation.test_families import fails_anywhere
 from twellc import LLM, SamplingParams, UserError
 from twellc.base.caches import KeyValueCache
 from twellc.generation import llm as llm_module
@@ -106,6 +107,10 @@ def test_limits(backend: PlanBackend) -> None:
         ours.generate(torch.ones(1, LENGTH + 1, dtype=torch.int64), max_new_tokens=1)
     with pytest.raises(UserError, match=r"does not take so many prompts at once; got 4; expected 3 at most\..*--batch"):
         ours.generate(torch.ones(4, 2, dtype=torch.int64), max_new_tokens=1)
+
+
+def test_memory_that_ends(backend: PlanBackend) -> None:
+    fails_anywhere(CausalModel(backend, PreTrainedConfig(), GenerationConfig(pad_token_id=0)))
 
 
 def test_llm(loaded: Any, talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
