@@ -522,7 +522,10 @@ def optimize(
     if compression is not None and (type(compression) is not int or compression not in COMPRESSIONS):
         expected = ", ".join(map(str, COMPRESSIONS))
         raise UserError("twellc.optimize", "no such compression", got=repr(compression), expected=expected)
-    if any((block.training is not None) != training for _, _, block in _optimized_modules(module)):
+    held = _optimized_modules(module)
+    if any((block.training is not None) != training for _, _, block in held):
+        # A mistake in `layers` is found before anything is changed.
+        _decide(list(_find(module, training)), layers, [block.path(path) for path, _, block in held])
         restore(module)
     parametrized = [path for path, submodule in module.named_modules() if _computes_weights(submodule)]
     for path in parametrized:

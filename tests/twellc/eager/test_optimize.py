@@ -464,6 +464,15 @@ def test_tied_weights_stay_tied() -> None:
     assert pair[0].down.weight is pair[1].down.weight
 
 
+@pytest.mark.parametrize("layers", ["zzz", "("])
+def test_a_mistake_in_layers_changes_nothing(layers: str) -> None:
+    model = twellc.optimize(models.llama())
+    blocks, kinds = twellc.optimized_blocks(model), [type(each) for each in model.modules()]
+    with pytest.raises(twellc.UserError, match="--layers"):
+        twellc.optimize(model, layers=layers, training=True)
+    assert twellc.optimized_blocks(model) == blocks and [type(each) for each in model.modules()] == kinds
+
+
 def test_layers_choose() -> None:
     model = twellc.optimize(models.llama(), layers=r"\.1\.")
     assert [layer.module for layer in twellc.optimized_blocks(model)] == ["model.layers.1.mlp"]
