@@ -133,7 +133,7 @@ def checkpoint_to_resume(output: Path, model: Path) -> str | None:
     """Return the last checkpoint in a folder; None where there is none yet.
 
     Raises:
-        UserError: The run in the folder began with another model.
+        UserError: The run in the folder began with another model, or what is there is not of a run.
     """
     log = output / LOG
     if log.is_file():
@@ -143,6 +143,11 @@ def checkpoint_to_resume(output: Path, model: Path) -> str | None:
                 f"--resume in {output}", "the run there began with another model", got=str(model),
                 expected=f"{run.model}, SHA-256 {run.sha256[:12]}…", fix="Give that model, or another --output.",
             )  # fmt: skip
+    elif output.is_dir() and any(output.iterdir()):
+        raise UserError(
+            f"--resume in {output}", f"the folder is not empty, and there is no {LOG} in it",
+            expected="the --output of an earlier run", fix="Give that, or add --overwrite in the place of --resume.",
+        )  # fmt: skip
     folder = output / CHECKPOINTS
     last: str | None = get_last_checkpoint(str(folder)) if folder.is_dir() else None
     return last
@@ -223,6 +228,7 @@ def run(
     sparsity = SparsityCallback(
         network, l1=options["l1"], l1_warm_up=options["l1_warm_up"], blend=moving, log=output / LOG, began_with=model,
         reinitialise=options["reinitialise"], profile_steps=options["profile_steps"], seed=options["seed"],
+        overwrite=resume or overwrite,
     )  # fmt: skip
     on_gpu = torch.cuda.is_available() and options["device"] != "cpu"
     uses_cache = getattr(network.config, "use_cache", True)  # which the Trainer switches off

@@ -264,7 +264,9 @@ def why_no_file(path: Path) -> str:
     """Say why there is no plain file at a path."""
     if path.is_dir():
         return "is a folder"
-    return "is a device or a pipe" if path.exists() else "there is no such file"
+    if path.exists():
+        return "is a device or a pipe"
+    return "is a link to a file that is not there" if path.is_symlink() else "there is no such file"
 
 
 def open_file(path: Path) -> BufferedReader:

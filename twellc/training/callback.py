@@ -18,7 +18,7 @@ from twellc.training.counts import Fired, FiringWindow, take_counts
 from twellc.training.dead import reinitialise_dead
 from twellc.training.log import LoggedBlock, LoggedStep, LogWriter
 from twellc.training.penalty import L1Penalty, blocks_of, refuse_other_counts
-from twellc.training.ranks import is_first, number_of_ranks, summed
+from twellc.training.ranks import in_first, number_of_ranks, summed
 from twellc.training.relu import Blend
 
 
@@ -48,6 +48,7 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         log: str | os.PathLike[str] | None = None,
         began_with: str | os.PathLike[str] | None = None,
         seed: int = 0,
+        overwrite: bool = False,
     ) -> None:
         """Prepare a model that `twellc.optimize(model, training=True)` has returned.
 
@@ -61,6 +62,8 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             log: The file to log to.
             began_with: The folder of the model that training began with: a run that goes on has to be of the same.
             seed: Of what dead neurons are moved towards.
+            overwrite: Whether a run from the beginning replaces the log of another one. Else it is refused as the run
+                begins, as any other file always is; a run that goes on from a checkpoint goes on with its log.
 
         Raises:
             UserError: The model has no block in training, or a number is out of range.
@@ -72,7 +75,7 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._blocks = blocks_of(model)
         self._blend, self._reinitialise, self._seed = blend, reinitialise, seed
         self._profile_steps = profile_steps
-        self._log = None if log is None else Path(log)
+        self._log, self._overwrite = None if log is None else Path(log), overwrite
         self._began_with = None if began_with is None else Path(began_with)
         self._writer: LogWriter | None = None
         self._fired: dict[str, Fired] | None = None
@@ -91,22 +94,19 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     # ---- what the Trainer calls ----
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Begin the log, or go on with it."""
+        """Begin the log, or go on with it, and so with the activations."""
         take_counts(self._model)  # what was counted before belongs to no step
         self.window = None
         self._fired, self._moved, self._losses, self._l1 = None, None, [], []
         self._last = state.global_step
-        if self._log is not None and is_first():
-            sha256 = fingerprint(self._began_with) if self._began_with is not None else ""
-            name = self._began_with.name if self._began_with is not None else type(self._model).__name__
-            blocks = [LoggedBlock(path, block.layer.d_ff) for path, block in self._blocks.items()]
-            self._writer = LogWriter(self._log, name, sha256, blocks, state.global_step)
+        self._writer = self._pending = None
+        if self._log is not None:
+            self._writer = in_first(lambda: self._begin_log(state.global_step))
+        self._move(state.global_step)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Move the activations on, and begin to count for a profile where the last steps begin."""
+        """Begin to count for a profile where the last steps begin."""
         self._write()
-        if self._blend is not None:
-            self._blend.set_step(state.global_step)
         if self.window is None and state.global_step >= state.max_steps - self._profile_steps:
             self.window = FiringWindow(self._model)
 
@@ -122,11 +122,12 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self.penalty.close()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Bring dead neurons back, and see to it that nothing that is saved is NaN."""
+        """Bring dead neurons back, move the activations on, and see to it that nothing that is saved is NaN."""
         self.on_substep_end(args, state, control)
         if self._reinitialise:
             moved = reinitialise_dead(self._model, self._take(), step=state.global_step, seed=self._seed)
             self._moved = moved if self._moved is None else self._moved + moved
+        self._move(state.global_step)  # what is measured or saved now is what training goes on with
         self._look(state, control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -161,10 +162,23 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Finish the log, and count no more for a profile."""
         self._write()
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self._move(state.best_global_step)  # of which the weights are now
         if self.window is not None:
             self.window.close()
 
     # ----
+
+    def _begin_log(self, step: int) -> LogWriter:
+        assert self._log is not None
+        sha256 = fingerprint(self._began_with) if self._began_with is not None else ""
+        name = self._began_with.name if self._began_with is not None else type(self._model).__name__
+        blocks = [LoggedBlock(path, block.layer.d_ff) for path, block in self._blocks.items()]
+        return LogWriter(self._log, name, sha256, blocks, step, self._overwrite)
+
+    def _move(self, step: int) -> None:
+        if self._blend is not None:
+            self._blend.set_step(step)
 
     def _take(self) -> dict[str, Fired]:
         """Return how often neurons fired since the last call, and add it to what the next record is of."""

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from twellc.base.errors import UserError
-from twellc.base.files import OutputFiles, why_no_file
+from twellc.base.files import OutputFiles, why_no_file, writing
 from twellc.base.records import OPTIONAL, Amount, Count, Range, Record, Share, of_json, parse_json
 from twellc.base.version import __version__
 from twellc.export.shapes import LARGEST_SIZE
 
 FORMAT, VERSION = "twellc training log", 1
-_EXPECTED = "a log that twellc.training.SparsityCallback wrote"
+_EXPECTED, _FIX = "a log that twellc.training.SparsityCallback wrote", "Name another file."
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class TrainingLog:
         """
         where, path = where or str(path), Path(path)
         if not path.is_file():
-            raise UserError(where, why_no_file(path), expected=_EXPECTED)
+            raise UserError(where, why_no_file(path), expected=_EXPECTED, fix=_FIX)
         try:
             text = path.read_text(encoding="utf-8")
             whole, _, last = text.rpartition("\n")
@@ -117,9 +117,11 @@ class TrainingLog:
                 if not lines:
                     raise
         except ValueError as error:
-            raise UserError(where, f"cannot be read as lines of JSON ({error})", expected=_EXPECTED) from error
+            raise UserError(
+                where, f"cannot be read as lines of JSON ({error})", expected=_EXPECTED, fix=_FIX
+            ) from error
         if not lines or not isinstance(lines[0], dict) or lines[0].get("format") != FORMAT:
-            raise UserError(where, "is not a log of training", expected=_EXPECTED)
+            raise UserError(where, "is not a log of training", expected=_EXPECTED, fix=_FIX)
         if lines[0].get("version") != VERSION:
             raise UserError(
                 where, "is of another version", got=repr(lines[0].get("version")), expected=str(VERSION),
@@ -141,7 +143,9 @@ class TrainingLog:
 class LogWriter:
     """Writes a log, line by line: a run may be cut short."""
 
-    def __init__(self, path: Path, model: str, sha256: str, blocks: Sequence[LoggedBlock], step: int) -> None:
+    def __init__(
+        self, path: Path, model: str, sha256: str, blocks: Sequence[LoggedBlock], step: int, overwrite: bool = False
+    ) -> None:
         """Begin a log, or go on with one at a step.
 
         Args:
@@ -150,24 +154,39 @@ class LogWriter:
             sha256: That of its files.
             blocks: Its blocks.
             step: The step that the run begins with. What is in the file from later steps is forgotten.
+            overwrite: Whether a run from step 0 on replaces the log of another one.
 
         Raises:
-            UserError: The file is not a log, or is one of another model.
+            UserError: The file cannot be written, is not a log, or is one of another model or, from step 0 on, of
+                another run.
         """
         self._path = path
         run = LoggedRun(FORMAT, VERSION, __version__, model, sha256, list(blocks))
         kept: list[LoggedStep] = []
-        if step > 0 and path.exists():
+        found = os.path.lexists(path)
+        if found:
             log = TrainingLog.read(path)
-            refuse_other_run(log.run, run, str(path))
-            kept = [each for each in log.steps if each.step <= step]
-        with OutputFiles(overwrite=True) as outputs:
+            if step > 0:
+                refuse_other_run(log.run, run, str(path))
+                kept = [each for each in log.steps if each.step <= step]
+            elif not overwrite:
+                raise UserError(
+                    str(path), "is the log of an earlier run", got=f"{len(log.steps)} records of {log.model}",
+                    fix="Name another file, go on from a checkpoint of that run, or replace it by "
+                    "SparsityCallback(overwrite=True).",
+                )  # fmt: skip
+        with OutputFiles(overwrite=found) as outputs:
+            outputs.check("log", path)
             outputs.write(path, "".join(f"{json.dumps(each.to_json())}\n" for each in (run, *kept)))
             outputs.commit()
 
     def add(self, record: LoggedStep) -> None:
-        """Append a record."""
-        with self._path.open("a", encoding="utf-8") as file:
+        """Append a record.
+
+        Raises:
+            UserError: The file cannot be written.
+        """
+        with writing(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps(record.to_json())}\n")
 
 

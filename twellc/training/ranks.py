@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, distributed
 
+from twellc.base.errors import UserError
 
-def is_first() -> bool:
-    """Whether this is the process that writes files."""
-    return not _several() or distributed.get_rank() == 0
+_T = TypeVar("_T")
+
+
+def in_first(action: Callable[[], _T]) -> _T | None:
+    """Do what one process does for all of them, such as to begin a file; all of them have to call this.
+
+    Returns:
+        What it gave; None in the other processes.
+
+    Raises:
+        UserError: It has failed, in all processes: none waits for one that has ended.
+    """
+    result: _T | None = None
+    failed: list[UserError | None] = [None]
+    if not _several() or distributed.get_rank() == 0:
+        try:
+            result = action()
+        except UserError as error:
+            if not _several():
+                raise
+            failed = [error]
+    if _several():
+        distributed.broadcast_object_list(failed)
+    if failed[0] is not None:
+        raise failed[0]
+    return result
 
 
 def number_of_ranks() -> int:

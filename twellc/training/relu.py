@@ -30,9 +30,24 @@ class Blend:
         steps: Over how many steps their activations become it; 0 where they are it at once.
     """
 
-    def __init__(self, modules: Sequence[str], activations: Sequence[BlendedActivation], steps: int) -> None:
+    def __init__(
+        self,
+        modules: Sequence[str],
+        activations: Sequence[BlendedActivation],
+        steps: int,
+        named: Sequence[tuple[Any, str, str]] = (),
+    ) -> None:
+        """Take what moves.
+
+        Args:
+            modules: Paths of the blocks.
+            activations: Their activations.
+            steps: See `steps`.
+            named: Configurations that name the activation, the name of the field, and what it says of ReLU.
+        """
         self.modules, self.steps = list(modules), steps
         self._activations = list(activations)
+        self._named = [(config, field, getattr(config, field), relu) for config, field, relu in named]
 
     def share(self, step: int) -> float:
         """Return how far they have come at a step, 0 to 1."""
@@ -41,19 +56,28 @@ class Blend:
     def set_step(self, step: int) -> None:
         """Let the activations be what they are at a step, from 0 on; call this before it.
 
+        The configuration of a Hugging Face model says so: on the way to ReLU it names an activation that transformers
+        does not have, such as "silu, 250/500 of the way to relu", so that what is saved then is not loaded as another
+        model.
+
         Raises:
             UserError: There is no such step.
         """
         refuse_other_counts(step=step)
+        share = self.share(step)
         for each in self._activations:
-            each.share = self.share(step)
+            each.share = share
+        for config, field, original, relu in self._named:
+            on_the_way = f"{original}, {step}/{self.steps} of the way to {_RELU}" if share > 0 else original
+            setattr(config, field, relu if share == 1 else on_the_way)
 
 
 def sparsify(model: nn.Module, *, steps: int = 0) -> Blend:
     """Put a ReLU into the feed-forward blocks of a model in which SiLU or GELU was, in place.
 
-    The model has to be trained on afterwards. A Hugging Face model's configuration says so, too: what is saved
-    loads with ReLU. Call this before `twellc.optimize(model, training=True)`.
+    The model has to be trained on afterwards. A Hugging Face model's configuration says so, too: what is saved loads
+    with ReLU, and cannot be loaded before the activation is one. Call this before
+    `twellc.optimize(model, training=True)`.
 
     Args:
         model: The model. Its blocks are submodules of their own, or written out in a larger module without a gate;
@@ -75,15 +99,18 @@ def sparsify(model: nn.Module, *, steps: int = 0) -> Blend:
             type(model).__name__, "has no feed-forward block with a SiLU or GELU to replace",
             expected="blocks that twellc.optimize would take with a ReLU, with their activation as a submodule",
         )  # fmt: skip
+    named: list[tuple[Any, str, str]] = []
     if hasattr(model, "config"):
         try:
-            _configure(model, replaced)
+            named = _configure(model, replaced)
         except UserError:
             for path, original in replaced:
                 model.set_submodule(path, original)
             raise
     activations = [each for each in model.modules() if isinstance(each, BlendedActivation)]
-    return Blend([path.rpartition(".")[0] for path, _ in replaced], activations, steps)
+    blend = Blend([path.rpartition(".")[0] for path, _ in replaced], activations, steps, named)
+    blend.set_step(0)
+    return blend
 
 
 def _replace(model: nn.Module, blended: bool) -> Iterator[tuple[str, nn.Module]]:
@@ -95,11 +122,14 @@ def _replace(model: nn.Module, blended: bool) -> Iterator[tuple[str, nn.Module]]
             continue
         (name,) = candidates
         original = getattr(module, name)
-        setattr(module, name, (BlendedActivation(original) if blended else nn.ReLU()).train(original.training))
-        found = blocks_at(path, module)
+        replacement = (BlendedActivation(original) if blended else nn.ReLU()).train(original.training)
+        module._modules[name] = replacement
+        try:
+            found = blocks_at(path, module)
+        finally:
+            module._modules[name] = original
         # In training an activation on its way is that of the gate alone, and nothing is squared behind it.
         taken = bool(found) and (not blended or all(block.activation == "relu" for block in found))
-        replacement, module._modules[name] = module._modules[name], original
         if taken and len(blocks_at(path, module)) < len(found):
             module._modules[name] = replacement
             yield f"{path}.{name}".lstrip("."), original
@@ -123,11 +153,14 @@ def _is_silu_or_gelu(module: nn.Module) -> bool:
 # ---- the configuration of a Hugging Face model ----
 
 
-def _configure(model: Any, replaced: Sequence[tuple[str, nn.Module]]) -> None:
-    """Let the configuration name ReLU, and see to it that the model it describes is this one.
+def _configure(model: Any, replaced: Sequence[tuple[str, nn.Module]]) -> list[tuple[Any, str, str]]:
+    """Find out how the configuration names ReLU, and see to it that the model it then describes is this one.
+
+    Returns:
+        What `Blend` takes as `named`. The configuration is as it was.
 
     Raises:
-        UserError: It is not: the configuration was left as it is.
+        UserError: It is not.
     """
     from transformers.activations import ACT2FN
 
@@ -145,6 +178,12 @@ def _configure(model: Any, replaced: Sequence[tuple[str, nn.Module]]) -> None:
             described = dict(type(model)(copy.deepcopy(model.config)).named_modules())
     except Exception:
         described = {}
+    named = []
+    for config, values in before.values():
+        changed = {name: value for name, value in vars(config).items() if value != values.get(name)}
+        vars(config).clear()
+        vars(config).update(values)
+        named += [(config, name, value) for name, value in changed.items()]
     wanted: dict[str, type[nn.Module]] = {
         path: type(module)
         for path, module in model.named_modules()
@@ -155,14 +194,12 @@ def _configure(model: Any, replaced: Sequence[tuple[str, nn.Module]]) -> None:
         wanted[path] = nn.ReLU
     other = [path for path, kind in wanted.items() if type(described.get(path)) is not kind]
     if other:
-        for config, values in before.values():
-            vars(config).clear()
-            vars(config).update(values)
         raise UserError(
             type(model).__name__, "its configuration cannot say that these blocks alone have another activation",
             got=f"another activation at {first_few(sorted(set(other)))}",
             fix="Set the activation in its config.json, load the model, and leave sparsify out.",
         )  # fmt: skip
+    return named
 
 
 def _configurations(model: nn.Module) -> Iterator[tuple[str, Any]]:

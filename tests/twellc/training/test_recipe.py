@@ -210,6 +210,27 @@ def test_forms_that_get_a_relu(activation: nn.Module, form: Any) -> None:
     assert len(blocks_in_training(twellc.optimize(model, training=True))) == 1
 
 
+@pytest.mark.parametrize("name", DENSE)
+def test_a_configuration_says_how_far_the_way_has_come(name: str) -> None:
+    make, field, _ = DENSE[name]
+    model = make()
+    before = getattr(model.config, field)
+    blend = sparsify(model, steps=4)
+    said = []
+    for step in (0, 1, 4):
+        blend.set_step(step)
+        said.append(getattr(model.config, field))
+    assert said == [before, f"{before}, 1/4 of the way to relu", "relu"]
+
+
+def test_an_exception_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Gated(nn.SiLU())
+    monkeypatch.setattr("twellc.training.relu.blocks_at", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        sparsify(model)
+    assert type(model.activation) is nn.SiLU
+
+
 @pytest.mark.parametrize("model", [Gated(nn.Sigmoid()), Gated(nn.ReLU()), models.opt(), nn.Linear(4, 4)], ids=str)
 def test_no_activation_to_replace(model: nn.Module) -> None:
     kinds = [type(each) for each in model.modules()]
@@ -458,7 +479,7 @@ def test_log_round_trip_and_going_on(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="another model"):
         LogWriter(path, "m", "ab", BLOCKS[:1], 20)
     assert [each.step for each in TrainingLog.read(path).steps] == [10, 20, 25]
-    LogWriter(path, "m", "cd", BLOCKS, 0)
+    LogWriter(path, "m", "cd", BLOCKS, 0, overwrite=True)
     assert TrainingLog.read(path).steps == []
 
 

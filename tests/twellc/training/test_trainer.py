@@ -15,7 +15,7 @@ from torch import Tensor
 import twellc
 from tests import models
 from twellc.base.errors import UserError
-from twellc.training import SparseTrainer, SparseTrainerMixin, SparsityCallback, TrainingLog
+from twellc.training import SparseTrainer, SparseTrainerMixin, SparsityCallback, TrainingLog, sparsify
 
 pytest.importorskip("accelerate")
 
@@ -131,8 +131,55 @@ def test_every_step_is_in_the_log_and_every_measured_loss(tmp_path: Path) -> Non
     with torch.no_grad():
         expected = float(model(input_ids=Ids(4).ids, labels=Ids(4).ids).loss)
     assert records[-1].eval_loss == pytest.approx(expected, rel=1e-4)
-    trainer.train()  # again, from the beginning of a log
+    whole = log.read_bytes()
+    with pytest.raises(UserError, match="t.jsonl: is the log of an earlier run; got 5 records of LlamaForCausalLM"):
+        trainer.train()
+    assert log.read_bytes() == whole
+    trainer.remove_callback(trainer._sparsity)
+    trainer.add_callback(SparsityCallback(model, l1=0, log=log, overwrite=True))  # again, from the beginning of a log
+    trainer._sparsity = trainer.callback_handler.callbacks[-1]
+    trainer.train()
     assert [each.tokens for each in TrainingLog.read(log).steps] == [32 * steps for steps in (2, 1, 1, 2, 1)]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_log_replaces_no_other_file(overwrite: bool, tmp_path: Path) -> None:
+    data, link = tmp_path / "train.jsonl", tmp_path / "link.jsonl"
+    data.write_text('{"text": "all that I have"}\n')
+    link.symlink_to(tmp_path / "none")
+    for path, message in (
+        (data, "train.jsonl: is not a log of training; .* Name another file"),
+        (link, "link.jsonl: is a link to a file that is not there"),
+        (tmp_path, "is a folder"),
+        (tmp_path / "none" / "log.jsonl", "the output folder does not exist"),
+    ):
+        with pytest.raises(UserError, match=message):
+            trained(tmp_path / "out", recipe={"log": path, "overwrite": overwrite})
+    assert data.read_text() == '{"text": "all that I have"}\n' and link.is_symlink()
+
+
+def test_what_is_saved_on_the_way_to_relu(tmp_path: Path) -> None:
+    """It loads as what it is, or not at all; so does the best model, which may be one of before."""
+    import transformers
+
+    model = models.llama("silu", use_cache=False)
+    blend = sparsify(model, steps=4)
+    twellc.optimize(model, training=True)
+    options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 5}
+    trainer = SparseTrainer(
+        model=model, args=arguments(tmp_path, **options, load_best_model_at_end=True), train_dataset=Ids(),
+        eval_dataset=Ids(4), sparsity=SparsityCallback(model, l1=0, blend=blend),
+    )  # fmt: skip
+    trainer.train()
+    saved = [tmp_path / f"checkpoint-{step}" / "config.json" for step in range(1, 6)]
+    said = [json.loads(each.read_text())["hidden_act"] for each in saved]
+    assert said == [f"silu, {step}/4 of the way to relu" for step in (1, 2, 3)] + ["relu", "relu"]
+    assert model.config.hidden_act == said[trainer.state.best_global_step - 1]
+    transformers.AutoModelForCausalLM.from_pretrained(saved[-1].parent)
+    with pytest.raises(KeyError, match="silu, 2/4 of the way to relu"):
+        transformers.AutoModelForCausalLM.from_pretrained(saved[1].parent)
+    with pytest.raises(UserError, match="no such activation; got hidden_act 'silu, 2/4 of the way to relu'"):
+        twellc.inspect(saved[1].parent)
 
 
 def test_the_log_of_a_run_that_was_cut_short(tmp_path: Path) -> None:
