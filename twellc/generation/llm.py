@@ -69,6 +69,8 @@ class LLM:
         path = Path(model)
         refuse_missing(path, "a Hugging Face directory, or a plan")
         backend: Backend
+        settings: Any = GenerationConfig
+        plan_config: Any = PreTrainedConfig
         if path.is_dir():
             loaded = load_directory(path, device, dtype, max_model_len, compiled, layers)
             backend, config, notes, folder = loaded, loaded.model.config, loaded.notes, path
@@ -76,7 +78,7 @@ class LLM:
             ends = end_tokens(path, config)
         else:
             backend, cache = load_plan(path, _device_of_a_plan(device))
-            config, notes, ends = PreTrainedConfig(), [], cache.end_tokens
+            config, notes, ends = plan_config(vocab_size=backend.vocabulary), [], cache.end_tokens
             folder = path.with_name(cache.text or path.name)
             _refuse_of_a_plan(dtype=dtype, compiled=compiled, layers=layers != "auto")
             if max_model_len is not None and max_model_len != backend.longest:
@@ -84,7 +86,6 @@ class LLM:
                     "max_model_len", "is not that of the plan", got=str(max_model_len), expected=str(backend.longest),
                     fix="Leave it out, or compile the model with another --kv-cache.",
                 )  # fmt: skip
-        settings: Any = GenerationConfig
         pad = pad_token(folder)
         pad = pad if pad is not None else ends[0] if ends else 0
         self.model = CausalModel(backend, config, settings(eos_token_id=ends or None, pad_token_id=pad))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -10,7 +11,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedConfig, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
+from transformers.generation.logits_process import (
+    PrefixConstrainedLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -113,9 +118,6 @@ class CausalModel(GenerationMixin):
         Raises:
             UserError: They ask for what is not there.
         """
-        allowed: Any = options.get("prefix_allowed_tokens_fn")
-        if allowed is not None:  # alone the prompt would be the first
-            options = {**options, "prefix_allowed_tokens_fn": lambda _, known: allowed(index, known)}
         ids = tokens[None].to(self.device)
         made = self._make(ids, {**options, "attention_mask": torch.ones_like(ids)})
         mode = made.config.get_generation_mode()
@@ -136,7 +138,8 @@ class CausalModel(GenerationMixin):
                 ends.update(each.eos_token_id.tolist())
         most = max(min(longest) - len(tokens), 1)
         rows = tokens.expand(made.answers, -1)
-        return Prompt(rows, made.processors, others, frozenset(ends), most), made.config
+        processors = LogitsProcessorList(_of_prompt(each, index) for each in made.processors)
+        return Prompt(rows, processors, others, frozenset(ends), most), made.config
 
     def _make(self, input_ids: Tensor, options: dict[str, Any]) -> _Made:
         """Let transformers do what it does before it decodes."""
@@ -209,6 +212,14 @@ def _take(
     """Take what transformers has made of the arguments of `generate`, in place of decoding."""
     made = logits_processor, stopping_criteria, generation_config
     return _Made(len(input_ids), given.get("attention_mask"), *made)
+
+
+def _of_prompt(processor: Any, index: int) -> Any:
+    """Return a processor as the prompt of a number needs it: its state is its own, where transformers keeps one."""
+    if type(processor) is PrefixConstrainedLogitsProcessor:
+        allowed = processor._prefix_allowed_tokens_fn  # alone, the prompt would be the first
+        return PrefixConstrainedLogitsProcessor(lambda _, known: allowed(index, known), 1)
+    return copy.copy(processor) if type(processor) is SynthIDTextWatermarkLogitsProcessor else processor
 
 
 def _without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:

@@ -1,0 +1,136 @@
+"""Random calls of `LLM`, one after another: each prompt is answered as transformers answers it alone."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    PreTrainedConfig,
+)
+
+from tests import models
+from tests.twellc.generation.alone import answer_alone, generate_alone
+from tests.twellc.generation.test_families import FAMILIES
+from tests.twellc.generation.test_plan import StandIn
+from twellc import LLM, SamplingParams
+from twellc.generation.model import CausalModel
+from twellc.generation.plan import PlanBackend
+from twellc.loaders.cached import load_with_cache
+from twellc.options.source import CacheOptions
+
+END, LENGTH, CHUNK, ROWS = 0, 40, 5, 4
+# Transformers' own, and ours by its name: one in torch, one by a plan.
+Pair = tuple[Any, LLM]
+
+
+@pytest.fixture(scope="module")
+def pairs(family: Callable[..., tuple[Path, Any]]) -> Callable[[str, bool], Pair]:
+    """Return what loads a family, once, in torch or as a plan."""
+
+    @functools.cache
+    def saved(name: str) -> tuple[Path, Any]:
+        kind, changes = FAMILIES[name]
+        folder, model = family(kind, **{**changes, "vocab_size": models.VOCABULARY, "eos_token_id": END})
+        models.make_tokenizer(folder)
+        model.generation_config.update(eos_token_id=None, pad_token_id=0)
+        return folder, model
+
+    @functools.cache
+    def load(name: str, by_a_plan: bool) -> Pair:
+        folder, model = saved(name)
+        llm = LLM(folder, device="cpu", max_model_len=LENGTH)
+        if by_a_plan:
+            loaded = load_with_cache(folder, CacheOptions(LENGTH, ROWS, CHUNK), "last", torch.float32)
+            assert loaded.cache is not None
+            config: Any = PreTrainedConfig
+            backend = PlanBackend("a stand-in", loaded.cache, StandIn(loaded))
+            llm.model = CausalModel(backend, config(vocab_size=models.VOCABULARY), llm.model.generation_config)
+        return model, llm
+
+    return load
+
+
+@pytest.mark.parametrize("calls", [6, pytest.param(60, marks=pytest.mark.slow)])
+def test_random_calls(pairs: Callable[[str, bool], Pair], calls: int) -> None:
+    chosen = random.Random(calls)
+    # A plan is traced anew for each family; all of them in torch only where there are many calls.
+    forms = [("llama", False), ("llama", True), ("phi3 with windows", False), ("opt", False)]
+    if calls > 6:
+        forms += [("opt", True), *((name, False) for name in ("gpt-neox", "gemma2", "qwen3 with windows", "olmo2"))]
+    for number in range(calls):
+        form = chosen.choice(forms)
+        model, llm = pairs(*form)
+        prompts = [
+            [chosen.randrange(3, 30) for _ in range(chosen.choice((1, 2, 5, 11, 24)))]
+            for _ in range(chosen.randint(1, ROWS))
+        ]
+        call = chosen.choice((of_llm, of_llm, of_model))
+        expected, found = call(chosen, model, llm, prompts)
+        assert found == expected, f"call {number}: {form}, {call.__name__}, {prompts}"
+
+
+def of_llm(chosen: random.Random, model: Any, llm: LLM, prompts: list[list[int]]) -> tuple[Any, Any]:
+    """Call `LLM.generate` or its stream; return transformers' answers and ours, with why they end."""
+    processors = LogitsProcessorList([])
+    if chosen.random() < 0.4:
+        processors.append(NoRepeatNGramLogitsProcessor(chosen.randint(1, 3)))
+    if chosen.random() < 0.4:
+        words = [[token] for token in range(3, models.VOCABULARY, chosen.randint(2, 5))] + [[4, 5]]
+        processors.append(NoBadWordsLogitsProcessor(words))
+    stops = [chosen.randrange(3, models.VOCABULARY) for _ in range(chosen.choice((0, 0, 8)))]
+    ignored, most = chosen.random() < 0.5, chosen.choice((1, 7, 14))
+    penalty = chosen.choice((1.0, 1.0, 1.3, 0.8))
+    params = SamplingParams(
+        max_tokens=most, repetition_penalty=penalty, stop_token_ids=stops or None, ignore_eos=ignored
+    )
+    given: Any = prompts
+    if chosen.random() < 0.5:
+        outputs = llm.generate(given, params, logits_processor=processors)
+        found = [(output.outputs[0].token_ids, output.outputs[0].finish_reason) for output in outputs]
+    else:
+        tokens: dict[str, list[int]] = {}
+        reasons: dict[str, Any] = {}
+        for piece in llm.generate_stream(given, params, logits_processor=processors):
+            tokens.setdefault(piece.request_id, []).extend(piece.outputs[0].token_ids)
+            reasons[piece.request_id] = piece.outputs[0].finish_reason
+        found = [(tokens[str(row)], reasons[str(row)]) for row in range(len(prompts))]
+    ends = [*stops, *([] if ignored else [END])]
+    options = {"max_new_tokens": most, "repetition_penalty": penalty, "eos_token_id": ends or None}
+    expected = []
+    for prompt in prompts:
+        (answer,) = answer_alone(model, torch.tensor(prompt), logits_processor=processors, do_sample=False, **options)
+        expected.append((answer, "stop" if answer[-1] in ends else "length"))
+    return expected, found
+
+
+def of_model(chosen: random.Random, model: Any, llm: LLM, prompts: list[list[int]]) -> tuple[Any, Any]:
+    """Call `LLM.model.generate` with arguments of transformers."""
+    width = max(map(len, prompts))
+    seen = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    input_ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    ends = chosen.sample(range(3, models.VOCABULARY), 6)
+    given: dict[str, Any] = {"max_new_tokens": chosen.choice((1, 8, 13)), "do_sample": False, "eos_token_id": ends}
+    for name, values in {
+        "repetition_penalty": (1.2, 1.6),
+        "no_repeat_ngram_size": (1, 2),
+        "encoder_no_repeat_ngram_size": (1, 2),
+        "min_new_tokens": (3, 6),
+        "min_length": (9, 20),
+        "begin_suppress_tokens": ([*range(3, 40)],),
+        "forced_eos_token_id": (ends[0],),
+        "exponential_decay_length_penalty": ((2, 1.4),),
+        "sequence_bias": ([[[7], 2.0], [[5, 6], 9.0]],),
+    }.items():
+        if chosen.random() < 0.25:
+            given[name] = chosen.choice(values)
+    expected = generate_alone(model, input_ids, seen, **given)
+    return expected.tolist(), llm.model.generate(input_ids, attention_mask=seen, **given).tolist()
