@@ -162,21 +162,22 @@ class _Plans:
     """The cuDNN plans of a process: each is to be used by one at a time, and must outlive CUDA graphs made with it.
 
     Attributes:
+        known: Each with its workspace in bytes; None where cuDNN has none.
         lock: Held while a plan is looked for or used.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self._known: dict[Any, tuple[int, int] | None] = {}
+        self.known: dict[Any, tuple[int, int] | None] = {}
 
     def of(self, lib: ctypes.CDLL, device: torch.device, problem: library.AttentionProblem) -> tuple[int, int] | None:
         """Return the plan of a problem and its workspace in bytes; None where cuDNN has none."""
         key = (device.index, bytes(problem))
-        if key not in self._known:
+        if key not in self.known:
             message = ctypes.create_string_buffer(_MESSAGE_BYTES)
             plan = lib.twell_attention_create(ctypes.byref(problem), message, len(message))
-            self._known[key] = (plan, lib.twell_attention_workspace_bytes(plan)) if plan else None
-        return self._known[key]
+            self.known[key] = (plan, lib.twell_attention_workspace_bytes(plan)) if plan else None
+        return self.known[key]
 
 
 _PLANS = _Plans()

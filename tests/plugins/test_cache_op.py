@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -155,6 +156,31 @@ def test_torch_computes_what_cudnn_does_not(name: str, monkeypatch: pytest.Monke
     truth = attention_of(q.double(), keys.double(), values.double(), queries, known, scale)
     y = CACHED_ATTENTION(*(tensor.cuda() for tensor in (q, keys, values, queries, known)), scale)
     assert_as_accurate(y.cpu(), CACHED_ATTENTION(q, keys, values, queries, known, scale), truth)
+
+
+@pytest.mark.gpu
+def test_threads_share_plans() -> None:
+    """At once, on streams of their own: no thread makes a plan anew, or changes what another computes."""
+    q, keys, values, queries, known, scale = attention_operands("decode-8-16-16-128", BF16)
+    on_gpu = [tensor.cuda() for tensor in (q, keys, values, queries, known)]
+    expected = CACHED_ATTENTION(*on_gpu, scale)
+    torch.cuda.synchronize()
+    plans, found = dict(cache_op._PLANS.known), list[Tensor]()
+
+    def compute() -> None:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            results = [CACHED_ATTENTION(*on_gpu, scale) for _ in range(50)]
+        stream.synchronize()
+        found.extend(results)
+
+    threads = [threading.Thread(target=compute) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 200 and all(torch.equal(result, expected) for result in found)
+    assert cache_op._PLANS.known == plans
 
 
 @pytest.mark.gpu

@@ -24,7 +24,7 @@ class EnergyMeter:
         except OSError as error:
             raise UserError("NVML", f"cannot be loaded ({error})") from error
         self._device = ctypes.c_void_p()
-        name = f"GPU-{torch.cuda.get_device_properties(0).uuid}".encode()
+        name = f"GPU-{torch.cuda.get_device_properties().uuid}".encode()
         self._demand(self._nvml.nvmlInit_v2() or self._nvml.nvmlDeviceGetHandleByUUID(name, ctypes.byref(self._device)))
         self.joules()  # not every board has a counter
 

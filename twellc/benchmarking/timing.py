@@ -49,12 +49,12 @@ class Machine(Record):
 
 
 def machine() -> Machine:
-    """Describe this machine's first GPU.
+    """Describe torch's current GPU.
 
     Raises:
         UserError: The plugin library is missing.
     """
-    properties = torch.cuda.get_device_properties(0)
+    properties = torch.cuda.get_device_properties()
     return Machine(
         gpu=properties.name,
         multiprocessors=properties.multi_processor_count,

@@ -72,7 +72,7 @@ _NUMBER = click.FloatRange(0, min_open=False)
 @click.option("--stats", is_flag=True, help="Say more of how long it took, on standard error.")
 @click.option(
     "--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:N]",
-    help="Where a directory runs. auto: on the GPU, where torch sees one.",
+    help="Where the model runs, a plan on a GPU. auto: on the GPU, where torch sees one.",
 )  # fmt: skip
 @click.option(
     "--max-length", "max_model_len", type=click.IntRange(1), metavar="N",

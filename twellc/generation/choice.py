@@ -24,6 +24,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from twellc.base.errors import UserError
+
 # These look at the scores alone, and wait for nothing; each with the name of its value.
 _OF_SCORES: dict[type, str] = {
     TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k", TopPLogitsWarper: "top_p",
@@ -161,6 +163,9 @@ class Choice:
 
         Returns:
             int64 [batch].
+
+        Raises:
+            UserError: Processors leave nothing to draw from.
         """
         scores = self._scores(logits, values)
         if not self._draws:
@@ -168,7 +173,22 @@ class Choice:
         # torch.multinomial in its own words, with the same noise for every prompt.
         noise = scores.new_empty(self._noises, scores.shape[-1]).exponential_(generator=generator)
         likely: Tensor = scores.softmax(-1).unflatten(0, (-1, self._noises)) / noise
+        if not self.may_run_ahead or scores.device.type == "cpu":  # elsewhere nothing waits for the device
+            self._refuse_nothing(likely.flatten(0, 1))
         return likely.argmax(-1).flatten()
+
+    def _refuse_nothing(self, likely: Tensor) -> None:
+        """Fail where processors leave a row no token.
+
+        Raises:
+            UserError: They do.
+        """
+        for row, (has_none, over) in enumerate(zip(likely.isnan().any(-1).tolist(), self._ended, strict=True)):
+            if has_none and not over:
+                raise UserError(
+                    "logits processors", "leave no token that could be drawn", got=f"no finite score in row {row}",
+                    fix="Let them leave the score of at least one token finite.",
+                )  # fmt: skip
 
     def _scores(self, logits: Tensor, values: Tensor) -> Tensor:
         if self.key is not None:

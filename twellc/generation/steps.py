@@ -241,7 +241,10 @@ class Decoder:
             graph.register_generator_state(self._generator)
             try:
                 # Other threads may allocate and wait meanwhile, as those do that read the tokens of a step.
-                with _RECORDING, torch.cuda.graph(graph, stream=self._recording, capture_error_mode="thread_local"):
+                # Where recording fails, torch would leave the thread on another stream than `here`.
+                here = torch.cuda.stream(torch.cuda.current_stream())
+                recording = torch.cuda.graph(graph, stream=self._recording, capture_error_mode="thread_local")
+                with _RECORDING, here, recording:
                     logits = body()
                 self._graphs[key] = graph, logits
             except RuntimeError as error:  # such as of a model that asks for a value

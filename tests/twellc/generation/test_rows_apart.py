@@ -27,6 +27,7 @@ from transformers import (
 from tests.twellc.generation.alone import generate_alone
 from tests.twellc.generation.test_families import LENGTHS, made, prompts
 from tests.twellc.generation.test_plan import StandIn
+from twellc.base.errors import UserError
 from twellc.generation.model import CausalModel
 from twellc.generation.plan import PlanBackend
 from twellc.loaders.cached import load_with_cache
@@ -169,6 +170,12 @@ def test_draws_without_a_seed(models: dict[str, Any]) -> None:
     assert not torch.equal(tokens[0], tokens[1])
     assert torch.equal(*ours.generate(rows[:2], max_new_tokens=12, do_sample=True, seed=1))
     assert not torch.equal(*ours.generate(rows[:1], max_new_tokens=12, do_sample=True, seed=1, num_return_sequences=2))
+
+
+def test_nothing_to_draw_from(models: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"do_sample": True, "max_new_tokens": 3, "suppress_tokens": [*range(96)]}
+    with pytest.raises(UserError, match=r"logits processors: leave no token that could be drawn; got .* in row 0"):
+        models["torch"].generate(torch.tensor([[5, 6]]), **given)
 
 
 def test_padding_that_transformers_finds(models: dict[str, Any]) -> None:
