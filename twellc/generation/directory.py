@@ -13,6 +13,7 @@ from torch import Tensor
 
 from twellc.base.errors import UserError
 from twellc.eager.optimization import optimize, optimized_blocks
+from twellc.generation.backend import choose_device
 from twellc.generation.rows import RowCache, row_attention
 from twellc.loaders.huggingface import (
     TRIED_PLACES,
@@ -210,27 +211,6 @@ def load_directory(
     backend.refuse_other_logits(str(path))
     backend.notes = notes
     return backend
-
-
-def choose_device(name: str | torch.device | None) -> torch.device:
-    """Return a device, a GPU with its number.
-
-    Raises:
-        UserError: There is no such device.
-    """
-    if name in (None, "auto"):
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError) as error:
-        raise UserError(f"--device {name}", "is not a device", expected="auto, cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"--device {name}", "is not a device of twellc", expected="auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"--device {name}", "torch sees no such GPU", got=f"{torch.cuda.device_count()} GPUs")
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
 
 
 def _named(device: torch.device) -> str:

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedConfig
 
 from twellc.base.errors import UserError
 from twellc.generation.backend import Backend
-from twellc.generation.directory import choose_device, load_directory
+from twellc.generation.directory import load_directory
 from twellc.generation.model import CausalModel
 from twellc.generation.plan import load_plan
 from twellc.generation.sampling import CompletionOutput, GenerationStats, PromptError, RequestOutput, SamplingParams
@@ -77,7 +77,7 @@ class LLM:
             # Its own: how the model's makers would draw is not how it answers unless told otherwise.
             ends = end_tokens(path, config)
         else:
-            backend, cache = load_plan(path, _device_of_a_plan(device))
+            backend, cache = load_plan(path, device)
             config, notes, ends = plan_config(vocab_size=backend.vocabulary), [], cache.end_tokens
             folder = path.with_name(cache.text or path.name)
             _refuse_of_a_plan(dtype=dtype, compiled=compiled, layers=layers != "auto")
@@ -269,18 +269,6 @@ def _refuse_other_kinds(model: object, tokenizer: object, max_model_len: object,
     ):
         if not holds:
             raise UserError(name, "is not what twellc.LLM takes", got=repr(value)[:80], expected=expected)
-
-
-def _device_of_a_plan(device: str | torch.device | None) -> torch.device:
-    """Return the GPU that a plan runs on.
-
-    Raises:
-        UserError: It is not a GPU, or there is no such one.
-    """
-    chosen = torch.device("cuda") if device in (None, "auto") else choose_device(device)
-    if chosen.type != "cuda":
-        raise UserError(f"--device {device}", "a plan runs on a GPU", expected="auto, cuda or cuda:N")
-    return chosen
 
 
 def _refuse_of_a_plan(**given: Any) -> None:

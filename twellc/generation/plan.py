@@ -18,6 +18,7 @@ from twellc.base.errors import UserError
 from twellc.compiling.manifest import Manifest, read_manifest, refuse_other_plugins
 from twellc.export.runner import Execution, OpenPlan, open_plan, prepare
 from twellc.export.tensorrt_host import load_host, why_not_here
+from twellc.generation.backend import choose_device
 
 _LOGITS = "logits"
 
@@ -137,11 +138,15 @@ def _same(bound: Tensor, tensor: Tensor) -> bool:
     return bound.data_ptr() == tensor.data_ptr() and bound.shape == tensor.shape
 
 
-def load_plan(path: Path, device: torch.device) -> tuple[PlanBackend, KeyValueCache]:
-    """Open a plan on a GPU; return it, and what its manifest says of its cache.
+def load_plan(path: Path, device: str | torch.device | None = "auto") -> tuple[PlanBackend, KeyValueCache]:
+    """Open a plan; return it, and what its manifest says of its cache.
+
+    Args:
+        path: The plan.
+        device: The GPU that it is to run on: `cuda` or `cuda:N`; `auto` and None are torch's current one.
 
     Raises:
-        UserError: It has no cache, or this machine cannot run it.
+        UserError: It has no cache, the device is not a GPU, or this machine cannot run it.
     """
     manifest = read_manifest(path)
     if manifest.cache is None:
@@ -149,6 +154,9 @@ def load_plan(path: Path, device: torch.device) -> tuple[PlanBackend, KeyValueCa
             str(path), "has no key-value cache, so it can score a text and not answer",
             fix="Compile a causal language model with --kv-cache LENGTH.",
         )  # fmt: skip
+    chosen = torch.device("cuda") if device in (None, "auto") else choose_device(device)
+    if chosen.type != "cuda":
+        raise UserError(f"--device {device}", "a plan runs on a GPU", expected="auto, cuda or cuda:N")
     assert manifest.backend is not None  # of every plan
     why = why_not_here(manifest.backend.name)
     if why:
@@ -157,6 +165,6 @@ def load_plan(path: Path, device: torch.device) -> tuple[PlanBackend, KeyValueCa
         )
     refuse_other_plugins(path, manifest)
     host = load_host(manifest.backend.name)
-    plan = open_plan(host, path, manifest.backend.version, device)
+    plan = open_plan(host, path, manifest.backend.version, chosen)
     name = f"{host.name} {host.version} on {torch.cuda.get_device_name(plan.device)}"
     return PlanBackend(name, manifest.cache, TensorRTCalls(plan, manifest)), manifest.cache

@@ -121,8 +121,8 @@ def test_llm(loaded: Any, talker: Path, tmp_path: Path, monkeypatch: pytest.Monk
     text.symlink_to(talker)
     cache = dataclasses.replace(loaded.cache, text=text.name)
 
-    def load_plan(path: Path, device: torch.device) -> tuple[PlanBackend, KeyValueCache]:
-        assert path == plan and device == torch.device("cuda")
+    def load_plan(path: Path, device: object) -> tuple[PlanBackend, KeyValueCache]:
+        assert path == plan and device == "auto"
         return PlanBackend("a stand-in", cache, StandIn(loaded)), cache
 
     monkeypatch.setattr(llm_module, "load_plan", load_plan)
@@ -133,7 +133,6 @@ def test_llm(loaded: Any, talker: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert ours.chat(messages, params)[0].outputs == theirs.chat(messages, params)[0].outputs
     assert ours.stats.backend == "a stand-in"
     for given, message in (
-        ({"device": "cpu"}, "--device cpu: a plan runs on a GPU; expected auto, cuda or cuda:N"),
         ({"compiled": True}, "compiled: is of directories alone"),
         ({"max_model_len": 7}, f"max_model_len: is not that of the plan; got 7; expected {LENGTH}"),
     ):
@@ -170,5 +169,7 @@ def test_a_plan_that_cannot_run_here(bytelm: Path, tmp_path: Path) -> None:
     assert [profile_for(*call, largest) for call in ((2, 8), (1, 2), (2, 1), (1, 1))] == [0, 0, 1, 2]
     of_many = [(32, 8), (32, 1), (8, 1), (1, 1)]
     assert [profile_for(rows, 1, of_many) for rows in (1, 2, 8, 9, 32)] == [3, 2, 2, 1, 1]
+    with pytest.raises(UserError, match="--device cpu: a plan runs on a GPU; expected auto, cuda or cuda:N"):
+        LLM(plan, device="cpu")
     with pytest.raises(UserError, match=r"m\.plan: the plan cannot run here: .*\. Give the model's directory"):
         LLM(plan)
