@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor
 from twellc.base.errors import UserError
 from twellc.eager.optimization import optimize, optimized_blocks
 from twellc.generation.backend import choose_device
-from twellc.generation.rows import RowCache, row_attention
+from twellc.generation.rows import NextCall, RowCache, row_attention
 from twellc.loaders.huggingface import (
     TRIED_PLACES,
     cache_argument,
@@ -25,6 +24,7 @@ from twellc.loaders.huggingface import (
     refuse_other_logits,
 )
 from twellc.loaders.nothing_fetched import nothing_fetched
+from twellc.passes.graph.program import quiet_torch
 from twellc.plugins.cache_op import attends_by_cudnn
 
 # A cache grows by so many places, so that calls of about one size share it.
@@ -79,11 +79,12 @@ class TorchBackend:
         self._taken = inspect.signature(model.forward).parameters
         self._decode = _compiled(self._logits, dynamic=False) if compiled else self._logits
         self._fill = _compiled(self._logits, dynamic=compiled_fill == "dynamic") if compiled_fill else self._logits
+        self._call = NextCall(torch.zeros(1, dtype=torch.int64, device=self.device), True, False)
+        self._attention = row_attention(model, self._call)
         # transformers' own word for models whose attention can be another function; those of others get masks.
-        dispatches = (
-            getattr(model, "_supports_attention_backend", False) and model.config._attn_implementation == "sdpa"
-        )
+        dispatches = getattr(model, "_supports_attention_backend", False) and self._attention.dispatches
         self.by_lengths = bool(dispatches and self.device.type == "cuda" and attends_by_cudnn())
+        self._call.by_lengths = self.by_lengths
         self._cache: RowCache | None = None
         self._ones = torch.empty(0)
 
@@ -95,10 +96,11 @@ class TorchBackend:
         length = self.longest if self._fixed else min(self.longest, -(-places // _STEP) * _STEP)
         config = self.model.config.get_text_config(decoder=True)
         self._cache = None  # and its memory, before there is another
+        self._call.fresh, self._call.index = True, torch.zeros(batch, dtype=torch.int64, device=self.device)
         self._ones = torch.ones(batch, length, dtype=torch.int64, device=self.device)
-        self._cache = RowCache(config.num_hidden_layers, batch, length, self.device, self.by_lengths)
+        self._cache = RowCache(config.num_hidden_layers, length, self._call)
         try:  # the first tokens make the tensors of the cache
-            with row_attention(self._cache):
+            with self._attention:
                 self._logits(self._ones[:, :1], self._ones[:, :1] - 1)
         except BaseException:
             self._cache = None
@@ -111,7 +113,7 @@ class TorchBackend:
         assert cache is not None
         cache.call.fresh, cache.call.index = start == 0, torch.full_like(cache.call.index, start)
         places = torch.arange(start, start + input_ids.shape[1], device=self.device).expand(len(input_ids), -1)
-        with row_attention(cache):
+        with self._attention:
             return self._fill(input_ids, places)
 
     def decode(self, tokens: Tensor, places: Tensor) -> Tensor:
@@ -119,7 +121,7 @@ class TorchBackend:
         cache = self._cache
         assert cache is not None
         cache.call.fresh, cache.call.index = False, places
-        with row_attention(cache):
+        with self._attention:
             return self._decode(tokens[:, None], places[:, None])
 
     @torch.no_grad()
@@ -133,7 +135,7 @@ class TorchBackend:
         self.begin(len(ids), min(self.longest, TRIED_PLACES))
         cache = self._cache
         assert cache is not None
-        with row_attention(cache):
+        with self._attention:
             for place in range(ids.shape[1]):
                 cache.call.fresh, cache.call.index = place == 0, torch.full_like(cache.call.index, place)
                 found = self._logits(ids[:, place : place + 1], cache.call.index[:, None])
@@ -200,8 +202,7 @@ def load_directory(
     if dtype is None and found != [model.dtype]:
         notes.append("the model is in float32; on the GPU it runs in bfloat16")
     model.to(chosen)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet_torch():
         optimize(model, layers=layers)
     blocks = len(optimized_blocks(model))
     if not blocks and layers != "none":

@@ -5,13 +5,12 @@ other rows hold. A call writes `tokens` new keys and values of each row from its
 sees the places 0 to p of its row. So prompts of unequal lengths are padded on the right, nothing is masked for it, and
 what padding wrote is overwritten before a query sees it.
 
-transformers dispatches masks and attention by name, so models need no change, but for positions, which are given. On a
-GPU attention by lengths, `twell.cached_attention`, takes the place of one with a mask.
+Masks and attention are given as `OwnAttention` says, and positions too. On a GPU attention by lengths,
+`twell.cached_attention`, takes the place of one with a mask.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from transformers.cache_utils import StaticLayer
 from transformers.masking_utils import causal_mask_function
 
 from twellc.base.errors import UserError
-from twellc.loaders.attention import dispatched
+from twellc.loaders.attention import OwnAttention, query_count
 from twellc.plugins.cache_op import CACHE_MASK, CACHED_ATTENTION
 
 # What attention of some models has besides; theirs would be another one.
@@ -58,22 +57,18 @@ class NextCall:
 
 
 class RowCache(Cache):
-    """Keys and values of `batch` rows of at most `length` tokens.
+    """Keys and values of rows of at most `length` tokens.
 
     Nothing that it holds refers to it, so that its memory is free as soon as nobody else does.
 
     Attributes:
         length: The places of a row.
         call: The next call.
-        functions: What models call in place of transformers' own, see `dispatched`.
     """
 
-    def __init__(self, layers: int, batch: int, length: int, device: torch.device, by_lengths: bool) -> None:
-        call = NextCall(torch.zeros(batch, dtype=torch.int64, device=device), True, by_lengths)
+    def __init__(self, layers: int, length: int, call: NextCall) -> None:
         super().__init__(layers=[_RowLayer(call, length) for _ in range(layers)])
         self.length, self.call = length, call
-        # Always the same objects: what torch.compile has compiled stays valid.
-        self.functions = (_attention, partial(_mask, call), partial(_additive_mask, call))
 
 
 class _RowLayer(StaticLayer):
@@ -112,9 +107,9 @@ class _RowLayer(StaticLayer):
         return 0
 
 
-def row_attention(cache: RowCache) -> AbstractContextManager[None]:
-    """Let models of transformers attend to a cache, in this context."""
-    return dispatched(*cache.functions)
+def row_attention(model: torch.nn.Module, call: NextCall) -> OwnAttention:
+    """Let a model attend to caches of the same `call`, in this context."""
+    return OwnAttention(model, partial(_mask, call), "twellc_rows", _attention)
 
 
 def _attention(
@@ -165,16 +160,16 @@ def _attention(
     return result.reshape(batch, heads, tokens, -1).transpose(1, 2).contiguous(), None
 
 
-def _mask(call: NextCall, **request: Any) -> Tensor | _Counts | None:
-    """Make a mask, True where a query sees a key; None where it is causal among the keys of one call.
+def _mask(call: NextCall, causal_is_optional: bool, request: dict[str, Any]) -> Tensor | _Counts | None:
+    """Make a mask, True where a query sees a key; None where it is causal among the keys of one call, and optional.
 
     Where attention goes by lengths, counts stand for a mask that is causal. `request` is what transformers passes to
     `sdpa_mask`, which documents it.
     """
     seen, window, device = request["mask_function"], request.get("local_size"), call.index.device
-    tokens = request["q_length"] if "q_length" in request else len(request["cache_position"])
-    usual = request.get("allow_is_causal_skip", True)
+    tokens = query_count(request)
     if call.fresh:
+        usual = causal_is_optional and request.get("allow_is_causal_skip", True)
         if usual and (seen is causal_mask_function or (window is not None and tokens <= window)):
             return None
         starts = torch.zeros_like(call.index)
@@ -187,13 +182,3 @@ def _mask(call: NextCall, **request: Any) -> Tensor | _Counts | None:
     queries = starts[:, None, None, None] + torch.arange(tokens, device=device)[:, None]
     mask: Tensor = seen(rows, torch.zeros_like(rows), queries, torch.arange(request["kv_length"], device=device))
     return mask
-
-
-def _additive_mask(call: NextCall, **request: Any) -> Tensor:
-    """Make a mask that is added to the logits: 0, or the lowest finite value. See `eager_mask` of transformers."""
-    mask = _mask(call, **{**request, "allow_is_causal_skip": False})
-    assert isinstance(mask, Tensor)  # a model with attention of its own has no attention by lengths
-    dtype = request["dtype"]
-    added = torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min)
-    # Models with attention of their own may check the whole shape.
-    return added.expand(request["batch_size"], 1, *mask.shape[2:])

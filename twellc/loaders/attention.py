@@ -1,7 +1,9 @@
 """Attention and masks of transformers' models in the form that compiles well, while they are traced.
 
-transformers dispatches both by name. What it registers for `sdpa` and `eager` is right for every use, with caches and
-packed sequences, and costs much in a graph: masks by gathers over tokens x tokens, keys and values of a group copied.
+transformers dispatches both by name: functions of ours have names of ours, which one model asks for in its
+configurations while it is called or traced. All other models have transformers' own as ever. What these are registered
+for, `sdpa` and `eager`, is right for every use, with caches and packed sequences, and costs much in a graph: masks by
+gathers over tokens x tokens, keys and values of a group copied.
 
     mask is causal only     none; scaled_dot_product_attention(..., is_causal=True)
     mask of padding         attention_mask[:, None, None, :], bool [batch, 1, 1, keys]
@@ -19,9 +21,12 @@ With a key-value cache (`cached.py`), whose keys stand at their positions, queri
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+import copy
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,8 +38,13 @@ from twellc.plugins.cache_op import CACHE_MASK
 
 # What makes a boolean mask, True where a query sees a key, of whether it may be left out where it would be causal and
 # of what transformers passes to `sdpa_mask`.
-_Comparisons = Callable[[bool, dict[str, Any]], Tensor | None]
-_REGISTERS = threading.RLock()
+Masks = Callable[[bool, dict[str, Any]], Any]
+# Names in transformers' registers.
+_TRACED, _ADDED = "twellc", "twellc_added"
+# Where a configuration holds the `Masks` of its model.
+_MASKS = "twellc_masks"
+# Modules with attention of their own that look at the name themselves, such as those of Falcon.
+_ASKS_FOR_SDPA = re.compile(r"""_attn_implementation\s*(==|!=|in|not in)\s.*["']sdpa["']""")
 
 
 @dataclass
@@ -54,48 +64,89 @@ class CacheStep:
     length: int
 
 
-@contextmanager
-def traced_attention(padded: bool, longest: int) -> Iterator[None]:
-    """Replace how models of transformers compute attention and masks, in this context.
+class OwnAttention:
+    """Lets one model compute attention and masks by functions of ours, as a context around its calls.
+
+    Configurations of the model name the functions meanwhile. Where layers compute attention themselves, or look at the
+    name, they keep their configuration, and only the models that make masks for them get a copy that names ours.
+
+    Attributes:
+        dispatches: Whether attention is ours, too, and not the masks alone.
+    """
+
+    def __init__(self, model: torch.nn.Module, masks: Masks, name: str = _TRACED, attention: Any = None) -> None:
+        """Find out what to change.
+
+        Args:
+            model: A model of transformers.
+            masks: Makes its masks.
+            name: The name of the attention function.
+            attention: That function; None is the one of traced models.
+        """
+        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+        AttentionInterface.register(name, attention or _attention)
+        AttentionMaskInterface.register(name, _mask)
+        AttentionMaskInterface.register(_ADDED, _additive_mask)
+        users: dict[int, list[Any]] = {}
+        for module in model.modules():
+            config: Any = vars(module).get("config")
+            if getattr(config, "_attn_implementation", None) in ("sdpa", "eager"):
+                users.setdefault(id(config), []).append(module)
+        self.dispatches = True
+        self._changes: list[tuple[Any, str, Any, Any]] = []  # of what, its attribute, before and after
+        for modules in users.values():
+            config = modules[0].config
+            sdpa = config._attn_implementation == "sdpa"
+            code = {kind.__module__ for module in modules for kind in type(module).__mro__}
+            if sdpa and not any(map(_asks_for_sdpa, code)):
+                self._changes.append((config, "_attn_implementation_internal", "sdpa", name))
+                self._changes.append((config, _MASKS, None, masks))
+            else:
+                self.dispatches = False
+                copied = copy.copy(config)
+                copied._attn_implementation_internal = name if sdpa else _ADDED
+                setattr(copied, _MASKS, masks)
+                models = (module for module in modules if isinstance(module, PreTrainedModel))
+                self._changes += ((module, "config", config, copied) for module in models)
+
+    def __enter__(self) -> None:
+        """Change it."""
+        for owner, attribute, _, ours in self._changes:
+            setattr(owner, attribute, ours)
+
+    def __exit__(self, *_: object) -> None:
+        """Change it back."""
+        for owner, attribute, before, _ in self._changes:
+            if before is None:
+                delattr(owner, attribute)
+            else:
+                setattr(owner, attribute, before)
+
+
+@functools.cache
+def _asks_for_sdpa(module: str) -> bool:
+    """Whether the code of a Python module compares the name of the attention with that of transformers' own."""
+    try:
+        return bool(_ASKS_FOR_SDPA.search(inspect.getsource(sys.modules[module])))
+    except (OSError, TypeError):  # there is no file of it
+        return False
+
+
+def traced_attention(model: torch.nn.Module, padded: bool, longest: int) -> OwnAttention:
+    """Let a model compute attention and masks in the form that compiles well, in this context.
 
     Args:
+        model: A model of transformers.
         padded: Whether rows may be padded; else the attention mask that a model is given says nothing.
         longest: The longest sequence; windows that hold it are none.
     """
-    with _replaced(partial(_comparisons, padded, longest)):
-        yield
+    return OwnAttention(model, partial(_comparisons, padded, longest))
 
 
-@contextmanager
-def cached_attention(step: CacheStep) -> Iterator[None]:
-    """Replace how models of transformers compute attention and masks over a key-value cache, in this context."""
-    with _replaced(partial(_cached_comparisons, step)):
-        yield
-
-
-@contextmanager
-def dispatched(attention: Any, mask: Any, additive_mask: Any) -> Iterator[None]:
-    """Let models of transformers call other functions for attention and masks, in this context.
-
-    transformers has one register for all threads: the next one waits until this context ends.
-    """
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    with _REGISTERS:
-        attentions, masks = ALL_ATTENTION_FUNCTIONS._local_mapping, ALL_MASK_ATTENTION_FUNCTIONS._local_mapping
-        kept = [(each, dict(each)) for each in (attentions, masks)]
-        attentions["sdpa"], masks["sdpa"], masks["eager"] = attention, mask, additive_mask
-        try:
-            yield
-        finally:
-            for each, before in kept:
-                each.clear()
-                each.update(before)
-
-
-def _replaced(compare: _Comparisons) -> AbstractContextManager[None]:
-    return dispatched(_attention, partial(_mask, compare), partial(_additive_mask, compare))
+def cached_attention(model: torch.nn.Module, step: CacheStep) -> OwnAttention:
+    """Let a model compute attention and masks over a key-value cache, in this context."""
+    return OwnAttention(model, partial(_cached_comparisons, step))
 
 
 def _attention(
@@ -143,23 +194,28 @@ def _attention(
     return result.transpose(1, 2).contiguous(), None
 
 
-def _mask(compare: _Comparisons, **request: Any) -> Tensor | None:
+def _mask(**request: Any) -> Any:
     """Make a mask for scaled_dot_product_attention; None where `is_causal` of the layer says all.
 
     `request` is what transformers passes to `sdpa_mask`, which documents it.
     """
-    return compare(request.get("allow_is_causal_skip", True), request)
+    return getattr(request["config"], _MASKS)(request.get("allow_is_causal_skip", True), request)
 
 
-def _additive_mask(compare: _Comparisons, **request: Any) -> Tensor | None:
+def _additive_mask(**request: Any) -> Tensor | None:
     """Make a mask that is added to the logits: 0 or the lowest finite value. See `eager_mask` of transformers."""
-    mask = compare(False, request)
+    mask = getattr(request["config"], _MASKS)(False, request)
     if mask is None:
         return None
     dtype = request["dtype"]
     added = torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min)
     # Models with attention of their own may check the whole shape.
-    return added.expand(request["batch_size"], 1, request["q_length"], request["kv_length"])
+    return added.expand(request["batch_size"], 1, query_count(request), mask.shape[-1])
+
+
+def query_count(request: dict[str, Any]) -> Any:
+    """Return for how many queries a mask is asked. Older releases give their places."""
+    return request["q_length"] if "q_length" in request else len(request["cache_position"])
 
 
 def _comparisons(padded: bool, longest: int, causal_is_optional: bool, request: dict[str, Any]) -> Tensor | None:

@@ -217,7 +217,7 @@ def _take_caches(model: Any, cache_name: str, logits: str) -> None:
         places = torch.minimum(torch.arange(input_ids.shape[1], device=input_ids.device), last[0][:, None])
         positions = write_index[:, None] + places
         cache, length = _cache_of(past_key_values, starts, counts), past_key_values[0].shape[2]
-        with cached_attention(CacheStep(starts, counts, positions, length)):
+        with cached_attention(model, CacheStep(starts, counts, positions, length)):
             result = forward(
                 input_ids=input_ids, position_ids=positions, use_cache=True, return_dict=True, **{cache_name: cache}
             )

@@ -335,7 +335,7 @@ def _trace_inputs(path: Path, model: Any, inputs: dict[str, Input]) -> ExportedP
     if any("expert" in f"{name} {type(module).__name__}".lower() for name, module in model.named_modules()):
         fix = f"Mixture-of-experts models cannot be exported as they are. {fix}"
     fix_sizes = f"Compile it for one size, such as {_at_one_size(inputs)}." if dynamic else ""
-    with traced_attention(padded="attention_mask" in inputs, longest=longest_text(model)):
+    with traced_attention(model, padded="attention_mask" in inputs, longest=longest_text(model)):
         return trace(str(path), model, (), examples, shapes, fix, fix_sizes)
 
 

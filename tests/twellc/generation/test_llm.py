@@ -12,14 +12,12 @@ import pytest
 import torch
 import transformers
 from transformers import AutoTokenizer, LlamaForCausalLM, OPTForCausalLM, PreTrainedConfig
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import twellc
 from tests import models
 from tests.models import VOCABULARY
 from tests.twellc.eager.test_optimize import Ops
 from twellc import LLM, SamplingParams, UserError
-from twellc.generation.rows import RowCache, row_attention
 from twellc.loaders.checkpoint import end_tokens
 
 PROMPTS = ["the quick brown", "größer", "fox"]
@@ -265,23 +263,6 @@ def test_threads_wait_for_one_another(llm: LLM) -> None:
     (first,) = llm.generate("fox", params, logits_processor=LogitsProcessorList([Meanwhile()]))
     thread.join()
     assert [first.outputs, later[0].outputs] == expected
-
-
-def test_models_in_threads() -> None:
-    """transformers has one register of attention functions for all models: a second one waits for the first."""
-    ours, theirs = (RowCache(1, 1, 4, torch.device("cpu"), False) for _ in range(2))
-    own, entered = ALL_ATTENTION_FUNCTIONS["sdpa"], threading.Event()
-
-    def other() -> None:
-        with row_attention(theirs):
-            entered.set()
-
-    thread = threading.Thread(target=other)
-    with row_attention(ours):
-        thread.start()
-        assert not entered.wait(0.3)
-    thread.join()
-    assert entered.is_set() and ALL_ATTENTION_FUNCTIONS["sdpa"] is own
 
 
 def test_a_call_behind_one_that_failed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
