@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import logging
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
+from typing import TextIO
 
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx import Node
+
+from twellc.base.threads import PROCESS_WIDE
 
 _LOGGERS = ("torch", "onnx_ir", "onnxscript")
 _CONSTANT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -167,14 +173,29 @@ def user_inputs(program: ExportedProgram) -> Iterator[Node]:
 
 @contextmanager
 def quiet_torch() -> Iterator[None]:
-    """Keep from the user what torch and its ONNX tools warn of, log and print of a graph: a failure raises, too."""
-    logs = {log: log.level for log in map(logging.getLogger, _LOGGERS)}
-    for log in logs:
-        log.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for log, level in logs.items():
-            log.setLevel(level)
+    """Keep from the user what torch and its ONNX tools warn of, log and print of a graph: a failure raises, too.
+
+    One thread at a time. Warnings and logs of other threads are lost meanwhile, too, but not what they print.
+    """
+    with PROCESS_WIDE, contextlib.ExitStack() as restored:
+        for log in map(logging.getLogger, _LOGGERS):
+            restored.callback(log.setLevel, log.level)
+            log.setLevel(logging.CRITICAL)
+        restored.enter_context(warnings.catch_warnings())
+        restored.enter_context(redirect_stderr(_OtherThreads(sys.stderr)))
+        warnings.simplefilter("ignore")
+        yield
+
+
+class _OtherThreads(io.TextIOBase):
+    """Writes what other threads than this one print."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._thread, self._stream = threading.get_ident(), stream
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+
+    def flush(self) -> None:
+        if threading.get_ident() != self._thread:
+            self._stream.flush()

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from twellc.base.errors import UserError
 from twellc.base.files import ENDING_SIGNALS, uninterrupted
+from twellc.base.threads import PROCESS_WIDE
 
 _SECONDS_TO_END = 30
 Result = TypeVar("Result")
@@ -44,7 +45,7 @@ def run_isolated(function: Callable[..., Result], *arguments: Any, progress: Cal
     receiver, sender = context.Pipe(duplex=False)
     call = pickle.dumps((function, arguments))  # for _serve to import what it needs where faults are reported
     process = context.Process(target=_serve, args=(sender, call, not sys.warnoptions), daemon=True)
-    with _quiet_resource_tracker():
+    with PROCESS_WIDE, _quiet_resource_tracker():
         # Started by the process, it would let the signals through again.
         resource_tracker.ensure_running()
         with _signals_held_back(), _main_left_out():

@@ -12,6 +12,7 @@ import importlib
 import io
 import json
 import re
+import threading
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -101,7 +102,15 @@ def _one_of(path: Path, programs: dict[str, ExportedProgram]) -> tuple[ExportedP
 
 @contextmanager
 def _on_the_cpu() -> Iterator[None]:
-    """Let torch load an archive's tensors, and its graph's devices, on the CPU: torch.export.load maps none."""
+    """Let torch load an archive's tensors, and its graph's devices, on the CPU: torch.export.load maps none.
+
+    Other threads load theirs as ever meanwhile.
+    """
+    thread = threading.get_ident()
+
+    def here(instead: Any, original: Any, *arguments: Any, **named: Any) -> Any:
+        return (instead if threading.get_ident() == thread else original)(*arguments, **named)
+
     patched: list[tuple[Any, str, Any]] = [
         (serialize, "deserialize_device", lambda device: torch.device("cpu")),
         (pt2_package, "deserialize_device", lambda device: torch.device("cpu")),
@@ -110,7 +119,7 @@ def _on_the_cpu() -> Iterator[None]:
     before = [getattr(module, name) for module, name, _ in patched]
     try:
         for module, name, instead in patched:
-            setattr(module, name, instead)
+            setattr(module, name, functools.partial(here, instead, getattr(module, name)))
         yield
     finally:
         for (module, name, _), original in zip(patched, before, strict=True):

@@ -10,13 +10,20 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from twellc.base.threads import PROCESS_WIDE
+
 
 @contextmanager
 def nothing_fetched() -> Iterator[None]:
-    """Import and use transformers in this context only.
+    """Import and use transformers in this context only, one thread at a time.
 
     Where transformers is first imported here, it takes the package `kernels` for missing until the process ends.
     """
+    with PROCESS_WIDE:
+        yield from _kept_from_fetching()
+
+
+def _kept_from_fetching() -> Iterator[None]:
     hidden = "kernels" not in sys.modules
     if hidden:
         sys.modules["kernels"] = None  # type: ignore[assignment]  # Python's own way to say that there is none

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from twellc.base.threads import PROCESS_WIDE
 from twellc.passes.block_profile import BlockProfile
 from twellc.plugins.library import COMPRESSIONS, TILE
 from twellc.reporting.words import clean, percent, short_count
@@ -259,7 +260,8 @@ def _figure(name: str, height: float, width: float = _WIDTH) -> Iterator[tuple[A
 
     svg: list[str] = []
     # The salt keeps names of clipping paths apart: those of all figures live in one page.
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": clean(name)}), warnings.catch_warnings():
+    style = {**_STYLE, "svg.hashsalt": clean(name)}
+    with PROCESS_WIDE, matplotlib.rc_context(style), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of letters that the font, which the page replaces, lacks
         figure = Figure(figsize=(width / _UNIT, height / _UNIT), layout="constrained")
         axes = figure.subplots()
