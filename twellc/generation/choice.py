@@ -2,8 +2,9 @@
 
 transformers makes processors and criteria for each prompt by itself, without padding, so that lengths and totals which
 they hold are its own. They are called with the rows of that prompt alone. Those of transformers that hold nothing of a
-prompt but its length are shared by all prompts of one length; those that look at the scores alone by all prompts, and
-they can be in a CUDA graph. The graph reads their values from the device, so that it holds for all values.
+prompt but its length are shared by all prompts of one length; those that look at the scores and at which tokens there
+are by all prompts. Those of the scores alone can be in a CUDA graph, which reads their values from the device, so that
+it holds for all values.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -69,6 +71,16 @@ def are_of_scores(processors: LogitsProcessorList) -> bool:
     return len(processors) <= MOST_VALUES and all(type(each) in _OF_SCORES for each in processors)
 
 
+def are_of_a_set(processors: LogitsProcessorList) -> bool:
+    """Whether processors look at the scores and at which tokens there are, but not at how many, or where."""
+    return all(type(each) in _OF_SCORES or _is_penalty(each) for each in processors)
+
+
+def _is_penalty(processor: Any) -> bool:
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    return type(processor) is RepetitionPenaltyLogitsProcessor and ignored is None
+
+
 def are_of_a_length(processors: LogitsProcessorList) -> bool:
     """Whether processors hold nothing of a prompt but its length."""
     return all(type(each) in _OF_SCORES or _is_one_of(each, _OF_A_LENGTH) for each in processors)
@@ -85,7 +97,7 @@ class _Processor(Protocol):
 
 @dataclass(eq=False)
 class _Rows:
-    """Rows of one length, and their processors.
+    """Rows of the same processors, of one length or with copies of their first tokens before them.
 
     Attributes:
         numbers: Which rows of the batch.
@@ -141,7 +153,8 @@ class Choice:
             alike.setdefault(id(prompt.processors), []).append(number)
         for several in alike.values():
             numbers = [number * answers + row for number in several for row in range(answers)]
-            known = torch.cat([prompts[number].tokens for number in several]).to(device)
+            width = max(prompts[number].tokens.shape[1] for number in several)
+            known = torch.cat([_widened(prompts[number].tokens, width) for number in several]).to(device)
             processors: Any = prompts[several[0]].processors
             self._rows.append(_Rows(numbers, torch.tensor(numbers, device=device), known, processors))
 
@@ -201,6 +214,11 @@ class Choice:
             if not all(self._ended[number] for number in rows.numbers):
                 scores[rows.index] = rows.processors(rows.known, logits[rows.index])
         return scores
+
+
+def _widened(tokens: Tensor, width: int) -> Tensor:
+    """Put copies of the first token before a prompt: where lengths differ, processors look at a set of tokens."""
+    return torch.cat([tokens[:, :1].expand(-1, width - tokens.shape[1]), tokens], dim=-1)
 
 
 def _kind(processor: Any, name: str) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from twellc.base.errors import UserError
 from twellc.generation.backend import Backend
-from twellc.generation.choice import Prompt, are_of_a_length, are_of_scores
+from twellc.generation.choice import Prompt, are_of_a_length, are_of_a_set
 from twellc.generation.sampling import SEEDS, is_seed
 from twellc.generation.steps import Decoder, Step
 
@@ -106,7 +106,7 @@ class CausalModel(GenerationMixin):
             prompts.append(replace(prompt, tokens=tokens.expand(len(prompt.tokens), -1)))
             if are_of_a_length(prompt.processors):
                 new_tokens_alone = config.max_new_tokens is not None and not options.get("stopping_criteria")
-                known[None if new_tokens_alone and are_of_scores(prompt.processors) else len(tokens)] = made
+                known[None if new_tokens_alone and are_of_a_set(prompt.processors) else len(tokens)] = made
         pad = config._pad_token_tensor
         return self.decoder.steps(prompts, bool(config.do_sample), 0 if pad is None else int(pad), seed)
 

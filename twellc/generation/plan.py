@@ -113,6 +113,10 @@ class TensorRTCalls:
 
     def run(self, inputs: dict[str, Tensor]) -> Tensor:
         """Run the plan; see `PlanCalls`."""
+        with torch.cuda.device(self.device):
+            return self._run(inputs)
+
+    def _run(self, inputs: dict[str, Tensor]) -> Tensor:
         rows, tokens = inputs[INPUT_IDS].shape
         decodes = tokens == 1
         execution = self._executions.pop(decodes, None)  # gone where this fails midway

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +16,16 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
+    MinPLogitsWarper,
     NoRepeatNGramLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
     PreTrainedConfig,
     StoppingCriteria,
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
     WatermarkingConfig,
 )
 
@@ -28,6 +33,7 @@ from tests.twellc.generation.alone import generate_alone
 from tests.twellc.generation.test_families import LENGTHS, made, prompts
 from tests.twellc.generation.test_plan import StandIn
 from twellc.base.errors import UserError
+from twellc.generation.choice import Choice, Prompt
 from twellc.generation.model import CausalModel
 from twellc.generation.plan import PlanBackend
 from twellc.loaders.cached import load_with_cache
@@ -61,6 +67,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sequence_bias": {"sequence_bias": [[[5], 3.0], [[7, 9], 40.0]]},
     "encoder_repetition_penalty": {"encoder_repetition_penalty": 1.5},
     "repetition_penalty": {"repetition_penalty": 1.5},
+    "penalty and n-grams": {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2},
     "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
     "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 1},
     "bad_words_ids": {"bad_words_ids": [[token] for token in range(3, 96, 2)] + [[4, 6], [0, 8]]},
@@ -161,6 +168,25 @@ def test_objects_of_transformers_that_know_a_prompt(models: dict[str, Any]) -> N
     by_argument = models["torch"].generate(input_ids, watermarking_config=mark, **given)
     processors = LogitsProcessorList([mark.construct_processor(96, "cpu")])
     assert torch.equal(models["torch"].generate(input_ids, logits_processor=processors, **given), by_argument)
+
+
+def test_values_of_sampling_are_read_from_the_device() -> None:
+    """Scores are bit for bit those of transformers, and a graph for some values is one for others."""
+    chosen, logits, keys = random.Random(3), 4 * torch.randn(3, 3000), set[Any]()
+    for _ in range(60):
+        processors = LogitsProcessorList(
+            [
+                TemperatureLogitsWarper(chosen.uniform(0.1, 3)), TopKLogitsWarper(chosen.choice((1, 64, 900, 4000))),
+                TopPLogitsWarper(chosen.uniform(0.05, 0.999)), MinPLogitsWarper(chosen.uniform(0.001, 0.3)),
+            ]
+        )  # fmt: skip
+        row = torch.tensor([[5, 6]])
+        prompts = [Prompt(row, processors, StoppingCriteriaList(), frozenset(), 4) for _ in range(3)]
+        choice = Choice(prompts, True, 0, [False] * 3, torch.device("cpu"), True)
+        keys.add(choice.key)
+        values = torch.tensor(choice.values, dtype=torch.float64)
+        assert torch.equal(choice._scores(logits, values), processors(row, logits))  # type: ignore[arg-type]
+    assert None not in keys and len(keys) == 3, "one for small k, one for larger ones, one for all"
 
 
 def test_draws_without_a_seed(models: dict[str, Any]) -> None:
