@@ -46,9 +46,10 @@ from twellc.benchmarking.contest import Contest
 from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, PACKED, Block, Fp8, Packed, takes_fp8
 from twellc.benchmarking.plans import PLAN_DENSE, PLAN_TWELL
 from twellc.generation.backend import Backend
+from twellc.generation.choice import Prompt
 from twellc.generation.directory import TorchBackend
 from twellc.generation.plan import load_plan
-from twellc.generation.steps import Choice, Decoder
+from twellc.generation.steps import Decoder
 
 TWELL_EAGER, TWELL_COMPILED = "twell eager", "twell compiled"
 # Where these stand among the contestants, the first one is the yardstick of errors.
@@ -173,11 +174,10 @@ def whole_answer(backend: Backend, ids: Tensor) -> dict[str, Any]:
     """Decode an answer greedily, as `twellc generate` does, twice; return the statistics of the second time."""
     decoder = Decoder(backend)
     for _ in range(2):
-        prompts = ids[:, :_PROMPT]
-        choice = Choice(LogitsProcessorList(), draws=False)
-        lengths = [prompts.shape[1]] * len(prompts)
-        answer = min(_ANSWER, backend.longest - prompts.shape[1])
-        for _step in decoder.steps(prompts, lengths, answer, choice, StoppingCriteriaList()):
+        rows = ids[:, :_PROMPT].cpu()
+        answer = min(_ANSWER, backend.longest - rows.shape[1])
+        processors, criteria = LogitsProcessorList(), StoppingCriteriaList()
+        for _step in decoder.steps([Prompt(row[None], processors, criteria, frozenset(), answer) for row in rows]):
             pass
     return decoder.stats.to_json()
 
