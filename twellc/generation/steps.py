@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -34,6 +35,9 @@ from twellc.generation.sampling import GenerationStats, PromptError
 _LOG = logging.getLogger("twellc")
 # Held while a graph is recorded: torch empties its cache of memory before, which another recording does not survive.
 _RECORDING = threading.Lock()
+# Streams for recording that no decoder has. Graphs of one stream may share memory that cuBLAS works in: decoders that
+# are there at the same time have other ones.
+_FREE_STREAMS: dict[torch.device, list[torch.cuda.Stream]] = {}
 
 
 @dataclass
@@ -70,8 +74,7 @@ class Decoder:
         self._tokens = self._places = torch.empty(0, device=backend.device)
         self._last = torch.zeros((), dtype=torch.int64, device=backend.device)
         self._values = torch.zeros(MOST_VALUES, dtype=torch.float64, device=backend.device)
-        # torch's own stream for recording is of one device, and one for all.
-        self._recording = torch.cuda.Stream(backend.device) if backend.device.type == "cuda" else None
+        self._recording = _stream_for(self, backend.device) if backend.device.type == "cuda" else None
         self._call = 0
 
     @torch.no_grad()
@@ -260,6 +263,14 @@ class Decoder:
         self._tokens.copy_(choice.tokens(logits, self._values, self._generator))
         # A row that has ended goes on; in the last place of its own cache it harms nobody.
         self._places.copy_(torch.minimum(self._places + 1, self._last))
+
+
+def _stream_for(decoder: Decoder, device: torch.device) -> torch.cuda.Stream:
+    """Return a stream for recording, which is free again when the decoder is gone."""
+    free = _FREE_STREAMS.setdefault(device, [])
+    stream = free.pop() if free else torch.cuda.Stream(device)
+    weakref.finalize(decoder, free.append, stream)
+    return stream
 
 
 def _start_reading(tokens: Tensor, slot: Tensor) -> Callable[[], list[int]]:
