@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from twellc.generation.llm import LLM
     from twellc.generation.sampling import GenerationStats, RequestOutput
 
-# What the command line calls arguments of `LLM`.
-_OPTIONS = {"max_model_len": "--max-length", "compiled": "--compile", "device": "--device"}
+# What the command line calls arguments of `LLM` and `SamplingParams`; others have the same name.
+_OPTIONS = {"max_model_len": "--max-length", "compiled": "--compile", "max_tokens": "--max-new-tokens"}
 _NUMBER = click.FloatRange(0, min_open=False)
 
 
@@ -105,15 +106,18 @@ def generate(
     """
     if prompt is not None and prompts_file is not None:
         raise UserError("--prompts-file", "there is a prompt already", got="--prompt, too", fix="Leave one out.")
-    params = SamplingParams(**sampling)
+    with _as_typed(*sampling):
+        params = SamplingParams(**sampling)
     requests = None if prompts_file is None else _read_prompts(prompts_file)
     if prompt is not None:
         requests = [("--prompt", prompt)]
     with show_progress() as progress:
         progress("loading the model")
-        from twellc.generation.llm import joined
+        from twellc.generation.llm import LLM, joined
 
-        llm = _load(model, device=device, max_model_len=max_model_len, compiled=compiled)
+        options: dict[str, Any] = {"device": device, "max_model_len": max_model_len, "compiled": compiled}
+        with _as_typed(*options):
+            llm = LLM(model, **options)
     for note in llm.notes:
         say("Note:", f"{note}.")
     writes = llm.has_chat_template if template is None else template
@@ -142,17 +146,16 @@ def generate(
         _say_stats(llm.stats, stats)
 
 
-def _load(model: Path, **options: Any) -> LLM:
-    """Load a model; messages name options as the command line does."""
-    from twellc.generation.llm import LLM
-
+@contextmanager
+def _as_typed(*names: str) -> Iterator[None]:
+    """Let messages about arguments name options as the command line does."""
     try:
-        return LLM(model, **options)
+        yield
     except UserError as error:
         name = str(error).partition(":")[0]
-        if name not in _OPTIONS:
+        if name not in names:
             raise
-        raise error.about(f"{name}:", f"{_OPTIONS[name]}:") from error
+        raise error.about(f"{name}:", f"{_OPTIONS.get(name, f'--{name}'.replace('_', '-'))}:") from error
 
 
 def _answer(llm: LLM, requests: list[tuple[str, Any]], params: SamplingParams, writes: bool) -> Iterator[RequestOutput]:

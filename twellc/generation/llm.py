@@ -20,13 +20,21 @@ from twellc.generation.model import CausalModel
 from twellc.generation.plan import load_plan
 from twellc.generation.sampling import CompletionOutput, GenerationStats, PromptError, RequestOutput, SamplingParams
 from twellc.generation.text import Answer, Messages, load_codec
+from twellc.generation.vllm_names import CALL, ENGINE, PROMPT, refuse_others
 from twellc.loaders.checkpoint import end_tokens, pad_token
 from twellc.options.source import refuse_missing
 
 Stream = Generator[RequestOutput, None, None]
 _T = TypeVar("_T")
 _U = TypeVar("_U")
-Prompt = str | Sequence[int] | Mapping[str, Any]
+# Arrays and tensors of integers, too.
+Prompt = str | Sequence[int] | Mapping[str, Any] | Any
+Prompts = Prompt | Sequence[Prompt]
+Params = SamplingParams | Sequence[SamplingParams] | None
+# Names of precisions in vLLM and torch.
+_DTYPES: dict[str, str | None] = {
+    "auto": None, "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32",
+}  # fmt: skip
 
 
 class LLM:
@@ -43,10 +51,11 @@ class LLM:
         *,
         tokenizer: str | os.PathLike[str] | None = None,
         device: str | torch.device | None = "auto",
-        dtype: str | None = None,
+        dtype: str | torch.dtype | None = None,
         max_model_len: int | None = None,
         compiled: bool = False,
         layers: str = "auto",
+        **others: Any,
     ) -> None:
         """Load a model.
 
@@ -55,16 +64,23 @@ class LLM:
             tokenizer: A directory with its tokenizer; None is the model's own.
             device: Where it runs: `auto`, `cpu`, `cuda` or `cuda:N`; `auto` and None are the GPU where torch sees one.
                 A plan runs on a GPU.
-            dtype: In which precision: `bf16`, `fp16` or `fp32`; None is that of the weights, on a GPU bf16 for float32.
+            dtype: In which precision: `bf16`, `fp16` or `fp32`, or a name of vLLM; None and `auto` are that of the
+                weights, on a GPU bf16 for float32.
             max_model_len: Tokens of a prompt and its answer together, but for the answer's last, which takes no place
                 in the cache; None makes the cache as it is needed.
             compiled: Whether torch.compile compiles a directory: faster, after minutes.
             layers: Which feed-forward blocks of a directory the `twell` ops compute, see `twellc.optimize`.
+            others: Other arguments of vLLM, with values that ask for nothing that is not there.
 
         Raises:
             UserError: There is no causal language model, no tokenizer, or no such device; or an argument is of another
-                kind.
+                kind, or asks for what is not there.
         """
+        known = ("tokenizer", "device", "dtype", "max_model_len", "compiled", "layers")
+        idle = refuse_others("twellc.LLM", ENGINE, known, others)
+        precision: Any = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+        if isinstance(precision, str):
+            precision = _DTYPES.get(precision, precision)
         _refuse_other_kinds(model, tokenizer, max_model_len, compiled)
         path = Path(model)
         refuse_missing(path, "a Hugging Face directory, or a plan")
@@ -72,7 +88,7 @@ class LLM:
         settings: Any = GenerationConfig
         plan_config: Any = PreTrainedConfig
         if path.is_dir():
-            loaded = load_directory(path, device, dtype, max_model_len, compiled, layers)
+            loaded = load_directory(path, device, precision, max_model_len, compiled, layers)
             backend, config, notes, folder = loaded, loaded.model.config, loaded.notes, path
             # Its own: how the model's makers would draw is not how it answers unless told otherwise.
             ends = end_tokens(path, config)
@@ -80,7 +96,7 @@ class LLM:
             backend, cache = load_plan(path, device)
             config, notes, ends = plan_config(vocab_size=backend.vocabulary), [], cache.end_tokens
             folder = path.with_name(cache.text or path.name)
-            _refuse_of_a_plan(dtype=dtype, compiled=compiled, layers=layers != "auto")
+            _refuse_of_a_plan(dtype=precision, compiled=compiled, layers=layers != "auto")
             if max_model_len is not None and max_model_len != backend.longest:
                 raise UserError(
                     "max_model_len", "is not that of the plan", got=str(max_model_len), expected=str(backend.longest),
@@ -94,6 +110,7 @@ class LLM:
             raise UserError(f"tokenizer {tokenizer}", "there is no such folder", expected="a folder with a tokenizer")
         self._codec = load_codec(Path(tokenizer) if tokenizer is not None else folder, backend.vocabulary)
         self.notes = [*notes, *([self._codec.note] if self._codec.note else [])]
+        self.notes += [f"these arguments have no effect here: {', '.join(idle)}"] if idle else []
 
     @property
     def stats(self) -> GenerationStats:
@@ -111,19 +128,22 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | None = None,
+        prompts: Prompts,
+        sampling_params: Params = None,
         *,
         logits_processor: LogitsProcessorList | None = None,
         stopping_criteria: StoppingCriteriaList | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Answer prompts, all at once.
 
         Args:
-            prompts: A text, its tokens, or a mapping with `prompt` or `prompt_token_ids`; or several of these.
+            prompts: A text, its tokens, also as an array or tensor of integers, or a mapping with `prompt` or
+                `prompt_token_ids`; or several of these.
             sampling_params: How tokens are chosen; None is greedy.
             logits_processor: Processors of transformers, besides those of `sampling_params`.
             stopping_criteria: Criteria of transformers, likewise.
+            others: Other arguments of vLLM, with values that ask for nothing that is not there.
 
         Raises:
             UserError: A prompt is empty or longer than the cache, or there are more than the model takes at once.
@@ -131,19 +151,26 @@ class LLM:
         with self.model.decoder.lock:
             return joined(
                 self.generate_stream(
-                    prompts, sampling_params, logits_processor=logits_processor, stopping_criteria=stopping_criteria
+                    prompts,
+                    sampling_params,
+                    logits_processor=logits_processor,
+                    stopping_criteria=stopping_criteria,
+                    **others,
                 )
             )
 
     def generate_stream(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | None = None,
+        prompts: Prompts,
+        sampling_params: Params = None,
         *,
         logits_processor: LogitsProcessorList | None = None,
         stopping_criteria: StoppingCriteriaList | None = None,
+        **others: Any,
     ) -> Stream:
         """Answer prompts as `generate` does, and give each piece of an answer as it comes."""
+        refuse_others("LLM.generate", CALL, ("logits_processor", "stopping_criteria"), others)
+        prompts = _as_lists(prompts)
         several: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
         given = _each("prompts", several, self._tokens_of)
         texts, tokens = [text for text, _ in given], [tokens for _, tokens in given]
@@ -152,10 +179,11 @@ class LLM:
     def chat(
         self,
         messages: Messages | Sequence[Messages],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params = None,
         *,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Answer conversations, written down by the tokenizer's chat template.
 
@@ -164,6 +192,8 @@ class LLM:
             sampling_params: How tokens are chosen; None is greedy.
             chat_template: A template in place of the tokenizer's.
             chat_template_kwargs: What the template takes besides.
+            others: Other arguments of vLLM: `tools`, `add_generation_prompt` and `continue_final_message` go to the
+                template, others are taken with values that ask for nothing that is not there.
 
         Raises:
             UserError: There is no chat template, or see `generate`.
@@ -171,23 +201,31 @@ class LLM:
         with self.model.decoder.lock:
             return joined(
                 self.chat_stream(
-                    messages, sampling_params, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs
+                    messages,
+                    sampling_params,
+                    chat_template=chat_template,
+                    chat_template_kwargs=chat_template_kwargs,
+                    **others,
                 )
             )
 
     def chat_stream(
         self,
         messages: Messages | Sequence[Messages],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params = None,
         *,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> Stream:
         """Answer conversations as `chat` does, and give each piece of an answer as it comes."""
+        names = ("tools", "add_generation_prompt", "continue_final_message")
+        options = {name: others.pop(name) for name in names if name in others} | dict(chat_template_kwargs or {})
+        refuse_others("LLM.chat", CALL, ("chat_template", "chat_template_kwargs", *names), others)
 
         def tokens_of(conversation: Messages) -> list[int]:
             _refuse_other_messages(conversation)
-            return self._codec.conversation(conversation, chat_template, chat_template_kwargs or {})
+            return self._codec.conversation(conversation, chat_template, options)
 
         tokens = _each("messages", _conversations(messages), tokens_of)
         return self._stream("messages", [None] * len(tokens), tokens, sampling_params, None, None)
@@ -195,19 +233,24 @@ class LLM:
     def _tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         given: Any = prompt
         if isinstance(prompt, Mapping):
-            given = prompt.get("prompt_token_ids", prompt.get("prompt"))
+            names = ("prompt", "prompt_token_ids")
+            refuse_others("a prompt", PROMPT, names, {name: prompt[name] for name in prompt if name not in names})
+            text, tokens = map(prompt.get, names)
+            given = text if tokens is None else tokens
+        given = _as_lists(given)
         if isinstance(given, str):
             return given, self._codec.encode(given)
-        if not isinstance(given, Sequence) or not all(type(token) is int for token in given):
-            raise PromptError("a prompt", "is neither a text nor tokens", got=type(given).__name__)
-        return None, list(given)
+        if isinstance(given, bytes | bytearray) or not _holds_integers(given):
+            got = repr(given)[:40] if isinstance(given, list | bytes) else type(given).__name__
+            raise PromptError("a prompt", "is neither a text nor tokens", got=got, expected="a text, or integers")
+        return None, list(map(int, given))
 
     def _stream(
         self,
         argument: str,
         texts: Sequence[str | None],
         prompts: Sequence[list[int]],
-        sampling_params: SamplingParams | None,
+        sampling_params: Params,
         processors: LogitsProcessorList | None,
         criteria: StoppingCriteriaList | None,
     ) -> Stream:
@@ -221,28 +264,29 @@ class LLM:
             processors: Likewise.
             criteria: Likewise.
         """
-        params = SamplingParams() if sampling_params is None else sampling_params
-        if not isinstance(params, SamplingParams):
-            raise UserError("sampling_params", "is not one SamplingParams", got=type(params).__name__)
+        params = _one_params(sampling_params)
         if not prompts:
             raise UserError("prompts", "there is none")
-        vocabulary = self.model.decoder.backend.vocabulary
+        vocabulary, longest = self.model.decoder.backend.vocabulary, self.model.decoder.backend.longest
+        if params.truncate_prompt_tokens is not None:
+            kept = longest if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
+            prompts = [prompt[-kept:] for prompt in prompts]
         _each(argument, prompts, functools.partial(_refuse_other_tokens, vocabulary))
         width = max(map(len, prompts))
         input_ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         seen = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         ends = params.stop_tokens | (set() if params.ignore_eos else self._ends)
-        answers = [Answer(self._codec.stream(prompt, params.skip_special_tokens), params.stops) for prompt in prompts]
+        answers = [Answer(self._codec.stream(prompt, params.skip_special_tokens), params) for prompt in prompts]
         steps = self.model.steps(
-            input_ids, attention_mask=seen, logits_processor=processors, stopping_criteria=criteria, seed=params.seed,
-            ignore_eos=True, **_options(params),
+            input_ids, attention_mask=seen, logits_processor=processors, stopping_criteria=criteria,
+            seed=None if params.seed == -1 else params.seed, ignore_eos=True, **self._options(params, sorted(ends)),
         )  # fmt: skip
         going = set(range(len(prompts)))
         with _saying_which(argument, len(prompts)):
             for step in steps:
                 for row in sorted(going):
                     token, answer = step.tokens[row], answers[row]
-                    text = answer.put(token) if token not in ends else ""
+                    text = answer.put(token) if token not in ends or params.include_stop_str_in_output else ""
                     step.ended[row] |= token in ends or bool(answer.stopped)
                     output = CompletionOutput(0, text, [token])
                     if step.ended[row]:
@@ -252,6 +296,59 @@ class LLM:
                         limited = step.limited[row] and token not in ends and not answer.stopped
                         output.finish_reason = "length" if limited else "stop"
                     yield RequestOutput(str(row), texts[row], prompts[row], [output], step.ended[row])
+
+    def _options(self, params: SamplingParams, ends: list[int]) -> dict[str, Any]:
+        """Return what transformers calls the same; `ends` are the tokens that end an answer.
+
+        Raises:
+            UserError: The model does not have one of the tokens.
+        """
+        vocabulary, longest = self.model.decoder.backend.vocabulary, self.model.decoder.backend.longest
+        for name in ("logit_bias", "allowed_token_ids"):
+            others = [token for token in getattr(params, name) or () if token >= vocabulary]
+            if others:
+                raise UserError(
+                    name, "has a token that the model does not have", got=str(others[0]),
+                    expected=f"0 to {vocabulary - 1}",
+                )  # fmt: skip
+        options: dict[str, Any] = {"max_new_tokens": params.max_tokens or longest, "do_sample": params.draws}
+        if params.repetition_penalty != 1:
+            options["repetition_penalty"] = float(params.repetition_penalty)
+        if params.min_tokens and ends:
+            options |= {"min_new_tokens": params.min_tokens, "eos_token_id": ends}
+        if params.logit_bias:
+            options["sequence_bias"] = {(token,): float(bias) for token, bias in params.logit_bias.items()}
+        if params.allowed_token_ids is not None:
+            options["suppress_tokens"] = sorted(set(range(vocabulary)).difference(params.allowed_token_ids)) or None
+        if params.bad_words:
+            # Where a word stands behind a space, it may be other tokens.
+            words = [f"{space}{word.lstrip()}" for word in params.bad_words for space in ("", " ")]
+            options["bad_words_ids"] = [self._codec.encode(word, special=False) for word in words]
+        if params.draws:
+            options |= {
+                "temperature": float(params.temperature),
+                "top_k": max(params.top_k, 0),
+                "top_p": float(params.top_p),
+            }
+            options |= {"min_p": params.min_p} if params.min_p > 0 else {}
+        return options
+
+
+def _one_params(given: Params) -> SamplingParams:
+    """Return the one `SamplingParams` of a call.
+
+    Raises:
+        UserError: There are several that differ, or it is something else.
+    """
+    several = list(given) if isinstance(given, Sequence) else [SamplingParams() if given is None else given]
+    if not several or not all(isinstance(each, SamplingParams) for each in several):
+        raise UserError("sampling_params", "is not a SamplingParams", got=repr(given)[:80])
+    if any(each != several[0] for each in several):
+        raise UserError(
+            "sampling_params", "prompts of one call have the same SamplingParams", got=f"{len(several)} that differ",
+            fix="Make a call for each.",
+        )  # fmt: skip
+    return several[0]
 
 
 def _refuse_other_kinds(model: object, tokenizer: object, max_model_len: object, compiled: object) -> None:
@@ -345,26 +442,36 @@ def _is_message(given: Any) -> bool:
     return isinstance(given.get("content"), str | list) or "tool_calls" in given
 
 
+def _as_lists(given: Any) -> Any:
+    """Return an array or a tensor of integers or texts as lists; everything else as it is.
+
+    Raises:
+        PromptError: It is of another type, or a number by itself.
+    """
+    if not hasattr(given, "tolist") or not hasattr(given, "dtype") or isinstance(given, numbers.Integral):
+        return given
+    values = given.tolist()
+    kind = str(given.dtype).removeprefix("torch.")
+    is_text = isinstance(values, list) and all(isinstance(each, str) for each in values)
+    if not isinstance(values, list) or not ("int" in kind.lower() or is_text):
+        raise PromptError(
+            "a prompt", "is an array, but not one of token ids", got=f"{kind} {list(given.shape)}",
+            expected="integers, [tokens], or [prompts, tokens] for several",
+        )  # fmt: skip
+    return values
+
+
+def _holds_integers(given: Any) -> bool:
+    return isinstance(given, Sequence) and all(
+        isinstance(token, numbers.Integral) and not isinstance(token, bool) for token in given
+    )
+
+
 def _is_one(prompts: Any) -> bool:
     """Whether it is one prompt, and not several."""
-    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, str | bytes | bytearray | Mapping) or not isinstance(prompts, Iterable):
         return True
-    return isinstance(prompts, Sequence) and bool(prompts) and type(prompts[0]) is int
-
-
-def _options(params: SamplingParams) -> dict[str, Any]:
-    """Return what transformers calls the same."""
-    options: dict[str, Any] = {"max_new_tokens": params.max_tokens, "do_sample": params.draws}
-    if params.repetition_penalty != 1:
-        options["repetition_penalty"] = float(params.repetition_penalty)
-    if params.draws:
-        options |= {
-            "temperature": float(params.temperature),
-            "top_k": max(params.top_k, 0),
-            "top_p": float(params.top_p),
-        }
-        options |= {"min_p": params.min_p} if params.min_p > 0 else {}
-    return options
+    return isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], numbers.Integral)
 
 
 def joined(pieces: Iterable[RequestOutput]) -> list[RequestOutput]:

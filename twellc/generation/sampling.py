@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 import sys
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import Any, ClassVar, TypeVar
 
 from twellc.base.errors import UserError
 from twellc.base.records import Record
+from twellc.generation.vllm_names import SAMPLING, refuse_others
 from twellc.options.samples import LARGEST_SEED
 
+_T = TypeVar("_T")
 DEFAULT_TOKENS = 128
 _LEAST_TEMPERATURE = 1e-5
 _LARGEST = sys.float_info.max
@@ -36,36 +39,75 @@ class PromptError(UserError):
         return PromptError(where or self._where, what, index=index, **details)
 
 
-@dataclass(frozen=True, kw_only=True)
+def _answers_vllm(params: type[_T]) -> type[_T]:
+    """Let the constructor take each name of vLLM, or say what is not there."""
+    plain: Any = params.__init__
+    known = [each.name for each in fields(params)]  # type: ignore[arg-type]
+
+    @functools.wraps(plain)
+    def init(self: _T, *given: Any, **named: Any) -> None:
+        others = {name: named.pop(name) for name in list(named) if name not in known}
+        refuse_others("SamplingParams", SAMPLING, known, others)
+        plain(self, *given, **named)
+
+    setattr(params, "__init__", init)  # noqa: B010, mypy forbids the assignment
+    return params
+
+
+@_answers_vllm
+@dataclass(frozen=True)
 class SamplingParams:
     """How tokens are chosen, and when that ends. Greedy unless `temperature` is 1e-5 or more.
 
+    Names and their order are vLLM's. Other names of vLLM are taken, too, with values that ask for nothing.
+
     Attributes:
-        max_tokens: New tokens of a prompt at most. The cache may end an answer earlier.
+        n: Answers of a prompt: 1.
+        presence_penalty: 0.
+        frequency_penalty: 0.
+        repetition_penalty: Above 1 makes tokens less likely that stand in the prompt or the answer.
         temperature: 0, or less than 1e-5, takes the likeliest token; else logits are divided by it, and a token is
             drawn.
-        top_k: Draw among the so many likeliest tokens; 0 or -1: among all.
         top_p: Draw among the likeliest tokens whose probabilities add up to so much.
+        top_k: Draw among the so many likeliest tokens; 0 or -1: among all.
         min_p: Draw among tokens that are at least so many times as likely as the likeliest.
-        repetition_penalty: Above 1 makes tokens less likely that stand in the prompt or the answer.
-        seed: Seed of what is drawn; None draws anew in each call.
+        seed: Seed of what is drawn; None or -1 draws anew in each call.
         stop: Texts that end an answer; they are not part of it.
         stop_token_ids: Tokens that end an answer, besides those of the model.
         ignore_eos: Whether the model's own end tokens do not end an answer.
+        max_tokens: New tokens of a prompt at most; None for as many as fit. The cache may end an answer earlier.
+        min_tokens: New tokens of a prompt before a token or a text may end its answer.
+        detokenize: Whether answers have texts.
         skip_special_tokens: Whether special tokens are left out of texts.
+        include_stop_str_in_output: Whether what ends an answer is part of its text.
+        truncate_prompt_tokens: Take so many of the last tokens of a prompt; -1 for as many as fit, None for all.
+        logit_bias: What is added to the logits of tokens, by token.
+        allowed_token_ids: The tokens that are chosen among; None for all.
+        bad_words: Texts that an answer does not have. What stands at the end of the prompt may begin one.
     """
 
-    max_tokens: int = DEFAULT_TOKENS
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
+    max_tokens: int | None = DEFAULT_TOKENS
+    min_tokens: int = 0
+    _: KW_ONLY
+    detokenize: bool = True
     skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -73,10 +115,15 @@ class SamplingParams:
         Raises:
             UserError: One is out of its range.
         """
+        given = {name: getattr(self, name) for name in ("n", "presence_penalty", "frequency_penalty")}
+        refuse_others("SamplingParams", SAMPLING, (), given)
+        truncated, bias = self.truncate_prompt_tokens, self.logit_bias
         for name, holds, expected in (
-            ("max_tokens", _whole(self.max_tokens) and self.max_tokens >= 1, "an integer from 1 on"),
+            ("max_tokens", self.max_tokens is None or _from(1, self.max_tokens), "an integer from 1 on, or None"),
+            ("min_tokens", _from(0, self.min_tokens), "an integer from 0 on"),
+            ("min_tokens", self.max_tokens is None or self.min_tokens <= self.max_tokens, "max_tokens at most"),
             ("temperature", _number(self.temperature) and 0 <= self.temperature <= _LARGEST, "a number from 0 on"),
-            ("top_k", _whole(self.top_k) and self.top_k >= -1, "an integer from 1 on; 0 or -1 for all tokens"),
+            ("top_k", _from(-1, self.top_k), "an integer from 1 on; 0 or -1 for all tokens"),
             ("top_p", _number(self.top_p) and 0 < self.top_p <= 1, "a number above 0, and 1 at most"),
             ("min_p", _number(self.min_p) and 0 <= self.min_p <= 1, "a number from 0 to 1"),
             (
@@ -84,15 +131,35 @@ class SamplingParams:
                 _number(self.repetition_penalty) and 0 < self.repetition_penalty <= _LARGEST,
                 "a number above 0",
             ),
-            ("seed", is_seed(self.seed), SEEDS),
+            ("seed", is_seed(self.seed) or self.seed == -1, SEEDS),
             ("stop", _several(self.stop, str) and all(self.stops), "texts that are not empty"),
             (
                 "stop_token_ids",
                 _several(self.stop_token_ids, int) and min(self.stop_tokens, default=0) >= 0,
                 "token ids",
             ),
-            ("ignore_eos", isinstance(self.ignore_eos, bool), "True or False"),
-            ("skip_special_tokens", isinstance(self.skip_special_tokens, bool), "True or False"),
+            *(
+                (name, isinstance(getattr(self, name), bool), "True or False")
+                for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
+            ),
+            ("stop", self.detokenize or not self.stops, "none with detokenize=False: answers have no texts"),
+            (
+                "truncate_prompt_tokens",
+                truncated in (None, -1) or _from(1, truncated),
+                "an integer from 1 on; -1 for as many as fit, None for all",
+            ),
+            ("logit_bias", bias is None or _is_bias(bias), "a mapping from token ids to numbers"),
+            (
+                "allowed_token_ids",
+                self.allowed_token_ids is None
+                or (_several(self.allowed_token_ids, int) and min(self.allowed_token_ids, default=-1) >= 0),
+                "token ids, at least one",
+            ),
+            (
+                "bad_words",
+                not isinstance(self.bad_words, str) and _several(self.bad_words, str) and all(self.bad_words or ()),
+                "a list of texts that are not empty",
+            ),
         ):
             if not holds:
                 raise UserError(name, "is out of its range", got=repr(getattr(self, name)), expected=expected)
@@ -120,8 +187,16 @@ def is_seed(value: object) -> bool:
     return 0 <= int(value) <= LARGEST_SEED
 
 
-def _whole(value: object) -> bool:
-    return type(value) is int
+def _from(least: int, value: object) -> bool:
+    """Whether it is an integer from `least` on."""
+    return type(value) is int and value >= least
+
+
+def _is_bias(value: object) -> bool:
+    """Whether these are numbers by token."""
+    return isinstance(value, Mapping) and all(
+        _from(0, token) and _number(each) and abs(each) <= _LARGEST for token, each in value.items()
+    )
 
 
 def _number(value: object) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from twellc.base.errors import UserError, first_line
-from twellc.generation.sampling import PromptError
+from twellc.generation.sampling import PromptError, SamplingParams
 from twellc.loaders.checkpoint import read_config
 from twellc.samples.tokenizer import BYTES, has_tokenizer, pretrained_tokenizer, token_ids
 
@@ -43,8 +43,8 @@ class Codec(Protocol):
     has_template: bool
     note: str
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, special ones included."""
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Return the tokens of a text, `special` ones included."""
 
     def conversation(self, messages: Messages, template: str | None, options: Mapping[str, Any]) -> list[int]:
         """Return the tokens of a conversation, up to where the answer begins."""
@@ -88,10 +88,7 @@ class _Pretrained:
         self._path = path
         self.has_template = bool(getattr(self.tokenizer, "chat_template", None))
 
-    def encode(self, text: str) -> list[int]:
-        return self._tokens(text, special=True)
-
-    def _tokens(self, text: str, special: bool) -> list[int]:
+    def encode(self, text: str, special: bool = True) -> list[int]:
         _utf8(text)
         return token_ids(self._path, self.tokenizer, text, special=special)
 
@@ -109,7 +106,7 @@ class _Pretrained:
         except Exception as error:  # a template raises what it likes
             raise PromptError("a conversation", f"the chat template cannot write it ({first_line(error)})") from error
         # The template has written the special tokens.
-        return self._tokens(text, special=False)
+        return self.encode(text, special=False)
 
     def stream(self, prompt: Sequence[int], skip_special_tokens: bool) -> TextStream:
         return _PretrainedStream(self.tokenizer, prompt, skip_special_tokens)
@@ -173,8 +170,8 @@ class _Bytes:
         self._special = {*self._first, *(ends if isinstance(ends, list) else [ends])}
         self.note = "the model has 256 token ids and no tokenizer: text is bytes"
 
-    def encode(self, text: str) -> list[int]:
-        return self._first + list(_utf8(text))
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        return [*(self._first if special else ()), *_utf8(text)]
 
     def conversation(self, messages: Messages, template: str | None, options: Mapping[str, Any]) -> list[int]:
         raise UserError(
@@ -205,32 +202,35 @@ class Answer:
         stopped: The stop text that ended it; empty before.
     """
 
-    def __init__(self, stream: TextStream, stops: Sequence[str]) -> None:
+    def __init__(self, stream: TextStream, params: SamplingParams) -> None:
         self.stopped = ""
-        self._stream, self._stops = stream, stops
+        self._stream, self._params, self._tokens = stream, params, 0
         # What may be the beginning of a stop text.
         self._held = ""
 
     def put(self, token: int) -> str:
         """Take a token; return the text that is certain by now and was not returned before."""
-        return self._cut(self._stream.put(token))
+        self._tokens += 1
+        return self._cut(self._stream.put(token)) if self._params.detokenize else ""
 
     def end(self) -> str:
         """Return what is left behind the last token."""
-        if self.stopped:
+        if self.stopped or not self._params.detokenize:
             return ""
         piece = self._cut(self._stream.end())
         rest, self._held = self._held, ""
         return piece + rest
 
     def _cut(self, piece: str) -> str:
-        text = self._held + piece
-        found = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        if self._tokens <= self._params.min_tokens:
+            return piece
+        text, stops = self._held + piece, self._params.stops
+        found = [(text.find(stop), stop) for stop in stops if stop in text]
         if found:
             place, self.stopped = min(found)
             self._held = ""
-            return text[:place]
-        longest = max((_overlap(text, stop) for stop in self._stops), default=0)
+            return text[: place + (len(self.stopped) if self._params.include_stop_str_in_output else 0)]
+        longest = max((_overlap(text, stop) for stop in stops), default=0)
         self._held = text[len(text) - longest :]
         return text[: len(text) - longest]
 

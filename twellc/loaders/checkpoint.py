@@ -128,7 +128,7 @@ def end_tokens(path: Path, config: Any) -> list[int]:
     source = "generation_config.json" if "eos_token_id" in settings else "config.json"
     found = settings.get("eos_token_id", config.get_text_config(decoder=True).eos_token_id)
     several = found if isinstance(found, list) else [] if found is None else [found]
-    if any(type(token) is not int for token in several):
+    if not all(map(_is_token, several)):
         raise UserError(
             str(path / source), "eos_token_id is not a token", got=repr(found),
             expected="an integer, a list of integers, or null",
@@ -144,13 +144,18 @@ def pad_token(path: Path) -> int | None:
     """
     for name in ("generation_config.json", "config.json"):
         found = _read_json(path / name).get("pad_token_id") if (path / name).is_file() else None
-        if found is not None and type(found) is not int:
+        if found is not None and not _is_token(found):
             raise UserError(
                 str(path / name), "pad_token_id is not a token", got=repr(found), expected="an integer, or null"
             )
         if found is not None:
             return int(found)
     return None
+
+
+def _is_token(value: object) -> bool:
+    """Whether it is an integer that a tensor of tokens holds; of some models it is negative, for none."""
+    return type(value) is int and -(2**63) <= value < 2**63
 
 
 def _read_json(file: Path) -> dict[str, Any]:

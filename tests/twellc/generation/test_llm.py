@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -18,6 +20,7 @@ from tests import models
 from tests.models import VOCABULARY
 from tests.twellc.eager.test_optimize import Ops
 from twellc import LLM, SamplingParams, UserError
+from twellc.generation.vllm_names import ENGINE, SAMPLING
 from twellc.loaders.checkpoint import end_tokens
 
 PROMPTS = ["the quick brown", "größer", "fox"]
@@ -362,7 +365,17 @@ def test_a_prompt_that_does_not_fit(llm: LLM, talker: Path) -> None:
         ([[3, VOCABULARY]], f"a prompt: has a token that the model does not have; got {VOCABULARY}"),
         ([[-1]], "got -1; expected 0 to"),
         ([3.5], "a prompt: is neither a text nor tokens; got float"),
-        ([{"text": "a"}], "is neither a text nor tokens; got NoneType"),
+        ([{"text": "a"}], "a prompt: has no such argument; got 'text'"),
+        ({"prompt": "a", "promt_token_ids": [1]}, "got 'promt_token_ids'; expected prompt_token_ids"),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "multi_modal_data: prompts are text or tokens alone"),
+        ({"prompt": None, "prompt_token_ids": None}, "is neither a text nor tokens; got NoneType"),
+        (b"fox", "a prompt: is neither a text nor tokens; got b'fox'"),
+        ([b"fox", "a"], r"prompts\[0\]: is neither a text nor tokens"),
+        (bytearray(b"fox"), "is neither a text nor tokens; got bytearray"),
+        (np.array([1.0, 2.0]), r"a prompt: is an array, but not one of token ids; got float64 \[2\]"),
+        (torch.tensor(3), r"is an array, but not one of token ids; got int64 \[\]"),
+        ([[5], torch.tensor([True])], r"prompts\[1\]: is an array, but not one of token ids; got bool \[1\]"),
+        ([True, False], "is neither a text nor tokens"),
         (["a", "a\ud800"], r"prompts\[1\]: is not a text in UTF-8"),
         ([[5], [5] * 9, []], r"prompts\[2\]: is empty"),
         ([[5], [5] * 257, [5]], r"prompts\[1\]: is longer than the cache; got 257 tokens"),
@@ -371,6 +384,112 @@ def test_a_prompt_that_does_not_fit(llm: LLM, talker: Path) -> None:
 def test_bad_prompts(llm: LLM, prompts: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         llm.generate(prompts)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        np.array([5, 6, 7]), torch.tensor([5, 6, 7], dtype=torch.int32), [np.int64(5), 6, np.uint8(7)], (5, 6, 7),
+        np.array([[5, 6, 7]], np.uint16), [torch.tensor([5, 6, 7])], [np.array([5, 6, 7])], range(5, 8),
+        {"prompt": None, "prompt_token_ids": np.array([5, 6, 7])},
+        {"prompt": "said", "prompt_token_ids": [5, 6, 7], "multi_modal_data": None, "cache_salt": "x"},
+    ],
+)  # fmt: skip
+def test_prompts_as_arrays(llm: LLM, given: Any) -> None:
+    params = SamplingParams(max_tokens=3)
+    (expected,) = llm.generate([[5, 6, 7]], params)
+    (found,) = llm.generate(given, params)
+    assert found == expected and all(type(token) is int for token in found.prompt_token_ids)
+    several = llm.generate(np.array([[5, 6, 7], [8, 9, 10]]), params)
+    assert several[0].outputs == expected.outputs and several[1].prompt_token_ids == [8, 9, 10]
+
+
+def test_a_prompt_with_an_empty_field(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=3)
+    (found,) = llm.generate({"prompt": "fox", "prompt_token_ids": None}, params)
+    assert found == llm.generate("fox", params)[0]
+
+
+def test_what_users_of_vllm_type(llm: LLM) -> None:
+    """Values that ask for nothing change nothing; others are answered with a sentence."""
+    neutral: dict[str, Any] = {name: values[0] for name, (values, _) in SAMPLING.items() if values is not None}
+    idle: dict[str, Any] = {"skip_clone": True}
+    plain = llm.generate("fox", SamplingParams(max_tokens=6))
+    assert llm.generate("fox", SamplingParams(max_tokens=6, **neutral, **idle, seed=-1)) == plain
+    called: dict[str, Any] = {"use_tqdm": False, "lora_request": None, "priority": [0]}
+    assert llm.generate("fox", [SamplingParams(max_tokens=6)], **called) == plain
+    for name, value, message in (
+        ("logprobs", 0, "logprobs: log probabilities are not returned; got 0; expected None or False"),
+        ("n", 2, "n: a prompt has one answer: give the prompt several times; got 2"),
+        ("presence_penalty", 0.5, "presence_penalty: is not there: use repetition_penalty; got 0.5"),
+        ("structured_outputs", {"json": {}}, "structured_outputs: answers of a given form are not there"),
+        ("max_token", 3, "SamplingParams: has no such argument; got 'max_token'; expected max_tokens or min_tokens"),
+    ):
+        with pytest.raises(UserError, match=message):
+            SamplingParams(**{name: value})
+    assert SamplingParams(1, 0.0, 0.0, 1.5, 0.7, 0.9, 5) == SamplingParams(
+        repetition_penalty=1.5, temperature=0.7, top_p=0.9, top_k=5
+    )
+    with pytest.raises(UserError, match="lora_request: there are no adapters"):
+        llm.generate("fox", lora_request=1)
+    with pytest.raises(UserError, match=r"LLM\.generate: has no such argument; got 'use_tdqm'; expected use_tqdm"):
+        llm.generate("fox", use_tdqm=True)
+    with pytest.raises(UserError, match="sampling_params: prompts of one call have the same SamplingParams; got 2"):
+        llm.generate(["a", "b"], [SamplingParams(), SamplingParams(seed=1)])
+
+
+def test_engine_arguments_of_vllm(talker: Path) -> None:
+    neutral: dict[str, Any] = {name: values[0] for name, (values, _) in ENGINE.items() if values is not None}
+    found = LLM(talker, device="cpu", dtype="auto", gpu_memory_utilization=0.8, enforce_eager=True, **neutral)
+    assert found.notes[-1] == "these arguments have no effect here: gpu_memory_utilization, enforce_eager"
+    for name, value, message in (
+        ("tensor_parallel_size", 2, "tensor_parallel_size: a model runs on one GPU; got 2; expected 1"),
+        ("quantization", "awq", "quantization: weights are bfloat16, float16 or float32; got 'awq'"),
+        ("max_model_length", 5, "twellc.LLM: has no such argument; got 'max_model_length'; expected max_model_len"),
+        ("dtype", "int8", "dtype: no such choice; got 'int8'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            LLM(talker, device="cpu", **{name: value})
+    backend: Any = LLM(talker, device="cpu", dtype=torch.bfloat16).model.decoder.backend
+    assert backend.model.dtype == torch.bfloat16
+
+
+def test_what_changes_the_scores_or_ends_an_answer(llm: LLM) -> None:
+    """Each as transformers has it; rows of a batch are those that each is alone."""
+
+    def answer(prompt: Any = "fox", **options: Any) -> Any:
+        return llm.generate(prompt, SamplingParams(**{"max_tokens": 12, "ignore_eos": True, **options}))[0].outputs[0]
+
+    greedy = answer()
+    assert len(set(greedy.token_ids)) > 1
+    first = greedy.token_ids[0]
+    assert answer(logit_bias={first: -100}).token_ids[0] != first
+    assert answer(logit_bias={7: 100}).token_ids == [7] * 12
+    assert set(answer(allowed_token_ids=[5, 6]).token_ids) <= {5, 6}
+    assert answer(allowed_token_ids=range(VOCABULARY)) == greedy
+    word = greedy.text[0]
+    assert word not in answer(bad_words=[word]).text
+    ended = answer(stop_token_ids=[first], min_tokens=4)
+    assert len(ended.token_ids) >= 4 and first not in ended.token_ids[:4]
+    stop = greedy.text[:2]
+    assert answer(stop=stop, include_stop_str_in_output=True).text == stop and answer(stop=stop).text == ""
+    assert answer(stop=stop, min_tokens=11).text == greedy.text
+    assert answer(detokenize=False).text == "" and answer(detokenize=False).token_ids == greedy.token_ids
+    prompt = [9, 8, 7, 6, 5]
+    params = SamplingParams(max_tokens=4)
+    (output,) = llm.generate(prompt, SamplingParams(max_tokens=4, truncate_prompt_tokens=2))
+    assert output.prompt_token_ids == [6, 5] and output.outputs == llm.generate([6, 5], params)[0].outputs
+    longest, params = llm.model.decoder.backend.longest, SamplingParams(max_tokens=None, ignore_eos=True)
+    whole = llm.generate(prompt, params)[0].outputs[0]
+    assert len(whole.token_ids) == longest - len(prompt) + 1 and whole.finish_reason == "length"
+    params = SamplingParams(max_tokens=1, truncate_prompt_tokens=-1)
+    assert len(llm.generate([5] * (longest + 9), params)[0].prompt_token_ids) == longest
+    for options, message in (
+        ({"logit_bias": {VOCABULARY: 1}}, f"logit_bias: has a token that the model does not have; got {VOCABULARY}"),
+        ({"allowed_token_ids": [VOCABULARY]}, "allowed_token_ids: has a token"),
+    ):
+        with pytest.raises(UserError, match=message):
+            answer(**options)
 
 
 def test_bad_conversations(llm: LLM) -> None:
@@ -400,7 +519,9 @@ def test_bad_conversations(llm: LLM) -> None:
         {"stop": 5}, {"stop": ["a", ""]}, {"stop": b"a"}, {"stop_token_ids": 5}, {"stop_token_ids": [-1]},
         {"stop_token_ids": ["a"]}, {"ignore_eos": "no"}, {"skip_special_tokens": 1}, {"max_tokens": 0}, {"top_k": 2.0},
         {"stop": iter("ab")}, {"stop_token_ids": iter([3])}, {"seed": 1 << 63}, {"seed": "1"}, {"seed": True},
-        {"temperature": 10**400}, {"repetition_penalty": 10**400},
+        {"temperature": 10**400}, {"repetition_penalty": 10**400}, {"min_tokens": 200}, {"seed": -2},
+        {"logit_bias": {"a": 1}}, {"logit_bias": {1: math.nan}}, {"allowed_token_ids": []}, {"bad_words": "a"},
+        {"bad_words": [""]}, {"truncate_prompt_tokens": 0}, {"detokenize": 0}, {"include_stop_str_in_output": None},
     ],
 )  # fmt: skip
 def test_bad_parameters(values: dict[str, Any]) -> None:
@@ -439,8 +560,8 @@ def test_no_device_is_auto(talker: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_other_parameters(llm: LLM) -> None:
     assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
-    with pytest.raises(UserError, match="sampling_params: is not one SamplingParams; got list"):
-        llm.generate("fox", [SamplingParams()])  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"sampling_params: is not a SamplingParams; got \{"):
+        llm.generate("fox", {"max_tokens": 3})  # type: ignore[arg-type]
     # So little that logits divided by it are infinite.
     cold = SamplingParams(max_tokens=9, temperature=1e-40)
     assert llm.generate("fox", cold) == llm.generate("fox", SamplingParams(max_tokens=9))
@@ -486,7 +607,7 @@ def test_no_such_device(talker: Path, device: str) -> None:
     "given",
     [
         {"max_tokens": 0}, {"max_tokens": True}, {"temperature": -1}, {"temperature": float("nan")}, {"top_k": -2},
-        {"top_p": 0}, {"top_p": 1.1}, {"min_p": -0.1}, {"repetition_penalty": 0}, {"seed": -1}, {"stop": ""},
+        {"top_p": 0}, {"top_p": 1.1}, {"min_p": -0.1}, {"repetition_penalty": 0}, {"seed": -2}, {"stop": ""},
         {"stop": [3]}, {"stop_token_ids": ["a"]},
     ],
 )  # fmt: skip

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.models import VOCABULARY
 from twellc.base.errors import UserError
+from twellc.generation.sampling import SamplingParams
 from twellc.generation.text import Answer, _PretrainedStream, load_codec
 
 
@@ -35,7 +36,7 @@ class Spelled:
 @given(st.text("abc", max_size=12), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
 @settings(deadline=None)
 def test_stop_texts(text: str, stops: list[str]) -> None:
-    answer, pieces = Answer(Spelled(), stops), []
+    answer, pieces = Answer(Spelled(), SamplingParams(stop=stops)), []
     for letter in text:
         pieces.append(answer.put(ord(letter)))
         if answer.stopped:

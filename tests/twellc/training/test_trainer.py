@@ -132,7 +132,7 @@ def test_every_step_is_in_the_log_and_every_measured_loss(tmp_path: Path) -> Non
         expected = float(model(input_ids=Ids(4).ids, labels=Ids(4).ids).loss)
     assert records[-1].eval_loss == pytest.approx(expected, rel=1e-4)
     whole = log.read_bytes()
-    with pytest.raises(UserError, match="t.jsonl: is the log of an earlier run; got 5 records of LlamaForCausalLM"):
+    with pytest.raises(UserError, match=r"t\.jsonl: is the log of an earlier run; got 5 records of LlamaForCausalLM"):
         trainer.train()
     assert log.read_bytes() == whole
     trainer.remove_callback(trainer._sparsity)
