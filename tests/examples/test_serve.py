@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,22 +20,26 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from tests.processes import environment
+from tests.processes import end_with_parent, environment
 from twellc import LLM, SamplingParams
 
 openai = pytest.importorskip("openai", reason="pip install twellc[serve,dev]")
-pytest.importorskip("litserve", reason="pip install twellc[serve]")
+pytest.importorskip("starlette", reason="pip install twellc[serve]")
+pytest.importorskip("uvicorn", reason="pip install twellc[serve]")
 
 MESSAGES: Any = [{"role": "user", "content": "the lazy dog"}]
 
 
-@pytest.fixture(scope="module")
-def client(talker: Path) -> Iterator[Any]:
+@contextlib.contextmanager
+def serving(model: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """Run a server; yield it and its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, ROOT / "examples" / "serve" / "serve.py", talker, "--port", str(port), "--device", "cpu"]
-    server = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [sys.executable, ROOT / "examples" / "serve" / "serve.py", model, "--port", str(port), "--device", "cpu"]
+    server = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=end_with_parent
+    )
     try:
         deadline = time.monotonic() + 120
         while True:
@@ -39,14 +49,35 @@ def client(talker: Path) -> Iterator[Any]:
                     break
             except OSError:
                 time.sleep(0.2)
-        yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        yield server, f"http://127.0.0.1:{port}"
     finally:
-        server.terminate()
+        server.kill()
         server.wait(30)
 
 
+@pytest.fixture(scope="module")
+def address(talker: Path) -> Iterator[str]:
+    with serving(talker) as (_, address):
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(address: str) -> Any:
+    return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+
+
 def ask(client: Any, **options: Any) -> Any:
-    return client.chat.completions.create(model="talker", messages=MESSAGES, **{"temperature": 0, **options})
+    return client.chat.completions.create(**{"model": "talker", "messages": MESSAGES, "temperature": 0, **options})
+
+
+def post(address: str, body: bytes, path: str = "/v1/chat/completions") -> tuple[int, Any]:
+    """Return the status and the JSON of an answer."""
+    request = urllib.request.Request(address + path, body, {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
 
 
 def test_an_answer_is_that_of_llm(client: Any, talker: Path) -> None:
@@ -68,23 +99,142 @@ def test_a_stream(client: Any) -> None:
     whole = ask(client, max_tokens=20)
     chunks = list(ask(client, max_tokens=20, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
-    assert len(chunks) > 10 and chunks[-1].choices[0].finish_reason == "stop"
-    assert chunks[-1].usage == whole.usage
+    assert len(chunks) > 10 and chunks[-1].usage == whole.usage
+    assert {chunk.id for chunk in chunks} == {chunks[0].id} and chunks[0].choices[0].delta.role == "assistant"
+    *_, last = ask(client, max_tokens=20, stream=True, stream_options={"include_usage": True})
+    assert (last.choices, last.usage) == ([], whole.usage)
+
+
+def test_why_an_answer_ends(client: Any) -> None:
+    whole = ask(client, max_tokens=8).choices[0]
+    assert whole.finish_reason == "length"
+    stop = whole.message.content[2:4]
+    for options, reason in (({}, "length"), ({"stop": stop}, "stop")):
+        assert ask(client, max_tokens=8, **options).choices[0].finish_reason == reason
+        *_, last = ask(client, max_tokens=8, stream=True, **options)
+        assert last.choices[0].finish_reason == reason
+
+
+def test_seeds_and_several_answers(client: Any) -> None:
+    def drawn(**options: Any) -> list[str]:
+        return [each.message.content for each in ask(client, max_tokens=12, temperature=2, **options).choices]
+
+    assert drawn(seed=1) == drawn(seed=1) != drawn(seed=2)
+    one, other = drawn(seed=1, n=2)
+    assert [one, other] == drawn(seed=1) + drawn(seed=2)
+    texts = ["", ""]
+    for chunk in ask(client, max_tokens=12, temperature=2, seed=1, n=2, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == [one, other]
+    assert ask(client, max_tokens=1, n=3).usage.completion_tokens == 3
+
+
+def test_neutral_values_and_names_of_vllm(client: Any) -> None:
+    plain = ask(client, max_tokens=6).choices[0].message.content
+    neutral: dict[str, Any] = {
+        "logprobs": False, "presence_penalty": 0, "tools": [], "user": "me", "response_format": {"type": "text"},
+        "extra_body": {"top_k": 5, "min_p": 0.1, "ignore_eos": False},
+    }  # fmt: skip
+    assert ask(client, max_tokens=6, **neutral).choices[0].message.content == plain
+    biased = ask(client, max_tokens=3, logit_bias={"7": 100}, extra_body={"ignore_eos": True})
+    assert biased.usage.completion_tokens == 3
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"max_tokens": 0}, "max_tokens: is out of its range; got 0"),
-        ({"top_p": 0}, "top_p: is out of its range; got 0.0"),
+        ({"top_p": 0}, "top_p: is out of its range; got 0"),
         ({"response_format": {"type": "json_object"}}, "response_format: is not there"),
         ({"frequency_penalty": 0.5}, "frequency_penalty: is not there"),
+        ({"n": 0}, "n: is out of its range; got 0; expected an integer from 1 to 128"),
+        ({"n": -1}, "n: is out of its range; got -1"),
+        ({"n": 1.5}, "n: is out of its range; got 1.5"),
+        ({"n": 10**9}, "n: is out of its range"),
+        ({"seed": -5}, "seed: is out of its range; got -5"),
+        ({"max_tokens": "5"}, "max_tokens: is out of its range; got '5'"),
+        ({"max_tokens": 10**40}, "max_tokens: is out of its range"),
+        ({"temperature": -1}, "temperature: is out of its range; got -1"),
+        ({"temperature": "hot"}, "temperature: is out of its range; got 'hot'"),
+        ({"stop": [""]}, "stop: is out of its range"),
+        ({"stream": "yes"}, "stream: is out of its range; got 'yes'"),
+        ({"logprobs": True}, "logprobs: log probabilities are not returned; got True"),
+        ({"logit_bias": {"x": 1}}, "logit_bias: is out of its range"),
+        ({"messages": "hello"}, "messages: is out of its range; got 'hello'"),
+        ({"messages": []}, "messages: is out of its range"),
+        ({"messages": [{"content": "a"}]}, "a message: has no role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "a message: has a part that is not text"),
+        ({"extra_body": {"max_token": 3}}, "the request: has no such argument; got 'max_token'; expected max_tokens"),
     ],
 )
-def test_what_is_not_there(client: Any, options: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_not_there(client: Any, options: dict[str, Any], message: str, stream: bool) -> None:
     with pytest.raises(openai.BadRequestError) as refusal:
-        ask(client, **options)
-    assert message in refusal.value.response.text
+        ask(client, **{"stream": stream, **options})
+    assert message in refusal.value.message and message in refusal.value.body["message"]
+    name = next(iter(options))
+    assert refusal.value.type == "invalid_request_error"
+    assert refusal.value.param == (name if message.startswith(f"{name}:") else None)
+
+
+def test_requests_that_cannot_be_read(client: Any, address: str) -> None:
+    """In OpenAI's form, each."""
+    for body in (b"{", b"\xff", b"[" * 100000, b"", b"[]", b"null", b'"text"', b'{"model": 5}', b"{}"):
+        status, found = post(address, body)
+        assert status == 400 and set(found["error"]) == {"message", "type", "param", "code"}, (body, found)
+    for path, status in (("/v1/completions", 404), ("/health", 405), ("/", 404)):
+        found = post(address, b"{}", path)
+        assert found[0] == status and "POST /v1/chat/completions" in found[1]["error"]["message"]
+    with pytest.raises(openai.NotFoundError) as refusal:
+        ask(client, model="gpt")
+    assert refusal.value.code == "model_not_found" and "got 'gpt'; expected 'talker'" in refusal.value.message
+    assert [each.id for each in client.models.list()] == ["talker"] and client.models.retrieve("talker").id == "talker"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt")
+
+
+@pytest.mark.parametrize(
+    ("signals", "busy"),
+    [
+        ([signal.SIGTERM], False), ([signal.SIGTERM], True), ([signal.SIGTERM] * 2, True), ([signal.SIGINT], True),
+        ([signal.SIGKILL], True),
+    ],
+)  # fmt: skip
+def test_signals_end_all_of_it(signals: list[signal.Signals], busy: bool, bytelm: Path) -> None:
+    """Its processes, and with a request, too; the port is free then."""
+    psutil = pytest.importorskip("psutil")
+    with serving(bytelm) as (server, address):
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        if busy:
+            chunks = iter(ask(client, model="bytelm", max_tokens=900, stream=True, extra_body={"ignore_eos": True}))
+            next(chunks)
+        family = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+        for each in signals:
+            os.kill(server.pid, each)
+            time.sleep(0.1)
+        _, alive = psutil.wait_procs(family[1:], timeout=5)
+        server.wait(5)
+        assert not alive
+        with socket.socket() as again:
+            again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            again.bind(("127.0.0.1", int(address.rpartition(":")[2])))
+
+
+def test_requests_at_once_and_one_that_is_given_up(client: Any) -> None:
+    expected = ask(client, max_tokens=12).choices[0].message.content
+    chunks = ask(client, max_tokens=200, stream=True, extra_body={"ignore_eos": True})
+    next(iter(chunks))
+    chunks.close()
+    found: list[str] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(ask(client, max_tokens=12).choices[0].message.content))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == [expected] * 3
 
 
 def test_images(client: Any) -> None:
