@@ -121,7 +121,6 @@ class SamplingParams:
         for name, holds, expected in (
             ("max_tokens", self.max_tokens is None or _from(1, self.max_tokens), "an integer from 1 on, or None"),
             ("min_tokens", _from(0, self.min_tokens), "an integer from 0 on"),
-            ("min_tokens", self.max_tokens is None or self.min_tokens <= self.max_tokens, "max_tokens at most"),
             ("temperature", _number(self.temperature) and 0 <= self.temperature <= _LARGEST, "a number from 0 on"),
             ("top_k", _from(-1, self.top_k), "an integer from 1 on; 0 or -1 for all tokens"),
             ("top_p", _number(self.top_p) and 0 < self.top_p <= 1, "a number above 0, and 1 at most"),
@@ -163,6 +162,9 @@ class SamplingParams:
         ):
             if not holds:
                 raise UserError(name, "is out of its range", got=repr(getattr(self, name)), expected=expected)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            expected = f"max_tokens, {self.max_tokens}, at most"
+            raise UserError("min_tokens", "is out of its range", got=str(self.min_tokens), expected=expected)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -189,7 +191,7 @@ def is_seed(value: object) -> bool:
 
 def _from(least: int, value: object) -> bool:
     """Whether it is an integer from `least` on."""
-    return type(value) is int and value >= least
+    return type(value) is int and least <= value < 2**63
 
 
 def _is_bias(value: object) -> bool:
