@@ -205,12 +205,23 @@ class _Optimized(_Mixed):
         return super().forward(*arguments, **named)
 
 
+# torch.compile and torch.export call it as they trace: what torch 2.11 itself puts in its place is true under both.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_exporting() -> bool:
+    return torch.compiler.is_exporting()
+
+
 class _InTraining(_Optimized):
     """Mixed in for training. What happens there is on the host: `torch.compile` leaves all of it as it is."""
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *arguments: Any, **named: Any) -> Any:
-        """Compute y [..., d_out] of x [..., d_model], the one argument; note and count."""
+        """Compute y [..., d_out] of x [..., d_model], the one argument; note and count. Programs get the original."""
+        if _is_exporting():
+            return super(_Optimized, self).forward(*arguments, **named)
+        return self._trained(*arguments, **named)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _trained(self, *arguments: Any, **named: Any) -> Any:
         return super().forward(*arguments, **named)
 
 
@@ -368,7 +379,9 @@ def _train(training: BlockInTraining, operands: Operands[Tensor], blended: Blend
 
 def _miss(module: nn.Module, block: _Block) -> None:
     """Note that the original forward runs."""
-    if block.training is not None and module.training and not torch.is_inference_mode_enabled():
+    if block.training is None or _is_exporting():
+        return
+    if module.training and not torch.is_inference_mode_enabled():
         _note_miss(block.training)
 
 
@@ -379,6 +392,8 @@ def _note_miss(training: BlockInTraining) -> None:
 
 def _weights(module: nn.Module, block: _Block, x: Tensor) -> WeightOperands[Tensor] | None:
     """Return what the op reads besides x, or None where the original forward must run."""
+    if block.training is not None and _is_exporting():
+        return None
     if not _is_plain(x) or x.dim() not in block.ranks or x.shape[-1] != block.layer.d_model:
         return None
     inner = block.inner_modules(module)

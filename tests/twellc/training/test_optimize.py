@@ -377,6 +377,33 @@ def test_what_the_ops_do_not_take_is_computed_densely_and_counted() -> None:
     assert model(x)[0].isnan().all() and not model(x)[1].isnan().any()
 
 
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Sequential(Gated()), lambda: nn.TransformerEncoderLayer(16, 2, 40, dropout=0.0)]
+)
+def test_an_exported_program_is_that_of_the_original(make: Any, strict: bool, training: bool) -> None:
+    """And what is compiled before and after is that of the ops."""
+    dense = make().train(training)
+    model = twellc.optimize(copy.deepcopy(dense), training=True)
+    assert len(twellc.optimized_blocks(model)) == 1
+    penalty, x = L1Penalty(model, 1.0), torch.randn(2, 3, 16)
+
+    def compiled() -> None:
+        torch.compiler.reset()
+        torch.compile(model, backend="eager")(x)
+        if training:
+            penalty(0)
+            assert float(penalty.value or 0) > 0
+
+    compiled()
+    with torch.no_grad():
+        program: Any = torch.export.export(model, (x,), strict=strict).module()
+        assert torch.equal(program(x), dense(x))
+    assert not any("twell" in str(node.target) for node in program.graph.nodes)
+    compiled()
+
+
 def test_no_block_in_training() -> None:
     with pytest.raises(UserError, match=r"LlamaForCausalLM: has no feed-forward block in training.*optimize"):
         L1Penalty(models.llama(), 1.0)
