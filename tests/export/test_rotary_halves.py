@@ -1,18 +1,21 @@
-"""Rotary positions in front of a sum are written by halves, and not a bit of a result changes."""
+"""Rotary positions are written by halves where not plugins alone read them, and not a bit of a result changes."""
 
 from __future__ import annotations
 
 import collections
 from pathlib import Path
 
+import numpy as np
 import onnx
+import onnx.parser
 import onnx_ir
 import pytest
 import torch
+from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
 from tests.conftest import Cli
-from tests.models import Gated, canonical, export, scale_weights
+from tests.models import Gated, canonical, export, llama, save, scale_weights
 from twellc.checks.evaluator import OnnxEvaluator
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.export.rotary_halves import RotaryHalves
@@ -82,8 +85,7 @@ def turned(model: onnx.ModelProto) -> int:
     return sum(node.op_type == "Concat" and bool(negated & set(node.input)) for node in model.graph.node)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("part", [1.0, 0.5])
+@pytest.mark.parametrize(("part", "dtype"), [(1.0, torch.float32), (0.5, torch.bfloat16)])
 @pytest.mark.parametrize(("then", "count"), [("norm", 1), ("softmax", 2)])
 @pytest.mark.parametrize("form", ["slices", "chunks", "other sign", "wide", "wide x"])
 def test_in_front_of_a_sum(
@@ -95,14 +97,15 @@ def test_in_front_of_a_sum(
     assert (turned(before), turned(after)) == (count, 0)
     counts = [collections.Counter(node.op_type for node in model.graph.node) for model in (before, after)]
     # Of each rotation two products and a sum more, cos and sin in two halves each, and nothing that is of no use.
+    slices = 4 + 2 * count * (form == "chunks")  # x is split already
     assert {kind: counts[1][kind] - counts[0][kind] for kind in ("Add", "Concat", "Mul", "Neg", "Slice")} == {
-        "Add": count, "Concat": 0, "Mul": 2 * count, "Neg": 0, "Slice": 4,
+        "Add": count, "Concat": 0, "Mul": 2 * count, "Neg": 0, "Slice": slices,
     }  # fmt: skip
     results = [OnnxEvaluator(tmp_path / f"{name}.onnx").run({"x": x})[0] for name in ("before", "after")]
     assert torch.equal(*results)
 
 
-def test_what_no_sum_follows_stays(tmp_path: Path) -> None:
+def test_what_plugins_alone_read_stays(tmp_path: Path) -> None:
     """What follows is the plugin of a block, whose products are its own business."""
     x = torch.randn(2, 5, 128).bfloat16()
     rewritten = run_passes(export(Rotated("slices", "nothing").bfloat16(), x), PassOptions(layers="all"))
@@ -110,31 +113,75 @@ def test_what_no_sum_follows_stays(tmp_path: Path) -> None:
     assert turned(onnx.load(tmp_path / "m.onnx")) == 1
 
 
-class Unlike(nn.Module):
-    """Sums that look like rotary positions."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second = x.chunk(2, -1)
-        parts = {"same order": (first, -second), "quarters": (-x[..., 2:6], x[..., :4])}.get(
-            self.kind, (-second, first)
-        )
-        cos, sin = x.cos(), x.sin()
-        if self.kind == "one factor":
-            sin = sin[..., :1]
-        other = torch.tanh(x) if self.kind == "other x" else x
-        return (other * cos + torch.cat(parts, -1) * sin).sum(-1)
+def test_a_llama_over_caches_stays(cli: Cli, tmp_path: Path) -> None:
+    """Its queries and keys go into plugins: the plans that were measured do not change."""
+    folder = save(llama(), tmp_path / "llama", torch.bfloat16)
+    sizes = ["--kv-cache", "64", "--backend", "none", "--attention", "cudnn"]
+    done = cli("compile", folder, *sizes, "--onnx", tmp_path / "m.onnx")
+    assert done.exit_code == 0, done.output
+    assert turned(onnx.load(tmp_path / "m.onnx")) == 2 * llama().config.num_hidden_layers
 
 
-@pytest.mark.parametrize("kind", ["same order", "quarters", "one factor", "other x"])
-def test_what_is_none_stays(kind: str, tmp_path: Path) -> None:
-    x = torch.randn(3, 8)
-    model = exported(Unlike(kind), x, tmp_path / "m.onnx")
-    assert turned(model) == 1
-    torch.testing.assert_close(OnnxEvaluator(tmp_path / "m.onnx").run({"x": x})[0], Unlike(kind)(x))
+def graph(form: str, then: str) -> onnx.ModelProto:
+    """A rotation of x [2, 3, 8] as a text of operators, then another operator and a sum."""
+    forms = {
+        "plain": "p = Mul(x, cos)  t = Concat<axis=-1>(n, a)  q = Mul(t, sin)  r = Add(p, q)",
+        "swapped": "p = Mul(cos, x)  t = Concat<axis=2>(n, a)  q = Mul(sin, t)  r = Add(q, p)",
+        "other sign": "p = Mul(x, cos)  m = Neg(a)  t = Concat<axis=-1>(b, m)  q = Mul(t, sin)  r = Sub(p, q)",
+        "minus one": "p = Mul(x, cos)  m = Mul(b, minus)  t = Concat<axis=-1>(m, a)  q = Mul(t, sin)  r = Sum(p, q)",
+        "sign in sin": "p = Mul(x, cos)  t = Concat<axis=-1>(b, a)  q = Mul(t, sin)  r = Add(p, q)",
+        "three factors": "p = Mul(x, cos)  t = Concat<axis=-1>(n, a)  u = Mul(t, minus)  q = Mul(u, sin)"
+        "  r = Add(p, q)",
+        "casts": "p = Mul(x, cos)  t = Concat<axis=-1>(n, a)  u = Mul(t, sin)  q = Cast<to=1>(u)  r = Add(p, q)",
+        "one angle": "p = Mul(x, cos)  t = Concat<axis=-1>(n, a)  q = Mul(t, minus)  r = Add(p, q)",
+        "alternating": "p = Mul(x, cos)  e = Slice(x, i0, end, axis, i2)  o = Slice(x, i1, end, axis, i2)  m = Neg(o)"
+        "  mu = Unsqueeze(m, last)  eu = Unsqueeze(e, last)  pairs = Concat<axis=-1>(mu, eu)"
+        "  t = Reshape(pairs, shape)  q = Mul(t, sin)  r = Add(p, q)",
+    }
+    between = {"": "z = Identity(r)", "Clip": "z = Clip(r)", "Max": "z = Max(r, x)", "Softmax": "z = Softmax(r)"}
+    between |= {name: f"z = {name}(r)" for name in ("Tanh", "Sigmoid", "Exp")}
+    body = "a, b = Split<axis=-1, num_outputs=2>(x)  n = Neg(b)  cos = Cos(w)  sin = Sin(w)"
+    body += f"  {forms[form]}  {between[then]}  y = ReduceSum<keepdims=0>(z, axis)"
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 20]> g (float[2,3,8] x, float[3,8] w) => (float[2,3] y, float[2,3,8] r)'
+        "<int64[1] i0 = {0}, int64[1] i1 = {1}, int64[1] i2 = {2}, int64[1] end = {8}, int64[1] axis = {2},"
+        " int64[1] last = {-1}, int64[3] shape = {2, 3, 8}, float[1] minus = {-1.0}>"
+        "{" + body.replace("  ", "\n") + "}"
+    )  # fmt: skip
+    if then:
+        del model.graph.output[1:]  # else the rotation is a result of the graph, too
+    return onnx.shape_inference.infer_shapes(model)
+
+
+FORMS = ["plain", "swapped", "other sign", "minus one", "sign in sin", "three factors", "casts", "one angle"]
+
+
+@pytest.mark.parametrize(
+    ("form", "then"),
+    [(form, "") for form in (*FORMS, "alternating")]
+    + [("plain", then) for then in ("Tanh", "Sigmoid", "Exp", "Clip", "Max", "Softmax")],
+)
+def test_other_spellings(form: str, then: str) -> None:
+    before = graph(form, then)
+    result = RotaryHalves()(onnx_ir.serde.deserialize_model(before))
+    after = onnx_ir.serde.serialize_model(result.model)
+    onnx.checker.check_model(after, full_check=True)
+    # What is joined now is sums, and nothing that was joined before.
+    joined = {name for node in after.graph.node if node.op_type == "Concat" for name in node.input}
+    makers = {name: node.op_type for node in after.graph.node for name in node.output}
+    assert {makers[name] for name in joined} <= {"Add", "Sub", "Sum", "Unsqueeze"}
+    inputs = {"x": np.random.default_rng(1).normal(size=(2, 3, 8)), "w": np.random.default_rng(2).normal(size=(3, 8))}
+    given = {name: value.astype(np.float32) for name, value in inputs.items()}
+    results = [ReferenceEvaluator(model).run(None, given) for model in (before, after)]
+    for ours, expected in zip(*results, strict=True):
+        np.testing.assert_array_equal(ours, expected)
+    assert result.modified
+
+
+def test_unknown_sizes_stay() -> None:
+    model = graph("plain", "")
+    del model.graph.value_info[:]
+    assert not RotaryHalves()(onnx_ir.serde.deserialize_model(model)).modified
 
 
 def test_of_an_onnx_file(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
