@@ -352,7 +352,7 @@ def _load_as_compiled(options: CheckOptions, settings: dict[str, Any]) -> Loaded
                 options.model, trust_model=options.trust_model, inputs=options.inputs,
                 padding=padding if padding in PADDINGS else None, logits=logits if logits in LOGITS else LOGITS[0],
             ),
-            read_sizes(str(sizes)),
+            read_sizes(str(sizes)), cached="cache" in settings,
         )  # fmt: skip
     except NoChoiceError as error:
         raise UserError(

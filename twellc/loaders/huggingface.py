@@ -38,7 +38,9 @@ from twellc.passes.graph.size_assertions import failing_assertions
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
 
-def load_directory(path: Path, padding: str | None = None, logits: str = "all", sizes: FixedSizes = ()) -> LoadedModel:
+def load_directory(
+    path: Path, padding: str | None = None, logits: str = "all", sizes: FixedSizes = (), cached: bool = False
+) -> LoadedModel:
     """Load and trace a model from config.json and safetensors, in the precision of its weights.
 
     The program takes `input_ids` and, if the model does and may be padded on the left, `attention_mask`, int64
@@ -50,6 +52,7 @@ def load_directory(path: Path, padding: str | None = None, logits: str = "all", 
         padding: `mask` gives a causal model an `attention_mask`, and `none` none; None is `none` for causal models.
         logits: `last` computes the logits of the last place of a causal model only, [batch, 1, vocabulary].
         sizes: The only sizes that are asked for; a model that does not take every size is traced for these.
+        cached: Whether it is to compute what it does over a cache: see `cached_length`.
 
     Raises:
         UserError: The directory is incomplete, needs remote code, or holds a model that cannot be traced, or that
@@ -57,6 +60,8 @@ def load_directory(path: Path, padding: str | None = None, logits: str = "all", 
     """
     with nothing_fetched():
         model, config, notes = open_directory(path)
+        if cached:
+            cached_length(model)
         return _trace(path, model, config, notes, padding, logits, sizes)
 
 
