@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import sympy
 import torch
@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 from twellc.base.errors import UserError
 from twellc.export.shapes import ShapeProfile, ShapeRange
 from twellc.passes.graph.program import largest_size, user_inputs
+from twellc.passes.graph.size_assertions import equalities_joined, fitting_sizes, size_assertions
 
 _UNBOUNDED = 2048
 
@@ -33,11 +34,13 @@ class ModelInputs:
         specs: The inputs in order.
         bounds: Least and largest size by symbol; a symbol without an entry is free.
         hints: A size to tune for by symbol.
+        conditions: What is true of sizes that the model takes together, over symbols.
     """
 
     specs: list[InputSpec]
     bounds: dict[str, tuple[int, object]]
     hints: dict[str, int]
+    conditions: list[sympy.Basic] = field(default_factory=list)
 
 
 def program_inputs(program: ExportedProgram, names: Mapping[str, str] | None = None) -> ModelInputs:
@@ -60,7 +63,7 @@ def program_inputs(program: ExportedProgram, names: Mapping[str, str] | None = N
     ranges = {str(symbol): sizes for symbol, sizes in program.range_constraints.items() if str(symbol) in hints}
     bounds = {symbol: (int(sizes.lower), sizes.upper) for symbol, sizes in ranges.items()}
     specs = [replace(spec, name=(names or {}).get(spec.name, spec.name)) for spec in input_specs(program)]
-    return ModelInputs(specs, bounds, hints)
+    return ModelInputs(specs, bounds, hints, equalities_joined(size_assertions(program)))
 
 
 def input_specs(program: ExportedProgram) -> list[InputSpec]:
@@ -121,11 +124,18 @@ def _complete(
     values: dict[str, tuple[int, int, int]] = {}
     for name, shape_range in given.items():
         _fix_symbols(specs[name], shape_range, bounds, values)
+    ranges = {symbol: (opt, opt) for symbol, (_, opt, _) in values.items()}  # a user's stay
     for spec in specs.values():
         for dim in spec.shape:
             for symbol in sorted(map(str, getattr(dim, "free_symbols", ()))):
                 if symbol not in values:
                     values[symbol] = defaults.get(symbol) or _assume(inputs, spec.name, symbol, notes)
+    # What TensorRT tunes for must be sizes that go together.
+    wanted = {symbol: sizes[1] for symbol, sizes in values.items()}
+    ranges = {symbol: (least, most) for symbol, (least, _, most) in values.items()} | ranges
+    fitting = fitting_sizes(inputs.conditions, ranges, wanted)
+    if fitting is not None:
+        values = {symbol: (least, fitting[symbol], most) for symbol, (least, _, most) in values.items()}
     profile = {}
     for spec in specs.values():
         shapes = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from twellc.base.dtypes import BY_TENSORRT
 from twellc.base.errors import UserError
 from twellc.export.plan import reasons
+from twellc.export.relations import SizeRelation, refuse_unrelated
 from twellc.export.tensorrt_host import Host, make_logger
 from twellc.plugins.registration import register
 
@@ -27,6 +28,7 @@ class OpenPlan:
         engine: TensorRT's engine.
         messages: What TensorRT has said of errors; grows.
         device: The GPU that it runs on.
+        relations: What sizes of inputs must keep, as the manifest has it.
     """
 
     host: Host
@@ -34,6 +36,7 @@ class OpenPlan:
     engine: Any
     messages: list[str]
     device: torch.device
+    relations: list[SizeRelation] = field(default_factory=list)
 
     def names(self, mode: str) -> list[str]:
         """Return the names of its tensors in order; `mode` is `INPUT` or `OUTPUT`."""
@@ -70,9 +73,10 @@ class Execution:
             outputs: Outputs by name that have their memory already; there is new memory for others.
 
         Raises:
-            UserError: TensorRT refuses the shapes.
+            UserError: TensorRT refuses the shapes, or the model does not take them together.
         """
         plan = self.plan
+        refuse_unrelated(str(plan.path), plan.relations, {name: tuple(each.shape) for name, each in inputs.items()})
         for name in plan.names("INPUT"):
             self.tensors[name] = inputs[name].to(plan.device).contiguous()
             _check_shape(plan, name, tuple(self.tensors[name].shape), self.profile)
@@ -98,13 +102,17 @@ class Execution:
             raise UserError(str(self.plan.path), f"the plan fails ({reasons(self.plan.messages)})")
 
 
-def open_plan(host: Host, path: Path, built_with: str, device: torch.device | None = None) -> OpenPlan:
+def open_plan(
+    host: Host, path: Path, built_with: str, relations: list[SizeRelation] | None = None,
+    device: torch.device | None = None,
+) -> OpenPlan:  # fmt: skip
     """Open a plan, with the plugins registered.
 
     Args:
         host: The TensorRT to run it with.
         path: The plan.
         built_with: The version of this TensorRT that built it, for the message where it does not open.
+        relations: What sizes of inputs must keep, as the manifest has it.
         device: The GPU that it is to run on; None and one without a number are torch's current one.
 
     Raises:
@@ -126,7 +134,7 @@ def open_plan(host: Host, path: Path, built_with: str, device: torch.device | No
         )  # fmt: skip
     if not has_torch_cuda:
         raise UserError(str(path), "this torch was built without CUDA", fix="Install a CUDA build of torch.")
-    return OpenPlan(host, path, engine, messages, torch.device("cuda", number))
+    return OpenPlan(host, path, engine, messages, torch.device("cuda", number), relations or [])
 
 
 def prepare(

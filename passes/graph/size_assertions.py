@@ -59,6 +59,30 @@ def size_assertions(program: ExportedProgram) -> list[sympy.Basic]:
     return [each for each in conditions if each not in not_one and {str(s) for s in each.free_symbols} <= sizes]
 
 
+def equalities_joined(conditions: list[sympy.Basic]) -> list[sympy.Basic]:
+    """Return conditions with `a <= b` and `b <= a`, as broadcasts leave them, as one, solved for a size if possible."""
+    differences = {}
+    for condition in conditions:
+        if isinstance(condition, sympy.Le | sympy.Ge):
+            low, high = (condition.lhs, condition.rhs) if isinstance(condition, sympy.Le) else condition.args[::-1]
+            differences[condition] = sympy.expand(low - high)
+    found: dict[sympy.Basic, None] = {}
+    for condition in conditions:
+        difference = differences.get(condition)
+        if difference is None or -difference not in differences.values():
+            found[condition] = None
+            continue
+        terms = difference.as_coefficients_dict()
+        for sign in (-1, 1):
+            alone = [term for term, factor in terms.items() if factor == sign]
+            if len(alone) == 1 and alone[0].is_Symbol:
+                found[sympy.Eq(alone[0], sympy.expand(alone[0] - sign * difference))] = None
+                break
+        else:
+            found[condition] = None
+    return list(found)
+
+
 def value_assertions(program: ExportedProgram) -> list[Node]:
     """Return the assertions on values that a model reads, such as torch._assert_async, and torch._check of an item().
 
@@ -214,6 +238,53 @@ def holds_at(condition: sympy.Basic, symbols: Sequence[Any], axes: Sequence[Sequ
         return held
     except Exception:  # an operation that arrays do not have
         return None
+
+
+_MOST_STEPS, _CHOICES = 2000, 16
+
+
+def fitting_sizes(
+    conditions: Sequence[sympy.Basic], ranges: SizeRanges, wanted: Mapping[str, int]
+) -> dict[str, int] | None:
+    """Return sizes within ranges for which all conditions hold, near those that are wanted; None where none was found.
+
+    Args:
+        conditions: The conditions.
+        ranges: The least and the largest size by symbol.
+        wanted: A size for each symbol; all that no condition is about stay.
+    """
+    solved = {str(each.lhs) for each in conditions if isinstance(each, sympy.Eq) and each.lhs.is_Symbol}
+    symbols = {str(symbol): symbol for each in conditions for symbol in each.free_symbols}
+    order = sorted((name for name in wanted if name in symbols), key=lambda name: name in solved)
+    steps = 0
+
+    def search(chosen: dict[Any, int], left: list[str]) -> dict[Any, int] | None:
+        nonlocal steps
+        steps += 1
+        if not left or steps > _MOST_STEPS:
+            return None if left else chosen
+        name, symbol = left[0], symbols[left[0]]
+        low, high = ranges.get(name, (1, None))
+        sizes = np.array(_sampled(low, high, _MOST_SAMPLED))
+        for condition in conditions:
+            others = condition.free_symbols - {symbol}
+            if symbol in condition.free_symbols and others <= chosen.keys():
+                held = holds_at(condition.xreplace({each: chosen[each] for each in others}), [symbol], [sizes.tolist()])
+                sizes = sizes if held is None else sizes[np.broadcast_to(held, sizes.shape)]
+                if not len(sizes):
+                    return None
+        nearest = sizes[np.argsort(np.abs(sizes - wanted[name]), kind="stable")]
+        spread = nearest[np.unique(np.linspace(0, len(nearest) - 1, _CHOICES).astype(int))]
+        for size in dict.fromkeys([*nearest[:_CHOICES].tolist(), *spread.tolist()]):
+            found = search({**chosen, symbol: size}, left[1:])
+            if found is not None or steps > _MOST_STEPS:
+                return found
+        return None
+
+    if any(condition == sympy.false for condition in conditions):
+        return None
+    found = search({}, order)
+    return None if found is None else {**wanted, **{str(symbol): size for symbol, size in found.items()}}
 
 
 def _fits(condition: sympy.Basic, largest: Mapping[Any, int]) -> bool:

@@ -8,8 +8,10 @@ from twellc.base.errors import UserError
 from twellc.checks.reference import integer_ranges
 from twellc.export.profiles import program_inputs
 from twellc.export.shapes import Shape
+from twellc.export.taken_sizes import relations_of
 from twellc.loaders.loaded import LoadedModel
 from twellc.options.commands import BenchOptions
+from twellc.passes.graph.size_assertions import fitting_sizes
 from twellc.samples.samples import Limits, Sample, draw_sample, read_arrays, read_text
 
 # By the number of dynamic dimensions: sizes to measure at, as far as the model takes them. Of a language model they are
@@ -79,13 +81,40 @@ def _shapes(options: BenchOptions, limits: Limits) -> list[Shape]:
         )
 
     if not options.shapes:
-        hints = tuple(limits.inputs.hints[str(symbol)] for symbol in _symbols(limits))
-        return [shape for shape in USUAL_SHAPES.get(len(bounds), ()) if fits(shape)] or [hints]
+        usual = [shape for shape in USUAL_SHAPES.get(len(bounds), ()) if fits(shape)]
+        return list(dict.fromkeys(_together(limits, shape) for shape in usual or [_hints(limits)]))
     for shape in options.shapes:
         if not fits(shape):
             ranges = " x ".join(f"{low} to {high}" for low, high in bounds) or "no dynamic dimension"
             raise UserError("--shapes", "the model does not take these sizes", got=_name(shape), expected=ranges)
+        if _together(limits, shape) != shape:
+            expected = "; ".join(relation.text for relation in relations_of(limits.inputs))
+            what = "the model does not take these sizes together"
+            raise UserError(
+                "--shapes", what, got=_name(shape), expected=expected, fix=f"In the order {_order(limits)}."
+            )
     return list(dict.fromkeys(options.shapes))
+
+
+def _hints(limits: Limits) -> Shape:
+    return tuple(limits.inputs.hints[str(symbol)] for symbol in _symbols(limits))
+
+
+def _order(limits: Limits) -> str:
+    """Return where the sizes of a shape stand in the inputs."""
+    places: dict[object, str] = {}
+    for spec in limits.inputs.specs:
+        for axis, dim in enumerate(spec.shape):
+            for symbol in getattr(dim, "free_symbols", ()):
+                places.setdefault(symbol, f"{spec.name}[{axis}]")
+    return " x ".join(places[symbol] for symbol in _symbols(limits))
+
+
+def _together(limits: Limits, shape: Shape) -> Shape:
+    """Return the sizes next to these that the model takes together; these where there are none."""
+    symbols = {str(symbol): bounds for symbol, bounds in _symbols(limits).items()}
+    fitting = fitting_sizes(limits.inputs.conditions, symbols, dict(zip(symbols, shape, strict=True)))
+    return shape if fitting is None else tuple(fitting[name] for name in symbols)
 
 
 def _windows(sample: Sample, ids: torch.Tensor, shape: Shape) -> Sample:

@@ -421,7 +421,7 @@ def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], No
     if not obstacle:
         refuse_other_plugins(plan, manifest)
         progress("opening the plan")
-        opened = open_plan(load_host(backend), plan, manifest.backend.version)
+        opened = open_plan(load_host(backend), plan, manifest.backend.version, manifest.relations)
         run = PlanRunner(opened)
         names = [tensor.name for tensor in manifest.plan.inputs]
         graph = (kept, load_onnx(kept)) if is_kept else None

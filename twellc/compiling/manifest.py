@@ -18,6 +18,7 @@ from twellc.base.version import __version__
 from twellc.compiling.summary import TranslationSummary
 from twellc.compiling.text_files import text_folder
 from twellc.export.plan import Plan
+from twellc.export.relations import SizeRelation
 from twellc.export.shapes import LARGEST_SIZE, ShapeProfile
 from twellc.export.tensorrt_host import python_module
 from twellc.options.commands import CompileOptions
@@ -164,6 +165,7 @@ class Manifest(Record):
         plan: The plan, None likewise; that of the first rank, to which its file is a link.
         ranks: What was made for each of several ranks; None where the model is not shared.
         cache: The key-value cache; None of a model without one.
+        relations: What sizes of inputs must keep in each call; None where those of the profiles go together in any way.
     """
 
     schema: int
@@ -181,6 +183,7 @@ class Manifest(Record):
     plan: PlanFile | None
     ranks: list[RankFiles] | None = field(default=None, metadata=OPTIONAL)
     cache: KeyValueCache | None = field(default=None, metadata=OPTIONAL)
+    relations: list[SizeRelation] | None = field(default=None, metadata=OPTIONAL)
 
 
 # File name of the graph that a plan is built from where it is not kept.
@@ -278,6 +281,7 @@ def make_manifest(
         plan=plan_record,
         ranks=ranks,
         cache=translation.cache and replace(translation.cache, text=text_folder(options)),
+        relations=translation.relations or None,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import onnx_ir
@@ -12,6 +12,7 @@ from twellc.base.caches import KeyValueCache
 from twellc.base.errors import UserError, first_few
 from twellc.base.version import __version__
 from twellc.export.profiles import ModelInputs
+from twellc.export.relations import SizeRelation
 from twellc.loaders.loaded import DimensionRange
 from twellc.options.commands import CompileOptions
 from twellc.passes.report import Attention, Layer
@@ -35,6 +36,7 @@ class Translation:
         notes: What the user should know.
         warnings: What the user should worry about.
         cache: The key-value cache; None of a model without one.
+        relations: What a caller must keep of sizes of inputs.
     """
 
     kind: str
@@ -47,6 +49,7 @@ class Translation:
     notes: list[str]
     warnings: list[str]
     cache: KeyValueCache | None = None
+    relations: list[SizeRelation] = field(default_factory=list)
 
 
 def annotate(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from twellc.base.caches import KeyValueCache
+from twellc.export.relations import SizeRelation
 from twellc.export.shapes import ShapeProfile
 from twellc.passes.report import Attention, Layer
 
@@ -39,6 +40,7 @@ class TranslationSummary:
         graphs: The graph; one for each rank if there are several.
         external_data: The files beside an ONNX model that hold its weights.
         cache: The key-value cache; None of a model without one.
+        relations: What a caller must keep of sizes of inputs.
     """
 
     model: dict[str, str]
@@ -51,3 +53,4 @@ class TranslationSummary:
     graphs: list[GraphFiles]
     external_data: list[Path]
     cache: KeyValueCache | None
+    relations: list[SizeRelation] = field(default_factory=list)

@@ -52,6 +52,7 @@ def translate_to_file(options: CompileOptions, onnx_path: Path, progress: Callab
         graphs=graphs,
         external_data=external_data,
         cache=first.cache,
+        relations=first.relations,
     )
 
 

@@ -12,13 +12,14 @@ from twellc.base.dtypes import torch_dtype
 from twellc.base.errors import first_few
 from twellc.compiling.result import Translation, annotate, check_matches
 from twellc.compiling.sizes import rows_of_blocks
-from twellc.compiling.taken_sizes import refuse_sizes, value_warnings
 from twellc.decisions.advise import Advisor, repeat
 from twellc.decisions.targets import choose_target, gpu_at_hand
 from twellc.export.attention_forms import choose_forms
 from twellc.export.onnx_export import export_onnx, opset_of
 from twellc.export.profiles import program_inputs, resolve_profiles
+from twellc.export.relations import SizeRelation
 from twellc.export.shapes import ShapeRange, fixed_sizes
+from twellc.export.taken_sizes import relation_notes, size_relations, value_warnings
 from twellc.firing.calibration import LoadedCalibration, load_calibration
 from twellc.loaders.cached import load_with_cache
 from twellc.loaders.loaded import LoadedModel
@@ -70,13 +71,16 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
         attention=forms, dump=dump, advise=None if options.decided is None else repeat(options.decided),
         part=Part(0, ranks),
     )  # fmt: skip
-    wanted, advisor, size_warnings = _complete(wanted, model, dtype, options, options.requested_profiles, calibrated)
+    wanted, advisor, (relations, size_warnings) = _complete(
+        wanted, model, dtype, options, options.requested_profiles, calibrated
+    )
     for rank, rewritten in enumerate(run_for_ranks(model.program, wanted)):
         if calibrated is not None:
             calibrated.refuse_other_blocks(rewritten.layers)
         warnings = [*check_matches(rewritten.layers, options), *state_warnings(rewritten.program)]
-        warnings += [*order_warnings(rewritten.program), *size_warnings, *value_warnings(model)]
+        warnings += [*order_warnings(rewritten.program), *size_warnings, *value_warnings(model.program)]
         rewriting_notes = [*activation_notes(model, rewritten.layers), *inner_graph_notes(rewritten.program)]
+        rewriting_notes += relation_notes(relations)
         progress("exporting to ONNX" if ranks == 1 else f"exporting rank {rank} of {ranks} to ONNX")
         inputs = program_inputs(rewritten.program, model.input_names)
         names = [spec.name for spec in inputs.specs]
@@ -100,7 +104,7 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
         all_notes = [*model.notes, *notes, *rewriting_notes, *advisor.notes(rewritten.layers), *rewritten.notes]
         yield Translation(
             model.kind, inputs, model.dimension_ranges, rewritten.layers, rewritten.attention, graph, settings,
-            all_notes, warnings, model.cache,
+            all_notes, warnings, model.cache, relations,
         )  # fmt: skip
 
 
@@ -126,7 +130,7 @@ def rewrite(
         What the passes made, and who gives advice, with notes for the user.
 
     Raises:
-        UserError: See `run_passes`, `resolve_profiles`, `refuse_sizes`, `choose_target` and `LoadedCalibration`.
+        UserError: See `run_passes`, `resolve_profiles`, `size_relations`, `choose_target` and `LoadedCalibration`.
     """
     wanted, advisor, _ = _complete(wanted, model, dtype, options, profiles, calibrated)
     rewritten = run_passes(model.program, wanted)
@@ -142,11 +146,11 @@ def _complete(
     options: DecisionOptions,
     profiles: list[tuple[str, ShapeRange]],
     calibrated: LoadedCalibration | None,
-) -> tuple[PassOptions, Advisor, list[str]]:
-    """Return what the passes are to do, as options and calibration have it, who gives advice, and warnings of sizes."""
+) -> tuple[PassOptions, Advisor, tuple[list[SizeRelation], list[str]]]:
+    """Return what the passes are to do, as options and calibration have it, who gives advice, and `size_relations`."""
     given = program_inputs(model.program)
     resolved, _ = resolve_profiles(given, profiles, model.dimension_ranges)
-    size_warnings = refuse_sizes(model, resolved)
+    of_sizes = size_relations(str(model.path), given, resolved, program_inputs(model.program, model.input_names))
     calibration = None if calibrated is None else calibrated.calibration
     target = choose_target(options.target_gpu, gpu_at_hand())
     advisor = Advisor(target, rows_of_blocks(given, resolved), compression=options.compression)
@@ -154,7 +158,7 @@ def _complete(
         wanted, dtype=torch_dtype(dtype), layers=options.layers, compression=options.compression,
         calibration=calibration, advise=wanted.advise or advisor,
     )  # fmt: skip
-    return wanted, advisor, size_warnings
+    return wanted, advisor, of_sizes
 
 
 def activation_notes(model: LoadedModel, layers: list[Layer]) -> list[str]:

@@ -169,6 +169,6 @@ def load_plan(path: Path, device: str | torch.device | None = "auto") -> tuple[P
         )
     refuse_other_plugins(path, manifest)
     host = load_host(manifest.backend.name)
-    plan = open_plan(host, path, manifest.backend.version, chosen)
+    plan = open_plan(host, path, manifest.backend.version, manifest.relations, chosen)
     name = f"{host.name} {host.version} on {torch.cuda.get_device_name(plan.device)}"
     return PlanBackend(name, manifest.cache, TensorRTCalls(plan, manifest)), manifest.cache

@@ -10,12 +10,12 @@ from twellc.base.dtypes import dtype_name, torch_dtype
 from twellc.base.modules import import_modules
 from twellc.base.records import of_json, parse_json
 from twellc.compiling.result import METADATA_KEY
-from twellc.compiling.taken_sizes import value_warnings
 from twellc.compiling.translate_onnx import cast_notes
 from twellc.compiling.translate_torch import activation_notes
 from twellc.decisions.advise import Advisor
 from twellc.decisions.choose import Tokens
 from twellc.decisions.targets import choose_target, gpu_at_hand
+from twellc.export.taken_sizes import value_warnings
 from twellc.firing.calibration import load_calibration
 from twellc.inspection.description import Description, PluginNode
 from twellc.loaders.model import load_model
@@ -61,7 +61,13 @@ def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> 
     layers = passed.layers
     if calibrated is not None:
         calibrated.refuse_other_blocks(layers)
-    notes = [*model.notes, *notes, *activation_notes(model, layers), *advisor.notes(layers), *value_warnings(model)]
+    notes = [
+        *model.notes,
+        *notes,
+        *activation_notes(model, layers),
+        *advisor.notes(layers),
+        *value_warnings(model.program),
+    ]
     if calibrated is not None:
         notes += [*calibrated.profile.warnings, *calibrated.notes(layers, chosen)]
     return Description(model.kind, layers, notes, dtype=chosen, attention=passed.attention)

@@ -17,7 +17,10 @@ from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_line
 from twellc.base.files import read_file, why_no_file
 from twellc.export.profiles import InputSpec, ModelInputs, form_of, symbol_value
+from twellc.export.relations import refuse_unrelated
+from twellc.export.taken_sizes import relations_of
 from twellc.passes.graph.program import largest_size
+from twellc.passes.graph.size_assertions import fitting_sizes
 from twellc.samples.tokenizer import FIX, load_tokenizer
 
 Sample = dict[str, torch.Tensor]
@@ -71,12 +74,16 @@ def draw_samples(limits: Limits, integers: dict[str, tuple[int, int]], seed: int
     generator = torch.Generator().manual_seed(seed)
     chosen: list[dict[sympy.Expr, int]] = []
     for factor in (0, 1, 3):
-        sizes = {}
+        sizes, ranges = {}, {}
         for spec in limits.inputs.specs:
             for axis, dim in enumerate(spec.shape):
                 for symbol in getattr(dim, "free_symbols", ()):
                     low, high = limits.symbol_values(spec, axis, symbol)
                     sizes[symbol] = min(max(limits.inputs.hints[str(symbol)] * factor, low), high)
+                    ranges[str(symbol)] = (low, high)
+        named = {str(symbol): size for symbol, size in sizes.items()}
+        fitting = fitting_sizes(limits.inputs.conditions, ranges, named) or named
+        sizes = {symbol: fitting[str(symbol)] for symbol in sizes}
         if sizes not in chosen:
             chosen.append(sizes)
     return [draw_sample(limits, integers, sizes, generator) for sizes in chosen]
@@ -237,9 +244,9 @@ def _check_shapes(source: str, limits: Limits, sample: Sample) -> None:
             (symbol,) = dim.free_symbols
             size, (low, high) = symbol_value(dim, shape[axis]), limits.symbol_values(spec, axis, symbol)
             if size is None or not low <= size <= high:
-                source = "the plan's profile and the model" if limits.profile is not None else "the model"
+                limit = "the plan's profile and the model" if limits.profile is not None else "the model"
                 raise UserError(
-                    where, f"dimension {axis} leaves what {source} can take", got=_text(shape),
+                    where, f"dimension {axis} leaves what {limit} can take", got=_text(shape),
                     expected=_sizes(limits, spec, axis),
                 )  # fmt: skip
             before, owner = fixed.setdefault(symbol, (size, spec.name))
@@ -248,6 +255,8 @@ def _check_shapes(source: str, limits: Limits, sample: Sample) -> None:
                     where, f"dimension {axis} contradicts {owner}, which shares it", got=_text(shape),
                     expected=f"{_size(dim, {symbol: before})}",
                 )  # fmt: skip
+    shapes = {name: tuple(tensor.shape) for name, tensor in sample.items()}
+    refuse_unrelated(source, relations_of(limits.inputs), shapes)
 
 
 def _sizes(limits: Limits, spec: InputSpec, axis: int) -> str:

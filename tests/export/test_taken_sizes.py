@@ -1,10 +1,13 @@
-"""Models that compare sizes: a plan takes no size for which its model computes something else."""
+"""Models that compare sizes: no size runs for which a model computes something else, and every other is taken."""
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,12 +19,16 @@ from tests.conftest import Cli
 from tests.models import Plain
 from tests.twellc.test_cli import failed
 from twellc.base.errors import UserError
+from twellc.base.records import of_json
 from twellc.compiling.result import Translation
 from twellc.compiling.translate_torch import translate
+from twellc.export.profiles import program_inputs
+from twellc.export.relations import SizeRelation, refuse_unrelated
 from twellc.export.shapes import parse_profile
 from twellc.loaders import in_memory
 from twellc.options.commands import compile_options
 from twellc.passes.graph.execution import Runner
+from twellc.samples.samples import Limits, draw_samples
 
 
 class Compares(nn.Module):
@@ -117,17 +124,42 @@ def profile(n: str, m: str) -> list[str]:
     return [f"{name}:{':'.join(f'2x{size}x16' for size in sizes.split(':'))}" for name, sizes in (("x", n), ("y", m))]
 
 
-# ---- what is refused ----
+# ---- what a caller must keep ----
+
+# Lengths of x and y that are taken, and others.
+SIZES = {
+    "sum": ((12, 9), (12, 8)),
+    "product": ((50, 9), (51, 9)),
+    "smallest": ((9, 9), (16, 8)),
+    "equal": ((9, 8), (9, 9)),
+    "multiple": ((24, 9), (12, 9)),
+    "rest": ((16, 9), (15, 9)),
+    "another": ((8, 9), (7, 9)),
+    "groups": ((24, 9), (12, 9)),
+}
+
+
+def check_relation(found: Translation, kind: str) -> None:
+    """Check the relation of a translation, as a manifest has it."""
+    (relation,) = (of_json(SizeRelation, each.to_json()) for each in found.relations)
+    assert relation.text == (DEMANDS | DEMANDS_OF_ONE)[kind]
+    assert any(relation.text in note for note in found.notes)
+    taken, others = ({"x": (2, n, 16), "y": (2, m, 16)} for n, m in SIZES[kind])
+    refuse_unrelated("m.plan", [relation], taken)
+    with pytest.raises(
+        UserError, match=re.escape(f"m.plan: the model does not take these sizes together: {relation.text}")
+    ):
+        refuse_unrelated("m.plan", [relation], others)
+    module = Compares(kind).eval()
+    program = models.export(module, *inputs(), dynamic=shapes(), deferred=True)
+    kept = draw_samples(Limits(program_inputs(program), None, None), {}, seed=0)
+    for sample in kept:
+        refuse_unrelated("samples", [relation], {name: tuple(value.shape) for name, value in sample.items()})
 
 
 @pytest.mark.parametrize("kind", DEMANDS | DEMANDS_OF_ONE)
 def test_traced(kind: str, tmp_path: Path) -> None:
-    demand = (DEMANDS | DEMANDS_OF_ONE)[kind]
-    with pytest.raises(UserError) as refusal:
-        translated(traced(kind, tmp_path))
-    assert f"the model does not take every size: {demand}. Compile it for such sizes by --profile." in str(
-        refusal.value
-    )
+    check_relation(translated(traced(kind, tmp_path)), kind)
 
 
 @pytest.mark.parametrize("kind", DEMANDS)
@@ -136,9 +168,7 @@ def test_archives(kind: str, deferred: bool, tmp_path: Path) -> None:
     """torch writes what it found out as guards or, as it was asked, as assertions in the graph."""
     program = models.export(Compares(kind), *inputs(), dynamic=shapes(), deferred=deferred)
     torch.export.save(program, tmp_path / "m.pt2")
-    with pytest.raises(UserError) as refusal:
-        translated(tmp_path / "m.pt2")
-    assert f"the model does not take every size: {DEMANDS[kind]}. Compile it" in str(refusal.value)
+    check_relation(translated(tmp_path / "m.pt2"), kind)
 
 
 def test_inputs_within_others(tmp_path: Path) -> None:
@@ -160,28 +190,30 @@ def test_inputs_within_others(tmp_path: Path) -> None:
     torch.export.save(program, tmp_path / "m.pt2")
     # What is in memory is written down with plain dictionaries of its inputs.
     for model in (tmp_path / "m.pt2", in_memory.save(program, _Example((), None, None), tmp_path)):
-        with pytest.raises(UserError, match=r"dimension 1 of several_1.* must be .*dimension 1 of named_z"):
-            translated(model)
+        (relation,) = translated(model).relations
+        assert re.search(r"dimension 1 of several_1.* must be .*dimension 1 of named_z", relation.text)
 
 
 def test_the_command(cli: Cli, tmp_path: Path) -> None:
     model, graph = archive("sum", tmp_path), tmp_path / "m.onnx"
-    failed(cli("compile", model, "--backend", "none", "--onnx", graph), SUM, "--profile")
-    assert not graph.exists()
-    fitting = [part for each in profile("12:16:64", "9:9:32") for part in ("--profile", each)]
-    result = cli("compile", model, "--backend", "none", "--onnx", graph, *fitting)
-    assert result.exit_code == 0, result.stderr
+    result = cli("compile", model, "--backend", "none", "--onnx", graph, "--json")
+    assert result.exit_code == 0 and SUM in result.stderr + result.stdout
+    assert json.loads(result.stdout)["relations"] == [
+        {"expression": "d0 + d1 > 20", "sizes": {"d0": "x[1]", "d1": "y[1]"}, "text": SUM}
+    ]
     result = cli("check", model, graph)
     assert result.exit_code == 0 and "within tolerance" in result.stdout
+    x, y = inputs(12, 8)
+    np.savez(tmp_path / "given.npz", x=x.numpy(), y=y.numpy())
+    failed(cli("check", model, graph, "--inputs", tmp_path / "given.npz"), SUM, "x[1] = 12, y[1] = 8", "x[1] = 13")
 
 
-def test_every_profile_counts(tmp_path: Path) -> None:
+def test_no_size_of_a_profile(tmp_path: Path) -> None:
     model = archive("sum", tmp_path)
-    assert translated(model, *profile("12:12:12", "9:9:9")).layers[0].decision
-    with pytest.raises(UserError, match="must be more than 20"):
-        translated(model, *profile("12:12:12", "8:8:8"))
-    with pytest.raises(UserError, match="dimension 1 of x must be 12 at least"):
-        translated(model, *profile("12:12:12", "9:9:9"), *profile("2:12:12", "9:9:9"))
+    assert translated(model, *profile("12:12:12", "9:9:9")).relations == []
+    with pytest.raises(UserError, match=r"takes no size within the profile: .* must be more than 20"):
+        translated(model, *profile("12:12:12", "9:9:9"), *profile("12:12:12", "8:8:8"))
+    assert translated(model, *profile("12:12:12", "9:9:9"), *profile("2:12:12", "9:9:9")).relations
 
 
 def test_a_size_that_is_an_expression(tmp_path: Path) -> None:
@@ -189,9 +221,47 @@ def test_a_size_that_is_an_expression(tmp_path: Path) -> None:
     dims = ({0: Dim("batch", max=8), 1: 2 * half}, {0: Dim("batch", max=8), 1: Dim("m", max=512)})
     program = models.export(Compares("multiple"), *inputs(), dynamic=dims, deferred=True)
     torch.export.save(program, tmp_path / "m.pt2")
-    with pytest.raises(UserError, match="dimension 1 of x must be a multiple of 8"):
-        translated(tmp_path / "m.pt2")
-    assert translated(tmp_path / "m.pt2", *profile("8:8:8", "9:9:9")).layers
+    (relation,) = translated(tmp_path / "m.pt2").relations
+    assert relation.text == "dimension 1 of x must be a multiple of 8"
+    assert [relation.holds({"d0": size}) for size in (8, 12, 16)] == [True, False, True]
+    assert translated(tmp_path / "m.pt2", *profile("8:8:8", "9:9:9")).relations == []
+
+
+@pytest.mark.parametrize("text", ["__import__('os')", "d0.real", "d9 == 1", "d0 ** 2", "(", "[d0]", "min(d0, key=d0)"])
+def test_what_is_not_a_relation(text: str) -> None:
+    with pytest.raises(ValueError, match="not an expression over sizes"):
+        SizeRelation(text, {"d0": "x[1]"}, "")
+
+
+# ---- past keys and values ----
+
+
+class WithPast(nn.Module):
+    """A block behind attention over past keys and new ones, as a decoder with its cache as inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ffn = Plain(d_ff=64)
+
+    def forward(self, x: Tensor, mask: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
+        keys = torch.cat([past, x], 1)
+        scores = x @ keys.transpose(-1, -2) + mask[:, None]
+        return self.ffn(scores.softmax(-1) @ keys), keys
+
+
+def test_a_mask_as_long_as_past_and_tokens(cli: Cli, tmp_path: Path) -> None:
+    batch, tokens, past = Dim("batch", max=8), Dim("tokens", max=64), Dim("past", max=64)
+    given = torch.randn(2, 3, 16), torch.zeros(2, 8), torch.randn(2, 5, 16)
+    dims = ({0: batch, 1: tokens}, {0: batch, 1: Dim.AUTO}, {0: batch, 1: past})
+    torch.export.save(models.export(WithPast(), *given, dynamic=dims), tmp_path / "m.pt2")
+    (relation,) = translated(tmp_path / "m.pt2").relations
+    assert relation.text == "dimension 1 of mask must be dimension 1 of past + dimension 1 of x"
+    shapes = {"x": (2, 1, 16), "mask": (2, 9), "past": (2, 7, 16)}
+    with pytest.raises(UserError, match=re.escape("mask[1] = 9; expected mask[1] = 8")):
+        refuse_unrelated("m.plan", [relation], shapes)
+    result = cli("compile", tmp_path / "m.pt2", "--backend", "none", "--onnx", tmp_path / "m.onnx")
+    assert result.exit_code == 0, result.stderr
+    assert cli("check", tmp_path / "m.pt2", tmp_path / "m.onnx").exit_code == 0
 
 
 # ---- what is not ----

@@ -1,25 +1,29 @@
-"""Whether a model takes every size that a plan is to take, and what to say where it does not."""
+"""Which sizes that a plan is to take a model takes, and what to say where these are not all."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import sympy
+from torch.export import ExportedProgram
+from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.printers import PythonPrinter
 
 from twellc.base.errors import UserError, first_few
-from twellc.export.profiles import ModelInputs, program_inputs, size_at, symbol_sizes
+from twellc.export.profiles import ModelInputs, size_at, symbol_sizes
+from twellc.export.relations import SizeRelation
 from twellc.export.shapes import ShapeProfile
-from twellc.loaders.loaded import LoadedModel
 from twellc.passes.graph.program import largest_size
 from twellc.passes.graph.size_assertions import (
     Held,
     SizeRanges,
     Verdict,
+    fitting_sizes,
     holds_at,
-    size_assertions,
     value_assertions,
     varying,
     verdict,
@@ -35,40 +39,86 @@ _FEW = 3  # sizes are named one by one
 _LOOKED_AT, _OTHERS = 4096, 16
 
 
-def refuse_sizes(model: LoadedModel, profiles: list[ShapeProfile]) -> list[str]:
-    """Fail where a model computes something else than its program for sizes within a profile.
+def size_relations(
+    where: str, inputs: ModelInputs, profiles: list[ShapeProfile], named: ModelInputs | None = None
+) -> tuple[list[SizeRelation], list[str]]:
+    """Return what a caller must keep of sizes within profiles, and warnings of what cannot be said or checked.
 
     Args:
-        model: The model.
-        profiles: The profiles, by names of the program's inputs.
-
-    Returns:
-        Warnings of conditions of which that cannot be said.
+        where: What to name in the message.
+        inputs: The inputs, whose `conditions` are true of sizes that the model takes.
+        profiles: The profiles.
+        named: The inputs with the names that a caller knows, where these differ.
 
     Raises:
-        UserError: What was true of the sizes that the model was traced with is not true of some in a profile.
+        UserError: No sizes within a profile go together, or what they must be cannot be written down.
     """
-    inputs, conditions = program_inputs(model.program), size_assertions(model.program)
-    places = _places(program_inputs(model.program, model.input_names))
+    places = _places(named or inputs)
+    conditions = [*inputs.conditions, *_computed_sizes(named or inputs, places)]
+    relations: dict[str, SizeRelation] = {}
     warnings: dict[str, None] = {}
     for profile in profiles:
         ranges = _ranges(inputs, profile)
         verdicts = {condition: verdict(condition, ranges) for condition in conditions}
-        failing, unknown = (
-            [condition for condition, found in verdicts.items() if found == wanted]
-            for wanted in (Verdict.FAILS, Verdict.UNKNOWN)
-        )
-        if failing:
+        left = [condition for condition, found in verdicts.items() if found != Verdict.HOLDS]
+        failing = [each for each in inputs.conditions if verdicts[each] == Verdict.FAILS]
+        tuned = symbol_sizes(inputs, profile)[1]
+        if fitting_sizes(failing, ranges, tuned) is None:
             demands = first_few(_demands(failing, ranges, places), "; ")
-            raise UserError(str(model.path), f"the model does not take every size: {demands}", fix=_FIX)
-        for demand in _demands(unknown, ranges, places):
-            warnings[f"that the model takes every size is not proven, only tried with some: {demand}"] = None
-    return list(warnings)
+            raise UserError(where, f"the model takes no size within the profile: {demands}", fix=_FIX)
+        for condition in left:
+            demand = _demands([condition], ranges, places)[0]
+            relation = _relation(condition, places, demand)
+            if relation is not None:
+                relations.setdefault(f"{relation.expression} {relation.sizes}", relation)
+            elif verdicts[condition] == Verdict.FAILS:
+                raise UserError(where, f"the model does not take every size: {demand}", fix=_FIX)
+            else:
+                warnings[f"that the model takes every size is not proven, only tried with some: {demand}"] = None
+    return list(relations.values()), list(warnings)
 
 
-def value_warnings(model: LoadedModel) -> list[str]:
+def relations_of(inputs: ModelInputs) -> list[SizeRelation]:
+    """Return what sizes must keep that a model takes, whatever they are; but what cannot be written so."""
+    ranges = {symbol: (low, largest_size(high)) for symbol, (low, high) in inputs.bounds.items()}
+    places = _places(inputs)
+    conditions = [*inputs.conditions, *_computed_sizes(inputs, places)]
+    written = [_relation(each, places, _demands([each], ranges, places)[0]) for each in conditions]
+    return [relation for relation in written if relation is not None]
+
+
+def relation_notes(relations: list[SizeRelation]) -> list[str]:
+    """Say what a caller must keep of sizes."""
+    if not relations:
+        return []
+    texts = first_few([relation.text for relation in relations], "; ")
+    return [f"the model does not take every size together: {texts}. twellc checks that before a run; other hosts must"]
+
+
+def _relation(condition: sympy.Basic, places: Mapping[str, _Place], text: str) -> SizeRelation | None:
+    """Return a condition as a relation of dimensions; None where it cannot be written so."""
+    names: dict[Any, Any] = {}
+    sizes: dict[str, str] = {}
+    solved = (
+        condition.lhs if isinstance(condition, sympy.Eq) else None
+    )  # the first one of which a message says what fits
+    for symbol in sorted(condition.free_symbols, key=lambda each: (each != solved, list(places).index(str(each)))):
+        place = places[str(symbol)]
+        name = sympy.Symbol(f"d{len(sizes)}", integer=True, positive=True)
+        factor, rest = place.size.coeff(symbol), sympy.expand(place.size - place.size.coeff(symbol) * symbol)
+        if not factor.is_Integer or not rest.is_Integer:
+            return None
+        names[symbol] = name if factor == 1 and rest == 0 else FloorDiv(name - rest, factor)
+        sizes[str(name)] = f"{place.input}[{place.axis}]"
+    try:
+        return SizeRelation(PythonPrinter().doprint(condition.xreplace(names)), sizes, text)
+    except ValueError:
+        return None
+
+
+def value_warnings(program: ExportedProgram) -> list[str]:
     """Point out that a model checks values as it runs."""
-    checks = value_assertions(model.program)
+    checks = value_assertions(program)
     return ["the model checks values as it runs; the plan does not, and computes with any"] if checks else []
 
 
@@ -86,18 +136,38 @@ def _ranges(inputs: ModelInputs, profile: ShapeProfile) -> SizeRanges:
 class _Place:
     """A dimension of an input, whose size is a symbol or an expression of one."""
 
-    name: str
+    input: str
+    axis: int
     size: sympy.Expr
+
+    @property
+    def name(self) -> str:
+        """What a message calls it."""
+        return f"dimension {self.axis} of {self.input}"
 
 
 def _places(inputs: ModelInputs) -> dict[str, _Place]:
     """Return where each symbol stands, of several places one where it does so by itself."""
     places: dict[str, _Place] = {}
-    dims = [(f"dimension {axis} of {spec.name}", dim) for spec in inputs.specs for axis, dim in enumerate(spec.shape)]
-    for name, dim in sorted(dims, key=lambda each: not getattr(each[1], "is_Symbol", False)):
-        for symbol in getattr(dim, "free_symbols", ()):
-            places.setdefault(str(symbol), _Place(name, dim))
+    dims = [_Place(spec.name, axis, dim) for spec in inputs.specs for axis, dim in enumerate(spec.shape)]
+    for place in sorted(dims, key=lambda each: not getattr(each.size, "is_Symbol", False)):
+        for symbol in getattr(place.size, "free_symbols", ()):
+            places.setdefault(str(symbol), place)
     return places
+
+
+def _computed_sizes(inputs: ModelInputs, places: dict[str, _Place]) -> list[sympy.Basic]:
+    """Return what is true of dimensions that are computed of others, such as of past and tokens; add their places."""
+    found = []
+    for spec in inputs.specs:
+        for axis, dim in enumerate(spec.shape):
+            symbols = getattr(dim, "free_symbols", ())
+            own = any((places[str(symbol)].input, places[str(symbol)].axis) == (spec.name, axis) for symbol in symbols)
+            if symbols and not own and not dim.is_Symbol:
+                size = sympy.Symbol(f"{spec.name}[{axis}]", integer=True, positive=True)
+                places[str(size)] = _Place(spec.name, axis, size)
+                found.append(sympy.Eq(size, dim, evaluate=False))
+    return found
 
 
 def _demands(conditions: Sequence[sympy.Basic], ranges: SizeRanges, places: Mapping[str, _Place]) -> list[str]:
