@@ -257,7 +257,7 @@ def test_a_mask_as_long_as_past_and_tokens(cli: Cli, tmp_path: Path) -> None:
     (relation,) = translated(tmp_path / "m.pt2").relations
     assert relation.text == "dimension 1 of mask must be dimension 1 of past + dimension 1 of x"
     shapes = {"x": (2, 1, 16), "mask": (2, 9), "past": (2, 7, 16)}
-    with pytest.raises(UserError, match=re.escape("mask[1] = 9; expected mask[1] = 8")):
+    with pytest.raises(UserError, match=re.escape("expected mask[1] = 8")):
         refuse_unrelated("m.plan", [relation], shapes)
     result = cli("compile", tmp_path / "m.pt2", "--backend", "none", "--onnx", tmp_path / "m.onnx")
     assert result.exit_code == 0, result.stderr

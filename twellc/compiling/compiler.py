@@ -6,14 +6,17 @@ import functools
 import itertools
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from twellc.base.errors import UnregisteredOperatorsError, UserError, first_few
 from twellc.base.files import OutputFiles, digest, external_data, places, read_file, refuse_replacing
 from twellc.base.isolation import run_isolated
 from twellc.base.modules import import_modules
+from twellc.base.records import of_json, parse_json
 from twellc.compiling.manifest import (
     UNKEPT_GRAPH,
     Manifest,
@@ -21,7 +24,6 @@ from twellc.compiling.manifest import (
     make_manifest,
     manifest_path,
     needs_plugins,
-    read_manifest,
 )
 from twellc.compiling.summary import TranslationSummary
 from twellc.compiling.text_files import text_files
@@ -45,6 +47,7 @@ TRITON_WARNING = (
     "Triton's TensorRT backend runs plans of TensorRT, not of TensorRT-RTX: compile with --backend tensorrt"
 )
 _WEIGHTS = "weights of --onnx"
+_METADATA = 1 << 24  # bytes at the end of a graph, where its metadata stands
 # What an earlier run may have written into a model's folder, and may be written again.
 _COMPILED = ("*.plan", "*.plan.json", "*.onnx", "*.onnx.data")
 
@@ -117,12 +120,12 @@ def compile_model(
         manifest.notes.extend([CUDNN_NOTE] if by_cudnn(translation.attention) else [])
         manifest.notes.extend([CACHE_NOTE] if translation.cache is not None else [])
         manifest.notes.extend([EMBEDDED_NOTE] if manifest.plugins.embedded else [])
-        stale = list(_stale_plans(options)) if plans else []
+        stale = list(_stale(options))
         for path in stale:
             outputs.remove(path)
         if stale:
             names = first_few([path.name for path in stale])
-            manifest.notes.append(f"plans that an earlier compilation for more GPUs wrote were removed: {names}")
+            manifest.notes.append(f"files that an earlier compilation for more GPUs wrote were removed: {names}")
         manifest.warnings.extend([TRITON_WARNING] if options.triton is not None and backend != "tensorrt" else [])
         text = json.dumps(manifest.to_json(), indent=2) + "\n"
         for source, kept in texts:
@@ -145,23 +148,36 @@ def compile_model(
     return manifest
 
 
-def _stale_plans(options: CompileOptions) -> Iterator[Path]:
-    """Yield plans of ranks that an earlier compilation to the same place wrote, and this one does not replace.
+def _stale(options: CompileOptions) -> Iterator[Path]:
+    """Yield plans and graphs of ranks that an earlier compilation to the same place wrote, and this one does not.
 
-    A plan that is not as the manifest there says may be somebody else's.
+    A plan that is not as the manifest there says may be somebody else's, and so may a graph that does not say that it
+    is of one of several ranks.
     """
-    output = options.output
-    if output is None or not os.path.lexists(plan_of_rank(output, 0)):
-        return
-    try:
-        earlier = read_manifest(output).ranks or []
-    except UserError:
-        return
-    for number, rank in enumerate(earlier):
-        path = plan_of_rank(output, number)
-        plain = path.is_file() and not path.is_symlink()
-        if plain and path not in options.plans and rank.plan is not None and rank.plan.sha256 == digest(path):
-            yield path
+    output, onnx = options.output, options.onnx
+    if output is not None and manifest_path(output).is_file():
+        with suppress(ValueError, AttributeError):
+            earlier = of_json(Manifest, parse_json(read_file(manifest_path(output)))).ranks or []
+            for path, rank in [(plan_of_rank(output, number), rank) for number, rank in enumerate(earlier)]:
+                plain = path.is_file() and not path.is_symlink()
+                if plain and path not in options.plans and rank.plan is not None and rank.plan.sha256 == digest(path):
+                    yield path
+    if onnx is not None and onnx.parent.is_dir():
+        of_rank = re.compile(rf"{re.escape(onnx.stem)}\.rank\d+{re.escape(onnx.suffix)}")
+        found = sorted(path for path in onnx.parent.iterdir() if of_rank.fullmatch(path.name))
+        for path in [each for each in found if each not in options.graphs(onnx) and each.is_file()]:
+            if not path.is_symlink() and _is_of_a_rank(path):
+                yield path
+                if external_data(path).is_file():
+                    yield external_data(path)
+
+
+def _is_of_a_rank(graph: Path) -> bool:
+    """Whether a file is a graph of ours for one of several ranks, by what the end of it says."""
+    with graph.open("rb") as file:
+        file.seek(max(0, graph.stat().st_size - _METADATA))
+        end = file.read()
+    return b'{"twellc": "' in end and b'"tensor_parallel": ' in end
 
 
 def _say_phase(progress: Callable[[str], None], what: str, phase: str) -> None:
@@ -211,6 +227,11 @@ def _check_outputs(options: CompileOptions, outputs: OutputFiles) -> None:
         if twin != option:
             raise UserError(f"{option} {path}", f"is the same file as {twin}")
         refuse_replacing(option, path, (options.calibration, options.prune_check))
+    stale = [] if options.overwrite else [path.name for path in _stale(options)]
+    if stale:
+        what = "an earlier compilation for more GPUs wrote to the same place"
+        fix = "Add --overwrite to remove these files."
+        raise UserError(f"--tensor-parallel {options.tensor_parallel}", what, got=first_few(stale), fix=fix)
     files = list(options.model.iterdir()) if options.model.is_dir() else []
     folder = Path(os.path.realpath(options.model))
     files += [path for _, path in _destinations(options) if any(folder in place.parents for place in places(path))]

@@ -119,6 +119,20 @@ def test_triton(cli: Cli, llama: Path, tmp_path: Path) -> None:
     assert "KIND_MODEL" in config and 'key: "multi_device_gpus" value: { string_value: "0,1" }' in config
 
 
+def test_graphs_of_ranks_that_are_no_more(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    command = ["compile", llama, "--backend", "none", "--onnx", tmp_path / "m.onnx", "--layers", "none"]
+    assert cli(*command, "--tensor-parallel", 2).exit_code == 0
+    (tmp_path / "m.rank7.onnx").write_text("mine")
+    refused = cli(*command)
+    said = " ".join(refused.stderr.split())
+    assert refused.exit_code == 2
+    assert "for more GPUs wrote to the same place; got m.rank0.onnx, m.rank1.onnx. Add --overwrite" in said
+    assert not (tmp_path / "m.onnx").exists()
+    done = cli(*command, "--overwrite")
+    assert done.exit_code == 0 and "were removed: m.rank0.onnx, m.rank1.onnx" in " ".join(done.stderr.split())
+    assert sorted(path.name for path in tmp_path.glob("m.*")) == ["m.onnx", "m.rank7.onnx"]
+
+
 def test_plans_of_ranks_that_are_no_more(cli: Cli, llama: Path, tmp_path: Path) -> None:
     """Those that were written here go; a file that is not as it was written may be somebody's."""
     pytest.importorskip("tensorrt_rtx_bindings")
@@ -138,7 +152,7 @@ def test_plans_of_ranks_that_are_no_more(cli: Cli, llama: Path, tmp_path: Path) 
         file.write(b"mine")
     found, said = plans("--tensor-parallel", 2, "--overwrite")
     assert found == ["m.plan", "m.plan.json", *ranks[:2], ranks[3]]
-    assert "an earlier compilation for more GPUs wrote were removed: m.plan.rank2." in said
+    assert "files that an earlier compilation for more GPUs wrote were removed: m.plan.rank2." in said
     found, said = plans("--overwrite")
     assert found == ["m.plan", "m.plan.json", ranks[3]]
     assert "wrote were removed: m.plan.rank0, m.plan.rank1." in said
