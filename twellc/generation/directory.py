@@ -10,18 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twellc.base.errors import UserError
+from twellc.base.errors import UserError, first_line
 from twellc.eager.optimization import optimize, optimized_blocks
 from twellc.generation.backend import choose_device
 from twellc.generation.rows import NextCall, RowCache, row_attention
+from twellc.loaders.cache_trial import CacheTrial, MadeUpKeys
 from twellc.loaders.huggingface import (
-    TRIED_PLACES,
     cache_argument,
-    cache_trial,
     cached_length,
     open_directory,
     other_layers,
-    refuse_other_logits,
 )
 from twellc.loaders.nothing_fetched import nothing_fetched
 from twellc.passes.graph.program import quiet_torch
@@ -131,16 +129,37 @@ class TorchBackend:
         Raises:
             UserError: It does, or it cannot be run.
         """
-        ids, expected = cache_trial(where, self.model, self.longest)
-        self.begin(len(ids), min(self.longest, TRIED_PLACES))
+        trial = CacheTrial(where, self.model, self.longest)
+        try:
+            self._refuse_other_logits(trial)
+        except UserError:
+            raise
+        except Exception as error:  # transformers raises what it likes for a cache that does not fit
+            raise UserError(
+                where, f"the model cannot be run over a cache of keys and values ({first_line(error)})",
+                got=type(self.model).__name__, expected="a decoder of attention layers, such as LlamaForCausalLM",
+            ) from error  # fmt: skip
+        finally:
+            self._cache = None
+
+    def _refuse_other_logits(self, trial: CacheTrial) -> None:
+        self.begin(len(trial.ids), trial.ids.shape[1])
         cache = self._cache
         assert cache is not None
         with self._attention:
-            for place in range(ids.shape[1]):
+            for place in range(trial.ids.shape[1]):
                 cache.call.fresh, cache.call.index = place == 0, torch.full_like(cache.call.index, place)
-                found = self._logits(ids[:, place : place + 1], cache.call.index[:, None])
-        self._cache = None
-        refuse_other_logits(where, self.model, expected, found)
+                found = self._logits(trial.ids[:, place : place + 1], cache.call.index[:, None])
+        trial.refuse_others(found, self._at_places)
+
+    def _at_places(self, ids: Tensor, places: Tensor, made_up: MadeUpKeys) -> Tensor:
+        """Return the logits behind a token of each row, over keys and values that are made up; see `CacheTrial`."""
+        layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
+        self._cache = RowCache(layers, made_up.length, self._call, made_up)
+        self._call.fresh, self._call.index = False, places
+        self._ones = torch.ones(len(ids), made_up.length, dtype=torch.int64, device=self.device)
+        with self._attention:
+            return self._logits(ids, places[:, None])
 
     def _logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
         """Return the logits behind the last token of each row, [batch, vocabulary]."""

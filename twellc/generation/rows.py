@@ -23,6 +23,7 @@ from transformers.masking_utils import causal_mask_function
 
 from twellc.base.errors import UserError
 from twellc.loaders.attention import OwnAttention, query_count
+from twellc.loaders.cache_trial import MadeUpKeys
 from twellc.plugins.cache_op import CACHE_MASK, CACHED_ATTENTION
 
 # What attention of some models has besides; theirs would be another one.
@@ -66,8 +67,10 @@ class RowCache(Cache):
         call: The next call.
     """
 
-    def __init__(self, layers: int, length: int, call: NextCall) -> None:
-        super().__init__(layers=[_RowLayer(call, length) for _ in range(layers)])
+    def __init__(self, layers: int, length: int, call: NextCall, made_up: MadeUpKeys | None = None) -> None:
+        """Make a cache; one that holds keys and values that are made up keeps no others, and is for one call."""
+        layer = _RowLayer if made_up is None else partial(_MadeUpLayer, made_up)
+        super().__init__(layers=[layer(call, length) for _ in range(layers)])
         self.length, self.call = length, call
 
 
@@ -103,8 +106,32 @@ class _RowLayer(StaticLayer):
         return (tokens if self._call.fresh else self.max_cache_len), 0
 
     def get_seq_length(self) -> int:
-        """Return 0: models are given the positions of tokens."""
+        """Return 0, which is true of the first tokens of rows, and else of none.
+
+        Rows have lengths of their own, which no number tells: models are given the positions of tokens. Those that do
+        more with this number compute other logits, see `CacheTrial`.
+        """
         return 0
+
+
+class _MadeUpLayer(_RowLayer):
+    """A layer for one call, so that a cache of many places takes the memory of a layer."""
+
+    def __init__(self, made_up: MadeUpKeys, call: NextCall, length: int) -> None:
+        super().__init__(call, length)
+        self._made_up = made_up
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        self.is_initialized, rows = True, len(key_states)
+        self.keys, self.values = (
+            self._made_up.of(number, new).repeat(rows, 1, 1, 1) for number, new in enumerate((key_states, value_states))
+        )
+        held = super().update(key_states, value_states)
+        del self.keys, self.values
+        return held
+
+    def get_seq_length(self) -> int:
+        return self._made_up.said
 
 
 def row_attention(model: torch.nn.Module, call: NextCall) -> OwnAttention:
@@ -149,7 +176,7 @@ def _attention(
         mask: Tensor = CACHE_MASK(keys - queries, queries, tokens, key.shape[2])
         attention_mask = mask
     grouped = heads != key.shape[1]
-    if grouped and attention_mask is not None and tokens == 1:
+    if grouped and tokens == 1 and attention_mask is not None and attention_mask.shape[1] == 1:
         # The queries of a group as queries of one head: with a mask, groups would take the slowest kernel on a GPU.
         query = query.view(batch, key.shape[1], heads // key.shape[1], width)
         grouped = False

@@ -25,17 +25,15 @@ from twellc.base.caches import INPUT_IDS, TOKEN_COUNT, WRITE_INDEX, CachePair, K
 from twellc.base.dtypes import DTYPES, dtype_name, option_of, torch_dtype
 from twellc.base.errors import UserError, first_few, first_line
 from twellc.loaders.attention import CacheStep, cached_attention
+from twellc.loaders.cache_trial import CacheTrial, MadeUpKeys
 from twellc.loaders.checkpoint import end_tokens
 from twellc.loaders.huggingface import (
-    TRIED_PLACES,
     cache_argument,
-    cache_trial,
     cached_length,
     is_causal,
     open_directory,
     other_layers,
     refuse_experts,
-    refuse_other_logits,
 )
 from twellc.loaders.huggingface_inputs import text_config
 from twellc.loaders.loaded import LoadedModel
@@ -84,9 +82,9 @@ def load_with_cache(path: Path, options: CacheOptions, logits: str, dtype: torch
         _refuse_infinite_weights(model)
         sizes = _probe(path, model, taken)
         precision: torch.dtype = model.dtype
-        trial = cache_trial(f"--kv-cache: {path}", model, options.length)
+        trial = CacheTrial(f"--kv-cache: {path}", model, options.length)
         _take_caches(model, taken, logits)
-        _refuse_other_logits(path, model, sizes, min(options.length, TRIED_PLACES), *trial)
+        _refuse_other_logits(path, model, sizes, trial)
         traced = _trace(path, model, sizes, options, precision)
         refuse_experts(path, traced, "Its experts would stay dense.")
     names = [f"{layer}.{part}" for layer in range(len(sizes)) for part in ("key", "value")]
@@ -209,37 +207,50 @@ def _take_caches(model: Any, cache_name: str, logits: str) -> None:
         model.get_output_embeddings().register_forward_pre_hook(lambda module, given: _row_by_row(given[0], last[0]))
 
     def step(
-        input_ids: Tensor, write_index: Tensor, token_count: Tensor, past_key_values: list[Tensor]
-    ) -> list[Tensor]:
+        input_ids: Tensor, write_index: Tensor, token_count: Tensor, past_key_values: list[Tensor],
+        made_up: MadeUpKeys | None = None,
+    ) -> list[Tensor]:  # fmt: skip
         starts, counts = write_index.to(torch.int32), token_count.to(torch.int32)
         last[:] = [token_count.clamp(min=1) - 1]
         # Padding has the position of the last token: a table of positions holds that.
         places = torch.minimum(torch.arange(input_ids.shape[1], device=input_ids.device), last[0][:, None])
         positions = write_index[:, None] + places
-        cache, length = _cache_of(past_key_values, starts, counts), past_key_values[0].shape[2]
+        length = past_key_values[0].shape[2]
+        cache = _cache_of(past_key_values, starts, counts, made_up)
         with cached_attention(model, CacheStep(starts, counts, positions, length)):
             result = forward(
                 input_ids=input_ids, position_ids=positions, use_cache=True, return_dict=True, **{cache_name: cache}
             )
         last.clear()
         kept = result.logits[:, 0] if logits == LAST_LOGITS else result.logits
-        return [kept, *(tensor for layer in cache.layers for tensor in (layer.keys, layer.values))]
+        return [kept, *(tensor for layer in cache.layers for tensor in (layer.state.keys, layer.state.values))]
 
     model.forward = step
 
 
-def _refuse_other_logits(
-    path: Path, model: Any, sizes: list[_Sizes], length: int, ids: Tensor, expected: Tensor
-) -> None:
+def _refuse_other_logits(path: Path, model: Any, sizes: list[_Sizes], trial: CacheTrial) -> None:
     """Fail if the model, which takes caches by now, computes other logits than it did before."""
-    counts = torch.full((len(ids),), ids.shape[1])
-    caches = _empty_caches(sizes, len(ids), length, model.dtype)
+    rows, tokens = trial.ids.shape
+    counts = torch.full((rows,), tokens)
+
+    def at_places(ids: Tensor, places: Tensor, made_up: MadeUpKeys) -> Tensor:
+        shapes = (
+            torch.empty(1, heads, 1, width, dtype=model.dtype)
+            for each in sizes
+            for heads, width in (each.key, each.value)
+        )
+        caches = [made_up.of(number % 2, new).expand(len(ids), -1, -1, -1) for number, new in enumerate(shapes)]
+        logits: Tensor = model.forward(ids, places, torch.ones_like(places), caches, made_up)[0]
+        return logits if logits.dim() == 2 else logits[:, -1]
+
     try:
         with torch.no_grad():
-            logits, *_ = model.forward(ids, 0 * counts, counts, caches)
+            logits, *_ = model.forward(trial.ids, 0 * counts, counts, _empty_caches(sizes, rows, tokens, model.dtype))
+            trial.refuse_others(logits if logits.dim() == 2 else logits[:, -1], at_places)
+    except UserError:
+        raise
     except Exception as error:  # transformers raises what it likes for a cache that does not fit
         raise _other_state(path, model, first_line(error)) from error
-    refuse_other_logits(f"--kv-cache: {path}", model, expected, logits if logits.dim() == 2 else logits[:, -1])
 
 
 def _empty_caches(sizes: list[_Sizes], batch: int, length: int, dtype: torch.dtype) -> list[Tensor]:
@@ -255,12 +266,12 @@ def _row_by_row(hidden: Tensor, places: Tensor) -> Tensor:
     return hidden.gather(1, places[:, None, None].expand(-1, 1, hidden.shape[-1]))
 
 
-def _cache_of(tensors: list[Tensor], starts: Tensor, counts: Tensor) -> Any:
-    """Return transformers' Cache over caches of keys and values, in turn."""
+def _cache_of(tensors: list[Tensor], starts: Tensor, counts: Tensor, made_up: MadeUpKeys | None) -> Any:
+    """Return transformers' Cache over caches of keys and values, in turn; made up ones do not keep what is new."""
     from transformers.cache_utils import Cache
 
     pairs = zip(tensors[::2], tensors[1::2], strict=True)
-    layers = [_layer_class()(_Appending(keys, values, starts, counts)) for keys, values in pairs]
+    layers = [_layer_class()(_Appending(keys, values, starts, counts, made_up)) for keys, values in pairs]
     return Cache(layers=layers)
 
 
@@ -272,11 +283,14 @@ class _Appending:
     values: Tensor
     starts: Tensor
     counts: Tensor
+    made_up: MadeUpKeys | None
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         new = (keys.transpose(1, 2), values.transpose(1, 2))
-        self.keys, self.values = APPEND(self.keys, self.values, *new, self.starts, self.counts)
-        return self.keys, self.values
+        held: tuple[Tensor, Tensor] = APPEND(self.keys, self.values, *new, self.starts, self.counts)
+        if self.made_up is None:
+            self.keys, self.values = held
+        return held
 
     def length(self, tokens: Any) -> int:
         return self.keys.shape[2]
@@ -287,6 +301,7 @@ class _Recording:
     """Notes the sizes of what a layer wants to cache, and caches nothing."""
 
     sizes: _Sizes | None = None
+    made_up: MadeUpKeys | None = None
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self.sizes = _Sizes((keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]))
@@ -309,8 +324,7 @@ def _layer_class() -> Any:
             self.is_initialized = True
 
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            self.keys, self.values = self.state.update(key_states, value_states)
-            return self.keys, self.values
+            return self.state.update(key_states, value_states)
 
         def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
             pass
@@ -319,7 +333,8 @@ def _layer_class() -> Any:
             return self.state.length(query_length), 0
 
         def get_seq_length(self) -> int:
-            return 0  # positions are given
+            # Of none that is not made up: rows have lengths of their own, and models are given positions.
+            return 0 if self.state.made_up is None else self.state.made_up.said
 
         def get_max_length(self) -> int:
             return -1

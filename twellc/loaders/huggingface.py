@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_few, first_line
 from twellc.base.files import temporary_folder
 from twellc.export.shapes import FixedSizes
@@ -25,7 +24,6 @@ from twellc.loaders.huggingface_inputs import (
     at_sizes,
     inputs_of,
     longest_text,
-    text_config,
     vocabulary_of,
     written_sizes,
 )
@@ -202,61 +200,6 @@ def cache_argument(model: Any) -> str | None:
     """Return what a model's forward calls its cache of keys and values; None where it takes none."""
     taken = inspect.signature(model.forward).parameters
     return next((each for each in ("cache", "past_key_values") if each in taken), None)
-
-
-# Places of a cache to try a model with: enough to leave out what it sees through a window of its own.
-TRIED_PLACES = 1024
-
-
-def cache_trial(where: str, model: Any, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two short texts, [2, tokens], and the logits behind them that a model computes without a cache.
-
-    Args:
-        where: What to name in a message.
-        model: The model.
-        longest: The most tokens of a text.
-
-    Raises:
-        UserError: The model cannot be run, or its logits are NaN.
-    """
-    tokens, vocabulary = min(3, longest), text_config(model).vocab_size
-    # Not the first ones, which are often special.
-    ids = (vocabulary // 2 + torch.arange(2 * tokens, device=model.device).view(2, tokens)) % vocabulary
-    try:
-        with torch.no_grad():
-            logits = model(input_ids=ids, use_cache=False).logits[:, -1]
-    except Exception as error:  # transformers' own, for configurations that contradict themselves
-        raise UserError(
-            where, f"the model cannot be run ({first_line(error)})", got=type(model).__name__,
-            fix="Check that the numbers in config.json belong together.",
-        ) from error  # fmt: skip
-    if bool(logits.isnan().any()):
-        raise UserError(
-            where, "the model computes logits that are NaN", got=f"{type(model).__name__} in {dtype_name(model.dtype)}",
-            fix="Check its weights. If these are right, numbers in between are too large for float16: take bfloat16.",
-        )  # fmt: skip
-    return ids, logits
-
-
-def refuse_other_logits(where: str, model: Any, expected: torch.Tensor, found: torch.Tensor) -> None:
-    """Fail if a model computes something else over a cache than without one, as it does with masks of its own.
-
-    Args:
-        where: What to name in the message.
-        model: The model.
-        expected: Logits without a cache, [rows, vocabulary]; see `cache_trial`.
-        found: Logits over a cache.
-
-    Raises:
-        UserError: Every row is off by more than rounding explains.
-    """
-    errors = (found.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
-    if not bool((errors <= max(1e-3, 16 * torch.finfo(model.dtype).eps)).any()):
-        raise UserError(
-            where, "the model computes other logits over a cache than without one",
-            got=f"{type(model).__name__}, off by {errors.min():.1%}",
-            expected="masks and positions that transformers can be given for it",
-        )  # fmt: skip
 
 
 def cached_length(model: Any) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, GenerationConfig
 
@@ -221,6 +222,46 @@ def test_other_logits_over_a_cache(name: str, family: Callable[..., tuple[Path, 
         load_directory(folder, "cpu")
     with pytest.raises(UserError, match=f"--kv-cache: .* {message}"):
         load_with_cache(folder, CacheOptions(32), "last", torch.float32)
+
+
+def llama4(**changes: Any) -> Any:
+    """Its last layer has no rotary positions; there queries are scaled by position, which it asks the cache for."""
+    options = {"intermediate_size": 64, "intermediate_size_mlp": 64, "num_hidden_layers": 4, "head_dim": 8}
+    options |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "attention_chunk_size": 6, "pad_token_id": 0}
+    config = transformers.Llama4TextConfig(
+        **{**models.SMALL, **options, **changes}, moe_layers=[], no_rope_layers=[1, 1, 1, 0], attn_scale=0.5
+    )
+    return models._seeded(transformers.Llama4ForCausalLM, config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_number_for_the_length_of_all_rows(dtype: torch.dtype, tmp_path: Path) -> None:
+    """It is right for none of several rows: refused, also where its effect is smaller than rounding."""
+    folder = models.save(llama4(floor_scale=16), tmp_path / "model", dtype)
+    message = (
+        r"computes other logits over a cache than without one; got Llama4ForCausalLM, (off by|which asks how long)"
+    )
+    with pytest.raises(UserError, match=message):
+        load_directory(folder, "cpu")
+    with pytest.raises(UserError, match=message):
+        load_with_cache(folder, CacheOptions(32), "last", dtype)
+
+
+@pytest.mark.parametrize("changes", [{"floor_scale": 65}, {"attn_temperature_tuning": False}])
+def test_scales_by_position_behind_the_last_place(changes: dict[str, Any], tmp_path: Path) -> None:
+    model = llama4(**changes)
+    ours = made(models.save(model, tmp_path / "model", torch.float32), model, 5)
+    input_ids = torch.randint(3, 96, (1, 20))
+    logits = ours(input_ids).logits
+    torch.testing.assert_close(logits, model(input_ids, use_cache=False).logits[:, -1:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1100, 3000])
+def test_a_window_of_its_own_behind_thousands_of_places(window: int, family: Callable[..., tuple[Path, Any]]) -> None:
+    options = {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4}
+    folder, _ = family("GPTNeo", **options, window_size=window, max_position_embeddings=4096)
+    with pytest.raises(UserError, match=r"computes other logits over a cache than without one; got \w+, off by .* of "):
+        load_directory(folder, "cpu")
 
 
 def test_models_that_compute_nothing(family: Callable[..., tuple[Path, Any]], tmp_path: Path) -> None:
