@@ -30,6 +30,7 @@ import torch
 from torch.export import ExportedProgram
 
 from twellc.base.records import Json, as_json
+from twellc.base.threads import PROCESS_WIDE
 from twellc.passes import neurons
 from twellc.passes.attention import rewrite_attention
 from twellc.passes.block_profile import Calibration
@@ -273,15 +274,16 @@ def run_until(
     passed = start if isinstance(start, Passed) else Passed(start)
     if passed.stage == Stage.TRACED:
         options.dump.program("traced", passed.program)
-    for stage, steps in STEPS.items():
-        if not passed.stage < stage <= until or stage in without:
-            continue
-        if stage in _OF_RANKS and options.part.ranks == 1:
-            continue
-        for each in steps:
-            passed = each.run(passed, options)
-            if each.edits:
-                options.dump.program(each.name, passed.program)
+    with PROCESS_WIDE:  # shapes of nodes are found out by torch, which traces in one thread at a time
+        for stage, steps in STEPS.items():
+            if not passed.stage < stage <= until or stage in without:
+                continue
+            if stage in _OF_RANKS and options.part.ranks == 1:
+                continue
+            for each in steps:
+                passed = each.run(passed, options)
+                if each.edits:
+                    options.dump.program(each.name, passed.program)
     return replace(passed, stage=max(passed.stage, until))
 
 
