@@ -245,7 +245,8 @@ def _refuse_other_logits(path: Path, model: Any, sizes: list[_Sizes], trial: Cac
 
     try:
         with torch.no_grad():
-            logits, *_ = model.forward(trial.ids, 0 * counts, counts, _empty_caches(sizes, rows, tokens, model.dtype))
+            caches = _empty_caches(sizes, rows, min(trial.longest, 2 * tokens), model.dtype)
+            logits, *_ = model.forward(trial.ids, 0 * counts, counts, caches)
             trial.refuse_others(logits if logits.dim() == 2 else logits[:, -1], at_places)
     except UserError:
         raise
