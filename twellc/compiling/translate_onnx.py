@@ -16,6 +16,7 @@ from twellc.decisions.targets import choose_target, gpu_at_hand
 from twellc.export.names import distinct_outputs, name_ends
 from twellc.export.profiles import resolve_profiles
 from twellc.export.rotary_halves import RotaryHalves
+from twellc.export.taken_sizes import relation_notes, size_relations
 from twellc.loaders.cached import no_directory
 from twellc.loaders.onnx_models import (
     KIND,
@@ -59,6 +60,7 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     dtype = choose_onnx_dtype(model, options.dtype)
     progress("rewriting feed-forward blocks")
     profiles, _ = resolve_profiles(inputs, list(options.profiles), {})
+    relations, size_warnings = size_relations(str(options.model), inputs, profiles)
     target = choose_target(options.target_gpu, gpu_at_hand())
     advisor = Advisor(target, rows_of_inputs(inputs, profiles), compression=options.compression)
     advise = advisor if options.decided is None else repeat(options.decided)
@@ -67,7 +69,7 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     dump = GraphDump(options.dump_graphs)
     dump.text("source", lambda: onnx.helper.printable_graph(model.graph))
     dump.text("rewrite_onnx", lambda: onnx.helper.printable_graph(rewritten.graph))
-    warnings = check_matches(found.layers, options)
+    warnings = [*check_matches(found.layers, options), *size_warnings]
     graph = RotaryHalves()(onnx_ir.serde.deserialize_model(rewritten)).model
     names = [spec.name for spec in inputs.specs]
     outputs, renamed = distinct_outputs(names, [value.name for value in model.graph.output])
@@ -77,7 +79,8 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     is_low = bool(low_precisions(model)) or any(layer.decision == "twell" for layer in found.layers)
     settings = annotate(graph, found.layers, dtype if is_low else UNCHANGED, options, traced_by)
     notes = [*renamed, *cast_notes(found, dtype), *advisor.notes(found.layers)]
-    return Translation(KIND, inputs, {}, found.layers, [], graph, settings, notes, warnings)
+    notes += relation_notes(relations)
+    return Translation(KIND, inputs, {}, found.layers, [], graph, settings, notes, warnings, relations=relations)
 
 
 def cast_notes(found: OnnxBlocks, dtype: str) -> list[str]:

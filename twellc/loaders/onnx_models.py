@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import onnx
@@ -18,6 +19,8 @@ from twellc.plugins.library import PLUGIN_NAMESPACE
 KIND = "ONNX file"
 # Sizes to tune unnamed dimensions for: the first of several is usually a batch.
 _BATCH_HINT, _HINT = 1, 128
+_TERM = re.compile(r"[A-Za-z_]\w*|[0-9]{1,9}", re.ASCII)
+_PAST, _NEW, _TOTAL = "past_sequence_length", "sequence_length", "total_sequence_length"
 
 
 def open_model(path: Path, declared: tuple[InputDeclaration, ...]) -> onnx.ModelProto:
@@ -48,12 +51,38 @@ def model_inputs(path: Path, model: onnx.ModelProto) -> ModelInputs:
             if dim.HasField("dim_value") and dim.dim_value > 0:
                 shape.append(dim.dim_value)
                 continue
-            symbol = sympy.Symbol(dim.dim_param or f"{value.name}[{axis}]", positive=True, integer=True)
-            dynamic = sum(not isinstance(size, int) for size in shape)
-            hints.setdefault(str(symbol), _HINT if dynamic or axis == len(kind.shape.dim) - 1 else _BATCH_HINT)
-            shape.append(symbol)
+            size = _size_of(dim.dim_param or f"{value.name}[{axis}]")
+            dynamic = sum(not isinstance(before, int) for before in shape)
+            for symbol in size.free_symbols:
+                hints.setdefault(str(symbol), _HINT if dynamic or axis == len(kind.shape.dim) - 1 else _BATCH_HINT)
+            shape.append(size)
         specs.append(InputSpec(value.name, dtype, tuple(shape)))
-    return ModelInputs(specs, {}, hints)
+    return ModelInputs(specs, {}, hints, _conditions(specs))
+
+
+def _size_of(name: str) -> sympy.Expr:
+    """Return what the name of a dimension says: a symbol, or a sum such as `past_sequence_length + 1`."""
+    terms = [part.strip() for part in name.split("+")]
+    if not all(_TERM.fullmatch(term) for term in terms) or not any(map(str.isidentifier, terms)):
+        return _symbol(name)
+    return sum((_symbol(term) if term.isidentifier() else sympy.Integer(term) for term in terms), sympy.Integer(0))
+
+
+def _symbol(name: str) -> sympy.Symbol:
+    return sympy.Symbol(name, positive=True, integer=True)
+
+
+def _conditions(specs: list[InputSpec]) -> list[sympy.Basic]:
+    """Return what names of dimensions say that optimum gives decoders with past keys and values.
+
+    A mask is as long as past and new tokens; of these a model may take one at a time.
+    """
+    names = {str(symbol) for spec in specs for dim in spec.shape for symbol in getattr(dim, "free_symbols", ())}
+    if not {_TOTAL, _PAST} <= names:
+        return []
+    tokens = next((spec.shape[-1] for spec in specs if spec.name == "input_ids" and len(spec.shape) == 2), None)
+    new = _symbol(_NEW) if _NEW in names else tokens
+    return [] if new is None else [sympy.Eq(_symbol(_TOTAL), _symbol(_PAST) + new)]
 
 
 def choose_onnx_dtype(model: onnx.ModelProto, requested: str | None) -> str:

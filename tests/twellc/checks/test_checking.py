@@ -188,7 +188,7 @@ def test_plan_that_runs(cli: Cli, archive: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("twellc.checks.checking.why_not_here", lambda backend: "")
     monkeypatch.setattr("twellc.checks.checking.load_host", lambda backend: None)
     opened: list[Path] = []
-    monkeypatch.setattr("twellc.checks.checking.open_plan", lambda host, path, version: opened.append(path))
+    monkeypatch.setattr("twellc.checks.checking.open_plan", lambda host, path, *_: opened.append(path))
     monkeypatch.setattr(
         "twellc.checks.checking.PlanRunner", lambda plan: lambda sample: [y * 1.5 for y in stand_in.run(sample)]
     )

@@ -9,10 +9,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from onnx import TensorProto, helper
 
 from tests import models
 from tests.models import without_expectation
@@ -203,3 +205,51 @@ def test_graphs_are_dumped(tmp_path: Path) -> None:
     texts = {path.name: path.read_text() for path in (tmp_path / "graphs").iterdir()}
     assert "Relu" in texts["00-source.txt"]
     assert "TwellGatedMlp" in texts["01-rewrite_onnx.txt"] and "Relu(" not in texts["01-rewrite_onnx.txt"]
+
+
+def with_past(mask: str, tokens: int | str) -> onnx.ModelProto:
+    """A block behind a decoder's attention over past keys, with the names that optimum gives dimensions."""
+    make = GraphMaker("fp16", opset=18)
+    x = make.node("Gather", make.weight("embedding", 50, D_MODEL), "input_ids")
+    new = make.node("Unsqueeze", x, make.integers(1))
+    keys = make.node("Concat", "past_key_values.0.key", new, axis=2)
+    scores = make.node("MatMul", new, make.node("Transpose", keys, perm=[0, 1, 3, 2]))
+    added = make.node("Unsqueeze", make.node("Cast", "attention_mask", to=TensorProto.FLOAT16), make.integers(1, 2))
+    shares = make.node("Softmax", make.node("Add", scores, added), axis=-1)
+    hidden = make.node("Squeeze", make.node("MatMul", shares, keys), make.integers(1))
+    y = make.linear(make.node("Relu", make.linear(hidden, "up", D_MODEL, D_FF)), "down", D_FF, D_MODEL)
+    model = make.model(y, keys)
+    del model.graph.input[:]
+    past = ["batch_size", 1, "past_sequence_length", D_MODEL]
+    four = helper.make_tensor_type_proto(TensorProto.FLOAT16, [None] * 4)
+    model.graph.output[1].type.CopyFrom(four)
+    model.graph.input.extend(
+        [
+            helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["batch_size", tokens]),
+            helper.make_tensor_value_info("attention_mask", TensorProto.INT64, ["batch_size", mask]),
+            helper.make_tensor_value_info("past_key_values.0.key", TensorProto.FLOAT16, past),
+        ]
+    )
+    return model
+
+
+@pytest.mark.parametrize(
+    ("mask", "tokens", "expression", "text"),
+    [
+        ("past_sequence_length + 1", 1, "d0 == (1 + d1)", "dimension 2 of past_key_values.0.key + 1"),
+        ("total_sequence_length", "sequence_length", "d0 == (d1 + d2)",
+         "dimension 1 of input_ids + dimension 2 of past_key_values.0.key"),
+    ],
+)  # fmt: skip
+def test_past_keys_and_values(tmp_path: Path, mask: str, tokens: int | str, expression: str, text: str) -> None:
+    onnx.save(with_past(mask, tokens), tmp_path / "m.onnx")
+    made = succeed("compile", tmp_path / "m.onnx", "--backend", "none", "--onnx", tmp_path / "out.onnx", "--json")
+    (relation,) = json.loads(made.stdout)["relations"]
+    assert relation["expression"] == expression
+    assert relation["text"] == f"dimension 1 of attention_mask must be {text}"
+    succeed("check", tmp_path / "m.onnx", tmp_path / "out.onnx")
+    arrays = {"input_ids": np.ones((1, 1), int), "attention_mask": np.ones((1, 9), int),
+              "past_key_values.0.key": np.zeros((1, 1, 7, D_MODEL), np.float16)}  # fmt: skip
+    np.savez(tmp_path / "given.npz", **arrays)
+    said = fail("check", tmp_path / "m.onnx", tmp_path / "out.onnx", "--inputs", tmp_path / "given.npz")
+    assert "attention_mask" in said and "8" in said
