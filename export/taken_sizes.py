@@ -163,7 +163,7 @@ def _computed_sizes(inputs: ModelInputs, places: dict[str, _Place]) -> list[symp
         for axis, dim in enumerate(spec.shape):
             symbols = getattr(dim, "free_symbols", ())
             own = any((places[str(symbol)].input, places[str(symbol)].axis) == (spec.name, axis) for symbol in symbols)
-            if symbols and not own and not dim.is_Symbol:
+            if symbols and not own and not getattr(dim, "is_Symbol", False):
                 size = sympy.Symbol(f"{spec.name}[{axis}]", integer=True, positive=True)
                 places[str(size)] = _Place(spec.name, axis, size)
                 found.append(sympy.Eq(size, dim, evaluate=False))

@@ -72,6 +72,13 @@ def test_all_logits_and_32_steps(llama: Path, tmp_path: Path) -> None:
     assert (result.generation.prompts, len(result.generation.steps)) == ([32], 33)
 
 
+def test_frequencies_that_change_with_the_length(tmp_path: Path) -> None:
+    """Those of a cache stay as they are; without one torch.export cannot trace that."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    model = models.save(models.llama(rope_parameters=rope), tmp_path / "model", torch.bfloat16)
+    assert run_check(model, graph_of(model, tmp_path / "m.onnx")).within
+
+
 def test_a_float32_model(opt: Path, tmp_path: Path) -> None:
     assert run_check(opt, graph_of(opt, tmp_path / "m.onnx")).within
 
