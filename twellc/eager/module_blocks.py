@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.fx import Node
 from torch.nn.modules.module import _has_any_global_hook
@@ -213,6 +214,46 @@ def hands_on(written: WrittenOut, *, training: bool) -> bool:
     finally:
         del module.forward, up.forward, down.forward
     return bool(received)
+
+
+def own_gradient(module: nn.Module, x: Tensor, others: dict[str, Any], projections: tuple[str, ...] = ()) -> str:
+    """Return the name of a torch.autograd.Function that a module calls; empty where there is none.
+
+    A trace has its forward alone: the ops would compute another gradient. Those of torch, as of checkpoints, are known.
+
+    Args:
+        module: The module, in training.
+        x: What it is called with.
+        others: Other arguments, by name.
+        projections: Names of two layers of it between which to look; without them in all of it.
+    """
+    seen: set[Any] = set()
+    waiting: list[Any] = []
+    hooks = []
+    if projections:
+        up, down = map(module.get_submodule, projections)
+        hooks += [up.register_forward_hook(lambda _, __, result: seen.add(result.grad_fn))]
+        hooks += [down.register_forward_pre_hook(lambda _, given: waiting.append(given[0].grad_fn))]
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.enable_grad(), _in_mode(module, True):
+            named = {name: each if each is None else fake.from_tensor(each) for name, each in others.items()}
+            result = module(fake.from_tensor(x), **named)
+            waiting += [] if projections else [result.grad_fn]
+    except Exception as error:  # of the module's code
+        _LOG.debug("what has a gradient that is not torch's is not known: %s", first_line(error))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+        function = getattr(node, "_forward_cls", None)
+        if function is not None and not function.__module__.startswith("torch."):
+            return str(function.__qualname__)
+    return ""
 
 
 @contextmanager

@@ -48,6 +48,7 @@ from twellc.eager.module_blocks import (
     has_global_hooks,
     has_hooks,
     operands_of,
+    own_gradient,
     refusal_of,
 )
 from twellc.eager.sharded import is_sharded, local_of, sum_over_ranks
@@ -611,10 +612,15 @@ def _find(module: nn.Module, training: bool) -> Iterator[_Found]:
     for path, submodule, block, ranks in find_modules(module, training=training):
         whole.append(path)
         reason = _refusal(block, block.refusal) or _no_class_of(submodule, _InTraining if training else _Optimized)
+        weights = operands_of(submodule, block)
+        parameter = None if weights is None else weights.w_up.parameter(submodule)
+        if training and not reason and parameter is not None:
+            x = torch.zeros(*(2,) * (min(ranks) - 1), block.d_model, dtype=parameter.dtype, device=parameter.device)
+            reason = _of_own_gradient(own_gradient(submodule, x, {}))
         block = replace(block, module=path, refusal=reason)
-        yield _Found(path, submodule, block, operands_of(submodule, block), ranks, is_written_out=False)
+        yield _Found(path, submodule, block, weights, ranks, is_written_out=False)
     projections: dict[nn.Module, set[str]] = {}
-    tried: dict[tuple[object, ...], bool] = {}
+    tried: dict[tuple[object, ...], str] = {}
     for each in find_written_out(module, whole, training=training):
         reason = _refusal(each.block, refusal_of(each.block)) or _no_class_of(each.module, _Holder)
         names = {operand.path[0] for operand in each.weights.named().values()} if each.weights else set()
@@ -625,11 +631,18 @@ def _find(module: nn.Module, training: bool) -> Iterator[_Found]:
             # Layers of a class have one forward: to try one of them is enough.
             kind = type(each.module), each.block.activation, *sorted(names)
             if kind not in tried:
-                tried[kind] = hands_on(each, training=training)
-            reason = "" if tried[kind] else _TENSORS_ONLY
+                tried[kind] = "" if hands_on(each, training=training) else _TENSORS_ONLY
+                if training and not tried[kind] and each.weights is not None:
+                    ends = each.weights.w_up.path[0], each.weights.w_down.path[0]
+                    tried[kind] = _of_own_gradient(own_gradient(each.module, *each.inputs, ends))
+            reason = tried[kind]
         if not reason:
             used |= names
         yield _Found(each.path, each.module, replace(each.block, refusal=reason), each.weights)
+
+
+def _of_own_gradient(function: str) -> str:
+    return f"it calls {function}, a torch.autograd.Function with a gradient that may be another" if function else ""
 
 
 def _refusal(block: FfnBlock, reason: str) -> str:

@@ -404,6 +404,49 @@ def test_an_exported_program_is_that_of_the_original(make: Any, strict: bool, tr
     compiled()
 
 
+class _Straight(torch.autograd.Function):
+    """ReLU whose gradient is that of the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.relu()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+class _Through(nn.Module):
+    """A block whose activation has a gradient of its own, alone or in a layer."""
+
+    def __init__(self, residual: bool, elsewhere: bool = False) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(16, 40), nn.Linear(40, 16)
+        self.residual, self.elsewhere = residual, elsewhere
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.fc1(_Straight.apply(x) if self.elsewhere else x)
+        y: Tensor = self.fc2(torch.relu(hidden) if self.elsewhere else _Straight.apply(hidden))
+        return x + y if self.residual else y
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_gradient_that_is_not_that_of_the_forward(residual: bool, caplog: pytest.LogCaptureFixture) -> None:
+    dense, x = nn.Sequential(_Through(residual)), torch.randn(2, 5, 16)
+    model = copy.deepcopy(dense)
+    with caplog.at_level("INFO", "twellc"), pytest.warns(UserWarning, match="no submodule is a feed-forward block"):
+        twellc.optimize(model, training=True)
+    assert "it calls _Straight, a torch.autograd.Function" in caplog.text
+    for each in (dense, model):
+        each(x).square().sum().backward()
+    for one, other in zip(dense.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    assert len(twellc.optimized_blocks(twellc.optimize(dense.eval()))) == 1  # inference has no gradients
+    if residual:  # elsewhere in the layer it may stand
+        layer = nn.Sequential(_Through(residual, elsewhere=True))
+        assert len(twellc.optimized_blocks(twellc.optimize(layer, training=True))) == 1
+
+
 def test_no_block_in_training() -> None:
     with pytest.raises(UserError, match=r"LlamaForCausalLM: has no feed-forward block in training.*optimize"):
         L1Penalty(models.llama(), 1.0)
