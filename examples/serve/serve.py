@@ -147,8 +147,8 @@ def _text_message(message: dict[str, Any]) -> dict[str, str]:
 class Chat:
     """Answers requests for chat completions."""
 
-    def __init__(self, llm: LLM, names: list[str]) -> None:
-        self._llm, self._names, self._began = llm, names, int(time.time())
+    def __init__(self, llm: LLM, name: str) -> None:
+        self._llm, self._name, self._began = llm, name, int(time.time())
         self._thread, self._turn = ThreadPoolExecutor(1), asyncio.Lock()
 
     async def _run(self, function: Callable[..., _T], *arguments: Any) -> _T:
@@ -170,16 +170,13 @@ class Chat:
 
     async def models(self, request: Request) -> Response:
         """Say which model there is."""
-        found = [
-            {"id": name, "object": "model", "created": self._began, "owned_by": "twellc"} for name in self._names[:1]
-        ]
+        found = {"id": self._name, "object": "model", "created": self._began, "owned_by": "twellc"}
         name = request.path_params.get("name")
         if name is None:
-            return JSONResponse({"object": "list", "data": found})
-        return JSONResponse(found[0]) if name in self._names else self._no_such_model(name)
-
-    def _no_such_model(self, name: str) -> Response:
-        error = UserError("model", "is not served here", got=repr(name), expected=repr(self._names[0]))
+            return JSONResponse({"object": "list", "data": [found]})
+        if name == self._name:
+            return JSONResponse(found)
+        error = UserError("model", "is not served here", got=repr(name), expected=repr(self._name))
         return refusal(404, str(error), "model", "model_not_found")
 
     async def complete(self, request: Request) -> Response:
@@ -190,9 +187,7 @@ class Chat:
                 given = json.loads(await request.body())
             except (ValueError, RecursionError) as error:
                 raise UserError("the request", f"is not JSON ({error})") from error
-            asked = read(given, self._names[0])
-            if asked.model not in self._names:
-                return self._no_such_model(asked.model)
+            asked = read(given, self._name)
             pieces = self._pieces(asked)
             answer = _Answer(asked.model, len(asked.params))
             first = await anext(pieces)  # mistakes are found before a stream begins
@@ -298,9 +293,9 @@ async def _other(request: Request, error: Exception) -> Response:
     return refusal(error.status_code, what, code="unknown_url" if error.status_code == 404 else "method_not_supported")
 
 
-def make_app(llm: LLM, names: list[str]) -> Starlette:
-    """Return the application; the first of `names` is that of the model."""
-    chat = Chat(llm, names)
+def make_app(llm: LLM, name: str) -> Starlette:
+    """Return the application for a model of that name; requests may call it anything."""
+    chat = Chat(llm, name)
     routes = [
         Route("/v1/chat/completions", chat.complete, methods=["POST"]),
         Route("/v1/models", chat.models),
@@ -327,7 +322,7 @@ def main() -> None:
     except UserError as error:
         print(f"Error: {error}", file=sys.stderr)
         sys.exit(2)
-    app = make_app(llm, [options.model.resolve().name, str(options.model)])
+    app = make_app(llm, options.model.resolve().name)
     uvicorn.run(app, host=options.host, port=options.port, timeout_graceful_shutdown=SECONDS_TO_END, lifespan="off")
 
 
