@@ -66,6 +66,7 @@ def test_refuses(cli: Cli, tmp_path: Path) -> None:
     failed(cli("report", "--training", path, "-o", tmp_path / "p.html"), "there is no such file")
     path.write_text(json.dumps({"a": 1}))
     failed(cli("report", "--training", path, "-o", tmp_path / "p.html"), "is not a log of training")
+    path.unlink()  # a log replaces no other file
     write_log(path, ["a"], [64], steps=0)
     failed(cli("report", "--training", path, "-o", tmp_path / "p.html"), "has no record of a step yet")
     failed(cli("report", "--training", path, "-o", path), str(path))
