@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import random
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,23 +23,80 @@ import torch
 from tests import models
 from tests.quick_torch import make_quick
 from twellc.base.files import ENDING_SIGNALS
+from twellc.export.tensorrt_host import python_module
 from twellc.options.source import TracingOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 # Models, each as loaded and as functionalised.
 MOST_REMEMBERED = 16
+# Seconds of a test that runs by default.
+LONGEST_QUICK = 10
 
 
 make_quick()
 
 
+def _missing() -> dict[str, str]:
+    """Return the markers of tests that cannot run here, each with the reason."""
+    reasons = {
+        "gpu": "" if torch.cuda.is_available() else "torch sees no GPU",
+        "tensorrt": "" if python_module("tensorrt") and torch.cuda.is_available() else "no full TensorRT, or no GPU",
+        "vllm": "" if importlib.util.find_spec("vllm") else "vLLM is not installed",
+    }
+    return {marker: reason for marker, reason in reasons.items() if reason}
+
+
+def pytest_report_header() -> list[str]:
+    """Say what is left out, in a line each."""
+    return [f"tests marked {marker} are left out: {reason}" for marker, reason in _missing().items()]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what cannot run here, unless TWELLC_REQUIRE_<MARKER>=1; mark what a sample leaves out as slow."""
+    missing = [marker for marker in _missing() if os.environ.get(f"TWELLC_REQUIRE_{marker.upper()}") != "1"]
+    left_out = {item for item in items if any(item.get_closest_marker(marker) for marker in missing)}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
+    matrices: dict[tuple[Any, ...], list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("sampled"):
+            matrices.setdefault((item.path, item.cls, item.originalname), []).append(item)
+    for cases in matrices.values():
+        for case in _not_sampled(cases):
+            case.add_marker("slow")
+
+
+def _not_sampled(cases: list[pytest.Function]) -> list[pytest.Function]:
+    """Return what the marker `sampled(count)` leaves out: it takes values of each parameter as evenly as it can."""
+    marker = cases[0].get_closest_marker("sampled")
+    assert marker is not None
+    (count,) = marker.args
+    left = random.Random(0).sample(cases, len(cases))
+    taken: Counter[tuple[str, int]] = Counter()
+    for _ in range(min(count, len(cases))):
+        case = min(left, key=lambda case: sum(taken[value] for value in case.callspec.indices.items()))
+        taken.update(case.callspec.indices.items())
+        left.remove(case)
+    return left
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Fail a test of more than ten seconds without the marker `slow`, if TWELLC_REQUIRE_QUICK=1."""
+    outcome = yield
+    report = outcome.get_result()
+    quick = os.environ.get("TWELLC_REQUIRE_QUICK") == "1" and item.get_closest_marker("slow") is None
+    if quick and report.passed and call.duration > LONGEST_QUICK:
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid}: {call.duration:.1f} s in {call.when}, without the marker slow"
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip GPU tests where there is no GPU; fail them where TWELLC_REQUIRE_GPU=1 says that there must be one."""
-    if item.get_closest_marker("gpu") is None or torch.cuda.is_available():
-        return
-    if os.environ.get("TWELLC_REQUIRE_GPU") == "1":
-        pytest.fail("TWELLC_REQUIRE_GPU=1, but torch sees no GPU")
-    pytest.skip("torch sees no GPU")
+    """Fail what cannot run here though an environment variable says that it must."""
+    for marker, reason in _missing().items():
+        if item.get_closest_marker(marker) is not None:
+            pytest.fail(f"TWELLC_REQUIRE_{marker.upper()}=1, but {reason}")
 
 
 @pytest.fixture(autouse=True)

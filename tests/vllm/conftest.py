@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import tomllib
@@ -29,16 +28,6 @@ TWELL = {"hf_overrides": {"architectures": [ARCHITECTURE]}}
 DENSE = {"model_impl": "transformers"}
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8]]
 TOKENS = 8
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _vllm() -> None:
-    """Skip every test where vLLM is missing, or fail it where TWELLC_REQUIRE_VLLM=1."""
-    if importlib.util.find_spec("vllm") is None:
-        reason = "vLLM is not installed"
-        if os.environ.get("TWELLC_REQUIRE_VLLM") == "1":
-            pytest.fail(f"TWELLC_REQUIRE_VLLM=1, but {reason}")
-        pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")
