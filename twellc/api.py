@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from twellc.base.errors import UserError
 from twellc.base.files import output_path, refuse_replacing, temporary_folder, uninterrupted
-from twellc.export.shapes import parse_profile, parse_sizes
 from twellc.options.commands import (
     BenchOptions,
     CheckOptions,
@@ -19,9 +18,7 @@ from twellc.options.commands import (
     InspectOptions,
     ProfileOptions,
     compile_options,
-    refuse_choice,
 )
-from twellc.options.declared_inputs import parse_input
 from twellc.options.keywords import (
     BenchKeywords,
     CheckKeywords,
@@ -30,6 +27,7 @@ from twellc.options.keywords import (
     ProfileKeywords,
     TracingKeywords,
 )
+from twellc.options.option import given_path, taken
 from twellc.options.source import TracingOptions
 
 if TYPE_CHECKING:
@@ -49,16 +47,6 @@ if TYPE_CHECKING:
     Data = str | os.PathLike[str] | Mapping[str, torch.Tensor | Array]
 
 Progress = Callable[[str], None]
-
-_PATHS = ("dump_graphs", "triton", "arrays", "text", "calibration", "prune_check")
-_OUTPUTS = ("onnx", "report", "html", "plot")
-_PARSERS: dict[str, Callable[[str], object]] = {
-    "profiles": parse_profile,
-    "inputs": parse_input,
-    "plugin_libraries": Path,
-    "shapes": parse_sizes,
-    "import_modules": str,
-}
 
 
 @dataclass(frozen=True)
@@ -107,8 +95,8 @@ def rewrite(
     from twellc.loaders.in_memory import load_for_rewriting, loaded, rewrite_model
     from twellc.passes.match.shared_axis import Part
 
-    refuse_choice("compression", compression)
-    refuse_choice("tensor_parallel", tensor_parallel)
+    taken(CompileOptions, "compression", compression)
+    taken(CompileOptions, "tensor_parallel", tensor_parallel)
     if type(rank) is not int or not 0 <= rank < tensor_parallel:
         raise UserError("rank", "there is no such rank", got=repr(rank), expected=f"0 to {tensor_parallel - 1}")
     given = _parsed(TracingOptions, options, "")
@@ -152,7 +140,7 @@ def compile(
 
     with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
         given = _parsed(CompileOptions, options, in_memory)
-        made = compile_options(path, None if output is None else _output("output", output), **given)
+        made = compile_options(path, _output(output), **given)
         if made.html is not None and made.calibration is not None:
             from twellc.benchmarking.plot import require_matplotlib
 
@@ -219,7 +207,7 @@ def check(
 
     with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
         given = _parsed(CheckOptions, options, in_memory)
-        return check(CheckOptions(path, _path("candidate", candidate), **given), progress)
+        return check(CheckOptions(path, Path(given_path("candidate", candidate)), **given), progress)
 
 
 def profile(
@@ -266,7 +254,7 @@ def profile(
     sources = [each if isinstance(each, Mapping) else Path(each) for each in several]
     with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
         given = _parsed(ProfileOptions, options, in_memory)
-        made = ProfileOptions(path, None if output is None else _output("output", output), **given)
+        made = ProfileOptions(path, _output(output), **given)
         return profile_model(made, sources, progress, advance)
 
 
@@ -355,7 +343,7 @@ def report(
     from twellc.reporting.page import make_page
     from twellc.reporting.sources import decisions_of, gather, read_bench, read_decisions, read_training
 
-    page = None if output is None else _output("output", output)
+    page = _output(output)
     if page is not None:
         given = [Path(each) for each in (profile, decisions, bench, training) if isinstance(each, str | os.PathLike)]
         refuse_replacing("--output", page, given)
@@ -374,63 +362,13 @@ def report(
 
 
 def _parsed(kind: type[Any], options: Mapping[str, Any], in_memory: str) -> dict[str, Any]:
-    """Return options with paths and texts turned into what the options class `kind` holds.
-
-    Args:
-        kind: The class.
-        options: What was given.
-        in_memory: See `_on_disk`; twellc's own archive is trusted.
-
-    Raises:
-        TypeError: There is no such option.
-        UserError: A value is not one of those that there are, or a text cannot be parsed.
-    """
-    names = {field.name for field in fields(kind)}
-    unknown = set(options) - names
-    if unknown:
-        raise TypeError(f"there is no option {min(unknown)!r}; {kind.__module__}.{kind.__name__} lists them")
-    for name, value in options.items():
-        refuse_choice(name, value)
-    parsed = dict(options)
-    for name in _PATHS:
-        if options.get(name) is not None:
-            parsed[name] = _path(name, options[name])
-    for name in _OUTPUTS:
-        if options.get(name) is not None:
-            parsed[name] = _output(name, options[name])
-    for name, parse in _PARSERS.items():
-        if name in options:
-            several = [options[name]] if isinstance(options[name], str) else options[name]
-            if not isinstance(several, Iterable):
-                raise UserError(name, "is not a sequence", got=type(several).__name__, expected="a text, or several")
-            parsed[name] = tuple(parse(each) if isinstance(each, str) else each for each in several)
-    if in_memory:
-        parsed |= {"trust_model": True, "in_memory": in_memory}
-    return parsed
+    """Return options as the options class `kind` holds them; twellc's own archive, see `_on_disk`, is trusted."""
+    parsed = {name: taken(kind, name, value) for name, value in options.items()}
+    return parsed | {"trust_model": True, "in_memory": in_memory} if in_memory else parsed
 
 
-def _path(name: str, value: object) -> Path:
-    """Return the path that somebody gave.
-
-    Raises:
-        UserError: It is not a path.
-    """
-    return Path(_given_path(name, value))
-
-
-def _output(name: str, value: object) -> Path:
-    """Return the path of a file to write.
-
-    Raises:
-        UserError: It is not a path, or names a folder.
-    """
-    return output_path(f"--{name}", _given_path(name, value))
-
-
-def _given_path(name: str, value: object) -> str | os.PathLike[str]:
-    if not isinstance(value, str | os.PathLike):
-        raise UserError(name, "is not a path", got=type(value).__name__, expected="a text or a pathlib.Path")
-    return value
+def _output(value: object) -> Path | None:
+    return None if value is None else output_path("--output", given_path("output", value))
 
 
 @contextmanager

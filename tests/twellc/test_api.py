@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -183,15 +182,6 @@ def test_script_without_a_guard(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, script], env=environment(), capture_output=True, text=True, check=True)
     assert done.stdout == "once\n" and "once" not in done.stderr
     assert (tmp_path / "m.onnx").is_file()
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [twellc.BenchOptions, twellc.CompileOptions, twellc.InspectOptions, twellc.CheckOptions, twellc.ProfileOptions],
-)
-def test_options_are_documented(kind: Any) -> None:
-    for field in fields(kind):
-        assert any(f"        {field.name}: " in (base.__doc__ or "") for base in kind.__mro__), field.name
 
 
 def test_mistakes_in_example_inputs() -> None:

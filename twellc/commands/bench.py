@@ -11,50 +11,17 @@ from rich.table import Table
 
 import twellc
 from twellc.base.errors import UserError
-from twellc.commands.options import (
-    FilePath,
-    OutputPath,
-    decision_options,
-    refuse_other_options,
-    sample_options,
-    tracing_options,
-)
+from twellc.commands.options import FilePath, OutputPath, options_of, refuse_other_options
 from twellc.commands.terminal import Command, never_failing, open_console, say, show_progress
-from twellc.options.commands import DEFAULT_REPEATS
+from twellc.options.commands import BenchOptions
 
 if TYPE_CHECKING:
     from twellc.benchmarking.result import BenchResult, Standings
 
 
-def _split(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[str, ...]:
-    """Return the parts of a text between commas."""
-    return tuple(text.split(",")) if text else ()
-
-
 @click.command(cls=Command)
 @click.argument("model", type=FilePath(), required=False)
-@click.option(
-    "--shapes", metavar="SIZES,...", callback=_split,
-    help="Sizes of the model's dynamic dimensions, in their order; of a language model sequences and their tokens, "
-    "such as 1x1,1x512,4x2048. Default: one token, and some prompts.",
-)  # fmt: skip
-@sample_options
-@click.option(
-    "--repeats", type=click.IntRange(1), default=DEFAULT_REPEATS, show_default=True, metavar="N",
-    help="How often each contestant is timed; they take turns.",
-)  # fmt: skip
-@click.option(
-    "--compiled/--no-compiled", default=True, show_default=True,
-    help="Measure what torch.compile makes of the models, too, which may take minutes a shape.",
-)  # fmt: skip
-@click.option(
-    "--tensorrt/--no-tensorrt", default=True, show_default=True,
-    help="Build and measure plans, too, where full TensorRT is installed.",
-)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
-@click.option(
-    "--plot", type=OutputPath(), metavar="FILE", help="Draw the speed-ups, as .svg, .png or .pdf; needs matplotlib.",
-)  # fmt: skip
 @click.option(
     "--measure-gpu", is_flag=True,
     help="Measure no model, but what blocks of many sizes take on the GPU at hand, for --target-gpu of compile and "
@@ -62,9 +29,7 @@ def _split(context: click.Context, parameter: click.Parameter, text: str | None)
 )  # fmt: skip
 @click.option("--calibrate", is_flag=True, hidden=True, help="The old name of --measure-gpu.")
 @click.option("-o", "--output", type=OutputPath(), metavar="FILE", help="With --measure-gpu: the data file to write.")
-@click.option("--overwrite", is_flag=True, help="Replace an existing picture or data file.")
-@tracing_options
-@decision_options
+@options_of(BenchOptions)
 @click.pass_context
 def bench(
     context: click.Context,

@@ -13,8 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 import twellc
-from twellc.commands.options import FilePath, json_option, sample_options, source_options
+from twellc.commands.options import FilePath, json_option, options_of
 from twellc.commands.terminal import Command, open_console, show_progress
+from twellc.options.commands import CheckOptions
 
 if TYPE_CHECKING:
     from twellc.checks.checking import BlockAccuracy, CheckResult
@@ -24,14 +25,8 @@ if TYPE_CHECKING:
 @click.command(cls=Command)
 @click.argument("model", type=FilePath())
 @click.argument("candidate", type=FilePath())
-@sample_options
 @json_option
-@click.option(
-    "--calibration", type=FilePath(), metavar="PROFILE",
-    help="The profile that CANDIDATE was compiled with; another one is refused. Only a plan needs it that no GPU can "
-    "run, if its graph was not kept.",
-)  # fmt: skip
-@source_options
+@options_of(CheckOptions)
 @click.pass_context
 def check(context: click.Context, /, model: Path, candidate: Path, as_json: bool, **options: Any) -> None:
     """Compare CANDIDATE, a rewritten ONNX file or a plan, with the MODEL that it was made from.

@@ -10,13 +10,9 @@ import click
 
 import twellc
 from twellc.commands.blocks import print_attention, print_layers
-from twellc.commands.options import FilePath, OutputPath, decision_options, json_option, tracing_options
+from twellc.commands.options import FilePath, json_option, options_of
 from twellc.commands.terminal import Command, never_failing, open_console, say, show_progress
-from twellc.options.commands import (
-    ATTENTIONS,
-    BACKENDS,
-    triton_plan,
-)
+from twellc.options.commands import CompileOptions, triton_plan
 
 if TYPE_CHECKING:
     from twellc.compiling.manifest import Manifest
@@ -24,65 +20,8 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command)
 @click.argument("model", type=FilePath())
-@click.option(
-    "-o", "--output", type=OutputPath(), metavar="FILE", help="The plan to write; its manifest stands beside it."
-)
-@click.option("--onnx", type=OutputPath(), metavar="FILE", help="Also keep the rewritten graph as ONNX.")
-@click.option(
-    "--backend", type=click.Choice(BACKENDS), default="auto", show_default=True,
-    help="auto: TensorRT where it is installed beside a GPU, else TensorRT-RTX, which needs none. none stops at ONNX.",
-)  # fmt: skip
-@click.option(
-    "--profile", "profiles", multiple=True, metavar="NAME:MIN:OPT:MAX",
-    help="Shapes of an input, such as input_ids:1x1:1x128:8x2048. Inputs that share a dimension follow. Given again "
-    "for the same input, it starts the next optimization profile.",
-)  # fmt: skip
-@tracing_options
-@decision_options
-@click.option("--strict", is_flag=True, help="Fail when nothing matches, or a block that looks like one is refused.")
-@click.option(
-    "--dump-graphs", type=FilePath(), metavar="DIR", help="Folder for the graph as traced and after each pass."
-)
-@click.option("--report", type=OutputPath(), metavar="FILE.json", help="Write what was done as JSON.")
-@click.option(
-    "--html", type=OutputPath(), metavar="FILE.html", help="Write it as a page to look at, as twellc report makes it."
-)
 @json_option
-@click.option("--overwrite", is_flag=True, help="Replace existing output files.")
-@click.option(
-    "--triton", type=FilePath(), metavar="DIR",
-    help="Write the plan into a Triton model repository, with its config.pbtxt, instead of to --output.",
-)  # fmt: skip
-@click.option(
-    "--attention", type=click.Choice(ATTENTIONS), default="auto", show_default=True,
-    help="Who computes attention: tensorrt, or cudnn by a plugin, which takes causal and unmasked attention and leaves "
-    "other to TensorRT. auto: cudnn where it is at hand and was measured faster, which is TensorRT on Hopper.",
-)  # fmt: skip
-@click.option(
-    "--kv-cache", type=click.IntRange(min=1), metavar="LENGTH",
-    help="Of a causal Hugging Face model: give it a key-value cache of so many tokens a sequence, so that it can "
-    "generate text. Its inputs, outputs and profiles are then others.",
-)  # fmt: skip
-@click.option(
-    "--batch", type=click.IntRange(min=1), default=1, show_default=True, metavar="MAX",
-    help="With --kv-cache: the most sequences of a call.",
-)  # fmt: skip
-@click.option(
-    "--prefill-chunk", type=click.IntRange(min=1), metavar="N",
-    help="With --kv-cache: the most tokens of a sequence in a call; longer prompts are fed in several. Default: 2048, "
-    "or all that fit.",
-)  # fmt: skip
-@click.option(
-    "--tensor-parallel", type=click.IntRange(1), default=1, metavar="N",
-    help="Share the model among N GPUs of one machine: a plan for each of them, with its heads of attention and its "
-    "neurons, FILE.rank0 and so on; FILE is a link to the first. With --calibration all get equally active neurons.",
-)  # fmt: skip
-@click.option("--embed-plugins", is_flag=True, help="Put the plugin library into the plan.")
-@click.option(
-    "--plugin-library", "plugin_libraries", multiple=True, type=FilePath(), metavar="FILE",
-    help="A library of other people's TensorRT plugins, for a graph with nodes of theirs; several may be given. Its "
-    "code runs here.",
-)  # fmt: skip
+@options_of(CompileOptions)
 def compile(as_json: bool, **options: Any) -> None:
     """Compile MODEL into a TensorRT plan.
 

@@ -17,7 +17,7 @@ from twellc.base.files import read_file
 from twellc.commands.options import FilePath, Share
 from twellc.commands.terminal import Command, say, show_progress
 from twellc.generation.sampling import DEFAULT_TOKENS, PromptError, SamplingParams
-from twellc.options.samples import LARGEST_SEED
+from twellc.options.option import LARGEST_SEED
 
 if TYPE_CHECKING:
     from twellc.generation.llm import LLM

@@ -13,15 +13,10 @@ from rich.table import Table
 import twellc
 from twellc.base.errors import first_few
 from twellc.commands.blocks import print_attention, print_layers
-from twellc.commands.options import FilePath, Share, decision_options, json_option, tracing_options
+from twellc.commands.options import FilePath, json_option, options_of
 from twellc.commands.terminal import Command, open_console, plain, say, show_progress
-from twellc.export.shapes import LARGEST_SIZE
 from twellc.inspection.flops import CostTable, LayerCosts
-from twellc.options.commands import (
-    DEFAULT_DENSITY,
-    DEFAULT_TOKENS,
-)
-from twellc.plugins.library import GPUS
+from twellc.options.commands import InspectOptions
 
 if TYPE_CHECKING:
     from twellc.base.caches import KeyValueCache
@@ -32,21 +27,7 @@ if TYPE_CHECKING:
 @click.command(cls=Command)
 @click.argument("model", type=FilePath(), metavar="TARGET")
 @json_option
-@click.option(
-    "--density", type=Share(), default=DEFAULT_DENSITY, show_default=True, metavar="SHARE",
-    help="Share of gate activations that are not zero, from 0 to 1, to count operations and bytes and expect times at; "
-    "it is assumed, of blocks that no profile knows.",
-)  # fmt: skip
-@click.option(
-    "--tokens", type=click.IntRange(1, LARGEST_SIZE), default=DEFAULT_TOKENS, show_default=True, metavar="N",
-    help="Tokens in a call to count operations and bytes of, and to name the kernels of.",
-)  # fmt: skip
-@click.option(
-    "--gpu", type=click.Choice(tuple(GPUS)),
-    help="The GPU whose kernels to name; none has to be there. Default: the one that speed is expected for.",
-)  # fmt: skip
-@tracing_options
-@decision_options
+@options_of(InspectOptions)
 def inspect(model: Path, as_json: bool, **options: Any) -> None:
     """Show the feed-forward blocks of TARGET, a model or a plan, and what becomes of each.
 

@@ -11,15 +11,12 @@ from rich.table import Table
 
 import twellc
 from twellc.base.errors import first_few
-from twellc.commands.options import FilePath, OutputPath, refuse_other_options, tracing_options
+from twellc.commands.options import FilePath, OutputPath, options_of, refuse_other_options
 from twellc.commands.terminal import Command, never_failing, open_console, say, show_data
-from twellc.export.shapes import LARGEST_SIZE
-from twellc.options.commands import DEFAULT_BATCH
+from twellc.options.commands import ProfileOptions
 
 if TYPE_CHECKING:
     from twellc.firing.profile import FiringProfile
-
-_COUNT = click.IntRange(1, LARGEST_SIZE)
 
 
 @click.command(cls=Command)
@@ -32,29 +29,8 @@ _COUNT = click.IntRange(1, LARGEST_SIZE)
 )  # fmt: skip
 @click.option("-o", "--output", required=True, type=OutputPath(), metavar="FILE", help="The profile to write.")
 @click.option("--merge", is_flag=True, help="Make one profile of several of one model: the arguments are profiles.")
-@click.option(
-    "--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:N]",
-    help="Where to run the model. auto: on the GPU, where torch sees one.",
-)  # fmt: skip
-@click.option(
-    "--batch", type=_COUNT, default=DEFAULT_BATCH, show_default=True, metavar="N",
-    help="Sequences in a run of the model.",
-)  # fmt: skip
-@click.option(
-    "--sequence", type=_COUNT, metavar="N",
-    help="Tokens in a sequence at most: longer texts are cut. Default: 1024, or what the model takes at most.",
-)  # fmt: skip
-@click.option("--tokens", type=click.IntRange(1), metavar="N", help="Stop after so many tokens. Default: all data.")
-@click.option(
-    "--field",
-    default="text",
-    show_default=True,
-    metavar="NAME",
-    help="The field of a JSON object, or the column of a table, that holds the text.",
-)
 @click.option("--json", "as_json", is_flag=True, help="Print the statistics as JSON instead of a table.")
-@click.option("--overwrite", is_flag=True, help="Replace an existing output file.")
-@tracing_options
+@options_of(ProfileOptions)
 @click.pass_context
 def profile(
     context: click.Context,

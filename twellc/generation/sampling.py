@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 from twellc.base.errors import UserError
 from twellc.base.records import Record
 from twellc.generation.vllm_names import SAMPLING, refuse_others
-from twellc.options.samples import LARGEST_SEED
+from twellc.options.option import LARGEST_SEED
 
 _T = TypeVar("_T")
 DEFAULT_TOKENS = 128

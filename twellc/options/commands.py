@@ -8,22 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from twellc.base.caches import INPUT_IDS
-from twellc.base.dtypes import DTYPES
 from twellc.base.errors import UserError
-from twellc.export.shapes import Shape, ShapeRange
+from twellc.export.shapes import Shape, ShapeRange, parse_profile, parse_sizes
 from twellc.export.triton import PLAN_NAME, VERSION, model_folder
 from twellc.options.decisions import DecisionOptions
-from twellc.options.samples import LARGEST_SEED, SampleOptions
-from twellc.options.source import LOGITS, PADDINGS, CacheOptions, SourceOptions, TracingOptions
-from twellc.plugins.library import COMPRESSIONS, GPUS
+from twellc.options.option import COUNT, OUTPUT, SHARE, SIZE, option
+from twellc.options.source import CacheOptions, SampleOptions, SourceOptions, TracingOptions
+from twellc.plugins.library import GPUS
 
 ATTENTIONS = ("auto", "tensorrt", "cudnn")
 BACKENDS = ("auto", "tensorrt", "tensorrt-rtx", "none")
 DEFAULT_DENSITY = 0.005
 DEFAULT_TOKENS = 2048
 DEFAULT_GPU = "H100"
-DEFAULT_BATCH = 8
-DEFAULT_REPEATS = 20
 # TensorRT tunes a plan for the largest number of sequences of a profile, and this many are 3 % faster when tuned for.
 _FEW_SEQUENCES = 8
 LEAST_LENGTH = 2  # of a key-value cache: torch.export takes a single place for a constant
@@ -34,49 +31,57 @@ class CompileOptions(TracingOptions, DecisionOptions):
     """What `twellc compile` was asked to do.
 
     Attributes:
-        output: Where the plan goes; None with the backend `none`.
-        onnx: Where to keep the rewritten graph.
-        backend: `auto`, `tensorrt`, `tensorrt-rtx` or `none`.
-        profiles: Shape ranges of inputs, in the order in which they were given.
-        strict: Fail when nothing matches or a block that looks like one is refused.
-        dump_graphs: A folder for the graph as traced and after each pass.
-        report: Where to write the report as JSON.
-        html: Where to write it as a page to look at.
-        overwrite: Whether outputs may replace existing files.
-        triton: The folder of the model in a Triton model repository; `output` lies in it.
-        embed_plugins: Whether the plan carries the plugin library.
-        attention: `auto`, `tensorrt` or `cudnn`: who computes attention.
-        attention_forms: The forms that this comes to on the TensorRT at hand, see `passes/attention.py`; empty until
-            it has been asked.
-        plugin_libraries: TensorRT plugin libraries of other people, for graphs that hold nodes of theirs.
-        tensor_parallel: How many GPUs share the model: each gets a plan of its own.
+        output: The plan to write; its manifest stands beside it.
+        onnx: Also keep the rewritten graph as ONNX.
+        backend: auto: TensorRT where it is installed beside a GPU, else TensorRT-RTX, which needs none. none stops at
+            ONNX.
+        profiles: Shapes of an input, such as input_ids:1x1:1x128:8x2048. Inputs that share a dimension follow. Given
+            again for the same input, it starts the next optimization profile.
+        strict: Fail when nothing matches, or a block that looks like one is refused.
+        dump_graphs: Folder for the graph as traced and after each pass.
+        report: Write what was done as JSON.
+        html: Write it as a page to look at, as twellc report makes it.
+        overwrite: Replace existing output files.
+        triton: Write the plan into a Triton model repository, with its config.pbtxt, instead of to --output.
+        attention: Attention backend: tensorrt, or cudnn by a plugin, which takes causal and unmasked attention and
+            leaves other to TensorRT. auto: cudnn where it is at hand and was measured faster, which is TensorRT on
+            Hopper.
+        attention_forms: The forms that `attention` comes to on the TensorRT at hand, see `passes/attention.py`; empty
+            until it has been asked.
+        kv_cache: Of a causal Hugging Face model: give it a key-value cache of this many tokens a sequence, so that it
+            can generate text. Its inputs, outputs and profiles are then others.
+        batch: With --kv-cache: the most sequences of a call.
+        prefill_chunk: With --kv-cache: the most tokens of a sequence in a call; longer prompts are fed in several.
+            Default: 2048, or all that fit.
+        tensor_parallel: Share the model among N GPUs of one machine: a plan for each of them, with its heads of
+            attention and its neurons, FILE.rank0 and so on; FILE is a link to the first. With --calibration all get
+            equally active neurons.
+        embed_plugins: Put the plugin library into the plan.
+        plugin_libraries: A library of other people's TensorRT plugins, for a graph with nodes of theirs; several may be
+            given. Its code runs here.
         decided: What an earlier compilation decided for blocks, by module, to do it again.
-        kv_cache: How many tokens of a sequence the key-value cache of a causal Hugging Face model holds; None gives it
-            no cache.
-        batch: The most sequences of a call of a model with a cache.
-        prefill_chunk: The most tokens of a sequence in such a call; None takes 2048, or all that fit.
     """
 
-    output: Path | None = None
+    output: Path | None = option(None, "FILE", OUTPUT, names=("-o", "--output"))
     _: KW_ONLY
-    onnx: Path | None = None
-    backend: str = "auto"
-    profiles: tuple[tuple[str, ShapeRange], ...] = ()
-    strict: bool = False
-    dump_graphs: Path | None = None
-    report: Path | None = None
-    html: Path | None = None
-    overwrite: bool = False
-    triton: Path | None = None
-    embed_plugins: bool = False
-    attention: str = "auto"
+    onnx: Path | None = option(None, "FILE", OUTPUT)
+    backend: str = option("auto", kind=BACKENDS)
+    profiles: tuple[tuple[str, ShapeRange], ...] = option((), "NAME:MIN:OPT:MAX", parse_profile, names=("--profile",))
+    strict: bool = option(False)
+    dump_graphs: Path | None = option(None, "DIR", Path)
+    report: Path | None = option(None, "FILE.json", OUTPUT)
+    html: Path | None = option(None, "FILE.html", OUTPUT)
+    overwrite: bool = option(False)
+    triton: Path | None = option(None, "DIR", Path)
+    attention: str = option("auto", kind=ATTENTIONS)
     attention_forms: tuple[str, ...] = ()
-    plugin_libraries: tuple[Path, ...] = ()
-    tensor_parallel: int = 1
+    kv_cache: int | None = option(None, "LENGTH", COUNT)
+    batch: int = option(1, "MAX", COUNT)
+    prefill_chunk: int | None = option(None, "N", COUNT)
+    tensor_parallel: int = option(1, "N", COUNT)
+    embed_plugins: bool = option(False)
+    plugin_libraries: tuple[Path, ...] = option((), "FILE", Path, names=("--plugin-library",))
     decided: Mapping[str, Mapping[str, Any]] | None = None
-    kv_cache: int | None = None
-    batch: int = 1
-    prefill_chunk: int | None = None
 
     @property
     def cache(self) -> CacheOptions | None:
@@ -119,36 +124,37 @@ class InspectOptions(TracingOptions, DecisionOptions):
     Of what is compiled, `target_gpu` None takes the GPU that it was compiled for.
 
     Attributes:
-        density: Assumed share of gate activations that are not zero, to count operations and bytes and expect times at,
-            of blocks that no profile knows.
+        density: Share of gate activations that are not zero, from 0 to 1, to count operations and bytes and expect
+            times at; it is assumed, of blocks that no profile knows.
         tokens: Tokens in a call to count operations and bytes of, and to name the kernels of.
-        gpu: The GPU whose kernels to name, of `twellc.plugins.library.GPUS`; None takes that of `target_gpu`.
+        gpu: The GPU whose kernels to name; none has to be there. Default: the one that speed is expected for.
     """
 
-    density: float = DEFAULT_DENSITY
-    tokens: int = DEFAULT_TOKENS
-    gpu: str | None = None
+    density: float = option(DEFAULT_DENSITY, "SHARE", SHARE)
+    tokens: int = option(DEFAULT_TOKENS, "N", SIZE)
+    gpu: str | None = option(None, kind=tuple(GPUS))
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(TracingOptions, DecisionOptions, SampleOptions):
-    """What `twellc bench` was asked to do; `model` may be no ONNX file.
+    """What `twellc bench` was asked to do; `model` cannot be an ONNX file.
 
     Attributes:
-        shapes: Sizes of the model's dynamic dimensions, in order, to measure at; none takes usual ones.
-        repeats: How often each contestant is timed.
-        compiled: Whether to measure what torch.compile makes of the models, too.
-        tensorrt: Whether to build and measure plans where full TensorRT is installed.
-        plot: Where to write a picture of the speed-ups.
-        overwrite: Whether the picture may replace an existing file.
+        shapes: Sizes of the model's dynamic dimensions, in their order; of a language model sequences and their tokens,
+            such as 1x1,1x512,4x2048. Default: one token, and some prompts.
+        repeats: How often each contestant is timed; they take turns.
+        compiled: Measure what torch.compile makes of the models, too, which may take minutes a shape.
+        tensorrt: Build and measure plans, too, where full TensorRT is installed.
+        plot: Draw the speed-ups, as .svg, .png or .pdf; needs matplotlib.
+        overwrite: Replace an existing picture or data file.
     """
 
-    shapes: tuple[Shape, ...] = ()
-    repeats: int = DEFAULT_REPEATS
-    compiled: bool = True
-    tensorrt: bool = True
-    plot: Path | None = None
-    overwrite: bool = False
+    shapes: tuple[Shape, ...] = option((), "SIZES,...", parse_sizes, separator=",")
+    repeats: int = option(20, "N", COUNT)
+    compiled: bool = option(True)
+    tensorrt: bool = option(True)
+    plot: Path | None = option(None, "FILE", OUTPUT)
+    overwrite: bool = option(False)
 
 
 @dataclass(frozen=True)
@@ -157,72 +163,37 @@ class CheckOptions(SourceOptions, SampleOptions):
 
     Attributes:
         candidate: A rewritten ONNX file, or a plan with its manifest.
-        calibration: The profile that the candidate was compiled with, for a plan whose graph has to be made again;
-            another one is refused.
+        calibration: The profile that CANDIDATE was compiled with; another one is refused. Only a plan needs it that no
+            GPU can run, if its graph was not kept.
     """
 
     candidate: Path
     _: KW_ONLY
-    calibration: Path | None = None
+    calibration: Path | None = option(None, "PROFILE", Path)
 
 
 @dataclass(frozen=True)
 class ProfileOptions(TracingOptions):
-    """What `twellc profile` was asked to do; `model` may be no ONNX file.
+    """What `twellc profile` was asked to do; `model` cannot be an ONNX file.
 
     Attributes:
-        output: Where the profile goes; None keeps it in memory.
-        device: `auto`, `cpu`, `cuda` or `cuda:N`; `auto` takes the GPU where torch sees one.
+        output: The profile to write; None keeps it in memory.
+        device: Where to run the model. auto: on the GPU, where torch sees one.
         batch: Sequences in a run of the model.
-        sequence: Tokens in a sequence at most, for data without a shape of its own; None takes 1024, or what the model
-            takes at most.
-        tokens: How many tokens to stop after; None takes all data.
-        field: The field of a line of JSON that holds the text.
-        overwrite: Whether the output may replace an existing file.
+        sequence: Tokens in a sequence at most: longer texts are cut. Default: 1024, or what the model takes at most.
+        tokens: Stop after this many tokens. Default: all data.
+        field: The field of a JSON object, or the column of a table, that holds the text.
+        overwrite: Replace an existing output file.
     """
 
     output: Path | None = None
     _: KW_ONLY
-    device: str = "auto"
-    batch: int = DEFAULT_BATCH
-    sequence: int | None = None
-    tokens: int | None = None
-    field: str = "text"
-    overwrite: bool = False
-
-
-_CHOICES: dict[str, tuple[object, ...]] = {
-    "backend": BACKENDS,
-    "dtype": (None, *DTYPES),
-    "padding": (None, *PADDINGS),
-    "logits": (None, *LOGITS),
-    "attention": ATTENTIONS,
-    "compression": (None, *COMPRESSIONS),
-    "gpu": (None, *GPUS),
-}
-
-
-# Options that count something, and whether None stands for a default.
-_COUNTS = {
-    "batch": False, "sequence": True, "tokens": True, "repeats": False, "tensor_parallel": False, "kv_cache": True,
-    "prefill_chunk": True,
-}  # fmt: skip
-
-
-def refuse_choice(option: str, value: object) -> None:
-    """Fail if an option has a value that there is not.
-
-    Raises:
-        UserError: It has.
-    """
-    if option in _COUNTS and not (type(value) is int and value >= 1) and not (value is None and _COUNTS[option]):
-        name = f"--{option.replace('_', '-')}"
-        raise UserError(name, "is not a count", got=repr(value), expected="an integer from 1 on")
-    if option == "seed" and value is not None and not (type(value) is int and 0 <= value <= LARGEST_SEED):
-        raise UserError("--seed", "is not a seed", got=repr(value), expected=f"an integer from 0 to {LARGEST_SEED}")
-    choices = _CHOICES.get(option)
-    if choices is not None and value not in choices:
-        raise UserError(f"--{option}", "no such choice", got=repr(value), expected=" or ".join(map(str, choices)))
+    device: str = option("auto", "auto|cpu|cuda[:N]")
+    batch: int = option(8, "N", SIZE)
+    sequence: int | None = option(None, "N", SIZE)
+    tokens: int | None = option(None, "N", COUNT)
+    field: str = option("text", "NAME")
+    overwrite: bool = option(False)
 
 
 def compile_options(
@@ -250,9 +221,9 @@ def compile_options(
             "triton": triton, "embed-plugins": options.get("embed_plugins"),
             "plugin-library": options.get("plugin_libraries"),
         }  # fmt: skip
-        for option, given in given_options.items():
+        for name, given in given_options.items():
             if given:
-                raise UserError(f"--{option}", "no plan is built", got="--backend none")
+                raise UserError(f"--{name}", "no plan is built", got="--backend none")
         if onnx is None and output is not None and output.suffix == ".onnx":
             onnx, output = output, None
         if onnx is None:
@@ -283,9 +254,9 @@ def _refuse_cache(options: CompileOptions) -> None:
     """
     cache = options.cache
     if cache is None:
-        for option, given in (("--batch", options.batch != 1), ("--prefill-chunk", options.prefill_chunk is not None)):
+        for name, given in (("--batch", options.batch != 1), ("--prefill-chunk", options.prefill_chunk is not None)):
             if given:
-                raise UserError(option, "only a model with a key-value cache has one", fix="Add --kv-cache LENGTH.")
+                raise UserError(name, "only a model with a key-value cache has one", fix="Add --kv-cache LENGTH.")
         return
     if cache.length < LEAST_LENGTH:
         raise UserError("--kv-cache", "is too short", got=str(cache.length), expected=f"{LEAST_LENGTH} at least")
@@ -300,9 +271,9 @@ def _refuse_cache(options: CompileOptions) -> None:
         "--input": (options.inputs, "a model with a cache has inputs of its own"),
         "--triton": (options.triton, "Triton would copy the caches in every call, see docs/kv-cache.md"),
     }
-    for option, (other, reason) in why.items():
+    for name, (other, reason) in why.items():
         if other:
-            raise UserError(option, reason, got=f"--kv-cache {cache.length}", fix="Leave one out.")
+            raise UserError(name, reason, got=f"--kv-cache {cache.length}", fix="Leave one out.")
 
 
 def plan_of_rank(output: Path, rank: int) -> Path:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twellc.base.errors import UserError
+from twellc.options.option import option
+from twellc.plugins.library import COMPRESSIONS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,21 +15,25 @@ class DecisionOptions:
     """What decides about blocks.
 
     Attributes:
-        layers: Which matches to rewrite: `auto`, `all`, `none` or a regular expression over module paths.
-        compression: The TwELL compression factor; None takes the default, or with a profile what suits each block.
-        target_gpu: The GPU to decide for: a name that twellc knows, or a data file of measured times; None takes the
-            GPU at hand where its times are known, else an H100.
-        calibration: A profile of the model, see `twellc profile`.
-        prune_dead: Whether neurons that never fired in the profile are removed, which is approximate.
-        prune_check: A second profile, to count what that loses.
+        layers: Which matching blocks to rewrite; REGEX is searched in their module paths.
+        compression: TwELL compression factor: a tile of 256 neurons keeps 256/N - 1 activations of a token; more of
+            them are kept apart. It changes speed and memory, never results. Default: 8, or with --calibration the
+            largest with which few tiles have more.
+        calibration: How often the model's neurons fire, from `twellc profile`. By it is decided what becomes of each
+            block, and which of its neurons are hot: these are moved to the front, which is exact.
+        prune_dead: Approximate: remove the neurons that never fired in the profile. Other inputs may need them; check
+            measures what that does.
+        prune_check: A second profile, of other data: report which share of its non-zeros the removed neurons have.
+        target_gpu: The GPU that speed is expected and decided for: h100, h200, or a data file of twellc bench
+            --measure-gpu. Default: the GPU at hand, if its times are known, else h100.
     """
 
-    layers: str = "auto"
-    compression: int | None = None
-    target_gpu: str | None = None
-    calibration: Path | None = None
-    prune_dead: bool = False
-    prune_check: Path | None = None
+    layers: str = option("auto", "auto|all|none|REGEX")
+    compression: int | None = option(None, kind=COMPRESSIONS)
+    calibration: Path | None = option(None, "PROFILE", Path)
+    prune_dead: bool = option(False)
+    prune_check: Path | None = option(None, "PROFILE", Path)
+    target_gpu: str | None = option(None, "GPU|FILE")
 
 
 def refuse_pruning(options: DecisionOptions) -> None:
@@ -36,9 +42,9 @@ def refuse_pruning(options: DecisionOptions) -> None:
     Raises:
         UserError: It is.
     """
-    for option, given in (("--prune-dead", options.prune_dead), ("--prune-check", options.prune_check)):
+    for name, given in (("--prune-dead", options.prune_dead), ("--prune-check", options.prune_check)):
         if given:
-            raise UserError(option, "needs a profile of the model", fix="Add --calibration PROFILE.")
+            raise UserError(name, "needs a profile of the model", fix="Add --calibration PROFILE.")
 
 
 def refuse_calibration(options: DecisionOptions, target: str) -> None:
@@ -62,6 +68,6 @@ def refuse_decisions(options: DecisionOptions, target: str) -> None:
         UserError: It is.
     """
     refuse_calibration(options, target)
-    for option, given in (("--layers", options.layers != "auto"), ("--compression", options.compression is not None)):
+    for name, given in (("--layers", options.layers != "auto"), ("--compression", options.compression is not None)):
         if given:
-            raise UserError(option, "what becomes of the blocks is decided already", got=target, fix="Leave it out.")
+            raise UserError(name, "what becomes of the blocks is decided already", got=target, fix="Leave it out.")

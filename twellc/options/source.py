@@ -1,4 +1,4 @@
-"""Options that say which model is meant, and how it is loaded and traced."""
+"""Options that say which model is meant, how it is loaded and traced, and on which inputs it runs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import re
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
+from twellc.base.dtypes import DTYPES
 from twellc.base.errors import UserError
-from twellc.options.declared_inputs import InputDeclaration
+from twellc.options.declared_inputs import InputDeclaration, parse_input
+from twellc.options.option import SEED, option
 
 PADDINGS = ("none", "mask")
 LOGITS = ALL_LOGITS, LAST_LOGITS = ("all", "last")
@@ -45,17 +47,19 @@ class SourceOptions:
 
     Attributes:
         model: A torch.export archive, a Hugging Face directory, an ONNX file or a pickled module.
-        trust_model: Whether to load a pickle, or an archive that could execute code.
-        inputs: The inputs of a pickled module.
-        import_modules: Modules to import first, such as those that register operators of a model; their code runs.
+        trust_model: Load a pickle, or an archive that could execute code.
+        import_modules: A module to import first, such as one that registers operators of the model; several may be
+            given. Its code runs.
+        inputs: An input of a pickled module, such as x:float32[batch,sequence,512]; a name stands for a dynamic
+            dimension.
         in_memory: What to call a model that is in memory, and in `model` only for the command; empty for a file.
     """
 
     model: Path
     _: KW_ONLY
-    trust_model: bool = False
-    inputs: tuple[InputDeclaration, ...] = ()
-    import_modules: tuple[str, ...] = ()
+    trust_model: bool = option(False)
+    import_modules: tuple[str, ...] = option((), "MODULE", names=("--import",))
+    inputs: tuple[InputDeclaration, ...] = option((), "NAME:DTYPE[DIM,...]", parse_input, names=("--input",))
     in_memory: str = ""
 
 
@@ -64,17 +68,35 @@ class TracingOptions(SourceOptions):
     """Which model is meant, and how it is traced.
 
     Attributes:
-        dtype: `bf16` or `fp16`; None takes the model's own, or bf16 where that is neither.
-        padding: Whether a causal Hugging Face model takes no `attention_mask` (`none`) or one (`mask`); None takes the
-            default of the model, `none` where it is causal.
-        logits: The places whose logits a causal Hugging Face model computes: `all` or the `last` one; None takes
-            `all`, and of a model with a cache `last`.
+        dtype: Precision; default: the model's own, else bf16.
+        padding: Of a causal Hugging Face model. none, the default: its only input is input_ids. It is causal by
+            structure, so prompts may be padded on the right, and what it gives for padding has no meaning. mask:
+            attention_mask is an input, too, for padding on the left.
+        logits: Of a causal Hugging Face model. all, the default without --kv-cache: compute the logits of each place.
+            last: of the last place of the sequence axis only, [batch, 1, vocabulary], where a prompt padded on the
+            right has padding. With --kv-cache last is the default: the logits behind the last real token of each
+            sequence, [batch, vocabulary].
     """
 
     _: KW_ONLY
-    dtype: str | None = None
-    padding: str | None = None
-    logits: str | None = None
+    dtype: str | None = option(None, kind=tuple(DTYPES))
+    padding: str | None = option(None, kind=PADDINGS)
+    logits: str | None = option(None, kind=LOGITS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions:
+    """Which inputs a model is run on; at most one of these is given.
+
+    Attributes:
+        arrays: Run on these arrays, named as the model's inputs, instead of random inputs.
+        text: Run a language model on this text, in UTF-8, through the tokenizer in its Hugging Face directory.
+        seed: Seed of random inputs; default: 0.
+    """
+
+    arrays: Path | None = option(None, "FILE.npz", Path, names=("--inputs",))
+    text: Path | None = option(None, "FILE", Path)
+    seed: int | None = option(None, "N", SEED)
 
 
 class NoChoiceError(UserError):

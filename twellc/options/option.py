@@ -1,0 +1,137 @@
+"""How an option is declared: once, as a field of an options class, described in the docstring of that class.
+
+The options of the commands, the checks of what Python gives, and the tables in docs/cli.md are made of this.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from twellc.base.errors import UserError
+from twellc.base.files import output_path
+from twellc.export.shapes import LARGEST_SIZE
+
+LARGEST_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Number:
+    """The range of a number: of integers, or of any numbers where the smallest one is a float."""
+
+    noun: str
+    least: Any
+    most: Any = None
+
+    def takes(self, value: Any) -> bool:
+        """Whether a value is in the range."""
+        return type(value) in {type(self.least), int} and self.least <= value and (self.most or value) >= value
+
+    def __str__(self) -> str:
+        kind = "an integer" if isinstance(self.least, int) else "a number"
+        return f"{kind} from {self.least} {f'to {self.most}' if self.most else 'on'}"
+
+
+COUNT = Number("count", 1)
+SIZE = Number("count", 1, LARGEST_SIZE)
+SEED = Number("seed", 0, LARGEST_SEED)
+SHARE = Number("share", 0.0, 1.0)
+OUTPUT = "output"
+
+
+@dataclass(frozen=True)
+class Option:
+    """How the value of a field is given. A field with the default `()` holds several values, one with a bool is a flag.
+
+    Attributes:
+        metavar: What the help calls the value.
+        kind: The values that there are, in a tuple; a `Number`; `Path` for what is read, `OUTPUT` for a file to write;
+            or what turns a text into a value.
+        names: The names on the command line; none takes that of the field.
+        separator: What stands between values in one text; without it the option is given several times.
+    """
+
+    metavar: str | None
+    kind: Any
+    names: tuple[str, ...]
+    separator: str
+
+
+def option(
+    default: Any, metavar: str | None = None, kind: Any = str, *, names: tuple[str, ...] = (), separator: str = ""
+) -> Any:
+    """Return a field of an options class, see `Option`."""
+    return field(default=default, metadata={"option": Option(metavar, kind, names, separator)})
+
+
+def option_of(field: Field[Any]) -> Option | None:
+    """Return how the value of a field is given; None for a field that is not an option."""
+    return field.metadata.get("option")
+
+
+def declared(kind: type[Any]) -> list[Field[Any]]:
+    """Return the fields of an options class that are options: its own before those of its bases."""
+    known = {each.name: each for each in fields(kind) if option_of(each)}
+    names = dict.fromkeys(name for base in kind.__mro__ for name in inspect.get_annotations(base))
+    return [known[name] for name in names if name in known]
+
+
+def descriptions(kind: type[Any]) -> dict[str, str]:
+    """Return what the docstrings of an options class and its bases say of each field."""
+    texts = [inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2] for base in reversed(kind.__mro__)]
+    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", "\n".join(texts), re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}
+
+
+def taken(kind: type[Any], name: str, value: Any) -> Any:
+    """Return what a field holds for what was given: a path for a text, parsed texts in a tuple.
+
+    Args:
+        kind: The options class.
+        name: The field.
+        value: What was given.
+
+    Raises:
+        TypeError: There is no such field.
+        UserError: The value is not one of those that there are, or a text cannot be parsed.
+    """
+    found = next((each for each in fields(kind) if each.name == name), None)
+    if found is None:
+        raise TypeError(f"there is no option {name!r}; {kind.__module__}.{kind.__name__} lists them")
+    how = option_of(found)
+    if how is None or (value is None and found.default in (None, ())):
+        return value if how is None else found.default
+    where = f"--{name.replace('_', '-')}"
+    if isinstance(how.kind, Number) and not how.kind.takes(value):
+        raise UserError(where, f"is not a {how.kind.noun}", got=repr(value), expected=str(how.kind))
+    if isinstance(how.kind, tuple) and value not in how.kind:
+        raise UserError(where, "no such choice", got=repr(value), expected=" or ".join(map(str, how.kind)))
+    if found.default == ():
+        return tuple(how.kind(each) if isinstance(each, str) else each for each in _several(name, value, how))
+    if how.kind == OUTPUT:
+        return output_path(where, given_path(name, value))
+    return Path(given_path(name, value)) if how.kind is Path else value
+
+
+def _several(name: str, value: Any, how: Option) -> Iterable[Any]:
+    if isinstance(value, str):
+        return value.split(how.separator) if how.separator else [value]
+    if not isinstance(value, Iterable):
+        raise UserError(name, "is not a sequence", got=type(value).__name__, expected="a text, or several")
+    return value
+
+
+def given_path(name: str, value: object) -> str | os.PathLike[str]:
+    """Return a path as it was given.
+
+    Raises:
+        UserError: It is not a path.
+    """
+    if not isinstance(value, str | os.PathLike):
+        raise UserError(name, "is not a path", got=type(value).__name__, expected="a text or a pathlib.Path")
+    return value
