@@ -99,18 +99,38 @@ def test_columns_compute_the_same(draw: Any, layers: Any, monkeypatch: pytest.Mo
 def results(layers: Any) -> list[dict[str, Any]]:
     """Return two layers as they are measured, with round times."""
     times: list[dict[str, float]] = [
-        {"dense eager": 300, "dense packed": 200, "dense FP8": 120, layers.PACKED_ALIVE: 150, "as is": 100,
-         "split 256": 125, "split 512": 80, "pruned": 50},
-        {"dense eager": 100, "dense packed": 110, "dense FP8": 80, layers.PACKED_ALIVE: 90, "as is": 125,
-         "split 256": 100, "split 512": 160, "pruned": 100},
-    ]  # fmt: skip
+        {
+            "dense eager": 300,
+            "dense packed": 200,
+            "dense FP8": 120,
+            layers.PACKED_ALIVE: 150,
+            "as is": 100,
+            "split 256": 125,
+            "split 512": 80,
+            "pruned": 50,
+        },
+        {
+            "dense eager": 100,
+            "dense packed": 110,
+            "dense FP8": 80,
+            layers.PACKED_ALIVE: 90,
+            "as is": 125,
+            "split 256": 100,
+            "split 512": 160,
+            "pruned": 100,
+        },
+    ]
     return [
         {
-            "layer": layer, "tokens": 2048, "alive": 4400, "mean_nonzeros": 49.0, "max_nonzeros": 200,
+            "layer": layer,
+            "tokens": 2048,
+            "alive": 4400,
+            "mean_nonzeros": 49.0,
+            "max_nonzeros": 200,
             "times": {name: {"median_us": float(value)} for name, value in own.items()},
         }
         for layer, own in enumerate(times)
-    ]  # fmt: skip
+    ]
 
 
 def test_layers_together(layers: Any) -> None:
@@ -118,9 +138,13 @@ def test_layers_together(layers: Any) -> None:
     assert found["dense_us"] == 300  # 200 packed, 100 eager
     assert found["chosen"] == {"exact": ["split 512", "dense eager"], "pruned": ["pruned", "dense eager"]}
     assert found["speed_up"] == {
-        "all as is": 300 / 225, "all split 256": 300 / 225, "all split 512": 300 / 240, "all pruned": 2.0,
-        "exact": 300 / 180, "pruned": 2.0,
-    }  # fmt: skip
+        "all as is": 300 / 225,
+        "all split 256": 300 / 225,
+        "all split 512": 300 / 240,
+        "all pruned": 2.0,
+        "exact": 300 / 180,
+        "pruned": 2.0,
+    }
     assert found["least_layer"]["all as is"] == 0.8 and found["least_layer"]["exact"] == 1.0
     assert found["over dense FP8"] == {"exact": 200 / 180, "pruned": 200 / 150}
 

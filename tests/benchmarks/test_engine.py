@@ -40,7 +40,7 @@ def network_of(model: Path, layers: str, folder: Path) -> list[Any]:
     return [network.get_layer(i) for i in range(network.num_layers)]
 
 
-@pytest.mark.parametrize("layers", ["all", "none"])
+@pytest.mark.parametrize("layers", ["all", pytest.param("none", marks=pytest.mark.slow)])
 def test_kinds_of_layers(engine: Any, llama: Path, tmp_path: Path, layers: str) -> None:
     """Each kind is found in the layers that TensorRT's parser makes, by the node that it notes for each of them."""
     found: dict[str, set[str]] = {}
@@ -91,11 +91,14 @@ def test_page(engine: Any) -> None:
     kinds = dict.fromkeys(engine.TABLE_KINDS, 100.0)
     results = [
         {
-            "shape": "1x512", "times": times(ours=2, plan=3, user=4, best=2.5), "errors": {"plan twell": 0.0051},
-            "layers": {"plan twell": {"kinds_us": kinds, "sum_us": 700.0}}, "failed": {},
+            "shape": "1x512",
+            "times": times(ours=2, plan=3, user=4, best=2.5),
+            "errors": {"plan twell": 0.0051},
+            "layers": {"plan twell": {"kinds_us": kinds, "sum_us": 700.0}},
+            "failed": {},
         },
         {"shape": "1x1", "times": times(user=1), "errors": {}, "layers": {}, "failed": {"plan twell": "no room"}},
-    ]  # fmt: skip
+    ]
     report = {"machine": {}, "density": {}, "parameters": 10**9, "failed": {}, "results": results}
     page = engine.markdown(report)
     for line in (

@@ -134,3 +134,18 @@ def test_engine(scripts: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) 
     assert list(result["failed"]) == ["plan dense"] and "its result is off" in result["failed"]["plan dense"]
     assert list(result["layers"]) == ["plan twell"]
     assert "| plan twell | " in engine.shape_table(result)
+
+
+def test_generate(scripts: Callable[[str], Any], tmp_path: Path) -> None:
+    generate = scripts("generate")
+    wanted = ("--contestants", "dense eager,twell eager", "--only", "decode-2,prefill")
+    page, report = smoke(generate, tmp_path, *wanted)
+    assert [each["setting"] for each in report["results"]] == ["decode-2", "prefill"]
+    for each in report["results"]:
+        assert 0 < each["errors"]["twell eager"] < 2 * each["errors"]["dense eager"] < 0.1
+    stats = report["results"][0]["answers"]["twell eager"]
+    assert stats["new_tokens"] == 2 * 64 and not stats["graph"]
+    assert "| twell eager over the fastest dense form in bf16 | 1.00 | 1.00 |" in page
+    assert (tmp_path / "r.md").read_text() in page
+    for wrong in (("--only", "decode-3"), ("--contestants", "dense, twell")):
+        assert "there is no " in click.testing.CliRunner().invoke(generate.main, ["--smoke", *wrong]).output

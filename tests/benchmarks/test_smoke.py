@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,41 +17,20 @@ import torch
 
 from tests.conftest import ROOT
 from tests.processes import environment
-from tests.runtimes import tensorrt
-from twellc.export.tensorrt_host import Host
-
-__all__ = ["tensorrt"]
 
 FOLDER = ROOT / "benchmarks"
 SCRIPTS = [path.name for path in sorted(FOLDER.glob("*.py")) if '__name__ == "__main__"' in path.read_text()]
+ON_A_CPU = {"compile.py", "make_llama.py", "when_it_pays.py"}
 # Of scripts that have several commands, one of them.
 COMMANDS = {"train.py": ("step",)}
-ON_A_GPU = [
-    "block.py", "engine.py", "generate.py", "gpu.py", "in_torch_tensorrt.py", "layers.py", "model.py", "serving.py",
-    "tensor_parallel.py", "train.py", "train_proof.py", "trained.py",
-]  # fmt: skip
-ON_A_CPU = ["compile.py", "make_llama.py", "when_it_pays.py"]
-
-
-def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, FOLDER / script, *map(str, arguments)],
-        capture_output=True, text=True, check=False, env=environment(), timeout=500,
-    )  # fmt: skip
-
-
-def invoke(benchmark_module: Callable[[str], Any], script: str, *arguments: object) -> click.testing.Result:
-    """Run a script in this process."""
-    module = benchmark_module(script.removesuffix(".py"))
-    with torch.random.fork_rng(devices=[]):
-        return click.testing.CliRunner().invoke(module.main, list(map(str, arguments)))
 
 
 def smoke(script: str, *arguments: object) -> str:
     """Run a script with --smoke, and return what it prints; it leaves nothing behind in the folder of benchmarks."""
     kept = [FOLDER, ROOT / "docs"]
     before = {path: path.stat().st_mtime_ns for folder in kept for path in folder.rglob("*.[jm][sd]*")}
-    done = run(script, "--smoke", *arguments)
+    command = [sys.executable, FOLDER / script, *COMMANDS.get(script, ()), "--smoke", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(), timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {path: path.stat().st_mtime_ns for folder in kept for path in folder.rglob("*.[jm][sd]*")} == before
     return done.stdout
@@ -63,28 +43,32 @@ def report(path: Path) -> dict[str, Any]:
     return found
 
 
-def medians(result: dict[str, Any]) -> dict[str, float]:
-    found = {name: times["median_us"] for name, times in result["times"].items()}
-    assert found and all(value > 0 for value in found.values())
-    return found
+@pytest.fixture
+def invoke(benchmark_module: Callable[[str], Any]) -> Callable[..., click.testing.Result]:
+    """Return a function that runs a script in this process."""
+
+    def run(script: str, *arguments: object) -> click.testing.Result:
+        module = benchmark_module(script.removesuffix(".py"))
+        with torch.random.fork_rng(devices=[]):
+            return click.testing.CliRunner().invoke(module.main, [*COMMANDS.get(script, ()), *map(str, arguments)])
+
+    return run
 
 
-def test_every_script_is_here() -> None:
-    assert sorted(ON_A_GPU + ON_A_CPU) == SCRIPTS
-
-
-@pytest.mark.parametrize("script", ON_A_GPU)
-def test_without_a_gpu(benchmark_module: Callable[[str], Any], script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    done = invoke(benchmark_module, script, *COMMANDS.get(script, ()), "--smoke")
-    assert done.exit_code == 1
-    assert done.stderr == "Error: there is no CUDA device\n" and done.stdout == ""
+Invoke = Callable[..., click.testing.Result]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_help(benchmark_module: Callable[[str], Any], script: str) -> None:
-    done = invoke(benchmark_module, script, *COMMANDS.get(script, ()), "--help")
+def test_help(invoke: Invoke, script: str) -> None:
+    done = invoke(script, "--help")
     assert done.exit_code == 0 and "--smoke" in done.stdout, done.output
+
+
+@pytest.mark.parametrize("script", sorted({*SCRIPTS} - ON_A_CPU))
+def test_without_a_gpu(invoke: Invoke, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = invoke(script, "--smoke")
+    assert (done.exit_code, done.stdout, done.stderr) == (1, "", "Error: there is no CUDA device\n")
 
 
 # ---- on a CPU ----
@@ -98,109 +82,152 @@ def test_compile(tmp_path: Path) -> None:
     assert result["model"] == "llama-smoke" and result["resident"] > result["private"] > result["plan"] > 0
 
 
-def test_make_llama(benchmark_module: Callable[[str], Any], tmp_path: Path) -> None:
-    assert "billion parameters" in smoke("make_llama.py")
-    done = invoke(benchmark_module, "make_llama.py", "--smoke", tmp_path / "model")
-    assert done.exit_code == 0, done.output
+def test_failed_compilation_gives_no_figures(invoke: Invoke, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model, results = tmp_path / "model", tmp_path / "results.json"
+    model.mkdir()
+    (model / "config.json").write_text("no JSON")
+    done = invoke("compile.py", model, "--json", results)
+    assert done.exit_code == 1 and "failed, so there are no figures" in done.stderr
+    assert done.stdout == "" and not results.exists()
+    assert "config.json" in capfd.readouterr().err  # of twellc, in a process of its own
+
+
+def test_make_llama(invoke: Invoke, tmp_path: Path) -> None:
+    done = invoke("make_llama.py", "--smoke", tmp_path / "model")
+    assert done.exit_code == 0 and "billion parameters" in done.output, done.output
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert (config["dtype"], config["hidden_size"], config["hidden_act"]) == ("bfloat16", 64, "relu")
 
 
 @pytest.mark.slow
-def test_train_proof_on_a_cpu(tmp_path: Path) -> None:
-    assert_proofs(smoke("train_proof.py", "--device", "cpu", "--json", tmp_path / "r.json"), tmp_path / "r.json")
-
-
-def test_when_it_pays() -> None:
-    assert smoke("when_it_pays.py").count("| --- |") == 5
+def test_tensor_parallel_on_a_cpu(tmp_path: Path) -> None:
+    page = smoke("tensor_parallel.py", "--device", "cpu", "--json", tmp_path / "r.json")
+    assert "relative error against float64" in page
+    assert set(report(tmp_path / "r.json")["errors"]) == {"dense", "twell", "dense, 2 ranks", "twell, 2 ranks"}
 
 
 @pytest.mark.slow
-def test_tensor_parallel_on_a_cpu(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    assert "relative error against float64" in smoke(
-        "tensor_parallel.py", "--device", "cpu", "--json", tmp_path / "r.json"
-    )
-    assert set(report(tmp_path / "r.json")["errors"]) == {"dense", "twell", "dense, 2 ranks", "twell, 2 ranks"}
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_train_proof(device: str, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    page = smoke("train_proof.py", "--device", device, "--json", path)
+    found = report(path)
+    assert [each["name"] for each in found["results"]] == [
+        *("dense, seed 0", "dense, seed 1", "twell, seed 0"),
+        *("SiLU, dense", "ReLU, twell"),
+        *("without", "with reinitialise_dead"),
+    ]
+    for each in found["results"]:
+        assert len(each["bits"]) == each["steps"] and 0 < each["held_out"]["bits"] < 12
+        assert f": {each['name']} | {each['steps']} | " in page
+    assert found["curves"]["bits_apart_twell"] >= 0 and "two dense seeds" in page
+    silu, relu = found["results"][3:5]
+    assert min(silu["held_out"]["density"]) > 0.99 > max(relu["held_out"]["density"])
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert "<svg" in path.with_suffix(".svg").read_text()
 
 
 # ---- on a GPU ----
 
-
-@pytest.mark.gpu
-@pytest.mark.slow
-@pytest.mark.parametrize("part", [(), ("--suite",)], ids=["one setting", "suite"])
-def test_block(part: tuple[str, ...], tmp_path: Path) -> None:
-    page = smoke("block.py", *part, "--json", tmp_path / "r.json")
-    results = report(tmp_path / "r.json")["results"]
-    assert [each["tokens"] for each in results] == ([2048, 8192] if part else [1, 40])
-    for each in results:
-        assert {"dense eager", "dense compiled", "dense packed", "mlp", "gate"} <= set(medians(each))
-        assert f"\n| {each['tokens']} | " in page
+DENSE = ("dense eager", "dense compiled", "dense packed")
+BOTH = (*DENSE, "twell eager", "twell compiled")
 
 
-@pytest.mark.gpu
-@pytest.mark.slow
-def test_layers(tmp_path: Path) -> None:
-    page = smoke("layers.py", "--json", tmp_path / "r.json")
-    found = report(tmp_path / "r.json")
-    assert [(each["tokens"], each["layer"]) for each in found["results"]] == [
-        (tokens, layer) for tokens in (1, 40) for layer in range(4)
-    ]
+@dataclass(frozen=True)
+class Smoke:
+    """What a script measures with --smoke: a result for each of `settings`, in which `contestants` have times."""
+
+    script: str
+    key: str
+    settings: tuple[object, ...]
+    contestants: tuple[str, ...]
+    arguments: tuple[str, ...] = ()
+
+
+SMOKES = {
+    "block": Smoke("block.py", "tokens", (1, 40), (*DENSE, "mlp", "gate")),
+    "suite": Smoke("block.py", "tokens", (2048, 8192), (*DENSE, "mlp", "gate"), ("--suite",)),
+    "layers": Smoke("layers.py", "tokens", (1,) * 4 + (40,) * 4, ("dense packed", "as is", "pruned split 512")),
+    "model": Smoke("model.py", "setting", ("prefill 2x64", "decode 2"), BOTH),
+    "generate": Smoke("generate.py", "setting", ("prefill", "decode-2"), BOTH),
+    "tensor_parallel": Smoke(
+        "tensor_parallel.py", "shape", ("1x16", "2x40"), ("dense", "twell", "dense, 2 ranks", "twell, 2 ranks")
+    ),
+}
+# In full TensorRT.
+PLANS = {
+    "generate": Smoke(
+        *("generate.py", "setting", ("prefill", "decode-2"), ("dense eager", "plan dense", "plan twell")),
+        ("--plans", "PLANS", "--contestants", "dense eager,plan dense,plan twell"),
+    ),
+    "engine": Smoke(
+        *("engine.py", "shape", ("1x1", "2x32")),
+        ("plan dense", "plan twell", "torch dense eager, sdpa", "torch twell compiled, causal"),
+        ("--plans", "PLANS"),
+    ),
+    "in_torch_tensorrt": Smoke(
+        *("in_torch_tensorrt.py", "tokens", (1, 40)),
+        ("dense eager", "dense compiled", "Torch-TensorRT dense", "Torch-TensorRT twell"),
+    ),
+}
+
+
+def measured(case: Smoke, folder: Path) -> tuple[dict[str, Any], str]:
+    """Run a script, and return its report, which is as the case says, and its page."""
+    arguments = [str(folder / "plans") if each == "PLANS" else each for each in case.arguments]
+    page = smoke(case.script, *arguments, "--json", folder / "r.json")
+    found = report(folder / "r.json")
+    assert not found.get("failed")
+    assert tuple(each[case.key] for each in found["results"]) == case.settings
     for each in found["results"]:
-        assert {"dense packed", "as is", "split 512", "pruned split 512"} <= set(medians(each))
-        # The draw is that of the layer: about as many fire as in training; one token alone may be far from the mean.
-        if each["tokens"] > 1:
-            assert 0.5 < each["mean_nonzeros"] / (5632 * [0.0269, 0.0125, 0.0054, 0.0088][each["layer"]]) < 2
-    assert [each["tokens"] for each in found["together"]] == [1, 40]
-    assert "All layers together" in page and "40 tokens, µs (speed-up):" in page
+        assert not each.get("failed"), each["failed"]
+        medians = {name: times["median_us"] for name, times in each["times"].items()}
+        assert {*case.contestants} <= set(medians) and all(value > 0 for value in medians.values())
+        assert str(each[case.key]) in page
+    if (folder / "r.md").exists():
+        assert (folder / "r.md").read_text() in page
+    return found, page
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_model(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    page = smoke("model.py", "--json", tmp_path / "r.json")
-    found = report(tmp_path / "r.json")
-    assert [each["setting"] for each in found["results"]] == ["prefill 2x64", "decode 2"]
-    for each in found["results"]:
-        assert {"dense eager", "dense compiled", "dense packed", "twell eager", "twell compiled"} <= set(medians(each))
-        assert f"\n| {each['setting']} | " in page
-    assert 0 < found["density"]["mean"] < 0.05 and found["errors"]["twell"] < 0.1
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-def test_generate(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    page = smoke("generate.py", "--json", tmp_path / "r.json")
-    found = report(tmp_path / "r.json")
-    assert [each["setting"] for each in found["results"]] == ["prefill", "decode-2"]
-    for each in found["results"]:
-        assert not each["failed"], each["failed"]
-        assert {"dense eager", "dense compiled", "dense packed", "twell eager", "twell compiled"} <= set(medians(each))
-    assert set(found["results"][1]["answers"]) == {"twell eager", "twell compiled"}
-    assert all(stats["graph"] for stats in found["results"][1]["answers"].values())
-    assert (tmp_path / "r.md").read_text() in page
+@pytest.mark.parametrize("name", SMOKES)
+def test_smoke(name: str, tmp_path: Path) -> None:
+    if name == "tensor_parallel" and torch.cuda.device_count() < 2:
+        pytest.skip("there are no two GPUs")
+    found, page = measured(SMOKES[name], tmp_path)
+    if name == "layers":
+        assert [each["layer"] for each in found["results"]] == [0, 1, 2, 3] * 2
+        for each in found["results"]:
+            # The draw is that of the layer: about as many fire as in training; one token may be far from the mean.
+            if each["tokens"] > 1:
+                assert 0.5 < each["mean_nonzeros"] / (5632 * [0.0269, 0.0125, 0.0054, 0.0088][each["layer"]]) < 2
+        assert [each["tokens"] for each in found["together"]] == [1, 40] and "All layers together" in page
+    if name == "model":
+        assert 0 < found["density"]["mean"] < 0.05 and found["errors"]["twell"] < 0.1
+    if name == "generate":
+        answers = found["results"][1]["answers"]
+        assert set(answers) == {"twell eager", "twell compiled"} and all(each["graph"] for each in answers.values())
 
 
 @pytest.mark.gpu
 @pytest.mark.tensorrt
 @pytest.mark.slow
-def test_generate_by_plans(tensorrt: Host, tmp_path: Path) -> None:
-    plans = ("--plans", tmp_path / "plans", "--contestants", "dense eager,plan dense,plan twell")
-    smoke("generate.py", "--json", tmp_path / "r.json", *plans)
-    found = report(tmp_path / "r.json")
-    assert not found["failed"], found["failed"]
-    for each in found["results"]:
-        assert not each["failed"] and set(medians(each)) == {"dense eager", "plan dense", "plan twell"}, each["failed"]
-    assert all(stats["graph"] for stats in found["results"][1]["answers"].values())
+@pytest.mark.parametrize("name", PLANS)
+def test_smoke_in_tensorrt(name: str, tmp_path: Path) -> None:
+    if name == "in_torch_tensorrt":
+        pytest.importorskip("torch_tensorrt")
+    found, _ = measured(PLANS[name], tmp_path)
+    if name == "engine":
+        assert all(set(each["layers"]) == {"plan dense", "plan twell"} for each in found["results"])
+        assert sorted(path.name for path in (tmp_path / "plans").glob("*.plan")) == ["dense.plan", "twell.plan"]
+    if name == "generate":
+        assert all(stats["graph"] for stats in found["results"][1]["answers"].values())
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_all_of_them(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     smoke("gpu.py", "--out", tmp_path)
     written = sorted(path.name.partition("-")[0] + path.suffix for path in tmp_path.iterdir())
     assert written == [f"{name}{suffix}" for name in ("layers", "model", "suite") for suffix in (".json", ".md")]
@@ -212,98 +239,21 @@ def test_all_of_them(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_train_step(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    done = run("train.py", "step", "--smoke", "--json", tmp_path / "r.json")
-    assert done.returncode == 0, done.stdout + done.stderr
+    page = smoke("train.py", "--json", tmp_path / "r.json")
     results = report(tmp_path / "r.json")["results"]
     assert [each["contestant"] for each in results] == [
-        "dense compiled",
-        "twell compiled",
-        "dense eager",
-        "twell eager",
+        f"{form} {how}" for how in ("compiled", "eager") for form in ("dense", "twell")
     ]
     for each in results:
         assert each["tokens_per_second"] > 0 and each["peak_bytes"] > 0 and each["joules_per_token"] >= 0
-        assert f"\n| {each['contestant']} | " in done.stdout
-
-
-def assert_proofs(page: str, path: Path) -> None:
-    found = report(path)
-    names = [each["name"] for each in found["results"]]
-    assert names == [
-        "dense, seed 0", "dense, seed 1", "twell, seed 0", "SiLU, dense", "ReLU, twell", "without",
-        "with reinitialise_dead",
-    ]  # fmt: skip
-    for each in found["results"]:
-        assert len(each["bits"]) == each["steps"] and 0 < each["held_out"]["bits"] < 12
-        assert f": {each['name']} | {each['steps']} | " in page
-    assert found["curves"]["bits_apart_twell"] >= 0 and "two dense seeds" in page
-    silu, relu = found["results"][3:5]
-    assert min(silu["held_out"]["density"]) > 0.99 > max(relu["held_out"]["density"])
-    if importlib.util.find_spec("matplotlib") is not None:
-        assert "<svg" in path.with_suffix(".svg").read_text()
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-def test_train_proof(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    assert_proofs(smoke("train_proof.py", "--json", tmp_path / "r.json"), tmp_path / "r.json")
+        assert f"\n| {each['contestant']} | " in page
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_trained(tmp_path: Path) -> None:
-    for module in ("transformers", "onnxscript", "onnx_graphsurgeon"):
-        pytest.importorskip(module)
     page = smoke("trained.py", "--json", tmp_path / "r.json")
     commands = report(tmp_path / "r.json")["commands"]
     assert {"profile", "compile, pruned", "check, pruned", "bench, calibrated", "bench, pruned"} <= set(commands)
     assert all(each["status"] == 0 and f"`{each['command']}`" in page for each in commands.values())
-    plans = importlib.util.find_spec("tensorrt") is not None
-    assert ("--backend tensorrt" in page) == plans
-
-
-@pytest.mark.gpu
-@pytest.mark.tensorrt
-@pytest.mark.slow
-def test_engine(tensorrt: Host, tmp_path: Path) -> None:
-    page = smoke("engine.py", "--json", tmp_path / "r.json", "--plans", tmp_path / "plans")
-    found = report(tmp_path / "r.json")
-    assert [each["shape"] for each in found["results"]] == ["1x1", "2x32"] and not found["failed"]
-    for each in found["results"]:
-        assert not each["failed"], each["failed"]
-        torch_too = {"torch dense eager, sdpa", "torch twell compiled, causal"}
-        assert {"plan dense", "plan twell", *torch_too} <= set(medians(each))
-        assert f"| {each['shape']}, milliseconds |" in page
-        assert set(each["layers"]) == {"plan dense", "plan twell"}
-    assert (tmp_path / "r.md").read_text() in page
-    assert sorted(path.name for path in (tmp_path / "plans").glob("*.plan")) == ["dense.plan", "twell.plan"]
-
-
-@pytest.mark.gpu
-@pytest.mark.tensorrt
-@pytest.mark.slow
-def test_in_torch_tensorrt(tensorrt: Host, tmp_path: Path) -> None:
-    pytest.importorskip("torch_tensorrt")
-    page = smoke("in_torch_tensorrt.py", "--json", tmp_path / "r.json")
-    results = report(tmp_path / "r.json")["results"]
-    assert [each["tokens"] for each in results] == [1, 40]
-    for each in results:
-        names = {"dense eager", "dense compiled", "Torch-TensorRT dense", "Torch-TensorRT twell"}
-        assert set(medians(each)) == names and not each["failed"]
-        assert f"| {each['tokens']} | " in page
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-def test_tensor_parallel(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    if torch.cuda.device_count() < 2:
-        pytest.skip("there are no two GPUs")
-    page = smoke("tensor_parallel.py", "--json", tmp_path / "r.json")
-    results = report(tmp_path / "r.json")["results"]
-    assert [each["shape"] for each in results] == ["1x16", "2x40"]
-    for each in results:
-        assert set(medians(each)) == {"dense", "twell", "dense, 2 ranks", "twell, 2 ranks"}
-        assert f"| {each['shape']} | " in page
+    assert ("--backend tensorrt" in page) == (importlib.util.find_spec("tensorrt") is not None)

@@ -59,9 +59,10 @@ def held_out_of(model: Any, proof: Any, corpus: Any) -> dict[str, Any]:
         hook.remove()
     fired = [torch.cat(seen) for seen in active]
     return {
-        "bits": float(torch.stack(bits).mean()), "density": [float(each.double().mean()) for each in fired],
+        "bits": float(torch.stack(bits).mean()),
+        "density": [float(each.double().mean()) for each in fired],
         "dead": [float((~each.any(0)).double().mean()) for each in fired],
-    }  # fmt: skip
+    }
 
 
 def test_held_out_losses_are_those_of_the_models_that_were_kept(proof: Any, tmp_path: Path) -> None:
@@ -101,6 +102,8 @@ def test_curves_are_compared_by_their_means(proof: Any) -> None:
     ]
     assert proof.verdict(runs[:2]) is None
     assert proof.verdict(runs) == {
-        "bits_apart_two_seeds": 0.5, "bits_apart_twell": 0.0, "within": True,
+        "bits_apart_two_seeds": 0.5,
+        "bits_apart_twell": 0.0,
+        "within": True,
         "mean_density": {"dense, seed 0": 0.1, "dense, seed 1": 0.2, "twell, seed 0": 0.1},
-    }  # fmt: skip
+    }
