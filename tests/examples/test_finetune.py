@@ -45,8 +45,8 @@ def finetune(script: Any, tmp_path: Path) -> Finetune:
     text.write_text("def add(a, b):\n    return a + b\n" * 120)
 
     def run(*arguments: object, **options: object) -> click.testing.Result:
-        given = {"text": text, "steps": 6, "sequence": 16, "batch": 4, "log-every": 2, "save-every": 3, "lr": 1e-3,
-                 "output": tmp_path / "out", "device": "cpu", **options}  # fmt: skip
+        given = {"text": text, "output": tmp_path / "out", "device": "cpu", "lr": 1e-3, "sequence": 16, "batch": 4}
+        given |= {"steps": 6, "log-every": 2, "save-every": 3, **options}
         named = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
         with torch.random.fork_rng():
             result = click.testing.CliRunner().invoke(script.main, [*named, *map(str, arguments)])
@@ -94,16 +94,10 @@ def test_the_whole_way(finetune: Finetune, dense: Path, cli: Cli, tmp_path: Path
     made = cli("compile", out, "--backend", "none", "--onnx", graph, "--calibration", out / "firing.profile")
     assert made.exit_code == 0, made.output
     assert "2 of 2 feed-forward blocks rewritten" in made.stdout
-
-    # It goes on where it was, and to the same weights as without a break.
-    weights = {each.name: each.read_bytes() for each in out.glob("*.safetensors")}
-    more = finetune("--resume", "--reinitialise", "--checkpointing", accumulate=2, **options, steps=8)
-    assert more.exit_code == 0, more.output
-    assert [each.step for each in TrainingLog.read(out / "training.jsonl").steps] == [2, 3, 4, 6, 8]
-    assert {each.name: each.read_bytes() for each in out.glob("*.safetensors")} != weights
     refused(finetune(**options), "the folder is not empty", "--resume")
 
 
+@pytest.mark.slow
 def test_going_on_changes_nothing(finetune: Finetune, dense: Path, tmp_path: Path) -> None:
     """A run that is broken off, here on the way to ReLU, and goes on gives the weights of one that is not."""
     for name, steps in (("whole", (6,)), ("broken", (3, 6))):
@@ -128,12 +122,6 @@ def test_token_ids_are_taken_as_they_are(script: Any, dense: Path, tmp_path: Pat
     assert found.tokens[:10].tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 9, 9] and len(found.tokens) > 11
 
 
-def test_beginning_anew_leaves_no_checkpoint_to_go_on_from(finetune: Finetune, dense: Path, tmp_path: Path) -> None:
-    assert finetune(model=dense).exit_code == 0
-    assert finetune("--overwrite", model=dense, steps=2, save_every=2).exit_code == 0
-    assert [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()] == ["checkpoint-2"]
-
-
 # accelerate shards on GPUs alone: this lets it do so on a CPU.
 SHARDED = """
 import runpy, sys
@@ -149,6 +137,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_processes_that_share_the_weights(dense: Path, tmp_path: Path) -> None:
     """With FSDP2, as `accelerate launch` begins it, they save the whole model, which is that of one process."""
     pytest.importorskip("accelerate")
@@ -163,10 +152,9 @@ def test_processes_that_share_the_weights(dense: Path, tmp_path: Path) -> None:
         out = tmp_path / f"by-{number}"
         given = [*launcher, str(number), *before, script, *options, "--batch", str(batch), "--output", out]
         sharded = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if before else {}
-        done = subprocess.run(
-            list(map(str, given)), capture_output=True, text=True, check=False, timeout=300,
-            env={**environment(), "OMP_NUM_THREADS": "1", **sharded},
-        )  # fmt: skip
+        settings = environment(OMP_NUM_THREADS="1", **sharded)
+        command = list(map(str, given))
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=settings)
         assert done.returncode == 0, done.stderr
         found.append(load_file(out / "model.safetensors"))
     alone, shared = found
@@ -175,6 +163,7 @@ def test_processes_that_share_the_weights(dense: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(shared[name], weight, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.slow
 def test_a_relu_model_stays_one(finetune: Finetune, bytelm: Path, tmp_path: Path) -> None:
     done = finetune(model=bytelm, steps=2, save_every=2)
     assert done.exit_code == 0, done.output
@@ -214,17 +203,23 @@ def test_refuses(finetune: Finetune, dense: Path, tmp_path: Path) -> None:
     refused(finetune(model=dense, output=tmp_path / "file"), "is a file")
 
 
-def test_going_on_with_another_model(finetune: Finetune, dense: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_another_model_and_beginning_anew(finetune: Finetune, dense: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
     assert finetune(model=dense, steps=3).exit_code == 0
     other = models.llama("silu", vocab_size=256, bos_token_id=0, eos_token_id=0)
     with torch.no_grad():
         other.lm_head.weight.mul_(2)
     path = models.save(other, tmp_path / "other", torch.float32)
-    before = {each: each.read_bytes() for each in (tmp_path / "out").rglob("*") if each.is_file()}
+    before = {each: each.read_bytes() for each in out.rglob("*") if each.is_file()}
     refused(finetune("--resume", model=path), "the run there began with another model", "dense, SHA-256")
-    assert {each: each.read_bytes() for each in (tmp_path / "out").rglob("*") if each.is_file()} == before
+    assert {each: each.read_bytes() for each in out.rglob("*") if each.is_file()} == before
+    # Anew: the checkpoints of the first run are gone, so that nothing goes on from them.
+    assert finetune("--overwrite", model=path, steps=2, save_every=2).exit_code == 0
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["checkpoint-2"]
 
 
+@pytest.mark.slow
 def test_a_loss_that_becomes_nan(
     finetune: Finetune, dense: Path, script: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:

@@ -62,6 +62,7 @@ def test_python_host_that_generates(tmp_path: Path) -> None:
 PROGRAMS: dict[str, tuple[str, ...]] = {"run_plan": (), "generate": ("3", "1", "2")}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("runtime", "version"), [("rtx", "1.7.1"), ("lean10", "10.16.1"), ("lean11", "11.4.0")])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_cpp_host_registers_and_says_why_it_stops(

@@ -132,9 +132,13 @@ def test_seeds_and_several_answers(client: Any) -> None:
 def test_neutral_values_and_names_of_vllm(client: Any) -> None:
     plain = ask(client, max_tokens=6).choices[0].message.content
     neutral: dict[str, Any] = {
-        "logprobs": False, "presence_penalty": 0, "tools": [], "user": "me", "response_format": {"type": "text"},
+        "logprobs": False,
+        "presence_penalty": 0,
+        "tools": [],
+        "user": "me",
+        "response_format": {"type": "text"},
         "extra_body": {"top_k": 5, "min_p": 0.1, "ignore_eos": False},
-    }  # fmt: skip
+    }
     assert ask(client, max_tokens=6, **neutral).choices[0].message.content == plain
     biased = ask(client, max_tokens=3, logit_bias={"7": 100}, extra_body={"ignore_eos": True})
     assert biased.usage.completion_tokens == 3
@@ -195,10 +199,18 @@ def test_requests_that_cannot_be_read(client: Any, address: str) -> None:
 @pytest.mark.parametrize(
     ("signals", "busy"),
     [
-        ([signal.SIGTERM], False), ([signal.SIGTERM], True), ([signal.SIGTERM] * 2, True), ([signal.SIGINT], True),
-        ([signal.SIGKILL], True),
+        ([signal.SIGTERM], True),
+        *(
+            pytest.param(signals, busy, marks=pytest.mark.slow)
+            for signals, busy in (
+                ([signal.SIGTERM], False),
+                ([signal.SIGTERM] * 2, True),
+                ([signal.SIGINT], True),
+                ([signal.SIGKILL], True),
+            )
+        ),
     ],
-)  # fmt: skip
+)
 def test_signals_end_all_of_it(signals: list[signal.Signals], busy: bool, bytelm: Path) -> None:
     """Its processes, and with a request, too; the port is free then."""
     psutil = pytest.importorskip("psutil")

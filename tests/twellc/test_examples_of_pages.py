@@ -1,4 +1,4 @@
-"""What pages show runs: the examples in Python, each by itself; and what the README prints is what the program prints."""
+"""The examples of pages run, each by itself; and what the README prints is what the program prints."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ EXAMPLES = {
     for page in (*(ROOT / "docs" / f"{name}.md" for name in PAGES), ROOT / "examples" / "bytelm" / "README.md")
     for number, example in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL))
 }
+# They compile bytelm or build a plan; the README's Python builds one by default.
+SLOW = ("api-1", "api-2")
 pytestmark = pytest.mark.usefixtures("remembered_models")
 
 
@@ -32,7 +34,9 @@ def test_there_are_examples() -> None:
     assert len(EXAMPLES) > 9
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in EXAMPLES]
+)
 def test_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
@@ -42,6 +46,7 @@ def test_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli
         assert [(layer.variant, layer.activation, layer.residual) for layer in layers] == [("plain", "relu2", True)] * 2
 
 
+@pytest.mark.slow
 def test_the_table_of_the_readme_is_what_the_command_prints(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
     """The plan itself is built where CI runs the command."""
     printed = cli("compile", bytelm, "--backend", "none", "--onnx", tmp_path / "bytelm.onnx").stdout
