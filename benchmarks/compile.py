@@ -78,9 +78,11 @@ def main(model: Path, json_path: Path | None) -> None:
         figures["plan"] = plan.stat().st_size / 1e9
     report = session.new_report()
     report["machine"] |= {
-        "cores": os.cpu_count(), "memory_gib": round(psutil.virtual_memory().total / 2**30),
-        "processor": platform.machine(), "load": os.getloadavg()[1],
-    }  # fmt: skip
+        "cores": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
+        "processor": platform.machine(),
+        "load": os.getloadavg()[1],
+    }
     report["results"].append({"model": model.name, "weights": weights, **figures})
     cells = [f"{value:.2f}" for value in (weights, figures["seconds"], figures["resident"], figures["private"])]
     header = ["model", "weights GB", "seconds", "resident GB", "private GB", "private / weights"]

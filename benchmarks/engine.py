@@ -295,9 +295,13 @@ def measure_shape(
         except Exception as error:  # its time is known all the same
             contest.failed[f"{label}, profiled"] = f"{type(error).__name__}: {first_line(error)}"
     return {
-        "shape": shape_name(shape), "checked_tokens": min(_CHECKED_TOKENS, ids.numel()), "errors": contest.errors,
-        "times": times, "layers": profiled, "failed": contest.failed,
-    }  # fmt: skip
+        "shape": shape_name(shape),
+        "checked_tokens": min(_CHECKED_TOKENS, ids.numel()),
+        "errors": contest.errors,
+        "times": times,
+        "layers": profiled,
+        "failed": contest.failed,
+    }
 
 
 # ---- the page ----
@@ -318,9 +322,10 @@ def markdown(report: dict[str, Any]) -> str:
     blocks.append("Milliseconds, median (10th to 90th percentile):\n\n" + table(["", *results], rows))
     rows = [
         [f"{ours} over {name}", *(_ratio(result["times"], ours, theirs) for result in results.values())]
-        for ours in labels if ours.startswith("plan twell")
+        for ours in labels
+        if ours.startswith("plan twell")
         for name, theirs in _rivals(ours, labels).items()
-    ]  # fmt: skip
+    ]
     blocks.append("Speed-up:\n\n" + table(["", *results], rows))
     for shape, result in results.items():
         if result["layers"]:
@@ -376,8 +381,14 @@ def _time(time: dict[str, float] | None) -> str:
 @click.option("--density", default=0.005, show_default=True, help="Share of non-zero gate activations.")
 @click.option("--shapes", default="1x1,1x512,1x2048,4x2048", show_default=True, help="Sequences and their tokens.")
 @click.option("--attention", default="", help="Values of twellc compile's --attention, with commas; default: its own.")
-@click.option("--torch", "contestants", type=click.Choice(["all", "dense"]), default="all", show_default=True,
-              help="dense: without rewritten torch, which takes minutes to compile.")  # fmt: skip
+@click.option(
+    "--torch",
+    "contestants",
+    type=click.Choice(["all", "dense"]),
+    default="all",
+    show_default=True,
+    help="dense: without rewritten torch, which takes minutes to compile.",
+)
 @click.option("--repeats", default=20, show_default=True)
 @click.option("--plans", type=click.Path(file_okay=False, path_type=Path), help="Keep the plans here, or take them.")
 @session.json_option

@@ -207,9 +207,13 @@ def measure(
             answers[label] = functools.partial(whole_answer, backend, ids)
     times = {label: each.to_json() for label, each in contest.time(repeats).items()}
     result: dict[str, Any] = {
-        "setting": name, "tokens": ids.numel() if prefill else len(ids), "errors": contest.errors, "times": times,
-        "answers": {}, "failed": contest.failed,
-    }  # fmt: skip
+        "setting": name,
+        "tokens": ids.numel() if prefill else len(ids),
+        "errors": contest.errors,
+        "times": times,
+        "answers": {},
+        "failed": contest.failed,
+    }
     yield result
     # Behind the others: it overwrites the caches.
     for label, answer in answers.items():

@@ -92,9 +92,11 @@ def measure_rows(
     kept = {name: functools.partial(call, x) for name, call in contestants.items() if name not in failed}
     times = dict(zip(kept, time_calls(list(kept.values()), repeats), strict=True))
     return {
-        "tokens": len(x), "errors": errors, "failed": failed,
+        "tokens": len(x),
+        "errors": errors,
+        "failed": failed,
         "times": {name: each.to_json() for name, each in times.items()},
-    }  # fmt: skip
+    }
 
 
 def page_of(results: list[dict[str, Any]]) -> str:

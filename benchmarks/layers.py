@@ -174,8 +174,18 @@ def markdown(sums: list[dict[str, Any]]) -> str:
             over = each.get(f"over {rival}")
             cells.append(f"{over['exact']:.2f}, {over['pruned']:.2f}" if over else "-")
         rows.append(cells)
-    header = ["tokens", "dense µs", "exact", "target", "least layer", "with pruning", "target", "least layer",
-              f"over {FP8}", f"over {PACKED_ALIVE}"]  # fmt: skip
+    header = [
+        "tokens",
+        "dense µs",
+        "exact",
+        "target",
+        "least layer",
+        "with pruning",
+        "target",
+        "least layer",
+        f"over {FP8}",
+        f"over {PACKED_ALIVE}",
+    ]
     blocks = ["All layers together, over the fastest dense block of each:\n\n" + table(header, rows)]
     names = [name for name in sums[0]["speed_up"] if name.startswith("all ")]
     header = ["tokens", *(name.removeprefix("all ") for name in names)]

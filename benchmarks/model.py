@@ -87,10 +87,17 @@ def make_model(
     `kv_heads` is the number of heads of keys and values; by default as many as there are heads.
     """
     config: Any = transformers.LlamaConfig(
-        vocab_size=vocabulary, hidden_size=d_model, intermediate_size=d_ff, num_hidden_layers=layers,
-        num_attention_heads=heads or d_model // 128, num_key_value_heads=kv_heads, hidden_act="relu",
-        max_position_embeddings=4096, use_cache=False, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=vocabulary,
+        hidden_size=d_model,
+        intermediate_size=d_ff,
+        num_hidden_layers=layers,
+        num_attention_heads=heads or d_model // 128,
+        num_key_value_heads=kv_heads,
+        hidden_act="relu",
+        max_position_embeddings=4096,
+        use_cache=False,
+        tie_word_embeddings=False,
+    )
     config._attn_implementation = CAUSAL
     with torch.device(session.DEVICE):
         model: Any = transformers.LlamaForCausalLM(config)
@@ -223,11 +230,15 @@ def measure_setting(
         meter = EnergyMeter()
         energy = {kind: meter.of(calls[label], energy_seconds, medians[kind]) / tokens for kind, label in best.items()}
     return {
-        "setting": name, "tokens": tokens, "times": times, "best": best,
-        "speed_up": medians["dense"] / medians["twell"], "joules_per_token": energy,
+        "setting": name,
+        "tokens": tokens,
+        "times": times,
+        "best": best,
+        "speed_up": medians["dense"] / medians["twell"],
+        "joules_per_token": energy,
         "feed_forward_us": feed_forward,
         "feed_forward_share": {kind: feed_forward[kind] / medians[kind] for kind in medians},
-    }  # fmt: skip
+    }
 
 
 @click.command()

@@ -167,11 +167,18 @@ def serve(name: str, setting: Setting, pipe: Any) -> None:
     started = time.perf_counter()
     # Memory for the cache is named, since engines that start at the same time would each take what is there.
     engine: Any = LLM(
-        str(setting.folder), skip_tokenizer_init=True, dtype="bfloat16", max_num_seqs=max(setting.batches),
-        max_model_len=setting.prompt + setting.tokens + 8, enable_prefix_caching=False, enforce_eager=setting.smoke,
-        kv_cache_memory_bytes=setting.cache_bytes, gpu_memory_utilization=0.3,
-        compilation_config={"cudagraph_capture_sizes": setting.batches}, **CONTESTANTS[name],
-    )  # fmt: skip
+        str(setting.folder),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_num_seqs=max(setting.batches),
+        max_model_len=setting.prompt + setting.tokens + 8,
+        enable_prefix_caching=False,
+        enforce_eager=setting.smoke,
+        kv_cache_memory_bytes=setting.cache_bytes,
+        gpu_memory_utilization=0.3,
+        compilation_config={"cudagraph_capture_sizes": setting.batches},
+        **CONTESTANTS[name],
+    )
     (blocks,) = engine.apply_model(count_blocks)
     if (blocks > 0) != (name == "twell"):
         raise click.ClickException(f"{name}: twellc runs {blocks} blocks")

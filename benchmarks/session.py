@@ -76,9 +76,11 @@ def scratch_folder() -> str:
 def json_option(command: _Command) -> _Command:
     """Give a command the option --json, as `json_path`."""
     option = click.option(
-        "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path),
+        "--json",
+        "json_path",
+        type=click.Path(dir_okay=False, path_type=Path),
         help="Write results here, after each of them.",
-    )  # fmt: skip
+    )
     return option(command)
 
 
@@ -99,6 +101,10 @@ def smoke_option(**values: Any) -> Callable[[_Command], _Command]:
             context.default_map = values
 
     return click.option(
-        "--smoke", is_flag=True, is_eager=True, expose_value=False, callback=use,
+        "--smoke",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=use,
         help="Try the script with the smallest sizes: other options have defaults that take seconds.",
-    )  # fmt: skip
+    )

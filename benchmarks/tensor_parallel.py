@@ -111,9 +111,16 @@ def page_of(results: list[dict[str, Any]], ranks: int) -> str:
 
 
 def run_rank(
-    shapes: list[tuple[int, int]], layers: int, d_model: int, d_ff: int, density: float, repeats: int, kv_heads: int,
-    graphs: bool, json_path: Path | None,
-) -> None:  # fmt: skip
+    shapes: list[tuple[int, int]],
+    layers: int,
+    d_model: int,
+    d_ff: int,
+    density: float,
+    repeats: int,
+    kv_heads: int,
+    graphs: bool,
+    json_path: Path | None,
+) -> None:
     """Do what a rank has to do; the first one prints."""
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     torch.manual_seed(0)
@@ -152,9 +159,18 @@ def run_rank(
 @session.smoke_option(shapes="1x16,2x40", layers=2, d_model=256, d_ff=768, kv_heads=2, repeats=2)
 @torch.no_grad()
 def main(
-    ranks: int, shapes: str, layers: int, d_model: int, d_ff: int, kv_heads: int, density: float, device: str,
-    graphs: bool, repeats: int, json_path: Path | None,
-) -> None:  # fmt: skip
+    ranks: int,
+    shapes: str,
+    layers: int,
+    d_model: int,
+    d_ff: int,
+    kv_heads: int,
+    density: float,
+    device: str,
+    graphs: bool,
+    repeats: int,
+    json_path: Path | None,
+) -> None:
     """Start the ranks, or be one of them."""
     if device == "cuda":
         session.refuse_without_gpu()

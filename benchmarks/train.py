@@ -200,11 +200,18 @@ def measure(task: Task, name: str, steps: int, expected: dict[str, float] | None
         peak = torch.cuda.max_memory_allocated() if session.DEVICE == "cuda" else 0
     median = statistics.median(seconds)
     return {
-        "contestant": name, "tokens": task.tokens, "seconds": seconds, "tokens_per_second": task.tokens / median,
-        "peak_bytes": peak, "joules_per_token": joules / (steps * task.tokens), "loss": loss, "norm": norm,
-        "first_step_seconds": first, "density": [float(each.density) for each in counts.values()],
+        "contestant": name,
+        "tokens": task.tokens,
+        "seconds": seconds,
+        "tokens_per_second": task.tokens / median,
+        "peak_bytes": peak,
+        "joules_per_token": joules / (steps * task.tokens),
+        "loss": loss,
+        "norm": norm,
+        "first_step_seconds": first,
+        "density": [float(each.density) for each in counts.values()],
         "dead": [float(each.dead.double().mean()) for each in counts.values()],
-    }  # fmt: skip
+    }
 
 
 def fits(task: Task, steps: int, add: Callable[[dict[str, Any]], None]) -> bool:
@@ -227,11 +234,17 @@ def result_row(result: dict[str, Any], dense: dict[str, Any]) -> str:
     if result.get("out_of_memory"):
         return row([result["contestant"], "out of memory", *["-"] * 5])
     speed, memory = result["tokens_per_second"], result["peak_bytes"]
-    return row([
-        result["contestant"], f"{1e3 * statistics.median(result['seconds']):.1f}", f"{speed:.0f}",
-        f"{speed / dense['tokens_per_second']:.3f}", f"{memory / _GIB:.2f}",
-        f"{memory / max(dense['peak_bytes'], 1):.3f}", f"{1e3 * result['joules_per_token']:.2f}",
-    ])  # fmt: skip
+    return row(
+        [
+            result["contestant"],
+            f"{1e3 * statistics.median(result['seconds']):.1f}",
+            f"{speed:.0f}",
+            f"{speed / dense['tokens_per_second']:.3f}",
+            f"{memory / _GIB:.2f}",
+            f"{memory / max(dense['peak_bytes'], 1):.3f}",
+            f"{1e3 * result['joules_per_token']:.2f}",
+        ]
+    )
 
 
 @click.group(help=__doc__)
@@ -317,15 +330,22 @@ def measure_block(tokens: int, neurons: Neurons, d_model: int, d_ff: int, varian
     compare(dense, twell, (x.grad, found))
     compiled: Any = torch.compile(dense, dynamic=False)
     contestants = {
-        "dense eager": backward_of(dense, x, dy), "dense compiled": backward_of(compiled, x, dy), "twell": run
-    }  # fmt: skip
+        "dense eager": backward_of(dense, x, dy),
+        "dense compiled": backward_of(compiled, x, dy),
+        "twell": run,
+    }
     times = time_rotated({name: [call] for name, call in contestants.items()}, rounds)
     step = twell.state.step
     return {
-        "tokens": tokens, "neurons": neurons.distribution, "layer": neurons.layer, "variant": variant, "hot": step.hot,
-        "pairs": step.pairs, "density": float(twell.state.counts.sum() / (twell.state.tokens * d_ff)),
+        "tokens": tokens,
+        "neurons": neurons.distribution,
+        "layer": neurons.layer,
+        "variant": variant,
+        "hot": step.hot,
+        "pairs": step.pairs,
+        "density": float(twell.state.counts.sum() / (twell.state.tokens * d_ff)),
         "microseconds": {name: each.median_us for name, each in times.items()},
-    }  # fmt: skip
+    }
 
 
 def best_dense(result: dict[str, Any]) -> float:
@@ -371,11 +391,17 @@ def block(tokens_list: str, d_model: int, d_ff: int, rounds: int, trained: bool,
             layers += [result] if neurons.distribution == "trained" else []
             times = result["microseconds"]
             click.echo(
-                row([
-                    str(tokens), name, f"{100 * result['density']:.2f} %", str(result["hot"]),
-                    *(f"{each:.0f}" for each in times.values()), f"{best_dense(result) / times['twell']:.2f}",
-                ])
-            )  # fmt: skip
+                row(
+                    [
+                        str(tokens),
+                        name,
+                        f"{100 * result['density']:.2f} %",
+                        str(result["hot"]),
+                        *(f"{each:.0f}" for each in times.values()),
+                        f"{best_dense(result) / times['twell']:.2f}",
+                    ]
+                )
+            )
         if len(layers) == TRAINED_LAYERS:
             dense, twell = sum(map(best_dense, layers)), sum(each["microseconds"]["twell"] for each in layers)
             cells = ("trained, together", "", "", "", f"{dense:.0f}", f"{twell:.0f}", f"{dense / twell:.2f}")

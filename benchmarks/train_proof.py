@@ -173,9 +173,12 @@ def train(model: Any, corpus: Corpus, run: Run, note: Callable[[int, str], None]
     return {
         **dataclasses.asdict(dataclasses.replace(run, blend=None)),
         "blended_over": 0 if run.blend is None else run.blend.steps,
-        "seconds": seconds, "tokens": run.steps * corpus.recipe.batch * corpus.recipe.window,
-        "bits": [each / math.log(2) for each in found], "l1_term": torch.stack(terms).tolist(), "seen": seen,
-    }  # fmt: skip
+        "seconds": seconds,
+        "tokens": run.steps * corpus.recipe.batch * corpus.recipe.window,
+        "bits": [each / math.log(2) for each in found],
+        "l1_term": torch.stack(terms).tolist(),
+        "seen": seen,
+    }
 
 
 def shares(fired: dict[str, Fired]) -> dict[str, list[float]]:
@@ -206,9 +209,11 @@ def evaluate(model: Any, corpus: Corpus) -> dict[str, Any]:
     recipe = corpus.recipe
     for _ in range(_HELD_OUT_WINDOWS):
         first = torch.randint(
-            corpus.held_out.numel() - recipe.window - 1, (recipe.batch, 1), device=corpus.held_out.device,
+            corpus.held_out.numel() - recipe.window - 1,
+            (recipe.batch, 1),
+            device=corpus.held_out.device,
             generator=generator,
-        )  # fmt: skip
+        )
         windows = corpus.held_out[first + torch.arange(recipe.window + 1, device=corpus.held_out.device)].long()
         with torch.autocast(corpus.train.device.type, dtype=torch.bfloat16):
             nats += entropy_of(model, windows)
@@ -384,9 +389,11 @@ def verdict(results: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     of_seeds, of_twell = spread(one["bits"], other["bits"]), spread(one["bits"], ours["bits"])
     densities = [sum(each["held_out"]["density"]) / len(each["held_out"]["density"]) for each in (one, other, ours)]
     return {
-        "bits_apart_two_seeds": of_seeds, "bits_apart_twell": of_twell, "within": of_twell <= of_seeds,
+        "bits_apart_two_seeds": of_seeds,
+        "bits_apart_twell": of_twell,
+        "within": of_twell <= of_seeds,
         "mean_density": dict(zip(runs, densities, strict=True)),
-    }  # fmt: skip
+    }
 
 
 def result_row(result: dict[str, Any]) -> str:
@@ -394,11 +401,19 @@ def result_row(result: dict[str, Any]) -> str:
     held_out = result["held_out"]
     density, dead_ones = (" ".join(f"{share:.2%}" for share in held_out[key]) for key in ("density", "dead"))
     speed = ", ".join(f"{name} {us / 1e3:.2f} ms" for name, us in result.get("forward_us", {}).items()) or "-"
-    return row([
-        f"{result['part']}: {result['name']}", str(result["steps"]), f"{result['seconds']:.0f}",
-        f"{result['tokens'] / result['seconds']:.0f}", f"{smoothed(result['bits'])[-1]:.4f}", f"{held_out['bits']:.4f}",
-        density, dead_ones, speed,
-    ])  # fmt: skip
+    return row(
+        [
+            f"{result['part']}: {result['name']}",
+            str(result["steps"]),
+            f"{result['seconds']:.0f}",
+            f"{result['tokens'] / result['seconds']:.0f}",
+            f"{smoothed(result['bits'])[-1]:.4f}",
+            f"{held_out['bits']:.4f}",
+            density,
+            dead_ones,
+            speed,
+        ]
+    )
 
 
 def draw(results: Sequence[dict[str, Any]], path: Path) -> None:

@@ -63,9 +63,19 @@ class Recipe:
 
 
 SMOKE = Recipe(
-    layers=2, d_model=64, d_ff=256, heads=4, window=64, batch=4, corpus_bytes=200_000, profiled_bytes=2048,
-    checked_bytes=256, benched_bytes=512, shapes="1x1,2x16", profile="1x1:2x16:2x32",
-)  # fmt: skip
+    layers=2,
+    d_model=64,
+    d_ff=256,
+    heads=4,
+    window=64,
+    batch=4,
+    corpus_bytes=200_000,
+    profiled_bytes=2048,
+    checked_bytes=256,
+    benched_bytes=512,
+    shapes="1x1,2x16",
+    profile="1x1:2x16:2x32",
+)
 
 
 # ---- data ----
@@ -121,11 +131,18 @@ class Penalised(LlamaMLP):
 def make_model(recipe: Recipe) -> Any:
     """Return the untrained model in float32."""
     config: Any = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=recipe.d_model, intermediate_size=recipe.d_ff,
-        num_hidden_layers=recipe.layers, num_attention_heads=recipe.heads, hidden_act="relu",
-        max_position_embeddings=2 * recipe.window, tie_word_embeddings=False, bos_token_id=0, eos_token_id=0,
+        vocab_size=VOCABULARY,
+        hidden_size=recipe.d_model,
+        intermediate_size=recipe.d_ff,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        hidden_act="relu",
+        max_position_embeddings=2 * recipe.window,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=0,
         use_cache=False,
-    )  # fmt: skip
+    )
     model: Any = transformers.LlamaForCausalLM(config)
     small = 0.02 / math.sqrt(2 * recipe.layers)
     for name, parameter in model.named_parameters():
@@ -172,9 +189,12 @@ def train(model: Any, data: Tensor, recipe: Recipe, seconds: float, compiled: bo
         layer.mlp.__class__ = LlamaMLP
         vars(layer.mlp).pop("penalty", None)
     return {
-        "steps": step, "tokens": step * recipe.batch * recipe.window, "seconds": round(time.monotonic() - start),
-        "training_bits": float(entropy) / math.log(2), "penalty": _PENALTY,
-    }  # fmt: skip
+        "steps": step,
+        "tokens": step * recipe.batch * recipe.window,
+        "seconds": round(time.monotonic() - start),
+        "training_bits": float(entropy) / math.log(2),
+        "penalty": _PENALTY,
+    }
 
 
 # ---- commands ----
@@ -206,8 +226,10 @@ def run_command(arguments: list[str], out: Path) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     shown = [argument.replace(f"{out}/", "") for argument in arguments]
     result: dict[str, Any] = {
-        "command": f"twellc {' '.join(shown)}", "status": done.returncode, "seconds": round(time.monotonic() - start, 1)
-    }  # fmt: skip
+        "command": f"twellc {' '.join(shown)}",
+        "status": done.returncode,
+        "seconds": round(time.monotonic() - start, 1),
+    }
     if done.returncode not in (0, 1):
         result["message"] = done.stderr.strip()[-1000:]
     elif "--json" in arguments:
@@ -311,9 +333,12 @@ def main(
     training = json.loads(training_file.read_text())
     gpu = device == "cuda" and has_gpu()
     report: dict[str, Any] = {
-        "machine": session.describe_machine(), "recipe": dataclasses.asdict(recipe),
-        "parameters": training.pop("parameters"), "training": training, "commands": {},
-    }  # fmt: skip
+        "machine": session.describe_machine(),
+        "recipe": dataclasses.asdict(recipe),
+        "parameters": training.pop("parameters"),
+        "training": training,
+        "commands": {},
+    }
     click.echo(opening(report))
     for name, arguments in plan_commands(out, recipe, gpu and python_module("tensorrt") is not None, gpu):
         click.echo(f"twellc {name}", err=True)

@@ -10,8 +10,12 @@ import pytest
 
 from tests.conftest import ROOT
 
-FILES = [file for folder in ("twellc", "passes", "export", "plugins") for file in sorted((ROOT / folder).rglob("*.py"))
-         if "lib" not in file.relative_to(ROOT).parts]  # fmt: skip
+FILES = [
+    file
+    for folder in ("twellc", "passes", "export", "plugins")
+    for file in sorted((ROOT / folder).rglob("*.py"))
+    if "lib" not in file.relative_to(ROOT).parts
+]
 Described = ast.FunctionDef | ast.ClassDef
 
 

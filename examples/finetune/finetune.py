@@ -77,9 +77,11 @@ def read_texts(option: str, files: Sequence[Path], model: Path, vocabulary: int,
     tokens = np.concatenate(parts) if parts else np.empty(0, np.int32)
     if len(tokens) < length:
         raise UserError(
-            f"{option} {first_few(files)}", "is less than one sequence", got=f"{len(tokens)} tokens",
+            f"{option} {first_few(files)}",
+            "is less than one sequence",
+            got=f"{len(tokens)} tokens",
             expected=f"--sequence {length} at least",
-        )  # fmt: skip
+        )
     return Sequences(tokens, length)
 
 
@@ -98,9 +100,11 @@ def load_model(path: Path, checkpointing: bool) -> Any:
         raise UserError(f"--model {path}", f"transformers cannot load it ({first_line(error)})") from error
     if found["missing_keys"]:
         raise UserError(
-            f"--model {path}", "weights are missing", got=first_few(sorted(found["missing_keys"])),
+            f"--model {path}",
+            "weights are missing",
+            got=first_few(sorted(found["missing_keys"])),
             fix="Check that config.json and the weights belong together.",
-        )  # fmt: skip
+        )
     if checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
@@ -123,9 +127,10 @@ def prepare(model: Any, blend: int) -> Any:
         twellc.optimize(model, training=True)
     if not twellc.optimized_blocks(model):
         raise refusal or UserError(
-            type(model).__name__, "none of its blocks can be trained by the kernels",
+            type(model).__name__,
+            "none of its blocks can be trained by the kernels",
             fix="Set dropout inside of its feed-forward blocks to 0 in config.json.",
-        )  # fmt: skip
+        )
     return moving
 
 
@@ -140,14 +145,19 @@ def checkpoint_to_resume(output: Path, model: Path) -> str | None:
         run = TrainingLog.read(log, f"--output {output}").run
         if run.sha256 != fingerprint(model):
             raise UserError(
-                f"--resume in {output}", "the run there began with another model", got=str(model),
-                expected=f"{run.model}, SHA-256 {run.sha256[:12]}…", fix="Give that model, or another --output.",
-            )  # fmt: skip
+                f"--resume in {output}",
+                "the run there began with another model",
+                got=str(model),
+                expected=f"{run.model}, SHA-256 {run.sha256[:12]}…",
+                fix="Give that model, or another --output.",
+            )
     elif output.is_dir() and any(output.iterdir()):
         raise UserError(
-            f"--resume in {output}", f"the folder is not empty, and there is no {LOG} in it",
-            expected="the --output of an earlier run", fix="Give that, or add --overwrite in the place of --resume.",
-        )  # fmt: skip
+            f"--resume in {output}",
+            f"the folder is not empty, and there is no {LOG} in it",
+            expected="the --output of an earlier run",
+            fix="Give that, or add --overwrite in the place of --resume.",
+        )
     folder = output / CHECKPOINTS
     last: str | None = get_last_checkpoint(str(folder)) if folder.is_dir() else None
     return last
@@ -226,22 +236,42 @@ def run(
     moving = prepare(network, options["blend"])
     output.mkdir(parents=True, exist_ok=True)
     sparsity = SparsityCallback(
-        network, l1=options["l1"], l1_warm_up=options["l1_warm_up"], blend=moving, log=output / LOG, began_with=model,
-        reinitialise=options["reinitialise"], profile_steps=options["profile_steps"], seed=options["seed"],
+        network,
+        l1=options["l1"],
+        l1_warm_up=options["l1_warm_up"],
+        blend=moving,
+        log=output / LOG,
+        began_with=model,
+        reinitialise=options["reinitialise"],
+        profile_steps=options["profile_steps"],
+        seed=options["seed"],
         overwrite=resume or overwrite,
-    )  # fmt: skip
+    )
     on_gpu = torch.cuda.is_available() and options["device"] != "cpu"
     uses_cache = getattr(network.config, "use_cache", True)  # which the Trainer switches off
     arguments = transformers.TrainingArguments(
-        output_dir=str(output / CHECKPOINTS), max_steps=options["steps"], seed=options["seed"], use_cpu=not on_gpu,
-        per_device_train_batch_size=options["batch"], per_device_eval_batch_size=options["batch"], bf16=on_gpu,
-        gradient_accumulation_steps=options["accumulate"], learning_rate=options["lr"],
+        output_dir=str(output / CHECKPOINTS),
+        max_steps=options["steps"],
+        seed=options["seed"],
+        use_cpu=not on_gpu,
+        per_device_train_batch_size=options["batch"],
+        per_device_eval_batch_size=options["batch"],
+        bf16=on_gpu,
+        gradient_accumulation_steps=options["accumulate"],
+        learning_rate=options["lr"],
         lr_scheduler_type="constant_with_warmup" if options["constant"] else "cosine",
-        warmup_steps=options["warm_up"], weight_decay=0.1, adam_beta2=0.95, logging_steps=options["log_every"],
-        save_strategy="steps", save_steps=options["save_every"], save_total_limit=2, report_to=[],
-        eval_strategy="no" if measured is None else "steps", eval_steps=options["save_every"],
+        warmup_steps=options["warm_up"],
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        logging_steps=options["log_every"],
+        save_strategy="steps",
+        save_steps=options["save_every"],
+        save_total_limit=2,
+        report_to=[],
+        eval_strategy="no" if measured is None else "steps",
+        eval_steps=options["save_every"],
         logging_nan_inf_filter=False,
-    )  # fmt: skip
+    )
     trainer: Any = SparseTrainer(
         model=network, args=arguments, train_dataset=data, eval_dataset=measured, sparsity=sparsity
     )

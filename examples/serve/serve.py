@@ -55,12 +55,18 @@ OPENAI: Names = {
     "store": ((False,), "answers are not stored"),
     **dict.fromkeys(
         (
-            "user", "metadata", "service_tier", "reasoning_effort", "verbosity", "parallel_tool_calls",
-            "safety_identifier", "prompt_cache_key",
+            "user",
+            "metadata",
+            "service_tier",
+            "reasoning_effort",
+            "verbosity",
+            "parallel_tool_calls",
+            "safety_identifier",
+            "prompt_cache_key",
         ),
         (None, ""),
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -111,9 +117,11 @@ def read(given: Any, model: str) -> Asked:
             raise UserError(where, "is out of its range", got=repr(value)[:80], expected=expected)
     known = {each.name for each in fields(SamplingParams)}
     refuse_others(
-        "the request", {**SAMPLING, **OPENAI}, [*known, "messages"],
+        "the request",
+        {**SAMPLING, **OPENAI},
+        [*known, "messages"],
         {name: value for name, value in given.items() if name not in known},
-    )  # fmt: skip
+    )
     chosen = {name: value for name, value in given.items() if name in known}
     if isinstance(chosen.get("logit_bias"), dict):  # names of JSON are texts
         bias = chosen["logit_bias"]
@@ -252,11 +260,13 @@ class _Answer:
         """Return the whole answer."""
         choices = [
             {
-                "index": number, "message": {"role": "assistant", "content": text}, "finish_reason": reason,
+                "index": number,
+                "message": {"role": "assistant", "content": text},
+                "finish_reason": reason,
                 "logprobs": None,
             }
             for number, (text, reason) in enumerate(zip(self.texts, self._reasons, strict=True))
-        ]  # fmt: skip
+        ]
         return {**self.head("chat.completion"), "choices": choices, "usage": self.usage()}
 
 

@@ -31,9 +31,16 @@ def main() -> None:
 
     native = library.load()
     problem = library.Problem(
-        tokens=TOKENS, d_model=D_MODEL, d_ff=D_FF, d_out=D_MODEL, compression=4, dtype=library.DTYPES["float16"],
-        variant=library.VARIANTS["gated"], activation=library.ACTIVATIONS["relu"], threshold=0.0,
-    )  # fmt: skip
+        tokens=TOKENS,
+        d_model=D_MODEL,
+        d_ff=D_FF,
+        d_out=D_MODEL,
+        compression=4,
+        dtype=library.DTYPES["float16"],
+        variant=library.VARIANTS["gated"],
+        activation=library.ACTIVATIONS["relu"],
+        threshold=0.0,
+    )
     on_gpu = [gpuarray.to_gpu(array) for array in arrays]
     y = gpuarray.empty((TOKENS, D_MODEL), np.float16)
     names = ("x", "w_gate", "b_gate", "w_up", "w_down", "y")
