@@ -50,10 +50,31 @@ def page() -> str:
     return _TABLE.sub(lambda found: f"{found[1]}{table_of(found[2])}\n{found[3]}", PAGE.read_text(encoding="utf-8"))
 
 
-def table_of(command: str) -> str:
-    """Return the options of a command as a table."""
+def options_of(command: str) -> dict[str, click.Option]:
+    """Return the options that a command shows in its help, each by its longest name."""
     options = main.params if command == "twellc" else main.commands[command].params
-    rows = [_row(each) for each in options if isinstance(each, click.Option) and not each.hidden]
+    return {max(each.opts, key=len): each for each in options if isinstance(each, click.Option) and not each.hidden}
+
+
+def shared() -> dict[str, list[str]]:
+    """Return the rows that several commands have, each with those commands."""
+    found: dict[str, list[str]] = {}
+    for command in main.commands:
+        for option in options_of(command).values():
+            found.setdefault(_row(option), []).append(command)
+    return {row: commands for row, commands in found.items() if len(commands) > 1}
+
+
+def table_of(command: str) -> str:
+    """Return the options of a command as a table, those of the table of shared ones by name; `shared` for that one."""
+    if command == "shared":
+        rows = [f"{row} {', '.join(commands)} |" for row, commands in shared().items()]
+        return "\n".join(["| option | meaning | of |", "| --- | --- | --- |", *rows])
+    by_name = {name: _row(option) for name, option in options_of(command).items()}
+    elsewhere = {} if command == "twellc" else shared()
+    rows = [row for row in by_name.values() if row not in elsewhere]
+    names = ", ".join(f"`{name}`" for name, row in by_name.items() if row in elsewhere)
+    rows += [f"| {names} | See [options of several commands](#options-of-several-commands). |"] if names else []
     return "\n".join(["| option | meaning |", "| --- | --- |", *rows])
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import twellc
 
@@ -25,3 +28,13 @@ def end_with_parent() -> None:
     """Let a process that waits for nothing end with the one that starts it, in whatever way: a `preexec_fn`."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+def listed_by_git(*patterns: str) -> list[str]:
+    """Return the files that git has under some paths, from the root; skips the test outside of a checkout."""
+    root = Path(__file__).resolve().parents[1]
+    command = ["git", "-C", str(root), "ls-files", "-z", *patterns]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
+        pytest.skip("not in a git checkout")
+    return [each for each in listed.stdout.split("\0") if each]

@@ -56,13 +56,13 @@ def test_python_host_that_generates(tmp_path: Path) -> None:
     assert run(sys.executable, program, plan).returncode == 2
 
 
-# ---- C++ ----
+# ---- C++, which is compiled ----
 
 
 PROGRAMS: dict[str, tuple[str, ...]] = {"run_plan": (), "generate": ("3", "1", "2")}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("runtime", "version"), [("rtx", "1.7.1"), ("lean10", "10.16.1"), ("lean11", "11.4.0")])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_cpp_host_registers_and_says_why_it_stops(
@@ -87,6 +87,7 @@ def test_cpp_host_registers_and_says_why_it_stops(
         assert done.stderr.endswith(f"{plan}: TensorRT refuses the plan\n")
 
 
+@pytest.mark.slow
 def test_cpp_host_registers_all_libraries_that_a_plan_needs(cpp_host: Path, tmp_path: Path) -> None:
     """A plan with a key-value cache needs two; whatever a library is, it is asked."""
     core = Path(pytest.importorskip("tensorrt_rtx_libs").__file__).with_name("libtensorrt_rtx.so.1")
@@ -100,6 +101,7 @@ def test_cpp_host_registers_all_libraries_that_a_plan_needs(cpp_host: Path, tmp_
     assert done.returncode == 1 and "libnothing.so: cannot open shared object file" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_cpp_host_needs_three_files(cpp_host: Path, tmp_path: Path, program: str) -> None:
     built, others = cpp_host.with_name(program), PROGRAMS[program]

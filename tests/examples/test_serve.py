@@ -56,9 +56,14 @@ def serving(model: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
 
 
 @pytest.fixture(scope="module")
-def address(talker: Path) -> Iterator[str]:
-    with serving(talker) as (_, address):
-        yield address
+def served(talker: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    with serving(talker) as server_and_address:
+        yield server_and_address
+
+
+@pytest.fixture(scope="module")
+def address(served: tuple[subprocess.Popen[bytes], str]) -> str:
+    return served[1]
 
 
 @pytest.fixture(scope="module")
@@ -196,41 +201,6 @@ def test_requests_that_cannot_be_read(client: Any, address: str) -> None:
     assert refusal.value.code == "model_not_found" and "got 'gpt'; expected 'talker'" in refusal.value.message
 
 
-@pytest.mark.parametrize(
-    ("signals", "busy"),
-    [
-        ([signal.SIGTERM], True),
-        *(
-            pytest.param(signals, busy, marks=pytest.mark.slow)
-            for signals, busy in (
-                ([signal.SIGTERM], False),
-                ([signal.SIGTERM] * 2, True),
-                ([signal.SIGINT], True),
-                ([signal.SIGKILL], True),
-            )
-        ),
-    ],
-)
-def test_signals_end_all_of_it(signals: list[signal.Signals], busy: bool, bytelm: Path) -> None:
-    """Its processes, and with a request, too; the port is free then."""
-    psutil = pytest.importorskip("psutil")
-    with serving(bytelm) as (server, address):
-        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
-        if busy:
-            chunks = iter(ask(client, model="bytelm", max_tokens=900, stream=True, extra_body={"ignore_eos": True}))
-            next(chunks)
-        family = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
-        for each in signals:
-            os.kill(server.pid, each)
-            time.sleep(0.1)
-        _, alive = psutil.wait_procs(family[1:], timeout=5)
-        server.wait(5)
-        assert not alive
-        with socket.socket() as again:
-            again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            again.bind(("127.0.0.1", int(address.rpartition(":")[2])))
-
-
 def test_requests_at_once_and_one_that_is_given_up(client: Any) -> None:
     expected = ask(client, max_tokens=12).choices[0].message.content
     chunks = ask(client, max_tokens=200, stream=True, extra_body={"ignore_eos": True})
@@ -260,3 +230,42 @@ def test_a_prompt_that_does_not_fit(client: Any) -> None:
         client.chat.completions.create(model="talker", messages=[{"role": "user", "content": "größer " * 400}])
     assert "the prompt: is longer than the cache; got " in refusal.value.response.text
     assert ask(client, max_tokens=2).choices[0].message.content is not None
+
+
+def ends_by(server: subprocess.Popen[bytes], address: str, signals: tuple[signal.Signals, ...], busy: bool) -> None:
+    """Demand that signals end a server with all of its processes, in an answer, too, and that the port is free then."""
+    psutil = pytest.importorskip("psutil")
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+    if busy:
+        chunks = iter(ask(client, model="any", max_tokens=200, stream=True, extra_body={"ignore_eos": True}))
+        next(chunks)
+    family = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+    for each in signals:
+        os.kill(server.pid, each)
+        time.sleep(0.1)
+    _, alive = psutil.wait_procs(family[1:], timeout=5)
+    server.wait(5)
+    assert not alive
+    with socket.socket() as again:
+        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        again.bind(("127.0.0.1", int(address.rpartition(":")[2])))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("signals", "busy"),
+    [
+        ((signal.SIGTERM,), False),
+        ((signal.SIGTERM, signal.SIGTERM), True),
+        ((signal.SIGINT,), True),
+        ((signal.SIGKILL,), True),
+    ],
+)
+def test_signals_end_all_of_it(signals: tuple[signal.Signals, ...], busy: bool, bytelm: Path) -> None:
+    with serving(bytelm) as (server, address):
+        ends_by(server, address, signals, busy)
+
+
+def test_a_signal_ends_all_of_it(served: tuple[subprocess.Popen[bytes], str]) -> None:
+    """The last test of the module: the server of all others is gone then."""
+    ends_by(*served, (signal.SIGTERM,), True)

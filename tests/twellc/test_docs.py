@@ -5,60 +5,75 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import click
-import pytest
-
 import twellc
+from tests.conftest import ROOT
+from tests.generated_docs import options_of
+from tests.processes import listed_by_git
 from tests.twellc.reporting import pages
 from twellc.cli import main
 from twellc.training.log import LoggedRun, LoggedStep
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = [str(page.relative_to(ROOT)) for folder in ("", "docs/") for page in sorted(ROOT.glob(f"{folder}*.md"))]
-READMES = [str(page.relative_to(ROOT)) for pattern in ("benchmarks/**/*.md", "examples/**/*.md", "plugins/**/*.md")
-           for page in sorted(ROOT.glob(pattern))]  # fmt: skip
+READMES = [
+    str(page.relative_to(ROOT))
+    for folder in ("benchmarks", "examples", "plugins")
+    for page in sorted((ROOT / folder).rglob("*.md"))
+]
+TEXTS = {page: (ROOT / page).read_text() for page in (*PAGES, *READMES)}
+# What names things as they were.
+PAST = {"CHANGELOG.md"}
 # Top-level folders: what starts with one of these and a slash is a path from the root.
 FOLDERS = ("twellc", "passes", "export", "plugins", "tests", "examples", "benchmarks", "docs")
 # What a build makes.
 BUILT = ("plugins/lib",)
 # Options of other programs that pages show.
-FOREIGN = (
-    "all-files", "backend-config", "build", "dist", "dumpLayerInfo", "dumpProfile", "dynamicPlugins", "fsdp_version",
-    "hf-overrides", "loadEngine", "local-dir", "model-repository", "nproc-per-node", "saveEngine", "shapes",
-    "staticPlugins", "tensor-parallel-size", "tokenizer", "use_fsdp", "versionCompatible",
-)  # fmt: skip
+FOREIGN = re.compile(
+    "--(all-files|backend-config|build|dist|dumpLayerInfo|dumpProfile|dynamicPlugins|fsdp_version|hf-overrides|loadEngine"
+    "|local-dir|model-repository|nproc-per-node|saveEngine|shapes|staticPlugins|tensor-parallel-size|tokenizer|use_fsdp"
+    "|versionCompatible)"
+)
 
 
-def text_of(page: str) -> str:
-    return (ROOT / page).read_text()
+def section(page: str, heading: str) -> str:
+    """Return the text below a heading, up to the next one of its level."""
+    return TEXTS[page].partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_paths_exist(page: str) -> None:
-    paths = re.findall(rf"(?<![\w/.-])((?:{'|'.join(FOLDERS)})/[\w./-]*[\w/])", text_of(page))
-    missing = [path for path in paths if not (ROOT / path).exists() and not path.startswith(BUILT)]
-    assert missing == []
+def refuse(find: Callable[[str], Iterable[str]], without: Iterable[str] = ()) -> None:
+    """Demand that `find` finds nothing wrong in the text of any page."""
+    wrong = {page: list(find(page)) for page in sorted(TEXTS.keys() - {*without})}
+    assert {page: found for page, found in wrong.items() if found} == {}
 
 
-@pytest.mark.parametrize("page", [*PAGES, *READMES])
-def test_named_sources_exist(page: str) -> None:
+def test_paths_exist() -> None:
+    def missing(page: str) -> Iterator[str]:
+        for path in re.findall(rf"(?<![\w/.-])((?:{'|'.join(FOLDERS)})/[\w./-]*[\w/])", TEXTS[page]):
+            if not (ROOT / path).exists() and not path.startswith(BUILT):
+                yield path
+
+    refuse(missing, READMES)
+
+
+def test_named_sources_exist() -> None:
     """A file of code that a page names without its folder, such as `routes.cu`."""
-    named = re.findall(r"`([\w./-]+\.(?:py|cuh?|cpp|h))`", text_of(page))
     known = {file.name for folder in FOLDERS for file in (ROOT / folder).rglob("*.*")}
-    assert [name for name in named if Path(name).name not in known] == []
+    named = re.compile(r"`(?:[\w.-]+/)*([\w.-]+\.(?:py|cuh?|cpp|h))`")
+    refuse(lambda page: {*named.findall(TEXTS[page])} - known)
 
 
-@pytest.mark.parametrize("page", sorted({*PAGES, *READMES} - {"CHANGELOG.md"}))
-def test_named_parts_of_the_package_exist(page: str) -> None:
+def test_named_parts_of_the_package_exist() -> None:
     """Such as twellc.training.L1Penalty, or twellc.plugins.library.limits()."""
-    named = set(re.findall(r"(?<![\w./-])twellc(?:\.[A-Za-z_]\w*)+", text_of(page)))
-    assert [name for name in sorted(named) if not is_there(name)] == []
+
+    def missing(page: str) -> Iterator[str]:
+        named = set(re.findall(r"(?<![\w./-])twellc(?:\.[A-Za-z_]\w*)+", TEXTS[page]))
+        return (name for name in named if not is_there(name))
+
+    refuse(missing, PAST)
 
 
 def is_there(name: str) -> bool:
@@ -72,37 +87,87 @@ def is_there(name: str) -> bool:
     return True
 
 
+def test_links_lead_somewhere() -> None:
+    def missing(page: str) -> Iterator[str]:
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", TEXTS[page]):
+            file = (ROOT / page).parent / target if target else ROOT / page
+            if not file.exists() or (anchor and anchor not in anchors_of(file.read_text())):
+                yield f"{target}#{anchor}"
+
+    refuse(missing)
+
+
+def anchors_of(text: str) -> set[str]:
+    """Return the anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_page_can_be_reached() -> None:
+    found, new = set(), {ROOT / "README.md"}
+    while new:
+        found |= new
+        links = ((page.parent, re.findall(r"\]\((?!https?:)([^)#]+\.md)", page.read_text())) for page in new)
+        new = {(folder / link).resolve() for folder, every in links for link in every} - found
+    assert {ROOT / page for page in TEXTS if page.split("/")[0] in ("docs", "examples", "plugins")} <= found
+
+
+def test_every_folder_is_described_once() -> None:
+    files = listed_by_git("twellc", "passes", "export", "plugins", "tests")
+    deepest = {"twellc": 3, "passes": 2, "plugins": 2, "tests": 2, "export": 1}
+    folders = {
+        "/".join(parts[:depth])
+        for parts in (file.split("/")[:-1] for file in files)
+        if parts
+        for depth in range(1, min(len(parts), deepest[parts[0]]) + 1)
+    }
+    rows = "\n".join(rows_of("CONTRIBUTING.md", "Where things are"))
+    named = re.findall(r"`([^`]*)/`", rows)
+    assert sorted(set(named) - {"benchmarks", "docs", "examples"}) == sorted(folders)
+    assert len(named) == len(set(named))
+
+
+def test_ci_runs_the_commands_of_the_readme() -> None:
+    """One installs and compiles, one installs what the tests need and runs them."""
+    commands = re.findall(r"^    (pip install .*) && (.*)$", TEXTS["README.md"], re.MULTILINE)
+    assert len(commands) == 2
+    for command in (part.split(" -o ")[0] for both in commands for part in both):
+        assert command in (ROOT / ".ci" / "run").read_text()
+
+
 # ---- options ----
 
 
-def options_of(command: click.Command) -> set[str]:
-    """Return the options that a command shows in its help."""
-    shown = [each for each in command.params if isinstance(each, click.Option) and not each.hidden]
-    return {name for each in shown for name in (*each.opts, *each.secondary_opts)} | {"--help"}
-
-
-@pytest.mark.parametrize("page", sorted({*PAGES, *READMES} - {"CHANGELOG.md", "benchmarks/LOG.md"}))
-def test_named_options_exist(page: str) -> None:
+def test_named_options_exist() -> None:
     """Those of a command of twellc where a page shows the command; others of any command or script of the tree."""
     scripts = [file for folder in ("benchmarks", "examples", "tests") for file in (ROOT / folder).rglob("*.py")]
     of_scripts = set(re.findall(r'["/](--[a-z][\w-]*)', " ".join(file.read_text() for file in scripts)))
-    known = of_scripts.union({f"--{name}" for name in FOREIGN}, *map(options_of, [main, *main.commands.values()]))
-    known -= {"--calibrate"}  # the old name of --measure-gpu
-    assert sorted(set(re.findall(r"(?<![\w-])--[a-zA-Z][\w-]*", text_of(page))) - known) == []
-    for line in re.findall(r"^    (twellc .*)$|`(twellc [^`\n]*)`", text_of(page), re.MULTILINE):
-        for command, rest in re.findall(r"twellc (\w+)([^|;&#]*)", "".join(line)):
-            if command in main.commands:
-                given = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", rest))
-                assert sorted(given - options_of(main.commands[command])) == [], line
+    of_commands = {command: names_of(command) for command in ("twellc", *main.commands)}
+    known = of_scripts.union(*of_commands.values()) - {"--calibrate"}  # the old name of --measure-gpu
+
+    def missing(page: str) -> Iterator[str]:
+        named = set(re.findall(r"(?<![\w-])--[a-zA-Z][\w-]*", TEXTS[page]))
+        yield from (name for name in named - known if not FOREIGN.fullmatch(name))
+        for line in re.findall(r"^    (twellc .*)$|`(twellc [^`\n]*)`", TEXTS[page], re.MULTILINE):
+            for command, rest in re.findall(r"twellc (\w+)([^|;&#]*)", "".join(line)):
+                if command in main.commands:
+                    yield from set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", rest)) - of_commands[command]
+
+    refuse(missing, {*PAST, "benchmarks/LOG.md"})
+
+
+def names_of(command: str) -> set[str]:
+    """Return all names of the options that a command shows in its help."""
+    return {"--help"}.union(*((*each.opts, *each.secondary_opts) for each in options_of(command).values()))
 
 
 def test_the_api_page_tells_options_with_other_names_in_python() -> None:
-    table = text_of("docs/api.md").partition("| command line | Python |")[2].partition("\n\n")[0]
+    table = TEXTS["docs/api.md"].partition("| command line | Python |")[2].partition("\n\n")[0]
     other = {
         field.name
         for name in ("Compile", "Inspect", "Check", "Profile", "Bench")
         for field in fields(getattr(twellc, f"{name}Options"))
-        if f"--{field.name.replace('_', '-')}" not in options_of(main.commands[name.lower()])
+        if f"--{field.name.replace('_', '-')}" not in names_of(name.lower())
     }
     # Those that users do not give, and what is an argument of the command.
     other -= {"attention_forms", "decided", "in_memory", "model", "candidate"}
@@ -117,21 +182,20 @@ def test_the_profile_page_tells_what_its_json_has() -> None:
             for each in value if isinstance(value, list) else [value]:
                 yield from keys(each) if isinstance(each, dict) and key != "data" and key != "model" else ()
 
-    section = text_of("docs/profile.md").partition("## What is counted")[2].partition("\n## ")[0]
+    told = section("docs/profile.md", "What is counted")
     found = {key for key in keys(pages.profile().to_json()) if not key.isdigit()}
     assert len(found) > 20
-    assert sorted(key for key in found if f"`{key}`" not in section) == []
+    assert sorted(key for key in found if f"`{key}`" not in told) == []
 
 
 def rows_of(page: str, heading: str) -> list[str]:
     """Return the first cells of the tables of a section."""
-    section = text_of(page).partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    return re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE)
+    return re.findall(r"^\| (`[^|]*) \|", section(page, heading), re.MULTILINE)
 
 
 def test_the_bench_page_tells_keys_that_its_json_has() -> None:
     named = {name for row in rows_of("docs/bench.md", "What comes out") for name in re.findall(r"\w+", row)}
-    known = set(re.findall(r'"(\w+)": ', text_of("docs/schema/bench.json")))
+    known = set(re.findall(r'"(\w+)": ', (ROOT / "docs/schema/bench.json").read_text()))
     assert len(named) > 15 and sorted(named - known) == []
 
 
@@ -140,31 +204,12 @@ def test_the_training_page_tells_the_fields_of_a_log() -> None:
     assert named == {field.name for record in (LoggedRun, LoggedStep) for field in fields(record)}
 
 
-@pytest.mark.parametrize("page", READMES)
-def test_links_exist(page: str) -> None:
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text_of(page)):
-        assert (ROOT / page).parent.joinpath(target).exists(), target
-
-
-@pytest.mark.parametrize("page", [*PAGES, *READMES])
-def test_anchors_exist(page: str) -> None:
-    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", text_of(page)):
-        file = (ROOT / page).parent / target if target else ROOT / page
-        assert anchor in anchors_of(file.read_text()), f"{target}#{anchor}"
-
-
-def anchors_of(text: str) -> set[str]:
-    """Return the anchors that GitHub gives the headings of a page."""
-    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
 def test_named_functions_are_in_their_files() -> None:
     """Of a table's row that links a file and then names functions of it: `| [file](…) | `function`, … | …`."""
     checked = 0
     for page in PAGES:
         last = ""
-        for line in text_of(page).splitlines():
+        for line in TEXTS[page].splitlines():
             row = re.match(r"\| (?:\[`[^`]*`\]\(([^)]*)\)|the same) \| ((?:`\w+`(?:, )?)+)[ |:]", line)
             if row is None:
                 continue
@@ -178,22 +223,12 @@ def test_named_functions_are_in_their_files() -> None:
     assert checked > 10
 
 
-def test_tried_model_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model that docs/add-a-model-family.md makes is seen as the page says."""
-    page = text_of("docs/add-a-model-family.md")
-    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    exec(compile(block, "docs/add-a-model-family.md", "exec"), {"__name__": "example"})
-    layers = twellc.inspect("persimmon").layers
-    assert [(layer.variant, layer.activation, layer.residual) for layer in layers] == [("plain", "relu2", True)] * 2
-
-
 # ---- the picture ----
 
 
 def test_the_picture_stands_alone_in_dark_and_light() -> None:
-    text = text_of("docs/block.svg")
-    assert re.search(r"!\[[^\]]{20,}\]\(docs/block\.svg\)", text_of("README.md"))
+    text = (ROOT / "docs/block.svg").read_text()
+    assert re.search(r"!\[[^\]]{20,}\]\(docs/block\.svg\)", TEXTS["README.md"])
     assert "prefers-color-scheme: dark" in text
     assert re.findall(r"https?://[^\"]*", text) == ["http://www.w3.org/2000/svg"]
     assert not re.search(r"@import|@font-face|url\((?!#)|<image|<script", text)
@@ -209,7 +244,7 @@ def test_the_picture_stands_alone_in_dark_and_light() -> None:
 
 # ---- docs/deploy.md ----
 
-DEPLOY = text_of("docs/deploy.md")
+DEPLOY = TEXTS["docs/deploy.md"]
 
 
 def test_deploying_python_uses_what_the_tested_programs_use() -> None:
@@ -222,16 +257,17 @@ def test_deploying_python_uses_what_the_tested_programs_use() -> None:
     used = {
         node.attr
         for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
         and node.value.id in ("tensorrt", "runtime", "engine", "context")
-    }  # fmt: skip
+    }
     assert len(used) > 10
     assert [name for name in sorted(used) if name not in known] == []
 
 
 def test_deploying_cpp_uses_what_the_tested_program_uses() -> None:
     (block,) = re.findall(r"^```cpp\n(.*?)^```$", DEPLOY, re.MULTILINE | re.DOTALL)
-    program = text_of("examples/hosts/cpp/host.h")
+    program = (ROOT / "examples/hosts/cpp/host.h").read_text()
     for name in ("dlopen", "dlsym", "RTLD_NOW", "initLibTwellPlugins"):
         assert name in block and name in program
 
@@ -250,5 +286,4 @@ def test_messages_are_those_of_the_program() -> None:
 
 def test_every_host_says_what_was_run() -> None:
     for host in ("C++", "trtexec", "Triton", "PyCUDA"):
-        section = DEPLOY.split(f"## {host}\n")[1].split("\n## ")[0]
-        assert "State:" in section, host
+        assert "State:" in section("docs/deploy.md", host), host

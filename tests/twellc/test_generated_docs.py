@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
-import click
 import onnx
 import pytest
 
@@ -20,7 +18,6 @@ from twellc.base.records import of_json
 from twellc.benchmarking.result import BenchResult
 from twellc.cli import main
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = generated_docs.PAGE.read_text(encoding="utf-8")
 FIX = "run python -m tests.generated_docs"
 
@@ -36,13 +33,12 @@ def test_schemas_are_current(name: str) -> None:
 
 @pytest.mark.parametrize("command", ["twellc", *sorted(main.commands)])
 def test_every_option_is_documented(command: str) -> None:
-    section = PAGE.partition(f"<!-- options of {command} -->")[2].partition("<!-- end -->")[0]
-    options = main.params if command == "twellc" else main.commands[command].params
-    for option in options:
-        if isinstance(option, click.Option) and not option.hidden:
-            assert option.help, f"{command} {option.name}"
-            assert f"`{max(option.opts, key=len)}`" in section, f"{command} {option.name}"
-            assert re.sub(r"\s+", " ", option.help).rstrip(".").replace("|", r"\|") in section
+    section, shared = (
+        PAGE.partition(f"<!-- options of {name} -->")[2].partition("<!-- end -->")[0] for name in (command, "shared")
+    )
+    for name, option in generated_docs.options_of(command).items():
+        assert option.help and f"`{name}`" in section, f"{command} {name}"
+        assert re.sub(r"\s+", " ", option.help).rstrip(".").replace("|", r"\|") in section + shared
 
 
 def refuse(name: str, content: Any) -> None:
@@ -76,29 +72,7 @@ def test_other_reports_are_as_the_schemas_say(cli: Cli, llama: Path, tmp_path: P
 def test_a_schema_refuses_what_is_not_a_report() -> None:
     jsonschema = pytest.importorskip("jsonschema")
     result = of_json(BenchResult, pages.bench_result()).to_json()
-    reports: tuple[dict[str, Any], ...] = (
-        {}, {**result, "layers": [{}]}, {**result, "results": 3}, {**result, "dtype": None},
-    )  # fmt: skip
-    for damaged in reports:
+    damages: tuple[dict[str, Any], ...] = ({"layers": [{}]}, {"results": 3}, {"dtype": None})
+    for damaged in ({}, *({**result, **damage} for damage in damages)):
         with pytest.raises(jsonschema.ValidationError):
             refuse("bench", damaged)
-
-
-def test_every_folder_is_described_once() -> None:
-    files = subprocess.run(
-        ["git", "ls-files", "twellc", "passes", "export", "plugins", "tests"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    ).stdout.split()  # fmt: skip
-    if not files:
-        pytest.skip("not in a repository")
-    deepest = {"twellc": 3, "passes": 2, "plugins": 2, "tests": 2, "export": 1}
-    folders = {"/".join(parts[:depth]) for parts in (file.split("/")[:-1] for file in files) if parts
-               for depth in range(1, min(len(parts), deepest[parts[0]]) + 1)}  # fmt: skip
-    table = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where things are")[2].partition("\n## ")[0]
-    named = [
-        folder
-        for row in re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)
-        for folder in re.findall(r"`([^`]*)/`", row)
-    ]
-    assert sorted(set(named) - {"benchmarks", "docs", "examples"}) == sorted(folders)
-    assert len(named) == len(set(named))
