@@ -7,7 +7,7 @@ python benchmarks/block.py --smoke
 Builds nothing: it uses the plugin library that twellc finds. Every size is checked against float64 before it is timed.
 Times are of one call within a CUDA graph that holds one call for each of several sets of weights, so that weights come
 from memory as they do in a model. All contestants take turns, in a new order in each repetition. The speed-up is over
-the fastest of three dense blocks; dense FP8 rounds more, and has columns of its own.
+the fastest of three dense blocks; dense FP8 rounds more, and has its own columns.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ def settings_of(part: str) -> tuple[Setting, ...]:
     """
     number, _, count = part.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count) <= len(SUITE)):
-        raise click.BadParameter(f"{part!r} is no part of the suite, such as 2/3", param_hint="--part")
+        raise click.BadParameter(f"{part!r} is not a part of the suite; expected one such as 2/3", param_hint="--part")
     return SUITE[int(number) - 1 :: int(count)]
 
 
@@ -281,7 +281,7 @@ def time_rotated(contestants: Mapping[str, Sequence[Callable[[], object]]], repe
     default="equal",
     show_default=True,
     help="How often they fire: equally, by Zipf's law, or as those of --layer of a trained model, which has a density "
-    "and widths of its own.",
+    "and its own widths.",
 )
 @click.option("--layer", type=click.IntRange(0, TRAINED_LAYERS - 1), default=0, show_default=True)
 @click.option("--compression", type=click.Choice(["1", "2", "4", "8"]), default="8", show_default=True)
@@ -298,7 +298,7 @@ def time_rotated(contestants: Mapping[str, Sequence[Callable[[], object]]], repe
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="Put so many neurons first, those that fire most often, and compute them as a dense block.",
+    help="Put this many neurons first, those that fire most often, and compute them as a dense block.",
 )
 @click.option("--suite", is_flag=True, help="Run all settings that benchmarks/README.md states, not the one above.")
 @click.option("--part", default="1/1", show_default=True, help="Of the suite: 2/3 is the second of three parts.")

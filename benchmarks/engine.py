@@ -83,7 +83,7 @@ def parse_shapes(text: str) -> list[Shape]:
         click.BadParameter: The text is something else.
     """
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*(,[1-9]\d*x[1-9]\d*)*", text):
-        raise click.BadParameter(f"{text!r} is no list of shapes such as 1x512,4x2048")
+        raise click.BadParameter(f"{text!r} is not a list of shapes such as 1x512,4x2048")
     return [(int(batch), int(length)) for batch, length in (shape.split("x") for shape in text.split(","))]
 
 

@@ -4,7 +4,7 @@ python benchmarks/serving.py --json results.json
 python benchmarks/serving.py --smoke --device cpu
 
 The model is that of `model.py`: random weights, sparse gates. `dense` is vLLM's own class over transformers, the only
-one of its classes that takes a ReLU Llama. Each engine has a process of its own; they start at the same time and then
+one of its classes that takes a ReLU Llama. Each engine has its own process; they start at the same time and then
 take turns. Both compile the model and replay CUDA graphs. All requests are there at the start. Tokens a second of the
 prompts are from calls that generate one token; those of the answers from what longer calls take beyond that. Medians
 of several calls.
@@ -125,7 +125,7 @@ class Setting:
 
 
 class Engine:
-    """An engine in a process of its own."""
+    """An engine in a child process."""
 
     def __init__(self, name: str, setting: Setting) -> None:
         context = multiprocessing.get_context("spawn")

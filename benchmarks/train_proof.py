@@ -234,7 +234,7 @@ def _count_active(counts: Tensor, _module: nn.Module, _arguments: Any, g: Tensor
 
 
 def steps_in(seconds: float, tries: Sequence[Callable[[int], float]]) -> int:
-    """Return how many steps all of some trainings, which return their seconds, can take in so many together."""
+    """Return how many steps all of some trainings, which return their seconds, can take in `seconds` together."""
     taken, tried = 0.0, 1 if session.is_smoke() else _TRIED_STEPS
     for attempt in tries:
         attempt(2)
@@ -369,7 +369,7 @@ def _copy(model: Any) -> Any:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Return means over so many steps each."""
+    """Return means over `_SMOOTHED` steps each."""
     width = min(_SMOOTHED, len(values))
     return [sum(values[at : at + width]) / width for at in range(0, len(values) - width + 1, width)]
 

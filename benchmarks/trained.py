@@ -4,7 +4,7 @@ python benchmarks/trained.py --out build/trained --json results.json
 
 The model is a byte-level Llama with ReLU gates: 4 layers, d_model 2048, d_ff 5632, about 200 million parameters,
 trained on the Python sources of the installed standard library and packages, with an L1 penalty on the hidden tensor
-h = relu(x Wgᵀ) ⊙ (x Wuᵀ). Of every 25 files one is held out. Then, each as a command of its own: `twellc profile` on
+h = relu(x Wgᵀ) ⊙ (x Wuᵀ). Of every 25 files one is held out. Then, each as a separate command: `twellc profile` on
 a text that was trained on; `twellc compile`, with that profile and with pruning, too; `twellc check` and
 `twellc bench` on a text that was held out. What needs a GPU is left out where there is none; a command that fails is
 named, and the exit status is 1.
@@ -91,7 +91,7 @@ def source_files() -> list[Path]:
 
 
 def load_corpus(most: int) -> tuple[bytes, bytes]:
-    """Return what is trained on, at most so many bytes, and what is held out; a NUL stands before each file."""
+    """Return what is trained on, at most `most` bytes, and what is held out; a NUL stands before each file."""
     parts: dict[bool, list[bytes]] = {True: [], False: []}
     size = 0
     for index, path in enumerate(source_files()):
@@ -165,7 +165,7 @@ def draw_windows(data: Tensor, recipe: Recipe) -> Tensor:
 
 
 def train(model: Any, data: Tensor, recipe: Recipe, seconds: float, compiled: bool) -> dict[str, Any]:
-    """Train in place for so many seconds, the compilation included; return what was done."""
+    """Train in place for `seconds`, the compilation included; return what was done."""
     for layer in model.model.layers:
         layer.mlp.__class__ = Penalised
     run = torch.compile(losses) if compiled else losses

@@ -33,7 +33,7 @@ class Browser:
     driver: Any
 
     def open(self, page: Path, width: int, scheme: str) -> None:
-        """Open a file on a screen so many pixels wide, in the colours of a `light` or `dark` scheme."""
+        """Open a file on a screen `width` pixels wide, in the colours of a `light` or `dark` scheme."""
         screen = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
         media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}

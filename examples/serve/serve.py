@@ -298,7 +298,7 @@ async def _other(request: Request, error: Exception) -> Response:
     """Answer requests for what is not there."""
     assert isinstance(error, HTTPException)
     what = (
-        f"{request.method} {request.url.path}: there is no such thing to ask for; expected POST /v1/chat/completions."
+        f"{request.method} {request.url.path}: is not a path of this server; expected POST /v1/chat/completions."
     )
     return refusal(error.status_code, what, code="unknown_url" if error.status_code == 404 else "method_not_supported")
 

@@ -180,5 +180,5 @@ def test_parts_of_the_suite(benchmark_module: Callable[[str], Any]) -> None:
     parts = [block.settings_of(f"{number}/3") for number in (1, 2, 3)]
     assert sorted(map(str, sum(parts, ()))) == sorted(map(str, block.SUITE))
     for wrong in ("", "0/3", "4/3", "a/3", "1"):
-        with pytest.raises(click.BadParameter, match="is no part of the suite"):
+        with pytest.raises(click.BadParameter, match="is not a part of the suite"):
             block.settings_of(wrong)

@@ -24,7 +24,7 @@ def engine(benchmark_module: Callable[[str], Any]) -> Any:
 def test_shapes(engine: Any) -> None:
     assert engine.parse_shapes("1x512,4x2048") == [(1, 512), (4, 2048)]
     for text in ("", "512", "1x512,", "0x4", "1x512x3", "ax4"):
-        with pytest.raises(click.BadParameter, match="is no list of shapes such as"):
+        with pytest.raises(click.BadParameter, match="is not a list of shapes such as"):
             engine.parse_shapes(text)
 
 

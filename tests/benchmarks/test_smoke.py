@@ -89,7 +89,7 @@ def test_failed_compilation_gives_no_figures(invoke: Invoke, tmp_path: Path, cap
     done = invoke("compile.py", model, "--json", results)
     assert done.exit_code == 1 and "failed, so there are no figures" in done.stderr
     assert done.stdout == "" and not results.exists()
-    assert "config.json" in capfd.readouterr().err  # of twellc, in a process of its own
+    assert "config.json" in capfd.readouterr().err  # of twellc, in a child process
 
 
 def test_make_llama(invoke: Invoke, tmp_path: Path) -> None:

@@ -235,7 +235,7 @@ def test_the_picture_stands_alone_in_dark_and_light() -> None:
     root = ElementTree.fromstring(text)
     space = {"svg": "http://www.w3.org/2000/svg"}
     assert root.find("svg:title", space) is not None and root.find("svg:desc", space) is not None
-    # A background of its own: a page may be dark where the reader's system is light.
+    # It has its own background: a page may be dark where the reader's system is light.
     _, _, width, height = map(float, root.attrib["viewBox"].split())
     card = root.find("svg:rect", space)
     assert card is not None and card.attrib["class"] == "card"
