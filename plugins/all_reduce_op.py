@@ -14,6 +14,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import _functional_collectives as collectives
 
+from twellc.plugins.torch_library import define
+
 
 def _reduce(x: Tensor, ranks: int) -> Tensor:
     """Add over the default process group."""
@@ -34,9 +36,4 @@ def _infer(x: Tensor, ranks: int) -> Tensor:
     return torch.empty_like(x)
 
 
-_LIBRARY = torch.library.Library("twell", "FRAGMENT")
-_LIBRARY.define("all_reduce(Tensor x, int ranks) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
-for _key, _run in (("CPU", _reduce), ("CUDA", _reduce), ("Meta", _infer)):
-    _LIBRARY.impl("all_reduce", _run, _key)
-
-ALL_REDUCE: torch._ops.OpOverload = torch.ops.twell.all_reduce.default
+ALL_REDUCE: torch._ops.OpOverload = define("all_reduce(Tensor x, int ranks) -> Tensor", _reduce, _reduce, _infer)

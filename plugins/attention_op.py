@@ -17,35 +17,93 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from twellc.plugins.torch_library import define
 
-def _check(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, causal: bool) -> None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+# ---- what attention over a cache shares ----
+
+
+def check_operands(heads_at: int, **operands: Tensor) -> None:
+    """Fail if queries, keys and values, in this order, do not fit each other.
+
+    Args:
+        heads_at: The dimension of the heads of keys and values, 1 or 2; that of their places is the other one.
+        operands: The queries [batch, tokens, heads, width], the keys and the values.
+    """
+    q, keys, _ = operands.values()
+    for name, tensor in operands.items():
         if tensor.dim() != 4:
             raise ValueError(f"twell: {name} must have four dimensions, got {tuple(tensor.shape)}")
         if tensor.dtype != q.dtype:
             raise TypeError(f"twell: {name} must be {q.dtype} like q, got {tensor.dtype}")
     if not q.dtype.is_floating_point:
-        raise TypeError(f"twell: q, k and v must be of a floating point type, got {q.dtype}")
-    (batch, tokens, heads, width), (keys, kv_heads) = q.shape, k.shape[1:3]
-    expected = (batch, keys, kv_heads, width)
-    for name, tensor in (("k", k), ("v", v)):
+        raise TypeError(f"twell: {', '.join(operands)} must be of a floating point type, got {q.dtype}")
+    (batch, _, heads, width), kv_heads, length = q.shape, keys.shape[heads_at], keys.shape[3 - heads_at]
+    expected = (batch, *keys.shape[1:3], width)
+    for name, tensor in list(operands.items())[1:]:
         if tuple(tensor.shape) != expected:
             raise ValueError(f"twell: {name} must have shape {expected}, got {tuple(tensor.shape)}")
-    if keys < 1 or kv_heads < 1 or heads < 1 or heads % kv_heads:
+    if length < 1 or kv_heads < 1 or heads < 1 or heads % kv_heads:
         raise ValueError(
             f"twell: there must be keys, and heads must be a positive multiple of kv_heads, "
-            f"got {keys}, {heads} and {kv_heads}"
+            f"got {length}, {heads} and {kv_heads}"
         )
-    if causal and tokens != keys:
-        raise ValueError(f"twell: causal attention needs as many keys as tokens, got {keys} and {tokens}")
-    if lengths is not None and (lengths.dtype != torch.int32 or tuple(lengths.shape) != (batch,)):
-        raise ValueError(
-            f"twell: lengths must be int32 of shape {(batch,)}, got {lengths.dtype} {tuple(lengths.shape)}"
-        )
+
+
+def check_counts(batch: int, **counts: Tensor) -> None:
+    """Fail if one of these is not int32 [batch]."""
+    for name, tensor in counts.items():
+        if tensor.dtype != torch.int32 or tuple(tensor.shape) != (batch,):
+            got = f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise ValueError(f"twell: {name} must be int32 of shape {(batch,)}, got {got}")
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float) -> Tensor:
+    """Compute attention with plain torch operations, in float32 (float64 for float64).
+
+    Args:
+        q: The queries [batch, tokens, heads, width].
+        k: The keys [batch, keys, kv_heads, width].
+        v: The values, as the keys.
+        seen: Which keys each query sees: bool, [batch or 1, 1, tokens or 1, keys]; None where it sees all.
+        scale: See the op.
+    """
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    grouped = q.to(wide).unflatten(2, (k.shape[2], q.shape[2] // k.shape[2]))
+    scores = torch.einsum("bigrw,bjgw->bgrij", grouped, k.to(wide)) * scale
+    if seen is not None:
+        scores = scores.masked_fill(~seen[:, :, None], float("-inf"))
+    return torch.einsum("bgrij,bjgw->bigrw", scores.softmax(-1), v.to(wide)).flatten(2, 3)
+
+
+def attend_by_torch(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, *, causal: bool = False
+) -> Tensor:
+    """Compute the same by torch's own attention; causal by its flag, as a mask keeps it from its fastest kernels."""
+    y = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=seen,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return y.transpose(1, 2)
+
+
+# ---- the op ----
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, causal: bool) -> None:
+    check_operands(2, q=q, k=k, v=v)
+    if causal and q.shape[1] != k.shape[1]:
+        raise ValueError(f"twell: causal attention needs as many keys as tokens, got {k.shape[1]} and {q.shape[1]}")
+    if lengths is not None:
+        check_counts(q.shape[0], lengths=lengths)
 
 
 def _visible(q: Tensor, k: Tensor, lengths: Tensor | None, causal: bool) -> Tensor | None:
-    """Return which keys each query sees: bool, as [batch or 1, 1, tokens or 1, keys]; None where it sees all."""
+    """Return which keys each query sees, see `attend`."""
     tokens, keys = q.shape[1], k.shape[1]
     seen = torch.ones(tokens, keys, dtype=torch.bool, device=q.device).tril()[None, None] if causal else None
     if lengths is not None:
@@ -58,27 +116,14 @@ def _visible(q: Tensor, k: Tensor, lengths: Tensor | None, causal: bool) -> Tens
 def _compute(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, scale: float, causal: bool) -> Tensor:
     """Compute attention with plain torch operations: the meaning of the op, and its CPU implementation."""
     _check(q, k, v, lengths, causal)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    kv_heads = k.shape[2]
-    grouped = q.to(wide).unflatten(2, (kv_heads, q.shape[2] // kv_heads))
-    scores = torch.einsum("bigrw,bjgw->bgrij", grouped, k.to(wide)) * scale
-    seen = _visible(q, k, lengths, causal)
-    if seen is not None:
-        scores = scores.masked_fill(~seen[:, :, None], float("-inf"))
-    y = torch.einsum("bgrij,bjgw->bigrw", scores.softmax(-1), v.to(wide))
-    return y.flatten(2, 3).to(q.dtype).contiguous()
+    return attend(q, k, v, _visible(q, k, lengths, causal), scale).to(q.dtype).contiguous()
 
 
 def _launch(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, scale: float, causal: bool) -> Tensor:
     """Run torch's attention on the GPU."""
     _check(q, k, v, lengths, causal)
-    # Without lengths by its flag: an explicit mask would keep torch from its fastest kernels.
     mask = None if lengths is None else _visible(q, k, lengths, causal)
-    y = torch.nn.functional.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
-        attn_mask=mask, is_causal=causal and mask is None, scale=scale, enable_gqa=q.shape[2] != k.shape[2],
-    )  # fmt: skip
-    return y.transpose(1, 2).contiguous()
+    return attend_by_torch(q, k, v, mask, scale, causal=causal and mask is None).contiguous()
 
 
 def _infer(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, scale: float, causal: bool) -> Tensor:
@@ -87,12 +132,9 @@ def _infer(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, scale: float
     return q.new_empty(q.shape)
 
 
-_LIBRARY = torch.library.Library("twell", "FRAGMENT")
-_LIBRARY.define(
+ATTENTION: torch._ops.OpOverload = define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? lengths, float scale, bool causal) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
+    _compute,
+    _launch,
+    _infer,
 )
-for _key, _run in (("CPU", _compute), ("CUDA", _launch), ("Meta", _infer)):
-    _LIBRARY.impl("attention", _run, _key)
-
-ATTENTION: torch._ops.OpOverload = torch.ops.twell.attention.default

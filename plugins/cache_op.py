@@ -34,19 +34,11 @@ from torch import Tensor
 from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError
 from twellc.plugins import library
+from twellc.plugins.attention_op import attend, attend_by_torch, check_counts, check_operands
 from twellc.plugins.registration import load_cudnn
+from twellc.plugins.torch_library import define
 
 _MESSAGE_BYTES = 512
-
-
-def _check_counts(batch: int, **counts: Tensor) -> None:
-    for name, tensor in counts.items():
-        if tensor.dtype != torch.int32 or tuple(tensor.shape) != (batch,):
-            raise ValueError(f"twell: {name} must be int32 of shape {(batch,)}, got {tensor.dtype} {_shape(tensor)}")
-
-
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape)
 
 
 # ---- append ----
@@ -54,17 +46,18 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
 
 def _check_append(caches: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], starts: Tensor, counts: Tensor) -> None:
     for name, cache, update in zip(("keys", "values"), caches, new, strict=True):
-        if cache.dim() != 4 or update.dim() != 4:
-            raise ValueError(f"twell: {name} must have four dimensions, got {_shape(cache)} and {_shape(update)}")
-        batch, heads, _, width = cache.shape
-        if (update.shape[0], *update.shape[2:]) != (batch, heads, width) or update.shape[1] != new[0].shape[1]:
-            expected = (batch, new[0].shape[1], heads, width)
-            raise ValueError(f"twell: the new {name} must have shape {expected}, got {_shape(update)}")
+        shape, got = tuple(cache.shape), tuple(update.shape)
+        if len(shape) != 4 or len(got) != 4:
+            raise ValueError(f"twell: {name} must have four dimensions, got {shape} and {got}")
+        expected = (shape[0], new[0].shape[1], shape[1], shape[3])
+        if got != expected:
+            raise ValueError(f"twell: the new {name} must have shape {expected}, got {got}")
         if {cache.dtype, update.dtype} != {caches[0].dtype} or not cache.dtype.is_floating_point:
             raise TypeError(f"twell: {name} must be of one floating point type, got {cache.dtype} and {update.dtype}")
-    if caches[0].shape[:3] != caches[1].shape[:3]:
-        raise ValueError(f"twell: the caches differ: {_shape(caches[0])} and {_shape(caches[1])}")
-    _check_counts(caches[0].shape[0], starts=starts, counts=counts)
+    shapes = [tuple(each.shape) for each in caches]
+    if shapes[0][:3] != shapes[1][:3]:
+        raise ValueError(f"twell: the caches differ: {shapes[0]} and {shapes[1]}")
+    check_counts(shapes[0][0], starts=starts, counts=counts)
 
 
 def _write(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, starts: Tensor, counts: Tensor) -> None:
@@ -91,14 +84,10 @@ def _launch_write(
     read = [each.contiguous() for each in (new_keys, new_values, starts, counts)]
     batch, heads, length, _ = keys.shape
     key_bytes, value_bytes = (each.shape[3] * each.element_size() for each in (keys, values))
-    problem = library.AppendProblem(
-        batch=batch, tokens=new_keys.shape[1], length=length, kv_heads=heads, key_bytes=key_bytes,
-        value_bytes=value_bytes,
-    )  # fmt: skip
+    problem = library.AppendProblem(batch, new_keys.shape[1], length, heads, key_bytes, value_bytes)
     tensors = library.AppendTensors(keys.data_ptr(), values.data_ptr(), *(each.data_ptr() for each in read))
     with torch.cuda.device(keys.device):
-        stream = torch.cuda.current_stream().cuda_stream
-        status = lib.twell_append_caches(ctypes.byref(problem), ctypes.byref(tensors), stream)
+        status = lib.twell_append_caches(problem, tensors, torch.cuda.current_stream().cuda_stream)
     if status:
         raise RuntimeError(f"twell: appending to caches failed with CUDA error {status}")
 
@@ -123,30 +112,15 @@ def _infer_append(keys: Tensor, values: Tensor, *new: Tensor) -> tuple[Tensor, T
 
 
 def _check_attention(q: Tensor, keys: Tensor, values: Tensor, query_counts: Tensor, key_counts: Tensor) -> None:
-    for name, tensor in (("q", q), ("keys", keys), ("values", values)):
-        if tensor.dim() != 4:
-            raise ValueError(f"twell: {name} must have four dimensions, got {_shape(tensor)}")
-        if tensor.dtype != q.dtype or not q.dtype.is_floating_point:
-            raise TypeError(f"twell: {name} must be of one floating point type with q, got {tensor.dtype}")
-    (batch, _, heads, width), (kv_heads, length) = q.shape, keys.shape[1:3]
-    for name, tensor in (("keys", keys), ("values", values)):
-        if tuple(tensor.shape) != (batch, kv_heads, length, width):
-            expected = (batch, kv_heads, length, width)
-            raise ValueError(f"twell: {name} must have shape {expected}, got {_shape(tensor)}")
-    if length < 1 or kv_heads < 1 or heads < 1 or heads % kv_heads:
-        raise ValueError(f"twell: heads must be a positive multiple of kv_heads, got {heads} and {kv_heads}")
-    _check_counts(batch, query_counts=query_counts, key_counts=key_counts)
+    check_operands(1, q=q, keys=keys, values=values)
+    check_counts(q.shape[0], query_counts=query_counts, key_counts=key_counts)
 
 
 def _compute(q: Tensor, keys: Tensor, values: Tensor, query_counts: Tensor, key_counts: Tensor, scale: float) -> Tensor:
     """Compute attention with plain torch operations: the meaning of the op, and its CPU implementation."""
     _check_attention(q, keys, values, query_counts, key_counts)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    grouped = q.to(wide).unflatten(2, (keys.shape[1], q.shape[2] // keys.shape[1]))
-    scores = torch.einsum("bigrw,bgjw->bgrij", grouped, keys.to(wide)) * scale
     seen, real = _visible(q, keys, query_counts, key_counts)
-    weights = scores.masked_fill(~seen[:, None, None], float("-inf")).softmax(-1)
-    y = torch.einsum("bgrij,bgjw->bigrw", weights, values.to(wide)).flatten(2, 3)
+    y = attend(q, keys.transpose(1, 2), values.transpose(1, 2), seen[:, None], scale)
     return y.masked_fill(~real[:, :, None, None], 0).to(q.dtype).contiguous()
 
 
@@ -175,7 +149,7 @@ class _Plans:
         key = (device.index, bytes(problem))
         if key not in self.known:
             message = ctypes.create_string_buffer(_MESSAGE_BYTES)
-            plan = lib.twell_attention_create(ctypes.byref(problem), message, len(message))
+            plan = lib.twell_attention_create(problem, message, len(message))
             self.known[key] = (plan, lib.twell_attention_workspace_bytes(plan)) if plan else None
         return self.known[key]
 
@@ -188,7 +162,7 @@ def _library_with_cudnn() -> ctypes.CDLL | None:
     try:
         load_cudnn()
         return library.load_attention()
-    except UserError:  # the kernels of a wrong version are no reason to fail: torch has its own
+    except UserError:  # torch has its own attention: a library of another version is not an error
         return None
 
 
@@ -205,31 +179,26 @@ def _launch(q: Tensor, keys: Tensor, values: Tensor, query_counts: Tensor, key_c
         if lib is not None and dtype in library.DTYPES:
             (batch, tokens, heads, width), (kv_heads, length) = q.shape, keys.shape[1:3]
             problem = library.AttentionProblem(
-                batch=batch, tokens=tokens, keys=length, heads=heads, kv_heads=kv_heads, width=width,
-                dtype=library.DTYPES[dtype], cached=1, scale=scale,
-            )  # fmt: skip
+                batch, tokens, length, heads, kv_heads, width, library.DTYPES[dtype], scale=scale, cached=1
+            )
             with _PLANS.lock:
                 plan = _PLANS.of(lib, q.device, problem)
                 if plan is not None:
                     return _run_plan(lib, plan, q, keys, values, query_counts, key_counts)
     seen, real = _visible(q, keys, query_counts, key_counts)
-    y = torch.nn.functional.scaled_dot_product_attention(
-        q.transpose(1, 2), keys, values, attn_mask=seen[:, None], scale=scale, enable_gqa=q.shape[2] != keys.shape[1]
-    )
-    return y.transpose(1, 2).masked_fill(~real[:, :, None, None], 0).contiguous()
+    y = attend_by_torch(q, keys.transpose(1, 2), values.transpose(1, 2), seen[:, None], scale)
+    return y.masked_fill(~real[:, :, None, None], 0).contiguous()
 
 
 def _run_plan(lib: ctypes.CDLL, plan: tuple[int, int], *operands: Tensor) -> Tensor:
     q, keys, values, query_counts, key_counts = (each.contiguous() for each in operands)
     y = torch.empty_like(q)
     workspace = torch.empty(plan[1], dtype=torch.uint8, device=q.device)
-    tensors = library.AttentionTensors(
-        q=q.data_ptr(), k=keys.data_ptr(), v=values.data_ptr(), lengths=key_counts.data_ptr(), y=y.data_ptr(),
-        query_lengths=query_counts.data_ptr(),
-    )  # fmt: skip
+    pointers = (each.data_ptr() for each in (q, keys, values, key_counts, y, query_counts))
     message = ctypes.create_string_buffer(_MESSAGE_BYTES)
     stream = torch.cuda.current_stream().cuda_stream
-    if lib.twell_attention_run(plan[0], ctypes.byref(tensors), workspace.data_ptr(), stream, message, len(message)):
+    tensors = library.AttentionTensors(*pointers)
+    if lib.twell_attention_run(plan[0], tensors, workspace.data_ptr(), stream, message, len(message)):
         raise RuntimeError(f"twell: {message.value.decode(errors='replace')}")
     return y
 
@@ -244,34 +213,26 @@ def _infer(q: Tensor, keys: Tensor, values: Tensor, query_counts: Tensor, key_co
 
 
 def _mask(starts: Tensor, counts: Tensor, tokens: int, length: int) -> Tensor:
-    _check_counts(starts.shape[0], starts=starts, counts=counts)
+    check_counts(starts.shape[0], starts=starts, counts=counts)
     step = torch.arange(tokens, device=starts.device)
     last = starts[:, None] + torch.minimum(step, counts.clamp(min=1)[:, None] - 1)
     return (torch.arange(length, device=starts.device) <= last[:, :, None])[:, None]
 
 
 def _infer_mask(starts: Tensor, counts: Tensor, tokens: int, length: int) -> Tensor:
-    _check_counts(starts.shape[0], starts=starts, counts=counts)
+    check_counts(starts.shape[0], starts=starts, counts=counts)
     return starts.new_empty((starts.shape[0], 1, tokens, length), dtype=torch.bool)
 
 
 _OPERANDS = "Tensor new_keys, Tensor new_values, Tensor starts, Tensor counts"
-_LIBRARY = torch.library.Library("twell", "FRAGMENT")
-for _schema in (
+APPEND: torch._ops.OpOverload = define(
     f"append_caches(Tensor keys, Tensor values, {_OPERANDS}) -> (Tensor, Tensor)",
-    "cached_attention(Tensor q, Tensor keys, Tensor values, Tensor query_counts, Tensor key_counts, float scale)"
-    " -> Tensor",
-    "cache_mask(Tensor starts, Tensor counts, SymInt tokens, SymInt length) -> Tensor",
-):
-    _LIBRARY.define(_schema, tags=torch.Tag.pt2_compliant_tag)
-for _name, _implementations in {
-    "append_caches": (_copied(_write), _copied(_launch_write), _infer_append),
-    "cached_attention": (_compute, _launch, _infer),
-    "cache_mask": (_mask, _mask, _infer_mask),
-}.items():
-    for _key, _run in zip(("CPU", "CUDA", "Meta"), _implementations, strict=True):
-        _LIBRARY.impl(_name, _run, _key)
-
-APPEND: torch._ops.OpOverload = torch.ops.twell.append_caches.default
-CACHED_ATTENTION: torch._ops.OpOverload = torch.ops.twell.cached_attention.default
-CACHE_MASK: torch._ops.OpOverload = torch.ops.twell.cache_mask.default
+    _copied(_write),
+    _copied(_launch_write),
+    _infer_append,
+)
+_ATTENTION = "Tensor q, Tensor keys, Tensor values, Tensor query_counts, Tensor key_counts, float scale"
+CACHED_ATTENTION: torch._ops.OpOverload = define(f"cached_attention({_ATTENTION}) -> Tensor", _compute, _launch, _infer)
+CACHE_MASK: torch._ops.OpOverload = define(
+    "cache_mask(Tensor starts, Tensor counts, SymInt tokens, SymInt length) -> Tensor", _mask, _mask, _infer_mask
+)

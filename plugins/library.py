@@ -43,73 +43,64 @@ _ENVIRONMENT_VARIABLE = "TWELLC_LIBRARY"
 _REINSTALL = "Install twellc with pip again, or in a source tree run: cmake -S . -B build && cmake --build build"
 
 
-class Problem(ctypes.Structure):
-    """Mirror of `twell_problem`, made by keyword: its size is filled in, and weights have the type of x."""
-
-    _fields_ = (
-        ("struct_bytes", ctypes.c_uint32),
-        ("d_model", ctypes.c_int32),
-        ("tokens", ctypes.c_int64),
-        ("d_ff", ctypes.c_int32),
-        ("d_out", ctypes.c_int32),
-        ("compression", ctypes.c_int32),
-        ("dtype", ctypes.c_int32),
-        ("weight_dtype", ctypes.c_int32),
-        ("variant", ctypes.c_int32),
-        ("activation", ctypes.c_int32),
-        ("threshold", ctypes.c_float),
-        ("hot", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-    )
-
-    def __init__(self, *, dtype: int = 0, **fields: float) -> None:
-        super().__init__(**{"struct_bytes": ctypes.sizeof(self), "dtype": dtype, "weight_dtype": dtype, **fields})
+_I32, _I64, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 
 
-class Tensors(ctypes.Structure):
-    """Mirror of `twell_tensors`, made by keyword: its size is filled in."""
-
-    _fields_ = (
-        ("struct_bytes", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("x", "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down", "residual")
-        ),
-        *((name, ctypes.c_void_p) for name in ("y", "w_gate_scale", "w_up_scale", "w_down_scale")),
-    )
-
-    def __init__(self, **pointers: int | None) -> None:
-        super().__init__(**{"struct_bytes": ctypes.sizeof(self), **pointers})
-
-
-class TrainPairs(ctypes.Structure):
-    """Mirror of `twell_train_pairs`."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("row_begin", "words", "ups")),
-        ("capacity", ctypes.c_int64),
-    )
+def _each(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
+    """Return the fields of these names, all of one type."""
+    return tuple((name, kind) for name in names.split())
 
 
 class _Sized(ctypes.Structure):
-    """A structure that begins with its size, which is filled in, and is made by keyword."""
+    """A structure that begins with its size, which is filled in; made by keyword."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**{"struct_bytes": ctypes.sizeof(self), **fields})
 
 
-_SIZE = (("struct_bytes", ctypes.c_uint32), ("reserved", ctypes.c_uint32))
+_SIZE = _each(ctypes.c_uint32, "struct_bytes")
+_SIZE_OF_POINTERS = _each(ctypes.c_uint32, "struct_bytes reserved")
+
+
+class Problem(_Sized):
+    """Mirror of `twell_problem`; weights have the type of x."""
+
+    _fields_ = (
+        *_SIZE,
+        *_each(_I32, "d_model"),
+        *_each(_I64, "tokens"),
+        *_each(_I32, "d_ff d_out compression dtype weight_dtype variant activation"),
+        *_each(ctypes.c_float, "threshold"),
+        *_each(_I32, "hot reserved"),
+    )
+
+    def __init__(self, *, dtype: int = 0, **fields: float) -> None:
+        super().__init__(**{"dtype": dtype, "weight_dtype": dtype, **fields})
+
+
+class Tensors(_Sized):
+    """Mirror of `twell_tensors`."""
+
+    _fields_ = (
+        *_SIZE_OF_POINTERS,
+        *_each(_POINTER, "x w_gate b_gate w_up b_up w_down b_down residual y w_gate_scale w_up_scale w_down_scale"),
+    )
+
+
+class TrainPairs(ctypes.Structure):
+    """Mirror of `twell_train_pairs`."""
+
+    _fields_ = (*_each(_POINTER, "row_begin words ups"), *_each(_I64, "capacity"))
 
 
 class TrainForward(_Sized):
     """Mirror of `twell_train_forward_tensors`."""
 
     _fields_ = (
-        *_SIZE,
-        ("neurons", ctypes.c_void_p),
-        ("pairs", TrainPairs),
-        *((name, ctypes.c_void_p) for name in ("hot", "row_l1", "counts")),
+        *_SIZE_OF_POINTERS,
+        *_each(_POINTER, "neurons"),
+        *_each(TrainPairs, "pairs"),
+        *_each(_POINTER, "hot row_l1 counts"),
     )
 
 
@@ -117,10 +108,10 @@ class TrainBackward(_Sized):
     """Mirror of `twell_train_backward_tensors`."""
 
     _fields_ = (
-        *_SIZE,
-        ("neurons", ctypes.c_void_p),
-        ("pairs", TrainPairs),
-        *((name, ctypes.c_void_p) for name in ("dy", "dl1", "hot", "dx", "w_gate", "b_gate", "w_up", "b_up", "w_down")),
+        *_SIZE_OF_POINTERS,
+        *_each(_POINTER, "neurons"),
+        *_each(TrainPairs, "pairs"),
+        *_each(_POINTER, "dy dl1 hot dx w_gate b_gate w_up b_up w_down"),
     )
 
 
@@ -128,65 +119,63 @@ class TrainHot(_Sized):
     """Mirror of `twell_train_hot_tensors`."""
 
     _fields_ = (
-        *_SIZE,
-        ("stride", ctypes.c_int64),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("z", "u", "h", "neurons", "counts", "l1_parts", "dh", "dz", "du", "dl1")
-        ),
+        *_SIZE_OF_POINTERS,
+        *_each(_I64, "stride"),
+        *_each(_POINTER, "z u h neurons counts l1_parts dh dz du dl1"),
     )
 
 
 class TrainCopy(ctypes.Structure):
     """Mirror of `twell_train_copy`."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("source", "target", "from_rows", "to_rows")),
-        *((name, ctypes.c_int32) for name in ("rows", "width")),
-    )
+    _fields_ = (*_each(_POINTER, "source target from_rows to_rows"), *_each(_I32, "rows width"))
 
 
-class Limits(ctypes.Structure):
+class Limits(_Sized):
     """Mirror of `twell_limits`: where other kernels take over. See `limits`."""
 
     _fields_ = (
-        ("struct_bytes", ctypes.c_uint32),
-        ("one_or_two_tokens", ctypes.c_int32),
-        ("dense_block_products", ctypes.c_int64),
-        ("dense_block_products_if_split", ctypes.c_int64),
-        ("few_tokens", ctypes.c_int32),
-        ("few_tokens_generic", ctypes.c_int32),
-        ("few_tokens_sm90", ctypes.c_int32),
-        ("narrow_gated", ctypes.c_int32),
-        ("narrow_plain", ctypes.c_int32),
-        ("dense_block_tokens", ctypes.c_int32),
-        ("dense_block_tokens_if_split", ctypes.c_int32),
-        ("fewest_hot", ctypes.c_int32),
-        ("most_hot", ctypes.c_int32),
-        ("chunk_tokens", ctypes.c_int32),
+        *_SIZE,
+        *_each(_I32, "one_or_two_tokens"),
+        *_each(_I64, "dense_block_products dense_block_products_if_split"),
+        *_each(_I32, "few_tokens few_tokens_generic few_tokens_sm90 narrow_gated narrow_plain dense_block_tokens"),
+        *_each(_I32, "dense_block_tokens_if_split fewest_hot most_hot chunk_tokens"),
     )
-
-    one_or_two_tokens: int
-    dense_block_products: int
-    dense_block_products_if_split: int
-    few_tokens: int
-    few_tokens_generic: int
-    few_tokens_sm90: int
-    narrow_gated: int
-    narrow_plain: int
-    dense_block_tokens: int
-    dense_block_tokens_if_split: int
-    fewest_hot: int
-    most_hot: int
-    chunk_tokens: int
 
 
 class Device(ctypes.Structure):
     """Mirror of `twell_device`: a GPU."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_int32) for name in ("major", "minor", "multiprocessors", "shared_bytes", "l2_bytes")
+    _fields_ = _each(_I32, "major minor multiprocessors shared_bytes l2_bytes")
+
+
+class AttentionProblem(ctypes.Structure):
+    """Mirror of `twell_attention_problem`."""
+
+    _fields_ = (
+        *_each(_I64, "batch tokens keys"),
+        *_each(_I32, "heads kv_heads width dtype causal lengths"),
+        *_each(ctypes.c_float, "scale"),
+        *_each(_I32, "cached"),
     )
+
+
+class AttentionTensors(ctypes.Structure):
+    """Mirror of `twell_attention_tensors`."""
+
+    _fields_ = _each(_POINTER, "q k v lengths y query_lengths")
+
+
+class AppendProblem(ctypes.Structure):
+    """Mirror of `twell_append_problem`."""
+
+    _fields_ = (*_each(_I64, "batch tokens length"), *_each(_I32, "kv_heads key_bytes value_bytes"))
+
+
+class AppendTensors(ctypes.Structure):
+    """Mirror of `twell_append_tensors`."""
+
+    _fields_ = _each(_POINTER, "keys values new_keys new_values starts counts")
 
 
 # GPUs by name, as their drivers or data sheets describe them.
@@ -207,47 +196,6 @@ def gpu_named(driver_name: str) -> str | None:
     words = set(re.split(r"[\s-]+", driver_name.upper()))
     found = [name for name in GPUS if words.issuperset(name.upper().split("-"))]
     return max(found, key=len, default=None)
-
-
-class AttentionProblem(ctypes.Structure):
-    """Mirror of `twell_attention_problem`."""
-
-    _fields_ = (
-        ("batch", ctypes.c_int64),
-        ("tokens", ctypes.c_int64),
-        ("keys", ctypes.c_int64),
-        ("heads", ctypes.c_int32),
-        ("kv_heads", ctypes.c_int32),
-        ("width", ctypes.c_int32),
-        ("dtype", ctypes.c_int32),
-        ("causal", ctypes.c_int32),
-        ("lengths", ctypes.c_int32),
-        ("scale", ctypes.c_float),
-        ("cached", ctypes.c_int32),
-    )
-
-
-class AttentionTensors(ctypes.Structure):
-    """Mirror of `twell_attention_tensors`."""
-
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("q", "k", "v", "lengths", "y", "query_lengths"))
-
-
-class AppendProblem(ctypes.Structure):
-    """Mirror of `twell_append_problem`."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("batch", "tokens", "length")),
-        *((name, ctypes.c_int32) for name in ("kv_heads", "key_bytes", "value_bytes")),
-    )
-
-
-class AppendTensors(ctypes.Structure):
-    """Mirror of `twell_append_tensors`."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_void_p) for name in ("keys", "values", "new_keys", "new_values", "starts", "counts")
-    )
 
 
 def library_path() -> Path:
@@ -285,10 +233,9 @@ def _whole(path: Path, origin: str = "") -> Path:
         raise UserError(str(path), f"the plugin library is missing{origin}", fix=_REINSTALL)
     expected, size = expected_size(path), path.stat().st_size
     if expected is None or expected > size:
-        raise UserError(
-            str(path), f"the plugin library is damaged{origin}", got=f"{size} bytes",
-            expected=f"{expected} bytes" if expected else "a 64-bit ELF file", fix=_REINSTALL,
-        )  # fmt: skip
+        whole = f"{expected} bytes" if expected else "a 64-bit ELF file"
+        what = f"the plugin library is damaged{origin}"
+        raise UserError(str(path), what, got=f"{size} bytes", expected=whole, fix=_REINSTALL)
     return path
 
 
@@ -299,35 +246,71 @@ def load() -> ctypes.CDLL:
     Raises:
         UserError: The library is missing, cannot be loaded, or is of another version than this package.
     """
-    library = _open(library_path(), "twell_version")
-    problem, tensors, pointer = ctypes.POINTER(Problem), ctypes.POINTER(Tensors), ctypes.c_void_p
-    for name, restype, argtypes in (
-        ("twell_validate", ctypes.c_char_p, [problem]),
-        ("twell_validate_tensors", ctypes.c_char_p, [problem, tensors]),
-        ("twell_get_limits", None, [ctypes.POINTER(Limits)]),
-        ("twell_packed_bytes", ctypes.c_size_t, [problem]),
-        ("twell_workspace_bytes", ctypes.c_size_t, [problem]),
-        ("twell_gate", ctypes.c_int, [problem, tensors, pointer, pointer]),
-        ("twell_mlp", ctypes.c_int, [problem, tensors, pointer, ctypes.c_size_t, pointer]),
-        ("twell_train_forward_bytes", ctypes.c_size_t, [problem, ctypes.c_int64]),
-        ("twell_train_backward_bytes", ctypes.c_size_t, [problem, ctypes.c_int64]),
-        (
-            "twell_train_forward",
-            ctypes.c_int,
-            [problem, tensors, ctypes.POINTER(TrainForward), pointer, ctypes.c_size_t, pointer],
-        ),
-        (
-            "twell_train_backward",
-            ctypes.c_int,
-            [problem, tensors, ctypes.POINTER(TrainBackward), pointer, ctypes.c_size_t, pointer],
-        ),
-        ("twell_train_hot_parts", ctypes.c_int64, [problem]),
-        ("twell_train_copy_rows", ctypes.c_int, [ctypes.POINTER(TrainCopy), ctypes.c_int32, pointer]),
-        ("twell_train_hot", ctypes.c_int, [problem, ctypes.POINTER(TrainHot), pointer]),
-        ("twell_describe", ctypes.c_size_t, [problem, ctypes.POINTER(Device), ctypes.c_char_p, ctypes.c_size_t]),
-    ):
+    problem, tensors, run = ctypes.POINTER(Problem), ctypes.POINTER(Tensors), (_POINTER, ctypes.c_size_t, _POINTER)
+    functions: dict[str, tuple[Any, ...]] = {
+        "twell_validate": (ctypes.c_char_p, problem),
+        "twell_validate_tensors": (ctypes.c_char_p, problem, tensors),
+        "twell_get_limits": (None, ctypes.POINTER(Limits)),
+        "twell_packed_bytes": (ctypes.c_size_t, problem),
+        "twell_workspace_bytes": (ctypes.c_size_t, problem),
+        "twell_gate": (ctypes.c_int, problem, tensors, _POINTER, _POINTER),
+        "twell_mlp": (ctypes.c_int, problem, tensors, *run),
+        "twell_train_forward_bytes": (ctypes.c_size_t, problem, _I64),
+        "twell_train_backward_bytes": (ctypes.c_size_t, problem, _I64),
+        "twell_train_forward": (ctypes.c_int, problem, tensors, ctypes.POINTER(TrainForward), *run),
+        "twell_train_backward": (ctypes.c_int, problem, tensors, ctypes.POINTER(TrainBackward), *run),
+        "twell_train_hot_parts": (_I64, problem),
+        "twell_train_copy_rows": (ctypes.c_int, ctypes.POINTER(TrainCopy), _I32, _POINTER),
+        "twell_train_hot": (ctypes.c_int, problem, ctypes.POINTER(TrainHot), _POINTER),
+        "twell_describe": (ctypes.c_size_t, problem, ctypes.POINTER(Device), ctypes.c_char_p, ctypes.c_size_t),
+    }
+    return _open(library_path(), "twell_version", functions)
+
+
+@functools.cache
+def load_attention() -> ctypes.CDLL | None:
+    """Load the attention library once a process and declare its functions; None where it was not built.
+
+    Raises:
+        UserError: The library cannot be loaded, or is of another version than this package.
+    """
+    path = attention_library_path()
+    if path is None:
+        return None
+    problem, message = ctypes.POINTER(AttentionProblem), (ctypes.c_char_p, ctypes.c_size_t)
+    functions: dict[str, tuple[Any, ...]] = {
+        "twell_attention_validate": (ctypes.c_char_p, problem),
+        "twell_attention_create": (_POINTER, problem, *message),
+        "twell_attention_destroy": (None, _POINTER),
+        "twell_attention_workspace_bytes": (ctypes.c_size_t, _POINTER),
+        "twell_attention_run": (_I32, _POINTER, ctypes.POINTER(AttentionTensors), _POINTER, _POINTER, *message),
+        "twell_append_caches": (ctypes.c_int, ctypes.POINTER(AppendProblem), ctypes.POINTER(AppendTensors), _POINTER),
+    }
+    return _open(path, "twell_attention_version", functions)
+
+
+def _open(path: Path, version: str, functions: dict[str, tuple[Any, ...]]) -> ctypes.CDLL:
+    """Load a library, whose function `version` must say that of this package, and declare its functions.
+
+    Args:
+        path: The library.
+        version: Name of that function.
+        functions: By name, the types of the result and of the arguments.
+    """
+    try:
+        library = ctypes.CDLL(str(path))
+        ask: Any = getattr(library, version)
+    except (OSError, AttributeError) as error:
+        raise UserError(str(path), f"cannot load the plugin library ({error})", fix=_REINSTALL) from error
+    ask.restype = ctypes.c_char_p
+    found = ask().decode()
+    if found != __version__:
+        raise UserError(
+            str(path), "the plugin library is of another version", got=found, expected=__version__, fix=_REINSTALL
+        )
+    for name, (result, *arguments) in functions.items():
         function = getattr(library, name)
-        function.restype, function.argtypes = restype, argtypes
+        function.restype, function.argtypes = result, arguments
     return library
 
 
@@ -338,7 +321,7 @@ def limits() -> Limits:
     Raises:
         UserError: As in `load`.
     """
-    found = Limits(struct_bytes=ctypes.sizeof(Limits))
+    found = Limits()
     load().twell_get_limits(found)
     return found
 
@@ -366,46 +349,3 @@ def read_text(function: Callable[[ctypes.Array[ctypes.c_char] | None, int], int]
     buffer = ctypes.create_string_buffer(max(size, 1))
     function(buffer, size)
     return buffer.value.decode()
-
-
-@functools.cache
-def load_attention() -> ctypes.CDLL | None:
-    """Load the attention library once a process and declare its functions; None where it was not built.
-
-    Raises:
-        UserError: The library cannot be loaded, or is of another version than this package.
-    """
-    path = attention_library_path()
-    if path is None:
-        return None
-    library = _open(path, "twell_attention_version")
-    problem, tensors, pointer = ctypes.POINTER(AttentionProblem), ctypes.POINTER(AttentionTensors), ctypes.c_void_p
-    append, appended = ctypes.POINTER(AppendProblem), ctypes.POINTER(AppendTensors)
-    message = [ctypes.c_char_p, ctypes.c_size_t]
-    for name, restype, argtypes in (
-        ("twell_attention_validate", ctypes.c_char_p, [problem]),
-        ("twell_attention_create", pointer, [problem, *message]),
-        ("twell_attention_destroy", None, [pointer]),
-        ("twell_attention_workspace_bytes", ctypes.c_size_t, [pointer]),
-        ("twell_attention_run", ctypes.c_int32, [pointer, tensors, pointer, pointer, *message]),
-        ("twell_append_caches", ctypes.c_int, [append, appended, pointer]),
-    ):
-        function = getattr(library, name)
-        function.restype, function.argtypes = restype, argtypes
-    return library
-
-
-def _open(path: Path, version: str) -> ctypes.CDLL:
-    """Load a library, whose function `version` must say that of this package."""
-    try:
-        library = ctypes.CDLL(str(path))
-        ask: Any = getattr(library, version)
-    except (OSError, AttributeError) as error:
-        raise UserError(str(path), f"cannot load the plugin library ({error})", fix=_REINSTALL) from error
-    ask.restype = ctypes.c_char_p
-    found = ask().decode()
-    if found != __version__:
-        raise UserError(
-            str(path), "the plugin library is of another version", got=found, expected=__version__, fix=_REINSTALL
-        )
-    return library

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -100,24 +101,23 @@ def check_on_gpu(operands: Operands[Tensor]) -> None:
 
 
 def check_problem(problem: library.Problem) -> None:
-    """Fail if the library refuses a problem.
-
-    Raises:
-        ValueError: It does.
-    """
-    fault = library.load().twell_validate(ctypes.byref(problem))
+    """Raise ValueError if the library refuses a problem."""
+    fault = library.load().twell_validate(problem)
     if fault:
         raise ValueError(f"twell: {fault.decode()}")
 
 
 def check_status(status: int) -> None:
-    """Fail if a function of the C API has returned an error of CUDA.
-
-    Raises:
-        RuntimeError: It has.
-    """
+    """Raise RuntimeError if a function of the C API has returned an error of CUDA."""
     if status:
         raise RuntimeError(f"twell: the kernels failed with CUDA error {status}")
+
+
+def launch(function: Callable[..., int], workspace_bytes: int, *arguments: ctypes.Structure) -> None:
+    """Call a function of the C API that takes a workspace and a stream: those of the current GPU."""
+    workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device="cuda")
+    stream = torch.cuda.current_stream().cuda_stream
+    check_status(function(*arguments, workspace.data_ptr(), workspace_bytes, stream))
 
 
 def as_read(tensor: Tensor) -> Tensor:

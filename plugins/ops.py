@@ -20,7 +20,6 @@ tokens compute so many, the first ones, as a dense product. It changes no result
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -46,11 +45,12 @@ from twellc.plugins.meaning import (
     check_call,
     check_on_gpu,
     check_problem,
-    check_status,
     hidden_of,
+    launch,
     output_of,
     widths_of,
 )
+from twellc.plugins.torch_library import define
 
 
 def _compute(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
@@ -72,12 +72,7 @@ def _launch(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
     tensors = tensors_of(read.map(Tensor.data_ptr), y.data_ptr())
     with torch.cuda.device(x.device):
         check_problem(problem)
-        workspace = torch.empty(lib.twell_workspace_bytes(ctypes.byref(problem)), dtype=torch.uint8, device=x.device)
-        stream = torch.cuda.current_stream().cuda_stream
-        status = lib.twell_mlp(
-            ctypes.byref(problem), ctypes.byref(tensors), workspace.data_ptr(), workspace.numel(), stream
-        )
-    check_status(status)
+        launch(lib.twell_mlp, lib.twell_workspace_bytes(problem), problem, tensors)
     return y
 
 
@@ -96,17 +91,13 @@ def _implementation(variant: Variant, run: Callable[[Operands[Tensor], BlockOpti
     return call
 
 
-_LIBRARY = torch.library.Library("twell", "DEF")
-for _variant in (GATED, PLAIN):
-    _LIBRARY.define(schema_of(_variant), tags=torch.Tag.pt2_compliant_tag)
-    for _key, _run in (("CPU", _compute), ("CUDA", _launch), ("Meta", _infer)):
-        _LIBRARY.impl(_variant.op, _implementation(_variant, _run), _key)
-
-GATED_MLP: torch._ops.OpOverload = torch.ops.twell.gated_mlp.default
-MLP: torch._ops.OpOverload = torch.ops.twell.mlp.default
-OPS = {GATED: GATED_MLP, PLAIN: MLP}
+OPS: dict[Variant, torch._ops.OpOverload] = {
+    variant: define(schema_of(variant), *(_implementation(variant, run) for run in (_compute, _launch, _infer)))
+    for variant in (GATED, PLAIN)
+}
+GATED_MLP, MLP = OPS.values()
 for _variant, _op in OPS.items():
-    register_gradients(_LIBRARY, _op, _variant)
+    register_gradients(_op, _variant)
 VARIANT_OF = {op: variant for variant, op in OPS.items()}
 
 

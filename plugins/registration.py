@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -85,10 +85,8 @@ def register(module: ModuleType | None = None) -> list[Registration]:
     """
     modules = [module] if module is not None else imported_modules()
     if not modules:
-        raise UserError(
-            "twellc.plugins.register", "no TensorRT is imported",
-            expected=" or ".join(names[0] for names in MODULES), fix="Import it first.",
-        )  # fmt: skip
+        expected = " or ".join(names[0] for names in MODULES)
+        raise UserError("twellc.plugins.register", "no TensorRT is imported", expected=expected, fix="Import it first.")
     return [_register_in(found) for found in modules]
 
 
@@ -138,7 +136,7 @@ def _register_in(module: ModuleType) -> Registration:
     get_registry = getattr(module, "get_plugin_registry", None)
     if get_registry is None:
         name = getattr(module, "__name__", repr(module))
-        raise UserError("twellc.plugins.register", f"{name} is no TensorRT: it has no plugin registry")
+        raise UserError("twellc.plugins.register", f"{name} is not a TensorRT: it has no plugin registry")
     registry = get_registry()
     if registry is None:
         raise UserError(f"{module.__name__} {version}", "has no plugin registry")
@@ -167,10 +165,8 @@ def _add_library(registry: Any, host: str, path: Path, names: tuple[str, ...]) -
         except OSError as error:
             raise UserError(str(path), f"cannot load the plugin library ({error})") from error
     if not _has_plugins(registry, names):
-        raise UserError(
-            str(path), f"the plugins do not register in {host}",
-            expected="TensorRT 10, TensorRT 11, or TensorRT-RTX from 1.5 on",
-        )  # fmt: skip
+        expected = "TensorRT 10, TensorRT 11, or TensorRT-RTX from 1.5 on"
+        raise UserError(str(path), f"the plugins do not register in {host}", expected=expected)
     return True
 
 
@@ -226,7 +222,8 @@ def check_installed() -> list[Registration]:
 
 def _check_apart(host: str) -> Registration | None:
     # The same module path as here, and not the working directory before it.
-    command = [sys.executable, "-P", "-m", "twellc.plugins.registration_worker", host]
+    code = "from twellc.plugins.registration import answer; answer()"
+    command = [sys.executable, "-P", "-c", code, host]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
         done = subprocess.run(
@@ -239,11 +236,25 @@ def _check_apart(host: str) -> Registration | None:
         return None if answer is None else Registration(**answer)
     except (IndexError, ValueError, TypeError):
         end = f"signal {-done.returncode}" if done.returncode < 0 else f"status {done.returncode}"
-        said = done.stderr.strip().splitlines()
-        return Registration(host, "", f"the process ended with {end}" + (f" ({said[-1]})" if said else ""), good=False)
+        messages = done.stderr.strip().splitlines()
+        last = f" ({messages[-1]})" if messages else ""
+        return Registration(host, "", f"the process ended with {end}{last}", good=False)
 
 
-def check_one(host: str) -> Registration | None:
+def answer() -> None:
+    """Register in the TensorRT that the command line names, print what happened as JSON, and end the process.
+
+    The answer goes to a copy of standard output: a TensorRT may write to the original.
+    """
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as output:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        found = _check_one(sys.argv[1])
+        output.write(json.dumps(found and asdict(found)) + "\n")
+    # A lean TensorRT without a GPU may not survive its own end, after all has been said.
+    os._exit(0)
+
+
+def _check_one(host: str) -> Registration | None:
     """Register in one TensorRT, of a module's or a library's name; None if there is no such library."""
     if host not in LIBRARIES:
         try:

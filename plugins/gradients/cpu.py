@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from twellc.plugins.block import PLAIN
-from twellc.plugins.gradients.call import Call
+from twellc.plugins.gradients.call import KEPT_DTYPES, Call, Kept
 from twellc.plugins.meaning import hidden_of, math_dtype, output_of
 
 
-def forward(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, the L1 term and the tokens for which each neuron is active."""
+def forward(call: Call) -> tuple[Tensor, Tensor, Tensor, Kept]:
+    """Return y, the L1 term, the tokens for which each neuron is active, and nothing for the backward."""
     _, g, _, h = hidden_of(call.operands, call.options)
     l1 = h.abs().sum() / max(call.tokens, 1)
-    return output_of(h, call.operands), l1, (g != 0).sum(tuple(range(g.dim() - 1)), dtype=torch.int32)
+    counts = (g != 0).sum(tuple(range(g.dim() - 1)), dtype=torch.int32)
+    return output_of(h, call.operands), l1, counts, Kept(*(g.new_empty(0, dtype=dtype) for dtype in KEPT_DTYPES))
 
 
-def backward(dy: Tensor, dl1: Tensor, call: Call) -> dict[str, Tensor]:
-    """Return the gradients of x, weights and biases; those of biases whether there are biases or not."""
+def backward(dy: Tensor, dl1: Tensor, _: Kept, call: Call, wanted: Sequence[str]) -> dict[str, Tensor]:
+    """Return the gradients of these names, of x, weights and biases."""
     operands, activation = call.operands, call.options.activation
     wide = math_dtype(dy.dtype)
     z, g, u, h = (None if each is None else each.reshape(-1, call.d_ff) for each in hidden_of(operands, call.options))
@@ -36,4 +39,5 @@ def backward(dy: Tensor, dl1: Tensor, call: Call) -> dict[str, Tensor]:
         du = torch.where(fires, dh * g, none)
         dx = dx + du @ operands.w_up.to(wide)
         gradients |= {"w_up": du.t() @ x, "b_up": du.sum(0)}
-    return {name: value.to(dy.dtype) for name, value in {**gradients, "x": dx.reshape(operands.x.shape)}.items()}
+    gradients["x"] = dx.reshape(operands.x.shape)
+    return {name: gradients[name].to(dy.dtype) for name in wanted}

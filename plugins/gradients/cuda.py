@@ -6,7 +6,6 @@ plugins/kernels/training. Nothing here waits for the GPU.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from twellc.base.dtypes import dtype_name
 from twellc.plugins import library
 from twellc.plugins.block import GATED, Operands, problem_of, tensors_of
 from twellc.plugins.gradients.call import KEPT_DTYPES, Call, Kept
-from twellc.plugins.meaning import as_read, check_on_gpu, check_problem, check_status, widths_of
+from twellc.plugins.meaning import as_read, check_on_gpu, check_problem, check_status, launch, widths_of
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class _Run:
         return "gate" if self.gated else "up"
 
     def problem(self, d_ff: int) -> library.Problem:
-        """Return the problem of so many of the neurons."""
+        """Return the problem of `d_ff` of the neurons."""
         widths = {**self.widths, "d_ff": d_ff}
         dtype = dtype_name(self.x.dtype)
         return problem_of(self.operands.variant, self.call.options, dtype, tokens=self.call.tokens, **widths)
@@ -74,7 +73,7 @@ class _Run:
 
     @property
     def apart(self) -> bool:
-        """Whether the hot neurons' projections are products of their own: where they are all, nothing is copied."""
+        """Whether each projection of the hot neurons is a product for itself: where all are hot, nothing is copied."""
         return self.cold == 0
 
     def projected(self, kept: Tensor) -> list[Tensor]:
@@ -120,14 +119,27 @@ def _rows(values: Tensor, count: int, rows: Tensor | None) -> Tensor:
 def _copy(
     source: Tensor, target: Tensor, rows: int, *, from_rows: Tensor | None = None, to_rows: Tensor | None = None
 ) -> library.TrainCopy:
-    return library.TrainCopy(
-        source.data_ptr(), target.data_ptr(), _pointer(from_rows), _pointer(to_rows), rows, source.shape[1]
-    )
+    pointers = _pointers(source=source, target=target, from_rows=from_rows, to_rows=to_rows)
+    return library.TrainCopy(rows=rows, width=source.shape[1], **pointers)
 
 
 def _copy_rows(copies: list[library.TrainCopy]) -> None:
     array = (library.TrainCopy * len(copies))(*copies)
     check_status(library.load().twell_train_copy_rows(array, len(copies), _stream()))
+
+
+def _run_hot(run: _Run, tensors: library.TrainHot) -> None:
+    check_status(library.load().twell_train_hot(run.problem(run.hot), tensors, _stream()))
+
+
+def _pointers(**tensors: Tensor | None) -> dict[str, int]:
+    """Return the addresses of those that are there, by name."""
+    return {name: each.data_ptr() for name, each in tensors.items() if each is not None}
+
+
+def _stream() -> int:
+    stream: int = torch.cuda.current_stream().cuda_stream
+    return stream
 
 
 def _run_of(call: Call) -> _Run:
@@ -171,20 +183,9 @@ def shapes_kept(call: Call) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def _pairs(kept: Kept, capacity: int, gated: bool) -> library.TrainPairs:
-    return library.TrainPairs(
-        row_begin=kept.row_begin.data_ptr(), words=kept.pairs.data_ptr(),
-        ups=kept.ups.data_ptr() if gated else None, capacity=capacity,
-    )  # fmt: skip
-
-
-def _stream() -> int:
-    stream: int = torch.cuda.current_stream().cuda_stream
-    return stream
+def _pairs(run: _Run, kept: Kept) -> library.TrainPairs:
+    pointers = _pointers(row_begin=kept.row_begin, words=kept.pairs, ups=kept.ups if run.gated else None)
+    return library.TrainPairs(capacity=_capacity(run.call), **pointers)
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor, Tensor, Kept]:
@@ -203,7 +204,7 @@ def _forward(run: _Run) -> tuple[Tensor, Tensor, Tensor, Kept]:
     if call.tokens == 0:
         return y, torch.zeros((), device=device), counts, kept
     # Parts of the sum of |h|: of the hot neurons' kernel, then of each token's sparse neurons.
-    hot_parts = library.load().twell_train_hot_parts(ctypes.byref(run.problem(run.hot))) if run.hot else 0
+    hot_parts = library.load().twell_train_hot_parts(run.problem(run.hot)) if run.hot else 0
     parts = torch.empty(hot_parts + (call.tokens if run.cold else 0), device=device)
     hot_y = _forward_hot(run, kept.hot, parts, counts) if run.hot else None
     if run.cold:
@@ -216,9 +217,8 @@ def _forward(run: _Run) -> tuple[Tensor, Tensor, Tensor, Kept]:
 
 def _forward_hot(run: _Run, kept: Tensor, parts: Tensor, counts: Tensor) -> Tensor:
     """Return what the hot neurons add to y, with b_down if there are no others."""
-    x, lib, problem = run.x, library.load(), run.problem(run.hot)
+    x, kept = run.x, kept.view(run.x.dtype)
     (weights, down), b_down = run.hot_weights(), run.operands.b_down
-    kept = kept.view(x.dtype)
     parts_of_x = run.projected(kept)
     for weight, bias, product in zip(weights, run.hot_biases(), parts_of_x if run.apart else [kept], strict=True):
         if bias is None:
@@ -227,18 +227,14 @@ def _forward_hot(run: _Run, kept: Tensor, parts: Tensor, counts: Tensor) -> Tens
             torch.addmm(bias, x, weight.t(), out=product)
     h = x.new_empty(run.call.tokens, run.hot)
     z, u = parts_of_x[0], parts_of_x[1] if run.gated else None
-    tensors = library.TrainHot(
-        stride=z.stride(0), z=z.data_ptr(), u=_pointer(u), h=h.data_ptr(), neurons=_pointer(run.hot_rows),
-        counts=counts.data_ptr(), l1_parts=parts.data_ptr(),
-    )  # fmt: skip
-    check_status(lib.twell_train_hot(ctypes.byref(problem), ctypes.byref(tensors), _stream()))
+    pointers = _pointers(z=z, u=u, h=h, neurons=run.hot_rows, counts=counts, l1_parts=parts)
+    _run_hot(run, library.TrainHot(stride=z.stride(0), **pointers))
     return h @ down if run.cold or b_down is None else torch.addmm(b_down, h, down)
 
 
 def _forward_cold(run: _Run, kept: Kept, hot_y: Tensor | None, y: Tensor, row_l1: Tensor, counts: Tensor) -> None:
     """Write y and each token's sum of |h| of the sparse neurons, and count how often each of these is active."""
     lib, problem, named = library.load(), run.problem(run.cold), run.operands.named()
-    capacity = _capacity(run.call)
     if run.cold_rows is not None:
         # The gate's rows are read in order, by tensor cores; those of other weights one by one, where they are.
         weight, bias = run.operands.first
@@ -246,18 +242,11 @@ def _forward_cold(run: _Run, kept: Kept, hot_y: Tensor | None, y: Tensor, row_l1
         _copy_rows([_copy(weight, named[f"w_{run.first}"], run.cold, from_rows=run.cold_rows)])
         if bias is not None:
             named[f"b_{run.first}"] = bias.index_select(0, run.cold_rows)
-    given = library.TrainForward(
-        neurons=_pointer(run.cold_rows), pairs=_pairs(kept, capacity, run.gated), hot=_pointer(hot_y),
-        row_l1=row_l1.data_ptr(), counts=counts.data_ptr(),
-    )  # fmt: skip
+    pointers = _pointers(neurons=run.cold_rows, hot=hot_y, row_l1=row_l1, counts=counts)
+    given = library.TrainForward(pairs=_pairs(run, kept), **pointers)
     tensors = tensors_of(Operands(**named).map(Tensor.data_ptr), y.data_ptr())
-    size = lib.twell_train_forward_bytes(ctypes.byref(problem), capacity)
-    workspace = torch.empty(size, dtype=torch.uint8, device=run.x.device)
-    check_status(
-        lib.twell_train_forward(
-            ctypes.byref(problem), ctypes.byref(tensors), ctypes.byref(given), workspace.data_ptr(), size, _stream()
-        )
-    )
+    size = lib.twell_train_forward_bytes(problem, _capacity(run.call))
+    launch(lib.twell_train_forward, size, problem, tensors, given)
 
 
 def backward(dy: Tensor, dl1: Tensor, kept: Kept, call: Call, wanted: Sequence[str]) -> dict[str, Tensor]:
@@ -286,17 +275,13 @@ def _backward(run: _Run, dy: Tensor, dl1: Tensor, kept: Kept, wanted: Sequence[s
 
 def _backward_hot(run: _Run, dy: Tensor, dl1: Tensor, kept: Tensor, found: dict[str, Tensor]) -> Tensor | None:
     """Write the hot rows of the weights' gradients, and return what the hot neurons add to dx."""
-    x, lib, problem = run.x, library.load(), run.problem(run.hot)
-    weights, down = run.hot_weights()
+    x, (weights, down) = run.x, run.hot_weights()
     dh = dy @ down.t()
     h, kept = torch.empty_like(dh), kept.view(x.dtype)
     gradients = torch.empty_like(kept)
     (z, *up), (dz, *dup) = run.projected(kept), run.projected(gradients)
-    tensors = library.TrainHot(
-        stride=z.stride(0), z=z.data_ptr(), u=_pointer(up[0] if up else None), h=h.data_ptr(), dh=dh.data_ptr(),
-        dz=dz.data_ptr(), du=_pointer(dup[0] if dup else None), dl1=dl1.data_ptr(),
-    )  # fmt: skip
-    check_status(lib.twell_train_hot(ctypes.byref(problem), ctypes.byref(tensors), _stream()))
+    pointers = _pointers(z=z, h=h, dh=dh, dz=dz, dl1=dl1, u=up[0] if up else None, du=dup[0] if dup else None)
+    _run_hot(run, library.TrainHot(stride=z.stride(0), **pointers))
     products = [dz, *dup] if run.apart else [gradients]
     if "w_down" in found:
         names = [f"w_{name}" for name in run.hot_projections]
@@ -328,19 +313,12 @@ def _backward_cold(
     run: _Run, dy: Tensor, dl1: Tensor, kept: Kept, hot_dx: Tensor | None, found: dict[str, Tensor]
 ) -> None:
     """Write dx, and the rows of the sparse neurons of the weights' gradients."""
-    lib, problem, capacity = library.load(), run.problem(run.cold), _capacity(run.call)
-    pointers = {name: each.data_ptr() for name, each in found.items() if name not in ("x", "b_down")}
+    lib, problem = library.load(), run.problem(run.cold)
+    weights = {name: each for name, each in found.items() if name not in ("x", "b_down")}
     if not run.gated:
-        pointers = {name.replace("_up", "_gate"): each for name, each in pointers.items()}
-    given = library.TrainBackward(
-        neurons=_pointer(run.cold_rows), pairs=_pairs(kept, capacity, run.gated), dy=dy.data_ptr(),
-        dl1=dl1.data_ptr(), hot=_pointer(hot_dx), dx=_pointer(found.get("x")), **pointers,
-    )  # fmt: skip
+        weights = {name.replace("_up", "_gate"): each for name, each in weights.items()}
+    pointers = _pointers(neurons=run.cold_rows, dy=dy, dl1=dl1, hot=hot_dx, dx=found.get("x"), **weights)
+    given = library.TrainBackward(pairs=_pairs(run, kept), **pointers)
     tensors = tensors_of(run.operands.map(Tensor.data_ptr), 0)
-    size = lib.twell_train_backward_bytes(ctypes.byref(problem), capacity)
-    workspace = torch.empty(size, dtype=torch.uint8, device=run.x.device)
-    check_status(
-        lib.twell_train_backward(
-            ctypes.byref(problem), ctypes.byref(tensors), ctypes.byref(given), workspace.data_ptr(), size, _stream()
-        )
-    )
+    size = lib.twell_train_backward_bytes(problem, _capacity(run.call))
+    launch(lib.twell_train_backward, size, problem, tensors, given)

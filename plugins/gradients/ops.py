@@ -16,6 +16,7 @@ gradients on as they are. There are no second derivatives.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,21 +25,14 @@ from torch import Tensor
 from twellc.plugins.block import BlockOptions, Operands, Variant
 from twellc.plugins.block import call_of as block_call_of
 from twellc.plugins.gradients import cpu, cuda
-from twellc.plugins.gradients.autocast import register_autocast
-from twellc.plugins.gradients.call import (
-    KEPT_DTYPES,
-    Call,
-    Gradients,
-    Kept,
-    Step,
-    call_of,
-    schemas,
-)
-from twellc.plugins.gradients.transforms import NO_SECOND, refuse_forward_mode, refuse_torch_func
+from twellc.plugins.gradients.call import KEPT_DTYPES, Call, Gradients, Kept, Step, call_of, schemas
+from twellc.plugins.gradients.modes import NO_SECOND, refuse_forward_mode, refuse_torch_func, register_autocast
 from twellc.plugins.meaning import check_call, math_dtype, widths_of
+from twellc.plugins.torch_library import LIBRARY
 
-_LIBRARY = torch.library.Library("twell", "FRAGMENT")
 _NUM_KEPT = len(Kept._fields)
+# The tensors that may have gradients, in the order of the ops' arguments.
+_NAMES = (*Gradients._fields, "residual")
 
 
 def _check(call: Call) -> None:
@@ -52,81 +46,62 @@ def _check(call: Call) -> None:
         raise ValueError(f"twell: order must be int32 [{d_ff}], got {step.order.dtype} {tuple(step.order.shape)}")
 
 
-def _forward_on_cpu(*arguments: Any) -> tuple[Tensor, ...]:
-    call = call_of(arguments)
-    _check(call)
-    x = call.operands.x
-    return *cpu.forward(call), *(x.new_empty(0, dtype=dtype) for dtype in KEPT_DTYPES)
+# ---- the ops: `cpu`, `cuda` and the two functions below have the same two directions ----
 
 
-def _forward_on_cuda(*arguments: Any) -> tuple[Tensor, ...]:
-    call = call_of(arguments)
-    _check(call)
-    y, l1, counts, kept = cuda.forward(call)
-    return y, l1, counts, *kept
-
-
-def _infer_forward(*arguments: Any) -> tuple[Tensor, ...]:
-    call = call_of(arguments)
-    _check(call)
+def _infer_forward(call: Call) -> tuple[Tensor, Tensor, Tensor, Kept]:
     x, widths = call.operands.x, widths_of(call.operands)
     shapes = [(0,)] * _NUM_KEPT if x.device.type == "cpu" else cuda.shapes_kept(call)
-    return (
-        x.new_empty((*x.shape[:-1], widths["d_out"])),
-        x.new_empty((), dtype=math_dtype(x.dtype)),
-        x.new_empty(widths["d_ff"], dtype=torch.int32),
-        *(x.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, KEPT_DTYPES, strict=True)),
-    )
+    kept = (x.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, KEPT_DTYPES, strict=True))
+    y, l1 = x.new_empty((*x.shape[:-1], widths["d_out"])), x.new_empty((), dtype=math_dtype(x.dtype))
+    return y, l1, x.new_empty(widths["d_ff"], dtype=torch.int32), Kept(*kept)
 
 
-def _wanted(call: Call, for_x: bool, for_weights: bool) -> list[str]:
-    """Return the names of the gradients that are asked for."""
-    names = (name for name in call.operands.named() if name != "residual")
-    return [name for name in names if (for_x if name == "x" else for_weights)]
-
-
-def _split(arguments: Any) -> tuple[Tensor, Tensor, Kept, bool, bool, Call]:
-    dy, dl1, *kept = arguments[: 2 + _NUM_KEPT]
-    for_x, for_weights, *rest = arguments[2 + _NUM_KEPT :]
-    return dy, dl1, Kept(*kept), for_x, for_weights, call_of(rest)
-
-
-def _backward_on_cpu(*arguments: Any) -> Gradients:
-    dy, dl1, _, for_x, for_weights, call = _split(arguments)
-    found = cpu.backward(dy, dl1, call)
-    return _gradients(dy, {name: found[name] for name in _wanted(call, for_x, for_weights)})
-
-
-def _backward_on_cuda(*arguments: Any) -> Gradients:
-    dy, dl1, kept, for_x, for_weights, call = _split(arguments)
-    return _gradients(dy, cuda.backward(dy, dl1, kept, call, _wanted(call, for_x, for_weights)))
-
-
-def _infer_backward(*arguments: Any) -> Gradients:
-    dy, _, _, for_x, for_weights, call = _split(arguments)
+def _infer_backward(dy: Tensor, _: Tensor, __: Kept, call: Call, wanted: Sequence[str]) -> dict[str, Tensor]:
     given = call.operands.named()
-    return _gradients(dy, {name: dy.new_empty(given[name].shape) for name in _wanted(call, for_x, for_weights)})
+    return {name: dy.new_empty(given[name].shape) for name in wanted}
 
 
-def _gradients(dy: Tensor, found: dict[str, Tensor]) -> Gradients:
-    return Gradients(*(found[name] if name in found else dy.new_empty(0) for name in Gradients._fields))
+def _forward_by(run: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        call = call_of(arguments)
+        _check(call)
+        y, l1, counts, kept = run(call)
+        return y, l1, counts, *kept
+
+    return forward
 
 
-for _schema, _on_cpu, _on_cuda, _infer in zip(
+def _backward_by(run: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(dy: Tensor, dl1: Tensor, *others: Any) -> Gradients:
+        kept, (for_x, for_weights, *arguments) = Kept(*others[:_NUM_KEPT]), others[_NUM_KEPT:]
+        call = call_of(arguments)
+        names = (name for name in call.operands.named() if name != "residual")
+        wanted = [name for name in names if (for_x if name == "x" else for_weights)]
+        found = run(dy, dl1, kept, call, wanted)
+        return Gradients(*(found[name] if name in found else dy.new_empty(0) for name in Gradients._fields))
+
+    return backward
+
+
+for _schema, _by, _directions in zip(
     schemas(),
-    (_forward_on_cpu, _backward_on_cpu),
-    (_forward_on_cuda, _backward_on_cuda),
-    (_infer_forward, _infer_backward),
+    (_forward_by, _backward_by),
+    ((cpu.forward, cuda.forward, _infer_forward), (cpu.backward, cuda.backward, _infer_backward)),
     strict=True,
 ):
     _name = _schema.partition("(")[0]
-    _LIBRARY.define(_schema, tags=torch.Tag.pt2_compliant_tag)
-    _LIBRARY.impl(_name, _on_cpu, "CPU")
-    _LIBRARY.impl(_name, _on_cuda, "CUDA")
-    torch.library.register_fake(f"twell::{_name}", _infer, lib=_LIBRARY)
+    LIBRARY.define(_schema, tags=torch.Tag.pt2_compliant_tag)
+    for _key, _run in zip(("CPU", "CUDA"), _directions, strict=False):
+        LIBRARY.impl(_name, _by(_run), _key)
+    # Not a kernel for "Meta": what is kept depends on the device.
+    torch.library.register_fake(f"twell::{_name}", _by(_directions[2]), lib=LIBRARY)
 
 TRAIN_FORWARD: torch._ops.OpOverload = torch.ops.twell.train_forward.default
 TRAIN_BACKWARD: torch._ops.OpOverload = torch.ops.twell.train_backward.default
+
+
+# ---- what is differentiable ----
 
 
 class _TrainStep(torch.autograd.Function):
@@ -166,9 +141,6 @@ class _TrainStep(torch.autograd.Function):
         return *gradients, *(None for _ in range(len(arguments) - len(_NAMES)))
 
 
-_NAMES = ("x", *Gradients._fields[1:], "residual")
-
-
 def _refuse(ctx: Any, *_: Any) -> None:
     raise NotImplementedError(NO_SECOND)
 
@@ -184,12 +156,12 @@ def _forward_with_gradients(*inputs: Any) -> tuple[Tensor, ...]:
     return found
 
 
-_LIBRARY.impl("train_forward", _forward_with_gradients, "Autograd")
-torch.library.register_autograd(TRAIN_BACKWARD, _refuse, lib=_LIBRARY)
-register_autocast(_LIBRARY, TRAIN_FORWARD)
+LIBRARY.impl("train_forward", _forward_with_gradients, "Autograd")
+torch.library.register_autograd(TRAIN_BACKWARD, _refuse, lib=LIBRARY)
+register_autocast(LIBRARY, TRAIN_FORWARD)
 
 
-def register_gradients(library: torch.library.Library, op: torch._ops.OpOverload, variant: Variant) -> None:
+def register_gradients(op: torch._ops.OpOverload, variant: Variant) -> None:
     """Make an op of a block differentiable: where autograd records, it is computed by `train_forward`."""
 
     def call(*arguments: Any, **named: Any) -> Tensor:
@@ -202,8 +174,8 @@ def register_gradients(library: torch.library.Library, op: torch._ops.OpOverload
             y: Tensor = op(*arguments, **named)
         return y
 
-    library.impl(variant.op, call, "Autograd")
-    register_autocast(library, op)
+    LIBRARY.impl(variant.op, call, "Autograd")
+    register_autocast(LIBRARY, op)
 
 
 def train_forward(operands: Operands[Tensor], options: BlockOptions, step: Step) -> tuple[Tensor, Tensor, Tensor]:

@@ -258,7 +258,7 @@ def test_append_refuses(index: int, change: Any, message: str) -> None:
         (0, lambda x: x[0], "q must have four dimensions"),
         (0, lambda x: x[:, :, :3], "heads must be a positive multiple"),
         (1, lambda x: x[:, :, :5], "values must have shape"),
-        (2, lambda x: x.double(), "values must be of one floating point type"),
+        (2, lambda x: x.double(), r"values must be torch\.float32 like q"),
         (3, lambda x: x.long(), "query_counts must be int32"),
         (4, lambda x: x[:2], "key_counts must be int32"),
     ],

@@ -223,9 +223,9 @@ def test_register_in_what_is_imported(lean_folder: Folder) -> None:
 def test_register_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"the plugins do not register in tensorrt 10\.0; expected TensorRT 10, "):
         registration.register(tensorrt(has=False, takes=False))
-    with pytest.raises(UserError, match=r"json is no TensorRT: it has no plugin registry"):
+    with pytest.raises(UserError, match=r"json is not a TensorRT: it has no plugin registry"):
         registration.register(json)
-    with pytest.raises(UserError, match=r"'tensorrt' is no TensorRT: it has no plugin registry"):
+    with pytest.raises(UserError, match=r"'tensorrt' is not a TensorRT: it has no plugin registry"):
         registration.register("tensorrt")  # type: ignore[arg-type]
     monkeypatch.setattr(registration, "imported_modules", list)
     with pytest.raises(UserError, match=r"no TensorRT is imported; expected tensorrt or .*Import it first"):

@@ -1,0 +1,78 @@
+"""What else torch may do as an op is called: autocast, derivatives in forward mode, and `torch.func`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+_FIX = "run the model without the blocks: twellc.restore(model)"
+NO_SECOND = (
+    "twell: the blocks have no second derivative. For one (create_graph=True, gradient penalties, "
+    f"torch.func.hessian) {_FIX}"
+)
+_NO_FORWARD_MODE = (
+    f"twell: the blocks have no derivative in forward mode. For one (torch.func.jvp, dual tensors) {_FIX}"
+)
+_NO_TORCH_FUNC = f"twell: the blocks are not differentiable by torch.func. For that {_FIX}"
+
+
+def is_forward_mode() -> bool:
+    """Whether tensors may have tangents."""
+    return forward_ad._current_level >= 0
+
+
+def is_transformed() -> bool:
+    """Whether tensors may be those of `torch.func` or of forward mode."""
+    return is_forward_mode() or torch._C._are_functorch_transforms_active()
+
+
+def refuse_forward_mode(tensors: Iterable[object]) -> None:
+    """Raise NotImplementedError if one of these has a tangent, which a result would not have."""
+    if is_forward_mode() and any(
+        isinstance(each, Tensor) and forward_ad.unpack_dual(each).tangent is not None for each in tensors
+    ):
+        raise NotImplementedError(_NO_FORWARD_MODE)
+
+
+def refuse_torch_func() -> None:
+    """Raise NotImplementedError if what autograd records is for `torch.func`."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(_NO_TORCH_FUNC)
+
+
+# ---- autocast ----
+
+_DEVICES = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
+_CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def register_autocast(library: torch.library.Library, op: torch._ops.OpOverload) -> None:
+    """Let an op take float32, bfloat16 and float16 together: autocast casts them, as for `functional.linear`."""
+    for device, key in _DEVICES.items():
+        library.impl(op._schema.name.partition("::")[2], _casting(op, device, key), key.name)
+
+
+def _casting(op: torch._ops.OpOverload, device: str, key: torch._C.DispatchKey) -> Callable[..., Any]:
+    names = [each.name for each in op._schema.arguments]
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        given = {**dict(zip(names, arguments, strict=False)), **named}
+        dtype = torch.get_autocast_dtype(device)
+        residual = given.get("residual")
+        # Added in its own type: what a dense block adds to the result of its last projection.
+        is_wider = residual is not None and residual.dtype == torch.float32
+        cast = {
+            name: value.to(dtype) if isinstance(value, Tensor) and value.dtype in _CASTABLE else value
+            for name, value in {**given, "residual": None if is_wider else residual}.items()
+        }
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+            found = op(**cast)
+        if residual is None or not is_wider:
+            return found
+        return residual + found if isinstance(found, Tensor) else (residual + found[0], *found[1:])
+
+    return call
