@@ -16,7 +16,7 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture
-def blocks(_vllm: None) -> Any:
+def blocks() -> Any:
     from twellc.vllm import blocks
 
     return blocks
@@ -35,15 +35,13 @@ def replace(blocks: Any, model: nn.Module) -> list[Any]:
     """Replace all blocks of a model that are not refused; return all that were found."""
     found = list(blocks.find(model))
     for each in found:
-        if each.refusal:
+        if each.block.refusal:
             continue
-        module = model.get_submodule(each.module)
         layers = {}
         for operand in each.weights.named().values():
-            path = ".".join(operand.path[:-1])
-            linear = module.get_submodule(path)
-            layers[path] = Share(linear.in_features, linear.out_features, linear.bias is not None)
-            layers[path].load_state_dict(linear.state_dict())
+            linear = each.module.get_submodule(operand.layer)
+            layers[operand.layer] = Share(linear.in_features, linear.out_features, linear.bias is not None)
+            layers[operand.layer].load_state_dict(linear.state_dict())
         blocks.put(model, each, layers, BlockOptions(activation=each.block.activation))
         for layer in layers.values():
             layer.quant_method.process_weights_after_loading(layer)
@@ -92,7 +90,7 @@ def test_modules(blocks: Any, kind: type[nn.Module], biases: str) -> None:
     model = Model(Residual(kind(biases=biases)), Residual(kind(biases=biases)))
     names = set(model.state_dict())
     found = same(blocks, model, torch.randn(1, 5, D_MODEL))
-    assert [each.module for each in found] == ["layers.0.ffn", "layers.1.ffn"]
+    assert [each.path for each in found] == ["layers.0.ffn", "layers.1.ffn"]
     assert all(type(layer.ffn).__name__ == "TwellBlock" for layer in model.layers)
     assert set(model.state_dict()) == names
     down = model.layers[0].ffn.down
@@ -108,7 +106,7 @@ def test_gate_and_up_in_one_layer(blocks: Any) -> None:
     block = Written(packed, gate_up=nn.Linear(D_MODEL, 2 * D_FF), down=nn.Linear(D_FF, D_MODEL))
     scale_weights(block)
     (found,) = same(blocks, Model(Residual(block)), torch.randn(1, 5, D_MODEL))
-    assert found.weights.w_gate.rows == (D_FF, 2 * D_FF, 1) and not found.refusal
+    assert found.weights.w_gate.rows == (D_FF, 2 * D_FF, 1) and not found.block.refusal
 
 
 def test_a_module_in_two_places(blocks: Any) -> None:
@@ -121,7 +119,7 @@ def test_a_module_in_two_places(blocks: Any) -> None:
 def test_a_written_out_block(blocks: Any) -> None:
     model = Model(written_out(plain))
     (found,) = same(blocks, model, torch.randn(1, 5, D_MODEL))
-    assert (found.module, found.activation, found.refusal) == ("layers.0", "act", "")
+    assert (found.path, found.block.refusal) == ("layers.0", "")
     assert isinstance(model.layers[0].act, nn.Identity)
 
 
@@ -171,12 +169,12 @@ def test_written_out_blocks_that_stay(blocks: Any, code: Callable[[Any, Tensor],
     """No module alone computes what is between their projections, or one of these is called for something else, too."""
     model = Model(written_out(code, fc3=nn.Linear(D_MODEL, D_FF)))
     (found,) = same(blocks, model, torch.randn(1, 5, D_MODEL))
-    assert found.refusal == "it is written out in a larger module, without a module for its activation"
+    assert found.block.refusal == "it is written out in a larger module, without a module for its activation"
 
 
 def test_a_written_out_block_that_is_refused(blocks: Any) -> None:
     (found,) = same(blocks, Model(written_out(plain, act=nn.GELU())), torch.randn(1, 5, D_MODEL))
-    assert found.refusal.startswith("activation is gelu")
+    assert found.block.refusal.startswith("activation is gelu")
 
 
 def test_a_value_in_a_written_out_block_with_another_reader(blocks: Any) -> None:
@@ -187,11 +185,11 @@ def test_opt(blocks: Any) -> None:
     model = opt().model
     model.config._attn_implementation = "vllm"
     found = list(blocks.find(model.to("meta")))
-    assert [(each.module, each.activation, each.refusal) for each in found] == [
+    assert [(each.path, blocks.activation_of(each), each.block.refusal) for each in found] == [
         (f"decoder.layers.{index}", "activation_fn", "") for index in range(2)
     ]
 
 
 def test_projections_of_another_kind(blocks: Any) -> None:
     (found,) = blocks.find(gpt2())
-    assert found.refusal == "c_fc is a Conv1D, not a torch.nn.Linear"
+    assert found.block.refusal == "c_fc is a Conv1D, not a torch.nn.Linear"

@@ -1,4 +1,4 @@
-"""A hidden tensor that is put off: what stands for it between the two projections of a block that is written out.
+"""A hidden tensor that is deferred: what stands for it between the two projections of a block that is written out.
 
     x ─ up ─ Hidden(x) ─ relu ─ Hidden(x) ─ down ─ y        down calls the op with x and the weights of both
 
@@ -36,7 +36,7 @@ class Hidden:
         self, dense: Callable[[], Tensor], compute: Callable[[Blended | None], Tensor | None], down: nn.Module,
         activation: str, blends: bool, done: tuple[str, ...] = (), blended: Blended | None = None,
     ) -> None:  # fmt: skip
-        """Put it off.
+        """Defer it.
 
         Args:
             dense: Computes the up projection.

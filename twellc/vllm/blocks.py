@@ -11,8 +11,8 @@ So the bias of `down` on one rank, and the sum over ranks behind it, stay vLLM's
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,62 +24,40 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
 )
 
-from twellc.eager.module_blocks import Operand, between, find_modules, find_written_out, functions_of, operands_of
-from twellc.passes.match.find_ffn import FfnBlock
+from twellc.eager.module_blocks import FoundBlock, Operand, between, find_blocks, functions_of
 from twellc.passes.match.linear import step, strip
 from twellc.plugins.block import BlockOptions, WeightOperands
 from twellc.plugins.ops import run_block
 
 
-@dataclass(frozen=True)
-class Found:
-    """A block of a model.
-
-    Attributes:
-        module: Path of the module that is the block, or that it is written out in.
-        block: What the matcher found.
-        weights: Where its weights are in the module; None where it is refused.
-        activation: Of a block that is written out, the child of the module that computes its activation.
-        refusal: Why it stays as it is; empty where it need not.
-    """
-
-    module: str
-    block: FfnBlock
-    weights: WeightOperands[Operand] | None
-    activation: str = ""
-    refusal: str = ""
+def find(model: nn.Module) -> Iterator[FoundBlock]:
+    """Yield the blocks of a model whose linear layers are torch's own; those that stay as they are say why."""
+    for each in find_blocks(model, ranks=(3,)):
+        reason = ""
+        if each.is_written_out and not activation_of(each):
+            reason = "it is written out in a larger module, without a module for its activation"
+        elif not each.is_written_out:
+            reason = _foreign(each) if each.weights else "it computes its weights"
+        yield each.refused(each.block.refusal or reason)
 
 
-def find(model: nn.Module) -> Iterator[Found]:
-    """Yield the blocks of a model whose linear layers are torch's own."""
-    whole: list[str] = []
-    for path, module, block, _ in find_modules(model, ranks=(3,)):
-        whole.append(path)
-        weights = operands_of(module, block)
-        reason = block.refusal or ("" if weights else "it computes its weights")
-        yield Found(path, block, weights, refusal=reason or _foreign(module, weights))
-    for each in find_written_out(model, whole):
-        activation = _activation_of(each.block, functions_of(each.module)) if each.weights else ""
-        reason = "" if activation else "it is written out in a larger module, without a module for its activation"
-        yield Found(each.path, each.block, each.weights, activation, each.block.refusal or reason)
-
-
-def _foreign(module: nn.Module, weights: WeightOperands[Operand] | None) -> str:
-    """Say which projection is no `torch.nn.Linear`; empty where all are."""
-    for operand in weights.named().values() if weights else ():
-        linear = module.get_submodule(".".join(operand.path[:-1]))
+def _foreign(found: FoundBlock) -> str:
+    """Say which projection is not a `torch.nn.Linear`; empty where all are."""
+    for operand in found.weights.named().values() if found.weights else ():
+        linear = found.module.get_submodule(operand.layer)
         if type(linear) is not nn.Linear:
-            return f"{'.'.join(operand.path[:-1])} is a {type(linear).__name__}, not a torch.nn.Linear"
+            return f"{operand.layer} is a {type(linear).__name__}, not a torch.nn.Linear"
     return ""
 
 
-def _activation_of(block: FfnBlock, functions: Collection[str]) -> str:
-    """Return the one of `functions` that is all that stands between a plain block's projections; or an empty text."""
-    if block.gate is not None:
+def activation_of(found: FoundBlock) -> str:
+    """Return the child that computes all between the projections of a block that is written out; or nothing."""
+    block, up = found.block, found.block.up
+    if not found.is_written_out or found.weights is None or block.gate is not None or up is None:
         return ""
-    up, result = block.up, strip(block.down.x)
+    result = strip(block.down.x)
     child = _child_of(result)
-    if up is None or child not in functions or any(len(part.weight.node.users) > 1 for part in (up, block.down)):
+    if child not in functions_of(found.module) or any(len(part.weight.node.users) > 1 for part in (up, block.down)):
         return ""
     if any(_child_of(node) != child and step(node) is None for node in between(block)):
         return ""  # what changes x in place, for example
@@ -102,7 +80,7 @@ def _child_of(node: Node) -> str:
     return str(stack[1][0]).partition(".")[0] if len(stack) > 1 else ""
 
 
-class _Through(UnquantizedLinearMethod):
+class _PassInput(UnquantizedLinearMethod):
     """Of a projection whose weight the op reads: it returns x."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -117,11 +95,11 @@ class _CallsOp(UnquantizedLinearMethod):
     """Of a down projection: it computes its block.
 
     Args:
-        weights: The layer and the rows of each weight and bias but those of the down projection.
+        weights: The layer of each weight and bias, and which rows of it the op reads.
         options: How the block is computed.
     """
 
-    def __init__(self, weights: dict[str, tuple[Any, Operand]], options: BlockOptions) -> None:
+    def __init__(self, weights: WeightOperands[tuple[Any, Operand]], options: BlockOptions) -> None:
         super().__init__()
         self._weights, self._options = weights, options
 
@@ -131,11 +109,9 @@ class _CallsOp(UnquantizedLinearMethod):
             layer.weight.data = layer.weight.data.t().contiguous().t()
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return y [..., d_out] of the block for x [..., d_model]."""
-        read = {
-            name: operand.view(getattr(owner, operand.path[-1])) for name, (owner, operand) in self._weights.items()
-        }
-        return run_block(WeightOperands(**read, w_down=layer.weight.t(), b_down=bias).of(x), self._options)
+        """Return y [..., d_out] of the block for x [..., d_model]; vLLM says in `bias` whether this rank adds that."""
+        read = self._weights.map(lambda each: each[1].view(getattr(each[0], each[1].path[-1])))
+        return run_block(replace(read, b_down=bias).of(x), self._options)
 
 
 class TwellBlock(nn.Module):
@@ -154,44 +130,37 @@ class TwellBlock(nn.Module):
         return y
 
 
-def parallel(
-    module: nn.Module, weights: WeightOperands[Operand], prefix: str, quant_config: Any
-) -> dict[str, LinearBase]:
+def parallel(found: FoundBlock, prefix: str, quant_config: Any) -> dict[str, LinearBase]:
     """Make the linear layers of vLLM for a block's projections, by their paths in the module.
 
     Args:
-        module: The module.
-        weights: Where its weights are.
-        prefix: The path of the module.
+        found: The block.
+        prefix: The path of its module in vLLM's model.
         quant_config: What vLLM quantises layers by, or None.
     """
+    assert found.weights is not None
+    down = found.weights.w_down.layer
     made: dict[str, LinearBase] = {}
-    for name, operand in weights.named().items():
-        path = ".".join(operand.path[:-1])
-        if path not in made:
-            linear: Any = module.get_submodule(path)
-            kind = RowParallelLinear if name == "w_down" else ColumnParallelLinear
-            made[path] = kind(
-                linear.in_features, linear.out_features, bias=linear.bias is not None, quant_config=quant_config,
-                prefix=f"{prefix}.{path}", return_bias=False,
-            )  # fmt: skip
+    for path in dict.fromkeys(operand.layer for operand in found.weights.named().values()):
+        linear: Any = found.module.get_submodule(path)
+        kind = RowParallelLinear if path == down else ColumnParallelLinear
+        options = {"bias": linear.bias is not None, "quant_config": quant_config, "prefix": f"{prefix}.{path}"}
+        made[path] = kind(linear.in_features, linear.out_features, return_bias=False, **options)
     return made
 
 
-def put(model: nn.Module, found: Found, layers: dict[str, LinearBase], options: BlockOptions) -> None:
+def put(model: nn.Module, found: FoundBlock, layers: dict[str, LinearBase], options: BlockOptions) -> None:
     """Put layers in the place of a block's projections, so that they call the op."""
     assert found.weights is not None
-    module = model.get_submodule(found.module)
-    owners = {name: (layers[".".join(each.path[:-1])], each) for name, each in found.weights.named().items()}
-    down = owners.pop("w_down")[0]
-    owners.pop("b_down", None)
+    module, activation = found.module, activation_of(found)
     for layer in layers.values():
-        layer.quant_method = _Through()
-    down.quant_method = _CallsOp(owners, options)
+        layer.quant_method = _PassInput()
+    down = layers[found.weights.w_down.layer]
+    down.quant_method = _CallsOp(found.weights.map(lambda each: (layers[each.layer], each)), options)
     for path, layer in layers.items():
         module.set_submodule(path, layer)
-    if found.activation:
-        module.set_submodule(found.activation, nn.Identity())
+    if activation:
+        module.set_submodule(activation, nn.Identity())
         return
     block = TwellBlock(module, down)
     for parent in list(model.modules()):  # a module may be in several places

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -21,6 +20,7 @@ from vllm.platforms import current_platform
 from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_few
 from twellc.base.version import __version__
+from twellc.eager.module_blocks import FoundBlock
 from twellc.loaders import sparselm
 from twellc.passes.decide import decide, options_of
 from twellc.plugins import library
@@ -85,26 +85,26 @@ def _changed(config: Any, **values: Any) -> Iterator[None]:
             setattr(config, name, value)
 
 
-def _replace_blocks(model: torch.nn.Module, found: list[blocks.Found], config: VllmConfig) -> None:
+def _replace_blocks(model: torch.nn.Module, found: list[FoundBlock], config: VllmConfig) -> None:
     """Replace the blocks that the ops can run; log which these are, and why others stay as they are."""
     dtype = config.model_config.dtype
-    decisions = decide([replace(each.block, module=each.module, dtype=dtype) for each in found], "all")
+    decisions = decide([replace(each.block, dtype=dtype) for each in found], "all")
     taken: dict[str, Any] = {}
     refused: dict[str, list[str]] = {}
     for each, layer in zip(found, decisions, strict=True):
         options = options_of(each.block, layer, None)
-        reason = each.refusal or ("" if layer.decision == "twell" else layer.reason) or _misfit(each, options)
+        stays = each.block.refusal or ("" if layer.decision == "twell" else layer.reason)
+        reason = stays or _misfit(each, options, dtype)
         layers: dict[str, LinearBase] = {}
-        if not reason and each.weights is not None:
-            module = model.get_submodule(each.module)
-            layers = blocks.parallel(module, each.weights, f"model.{each.module}", config.quant_config)
+        if not reason:
+            layers = blocks.parallel(each, f"model.{each.path}", config.quant_config)
             if any(type(made.quant_method) is not UnquantizedLinearMethod for made in layers.values()):
                 reason = "its layers are quantised"
         if reason:
-            refused.setdefault(reason, []).append(each.module)
+            refused.setdefault(reason, []).append(layer.module)
         else:
             blocks.put(model, each, layers, options)
-            taken[each.module] = asdict(options)
+            taken[layer.module] = asdict(options)
     for reason, modules in refused.items():
         LOG.warning(
             "%d of %d feed-forward blocks stay dense (%s): %s", len(modules), len(found), first_few(modules), reason
@@ -133,11 +133,10 @@ def _unfit(config: VllmConfig) -> str:
     return ""
 
 
-def _misfit(found: blocks.Found, options: BlockOptions) -> str:
+def _misfit(found: FoundBlock, options: BlockOptions, dtype: torch.dtype) -> str:
     """Say why the share of one rank cannot be computed by the op; empty where it can."""
     ranks, block, weights = get_tensor_model_parallel_world_size(), found.block, found.weights
-    if weights is None:
-        return ""
+    assert weights is not None
     if block.d_ff % ranks:
         return f"its {block.d_ff} neurons cannot be shared out evenly among {ranks} ranks"
     if ranks > 1 and any(operand.rows is not None for operand in weights.named().values()):
@@ -145,6 +144,6 @@ def _misfit(found: blocks.Found, options: BlockOptions) -> str:
     if current_platform.is_cpu():
         return ""
     widths = {"d_model": block.d_model, "d_ff": block.d_ff // ranks, "d_out": block.d_out}
-    problem = problem_of(weights.variant, options, dtype_name(block.dtype), tokens=1, **widths)
-    fault: bytes | None = library.load().twell_validate(ctypes.byref(problem))
+    problem = problem_of(weights.variant, options, dtype_name(dtype), tokens=1, **widths)
+    fault: bytes | None = library.load().twell_validate(problem)
     return "" if fault is None else fault.decode()

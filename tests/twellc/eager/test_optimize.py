@@ -425,7 +425,7 @@ def test_a_class_from_which_none_can_be_derived() -> None:
         (lambda: twellc.optimize("model"), "twellc.optimize: takes a torch.nn.Module; got 'model'"),  # type: ignore[type-var]
         (lambda: twellc.restore(None), "twellc.restore: takes a torch.nn.Module; got None"),  # type: ignore[type-var]
         (lambda: twellc.optimized_blocks(3), "twellc.optimized_blocks: takes a torch.nn.Module"),  # type: ignore[arg-type]
-        (lambda: twellc.optimize(Gated(), layers=["a"]), r"layers: is no text; got \['a'\]"),  # type: ignore[arg-type]
+        (lambda: twellc.optimize(Gated(), layers=["a"]), r"layers: must be a string; got \['a'\]"),  # type: ignore[arg-type]
         (lambda: twellc.optimize(Gated(), compression=8.0), r"no such compression; got 8\.0"),  # type: ignore[arg-type]
         (lambda: twellc.optimize(Gated(), compression=True), "no such compression; got True"),
     ],

@@ -1,0 +1,400 @@
+"""What the forward of a module is replaced by where its blocks, or parts of one, are run by the `twell` ops."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from twellc.base.errors import UserError
+from twellc.eager.hidden import Blended, Hidden, holds_hidden, real
+from twellc.eager.module_blocks import Operand, Optimized, has_global_hooks, has_hooks
+from twellc.eager.sharded import is_sharded, local_of, sum_over_ranks
+from twellc.eager.training_block import BlockInTraining, blended_of
+from twellc.passes.decide import KERNEL_DTYPES
+from twellc.passes.report import Layer
+from twellc.plugins.block import BlockOptions, Operands, WeightOperands
+from twellc.plugins.gradients.modes import is_forward_mode, is_transformed
+from twellc.plugins.ops import run_block
+
+# Of a submodule: its class, without what is mixed in here, and whether it has a forward that is not its class's.
+_Form = tuple[type[nn.Module], bool]
+
+
+@dataclass(frozen=True)
+class TakenBlock:
+    """A block that the ops compute, as the module keeps it that the block is, or that it is written out in.
+
+    Attributes:
+        layer: Its row in a report.
+        weights: Its weights and biases.
+        options: How it is computed.
+        argument: Name of the parameter of its forward that x is; empty where it cannot be named.
+        ranks: Numbers of dimensions of x for which the op runs: those for which the forward was seen to be this block.
+        forms: What its inner modules were.
+        training: What it does in training; None where it is optimized for inference.
+        parts: Of a block that is written out the children that its inner modules are: the two projections, and what
+            has no parameters, such as the activation.
+        inner: Its path in the submodule, where that has several.
+    """
+
+    layer: Layer
+    weights: WeightOperands[Operand]
+    options: BlockOptions
+    argument: str
+    ranks: tuple[int, ...]
+    forms: tuple[_Form, ...]
+    training: BlockInTraining | None = None
+    parts: tuple[str, ...] = ()
+    inner: str = ""
+
+    def path(self, module: str) -> str:
+        """Return its path, given that of its submodule."""
+        return ".".join(filter(None, (module, self.inner)))
+
+
+def taken_by(module: nn.Module) -> tuple[TakenBlock, ...]:
+    """Return the blocks that a submodule computes by the ops."""
+    found: tuple[TakenBlock, ...] = vars(module).get("_twellc", ())
+    return found
+
+
+def inner_modules(module: nn.Module, parts: tuple[str, ...]) -> list[nn.Module]:
+    """Return the modules that a block is made of: the children `parts`, or all inner modules where there are none."""
+    if not parts:
+        return list(module.modules())[1:]
+    held = [module._modules.get(part) for part in parts]
+    return [each for each in held if each is not None]
+
+
+def forms_of(inner: list[nn.Module]) -> tuple[_Form, ...]:
+    """Return what modules are, to see later whether they still are that."""
+    return tuple((original_class(each) or type(each), "forward" in vars(each)) for each in inner)
+
+
+# ---- classes ----
+
+
+class Mixed(Optimized):
+    """Mixed into a class; copy and pickle know how to make it."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        original = original_class(self)
+        if original is None:
+            return super().__reduce_ex__(protocol)
+        return _remake, (original, type(self).__bases__[0]), self.__getstate__()  # type: ignore[no-untyped-call]
+
+
+def mix(module: Any, mixed_in: type[Mixed]) -> None:
+    """Mix a class into that of a module, unless that is done."""
+    if not isinstance(module, mixed_in):
+        module.__class__ = class_with(mixed_in, type(module))  # type: ignore[arg-type]
+
+
+@functools.cache
+def class_with(mixed_in: type[Mixed], original: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that a module of class `original` gets."""
+
+    # torch.export and transformers' Trainer look at its parameters: they see those that it had.
+    @functools.wraps(original.forward, updated=())
+    def forward(self: Any, *arguments: Any, **named: Any) -> Any:
+        return mixed_in.forward(self, *arguments, **named)
+
+    # Layers keep the name of their class, by which FSDP finds them.
+    name = original.__name__ if mixed_in is ContainerModule else f"Twell{original.__name__}"
+    return type(name, (mixed_in, original), {"__module__": original.__module__, "forward": forward})
+
+
+def original_class(module: nn.Module) -> type[nn.Module] | None:
+    """Return the class that a module had; None where its class is derived from the one that it got."""
+    bases = type(module).__bases__
+    return bases[1] if bases[0] in (BlockModule, TrainedModule, ContainerModule, Projection) else None
+
+
+def _remake(original: type[nn.Module], mixed_in: type[Mixed]) -> nn.Module:
+    """Make an empty object for copy and pickle, which fill it with the state."""
+    made: type[nn.Module] = class_with(mixed_in, original)  # type: ignore[arg-type]
+    return made.__new__(made)
+
+
+class BlockModule(Mixed):
+    """Mixed into the class of a submodule that is a block: its forward calls the op where that computes the same."""
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """Compute y [..., d_out] of x [..., d_model], the one argument."""
+        if not taken_by(self):  # `restore` was called, and another class is derived from this, as FSDP does
+            return super().forward(*arguments, **named)
+        (block,) = taken_by(self)
+        x = named.get(block.argument) if not arguments and len(named) == 1 else None
+        if len(arguments) == 1 and not named:
+            x = arguments[0]
+        if isinstance(x, Tensor):
+            weights = _weights(self, block, x)
+            if weights is not None:
+                blended = None if block.training is None else blended_of(self.modules())
+                return _compute(self, block, x, weights, blended)
+        _miss(self, block)
+        return super().forward(*arguments, **named)
+
+
+# torch.compile and torch.export call it as they trace: what torch 2.11 itself puts in its place is true under both.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_exporting() -> bool:
+    return torch.compiler.is_exporting()
+
+
+class TrainedModule(BlockModule):
+    """Mixed in for training. What happens there is on the host: `torch.compile` leaves all of it as it is."""
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """Compute y [..., d_out] of x [..., d_model], the one argument; note and count. Programs get the original."""
+        if _is_exporting():
+            return super(BlockModule, self).forward(*arguments, **named)
+        return self._trained(*arguments, **named)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _trained(self, *arguments: Any, **named: Any) -> Any:
+        return super().forward(*arguments, **named)
+
+
+# The module whose forward runs in this thread, if blocks are written out in it, and how tensors were saved as it began.
+_RUNNING = threading.local()
+
+
+def _running() -> tuple[ContainerModule | None, object]:
+    running: tuple[ContainerModule | None, object] = getattr(_RUNNING, "container", (None, None))
+    return running
+
+
+def _saving() -> object:
+    """Return how autograd saves tensors now: what checkpoints a part of a forward changes it."""
+    if torch.compiler.is_compiling():
+        return None
+    return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+class ContainerModule(Mixed):
+    """Mixed into the class of a module in which blocks are written out."""
+
+    @property
+    def activation_relu_or_gelu(self) -> int:
+        """Let torch's encoder layers compute themselves part by part, and not by one fused kernel."""
+        return 0
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """Compute what the module computes, its blocks by the op where that computes the same."""
+        before = _running()
+        _RUNNING.container = (self if taken_by(self) else None), _saving()
+        try:
+            result = super().forward(*arguments, **named)
+        finally:
+            _RUNNING.container = before
+        return real(result) if holds_hidden(result) else result
+
+
+class Projection(Mixed):
+    """Mixed into the class of the projections of such blocks: outside of the module's forward it is what it was."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """Compute x W^T + b; as up projection defer that, and as down projection compute the block."""
+        container, saving = _running()
+        if container is not None:
+            given = arguments[0] if len(arguments) == 1 and not named else None
+            if isinstance(given, Hidden):
+                y = given.result(self)
+                if y is not None:
+                    return y
+            for block in taken_by(container):
+                up, down = (container._modules.get(part) for part in block.parts[:2])
+                if up is self and down is not None and isinstance(given, Tensor):
+                    # In training a part that is checkpointed is computed again outside of the module's forward.
+                    whole = block.training is None or saving == _saving()
+                    weights = _weights(container, block, given) if whole else None
+                    if weights is not None:
+                        deferred = _Deferred(container, block, self, given, weights)
+                        activation, blends = block.options.activation, block.training is not None
+                        return Hidden(deferred.dense, deferred.compute, down, activation, blends)
+                elif down is self:
+                    _miss(container, block)
+        return super().forward(*arguments, **named)
+
+
+class _Deferred:
+    """An up projection that was deferred: what it would have read, and how."""
+
+    def __init__(
+        self,
+        container: ContainerModule,
+        block: TakenBlock,
+        up: Projection,
+        x: Tensor,
+        weights: WeightOperands[Tensor],
+    ) -> None:
+        self._container, self._block, self._up, self._x, self._weights = container, block, up, x, weights
+        self._is_eager = not torch.compiler.is_compiling()
+        if self._is_eager:
+            self._version = None if x.is_inference() else x._version
+            self._autocast, self._saving = self._autocast_now(), _saving()
+
+    def dense(self) -> Tensor:
+        """Return what the up projection would have computed.
+
+        Raises:
+            UserError: That cannot be computed any more.
+        """
+        then: AbstractContextManager[Any] = nullcontext()
+        if self._is_eager:
+            self._refuse_another_x()
+            enabled, dtype = self._autocast
+            then = torch.autocast(self._x.device.type, dtype, enabled)
+        with then:
+            return functional.linear(self._x, self._up.weight, self._up.bias)
+
+    def compute(self, blended: Blended | None) -> Tensor | None:
+        """Return what the block gives; None where the projections would now compute something else.
+
+        Raises:
+            UserError: That cannot be computed any more.
+        """
+        if self._is_eager:
+            if self._block.training is not None and self._saving != _saving():
+                raise UserError(
+                    self._where, "its down projection runs in a checkpoint, and its up projection outside of it",
+                    fix="Checkpoint activations of whole layers, or of whole blocks.",
+                )  # fmt: skip
+            self._refuse_another_x()
+            if self._autocast != self._autocast_now():
+                return None
+        return _compute(self._container, self._block, self._x, self._weights, blended)
+
+    @property
+    def _where(self) -> str:
+        return f"layer {self._block.layer.module or type(self._container).__name__}"
+
+    def _autocast_now(self) -> tuple[bool, torch.dtype]:
+        kind = self._x.device.type
+        return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+    def _refuse_another_x(self) -> None:
+        if self._version is not None and self._version != self._x._version:
+            raise UserError(
+                self._where, "what its up projection reads was changed in place before its down projection",
+                fix="Run it without twellc.optimize, or leave this layer out by layers=REGEX.",
+            )  # fmt: skip
+
+
+# ---- what a block computes ----
+
+
+def _compute(
+    module: nn.Module, block: TakenBlock, x: Tensor, weights: WeightOperands[Tensor], blended: Blended | None
+) -> Tensor:
+    """Compute y [..., d_out]; in training perhaps with an activation that is on its way to ReLU."""
+    if block.training is not None:
+        trained: Tensor = _train(block.training, weights.of(x), blended)
+        return trained
+    down = block.weights.w_down.parameter(module)
+    assert down is not None
+    if not is_sharded(down):
+        return run_block(weights.of(x), block.options)
+    y = sum_over_ranks(run_block(replace(weights, b_down=None).of(x), block.options), down)
+    return y if weights.b_down is None else y + weights.b_down
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _train(training: BlockInTraining, operands: Operands[Tensor], blended: Blended | None) -> Tensor:
+    return training.run(operands, blended)
+
+
+def _miss(module: nn.Module, block: TakenBlock) -> None:
+    """Note that the original forward runs."""
+    if block.training is None or _is_exporting():
+        return
+    if module.training and not torch.is_inference_mode_enabled():
+        _note_miss(block.training)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _note_miss(training: BlockInTraining) -> None:
+    training.missed()
+
+
+def _weights(module: nn.Module, block: TakenBlock, x: Tensor) -> WeightOperands[Tensor] | None:
+    """Return what the op reads besides x, or None where the original forward must run."""
+    if block.training is not None and _is_exporting():
+        return None
+    if not _is_plain(x) or x.dim() not in block.ranks or x.shape[-1] != block.layer.d_model:
+        return None
+    inner = inner_modules(module, block.parts)
+    if forms_of(inner) != block.forms or any(map(has_hooks, inner)) or has_global_hooks():
+        return None
+    read = _of_inference if block.training is None else _of_training
+    return read(module, block, x, inner)
+
+
+def _of_inference(
+    module: nn.Module, block: TakenBlock, x: Tensor, inner: list[nn.Module]
+) -> WeightOperands[Tensor] | None:
+    if module.training or any(each.training for each in inner) or not _is_taken(x) or blended_of(inner) is not None:
+        return None
+    records = torch.is_grad_enabled()
+    if records and x.requires_grad:
+        return None
+    tensors: dict[str, Tensor] = {}
+    for name, operand in block.weights.named().items():
+        parameter = operand.parameter(module)
+        if parameter is None or parameter.dtype != x.dtype or parameter.device != x.device:
+            return None
+        if (records and parameter.requires_grad) or (block.parts and is_sharded(parameter)):
+            return None
+        held = local_of(parameter)
+        if is_traceable_wrapper_subclass(held):  # such as one that was quantized
+            return None
+        tensors[name] = operand.view(held)
+    return WeightOperands(**tensors)
+
+
+def _of_training(
+    module: nn.Module, block: TakenBlock, x: Tensor, inner: list[nn.Module]
+) -> WeightOperands[Tensor] | None:
+    # Where a block is written out, dropout may stand behind it; inside of it `Hidden` sees it.
+    if not module.training or (not block.parts and any(map(_drops, inner))):
+        return None
+    if torch.is_inference_mode_enabled() or (not torch.compiler.is_compiling() and is_transformed()):
+        return None
+    tensors: dict[str, Tensor] = {}
+    for name, operand in block.weights.named().items():
+        parameter = operand.tensor(module)
+        if parameter is None or parameter.device != x.device:
+            return None
+        tensors[name] = operand.view(parameter)
+    return WeightOperands(**tensors)
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether it is dropout that is switched on."""
+    return isinstance(module, _DropoutNd) and module.training and module.p > 0
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether x is one array on a device that the ops know: not nested, sparse or spread over ranks."""
+    is_array = not x.is_nested and x.layout == torch.strided and not is_traceable_wrapper_subclass(x)
+    return is_array and x.device.type in ("cpu", "cuda")
+
+
+def _is_taken(x: Tensor) -> bool:
+    """Whether the op takes x as it is."""
+    kind = x.device.type
+    known = kind == "cpu" or x.dtype in KERNEL_DTYPES
+    return known and not torch.is_autocast_enabled(kind) and not is_forward_mode()

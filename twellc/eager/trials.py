@@ -1,0 +1,115 @@
+"""Run modules with blocks in them, to see what a trace does not show: what meets a hidden tensor, and own gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from twellc.base.errors import first_line
+from twellc.eager.hidden import Hidden, holds_hidden, real
+from twellc.eager.module_blocks import FoundBlock
+from twellc.eager.tracing import LOG, in_mode, traced
+from twellc.passes.graph.program import quiet_torch
+
+
+def passes_hidden(found: FoundBlock, *, training: bool) -> bool:
+    """Whether what stands for the hidden tensor reaches the down projection: some functions take only a tensor.
+
+    Args:
+        found: A block that is written out, and not refused.
+        training: Whether in training mode.
+    """
+    module, (up, down) = found.module, _projections(found)
+    received: list[Hidden] = []
+
+    def defer(x: Tensor) -> Hidden:
+        return Hidden(lambda: nn.Linear.forward(up, x), lambda _: None, down, found.block.activation, False)
+
+    def receive(hidden: Any) -> Tensor:
+        if isinstance(hidden, Hidden) and hidden.is_whole(down):
+            received.append(hidden)
+        return nn.Linear.forward(down, real(hidden))
+
+    original = module.forward
+
+    @functools.wraps(original)
+    def forward(*arguments: Any, **named: Any) -> Any:
+        return real(original(*arguments, **named))
+
+    module.forward, up.forward, down.forward = forward, defer, receive  # type: ignore[method-assign, assignment]
+    try:
+        with quiet_torch(), torch.no_grad(), _scripts_refuse_hidden():
+            traced(module, *found.inputs, training)
+    except Exception as error:  # of the module's code
+        LOG.debug("%s takes only a tensor between its projections: %s", found.path, first_line(error))
+        return False
+    finally:
+        del module.forward, up.forward, down.forward
+    return bool(received)
+
+
+def own_gradient(found: FoundBlock) -> str:
+    """Return the name of a torch.autograd.Function that a block in training calls; empty where it calls none.
+
+    A trace has its forward alone: the ops would compute another gradient. Those of torch, as of checkpoints, are known.
+    In a module with a block that is written out, only what is between the two projections matters.
+    """
+    seen: set[Any] = set()
+    waiting: list[Any] = []
+    hooks = []
+    if found.is_written_out:
+        up, down = _projections(found)
+        hooks += [up.register_forward_hook(lambda _, __, result: seen.add(result.grad_fn))]
+        hooks += [down.register_forward_pre_hook(lambda _, given: waiting.append(given[0].grad_fn))]
+    x, others = found.inputs
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.enable_grad(), in_mode(found.module, True):
+            named = {name: each if each is None else fake.from_tensor(each) for name, each in others.items()}
+            result = found.module(fake.from_tensor(x), **named)
+            waiting += [] if found.is_written_out else [result.grad_fn]
+    except Exception as error:  # of the module's code
+        LOG.debug("what has a gradient that is not torch's is not known: %s", first_line(error))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+        function = getattr(node, "_forward_cls", None)
+        if function is not None and not function.__module__.startswith("torch."):
+            return str(function.__qualname__)
+    return ""
+
+
+def _projections(found: FoundBlock) -> list[nn.Linear]:
+    """Return the up and the down projection of a block that is written out."""
+    assert found.weights is not None
+    layers = [found.module._modules[each.layer] for each in (found.weights.w_up, found.weights.w_down)]
+    return [layer for layer in layers if isinstance(layer, nn.Linear)]
+
+
+@contextmanager
+def _scripts_refuse_hidden() -> Iterator[None]:
+    """Let functions of torch.jit.script refuse other things than tensors also in a trace, where they run as Python."""
+    kind: Any = torch.jit.ScriptFunction
+    call = kind.__call__
+
+    def refusing(function: Any, *arguments: Any, **named: Any) -> Any:
+        if holds_hidden([*arguments, *named.values()]):
+            raise TypeError(f"{function.name} is a function of torch.jit.script")
+        return call(function, *arguments, **named)
+
+    kind.__call__ = refusing
+    try:
+        yield
+    finally:
+        kind.__call__ = call
