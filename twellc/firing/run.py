@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from twellc.base.devices import choose_device
 from twellc.base.dtypes import torch_dtype
 from twellc.base.errors import UserError, first_few, first_line
 from twellc.base.files import OutputFiles, read_file, refuse_replacing
@@ -68,27 +69,6 @@ def profile_model(
             outputs.write(options.output, profile.content())
         outputs.commit()
     return profile
-
-
-def choose_device(name: str) -> torch.device:
-    """Return the device that an option names.
-
-    Raises:
-        UserError: There is no such device.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name) if isinstance(name, str) else None
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise UserError("--device", "no such device", got=repr(name), expected="auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(
-            f"--device {name}", "torch sees no such GPU", got=f"{torch.cuda.device_count()} GPUs", expected="cpu"
-        )
-    return device
 
 
 def _refuse_model_files(output: Path, model: Path) -> None:

@@ -7,8 +7,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from twellc.base.errors import UserError
-
 
 class Backend(Protocol):
     """A causal language model with a key-value cache.
@@ -44,24 +42,3 @@ class Backend(Protocol):
         On a GPU nothing waits for the host, so that a CUDA graph can hold the call. The logits may be overwritten by
         the next call.
         """
-
-
-def choose_device(name: str | torch.device | None) -> torch.device:
-    """Return a device, a GPU with its number.
-
-    Raises:
-        UserError: There is no such device.
-    """
-    if name in (None, "auto"):
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError) as error:
-        raise UserError(f"--device {name}", "is not a device", expected="auto, cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"--device {name}", "is not a device of twellc", expected="auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"--device {name}", "torch sees no such GPU", got=f"{torch.cuda.device_count()} GPUs")
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from twellc.base.devices import choose_device
 from twellc.base.errors import UserError, first_line
 from twellc.eager.optimization import optimize, optimized_blocks
-from twellc.generation.backend import choose_device
 from twellc.generation.rows import NextCall, RowCache, row_attention
 from twellc.loaders.cache_trial import CacheTrial, MadeUpKeys
 from twellc.loaders.huggingface import (
@@ -204,7 +204,7 @@ def load_directory(
     """
     if dtype is not None and dtype not in tuple(_DTYPES):
         raise UserError("dtype", "no such choice", got=repr(dtype), expected=" or ".join(_DTYPES))
-    chosen = choose_device(device)
+    chosen = choose_device("auto" if device is None else device)
     found: list[torch.dtype] = []
 
     def in_dtype(own: torch.dtype) -> torch.dtype:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from twellc.base.caches import INPUT_IDS, TOKEN_COUNT, WRITE_INDEX, KeyValueCache
+from twellc.base.devices import choose_device
 from twellc.base.dtypes import BY_NAME, DTYPES
 from twellc.base.errors import UserError
 from twellc.compiling.manifest import Manifest, read_manifest, refuse_other_plugins
 from twellc.export.runner import Execution, OpenPlan, open_plan, prepare
 from twellc.export.tensorrt_host import load_host, why_not_here
-from twellc.generation.backend import choose_device
 
 _LOGITS = "logits"
 
