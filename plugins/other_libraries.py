@@ -83,9 +83,10 @@ def _register(module: ModuleType, version: str, path: Path) -> OtherLibrary:
     brought = sorted(name for name, *_ in _creators(registry) - before)
     if not brought:
         raise UserError(
-            where, f"brings no plugin that {module.__name__} {version} takes",
+            where,
+            f"brings no plugin that {module.__name__} {version} takes",
             expected="a library for this TensorRT, with plugins that are not registered yet",
-        )  # fmt: skip
+        )
     return OtherLibrary(path.name, digest(path), brought)
 
 

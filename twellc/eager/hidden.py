@@ -19,8 +19,11 @@ from torch.utils._pytree import tree_map
 # Each activation as what is computed one after the other.
 STEPS = {"relu": ("relu",), "relu2": ("relu", "square")}
 _FUNCTIONS: dict[Any, str] = {
-    functional.relu: "relu", torch.relu: "relu", torch.relu_: "relu", torch.square: "square",
-}  # fmt: skip
+    functional.relu: "relu",
+    torch.relu: "relu",
+    torch.relu_: "relu",
+    torch.square: "square",
+}
 
 
 _OWN = {"_dense", "_compute", "_down", "_activation", "_done", "_blends", "_blended", "_value"}
@@ -33,9 +36,15 @@ class Hidden:
     """Stands for what an up projection gives, and for its activation."""
 
     def __init__(
-        self, dense: Callable[[], Tensor], compute: Callable[[Blended | None], Tensor | None], down: nn.Module,
-        activation: str, blends: bool, done: tuple[str, ...] = (), blended: Blended | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        dense: Callable[[], Tensor],
+        compute: Callable[[Blended | None], Tensor | None],
+        down: nn.Module,
+        activation: str,
+        blends: bool,
+        done: tuple[str, ...] = (),
+        blended: Blended | None = None,
+    ) -> None:
         """Defer it.
 
         Args:
@@ -158,8 +167,38 @@ def _operator(name: str) -> Callable[..., Any]:
 
 # Python looks for these in the class.
 for _name in (
-    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod", "pow",
-    "rpow", "matmul", "rmatmul", "neg", "abs", "iadd", "isub", "imul", "itruediv", "lt", "le", "gt", "ge", "eq", "ne",
-    "getitem", "setitem", "len", "iter", "bool",
-):  # fmt: skip
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "mul",
+    "rmul",
+    "truediv",
+    "rtruediv",
+    "floordiv",
+    "rfloordiv",
+    "mod",
+    "rmod",
+    "pow",
+    "rpow",
+    "matmul",
+    "rmatmul",
+    "neg",
+    "abs",
+    "iadd",
+    "isub",
+    "imul",
+    "itruediv",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "eq",
+    "ne",
+    "getitem",
+    "setitem",
+    "len",
+    "iter",
+    "bool",
+):
     setattr(Hidden, f"__{_name}__", _operator(f"__{_name}__"))

@@ -270,9 +270,10 @@ class _Deferred:
         if self._is_eager:
             if self._block.training is not None and self._saving != _saving():
                 raise UserError(
-                    self._where, "its down projection runs in a checkpoint, and its up projection outside of it",
+                    self._where,
+                    "its down projection runs in a checkpoint, and its up projection outside of it",
                     fix="Checkpoint activations of whole layers, or of whole blocks.",
-                )  # fmt: skip
+                )
             self._refuse_another_x()
             if self._autocast != self._autocast_now():
                 return None
@@ -289,9 +290,10 @@ class _Deferred:
     def _refuse_another_x(self) -> None:
         if self._version is not None and self._version != self._x._version:
             raise UserError(
-                self._where, "what its up projection reads was changed in place before its down projection",
+                self._where,
+                "what its up projection reads was changed in place before its down projection",
                 fix="Run it without twellc.optimize, or leave this layer out by layers=REGEX.",
-            )  # fmt: skip
+            )
 
 
 # ---- what a block computes ----

@@ -231,10 +231,11 @@ class TrainedBlock:
         parameter = self.gate.parameter(self.module)
         if parameter is None or parameter.dim() != 2:
             raise UserError(
-                f"layer {self.layer.module}", "its gate weight is not where it was in twellc.optimize",
+                f"layer {self.layer.module}",
+                "its gate weight is not where it was in twellc.optimize",
                 fix="Call twellc.optimize(model, training=True) once the model is what it shall be, and shard it by "
                 "FSDP2 (torch.distributed.fsdp.fully_shard), not by FullyShardedDataParallel.",
-            )  # fmt: skip
+            )
         return parameter
 
 

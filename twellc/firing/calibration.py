@@ -45,11 +45,12 @@ class LoadedCalibration:
         missing = missing_blocks(layers, {module: block.d_ff for module, block in blocks.items()})
         if missing:
             raise UserError(
-                f"--calibration {self.path}", "counts the neurons of a block that the model has not",
+                f"--calibration {self.path}",
+                "counts the neurons of a block that the model has not",
                 got=f"{missing[0]} with d_ff {blocks[missing[0]].d_ff}",
                 expected=first_few([f"{layer.module} with {layer.d_ff}" for layer in layers]) or "no block",
                 fix="Profile this model with `twellc profile`.",
-            )  # fmt: skip
+            )
 
     def notes(self, layers: list[Layer], dtype: str) -> list[str]:
         """Say what the calibration was, and what was removed by it.
@@ -76,8 +77,11 @@ class LoadedCalibration:
         )
         unseen = self.calibration.unseen
         if unseen is not None:
-            checked = [(neurons.lost, unseen[layer.module].nonzeros) for layer in layers
-                       if (neurons := layer.neurons) is not None and neurons.lost is not None]  # fmt: skip
+            checked = [
+                (neurons.lost, unseen[layer.module].nonzeros)
+                for layer in layers
+                if (neurons := layer.neurons) is not None and neurons.lost is not None
+            ]
             lost = sum(share * count for share, count in checked) / max(sum(count for _, count in checked), 1)
             note += f"; they have {lost:.2g} of the non-zeros of --prune-check"
         return [*notes, note]

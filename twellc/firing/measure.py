@@ -89,9 +89,10 @@ class ProgramObserver:
         for module, is_nan in zip(self._modules.values(), flags, strict=True):
             if is_nan:
                 raise UserError(
-                    f"layer {module}", f"its activations are NaN for {where}",
+                    f"layer {module}",
+                    f"its activations are NaN for {where}",
                     fix="Check the data and the model's weights; where float16 overflows, --dtype bf16 helps.",
-                )  # fmt: skip
+                )
 
     @property
     def tokens(self) -> int:

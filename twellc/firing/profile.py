@@ -178,10 +178,12 @@ def refuse_other_model(where: str, profile: FiringProfile, sha256: str, name: st
     """
     if profile.model.sha256 != sha256:
         raise UserError(
-            where, "is a profile of another model, or the model has changed since",
-            got=f"{profile.model.name}, SHA-256 {profile.model.sha256[:12]}…", expected=f"{name}, {sha256[:12]}…",
+            where,
+            "is a profile of another model, or the model has changed since",
+            got=f"{profile.model.name}, SHA-256 {profile.model.sha256[:12]}…",
+            expected=f"{name}, {sha256[:12]}…",
             fix="Profile this model with `twellc profile`.",
-        )  # fmt: skip
+        )
 
 
 def _form(profile: FiringProfile) -> list[tuple[str, str, str, int]]:
@@ -215,8 +217,9 @@ def _statistics(block: BlockProfile) -> dict[str, Json]:
 
 
 def _content(profile: FiringProfile) -> bytes:
-    blocks = [ProfiledBlock(block.module, block.variant, block.activation, block.d_ff)
-              for block in profile.blocks.values()]  # fmt: skip
+    blocks = [
+        ProfiledBlock(block.module, block.variant, block.activation, block.d_ff) for block in profile.blocks.values()
+    ]
     content = _Content(profile.model, profile.data, profile.created, profile.twellc, profile.notes, blocks).to_json()
     tensors = {f"{module}/{name}": getattr(block, name) for module, block in profile.blocks.items() for name in ARRAYS}
     metadata = {"format": FORMAT, "version": str(VERSION), "profile": json.dumps(content)}
@@ -238,9 +241,12 @@ def _read(path: Path, where: str) -> FiringProfile:
         raise UserError(where, "is not a profile of twellc", expected="a file that `twellc profile` wrote", fix=_FIX)
     if not _is_ours(metadata):
         raise UserError(
-            where, "the profile is of another version of the format", got=str(metadata.get("version")),
-            expected=str(VERSION), fix="Use the twellc that made it, or run `twellc profile` again.",
-        )  # fmt: skip
+            where,
+            "the profile is of another version of the format",
+            got=str(metadata.get("version")),
+            expected=str(VERSION),
+            fix="Use the twellc that made it, or run `twellc profile` again.",
+        )
     try:
         return _of_content(of_json(_Content, parse_json(metadata.get("profile", ""))), tensors)
     except ValueError as error:

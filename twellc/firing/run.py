@@ -77,9 +77,10 @@ def _refuse_model_files(output: Path, model: Path) -> None:
     inside = model.is_dir() and os.path.realpath(output.parent) == os.path.realpath(model)
     if same or (inside and (output.exists() or output.suffix in (".json", ".safetensors"))):
         raise UserError(
-            f"--output {output}", "belongs to the model, or stands among its files",
+            f"--output {output}",
+            "belongs to the model, or stands among its files",
             fix="Write to another place, or to a name that ends in .profile.",
-        )  # fmt: skip
+        )
 
 
 def _profile(
@@ -151,9 +152,10 @@ def _run(
             raise _no_memory(device, "Use a smaller --batch or --sequence.") from error
         except (IndexError, RuntimeError) as error:  # torch's own
             raise UserError(
-                where, f"the model fails on this data ({first_line(error)})",
+                where,
+                f"the model fails on this data ({first_line(error)})",
                 fix="Check its values, such as indices into tables.",
-            ) from error  # fmt: skip
+            ) from error
         before = sources.get(batch.source, DataSource(name, kind, 0, 0))
         sources[batch.source] = replace(
             before, sequences=before.sequences + batch.sequences, tokens=before.tokens + batch.tokens

@@ -116,9 +116,10 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             return
         if self.penalty.coefficient(state.max_steps) > 0:
             raise UserError(
-                "SparsityCallback", "the loss has no L1 term",
+                "SparsityCallback",
+                "the loss has no L1 term",
                 fix="Train by twellc.training.SparseTrainer, mix SparseTrainerMixin into the Trainer, or give l1=0.",
-            )  # fmt: skip
+            )
         self.penalty.close()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -239,10 +240,11 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if of_loss or of_weights:
             what = "the loss is" if of_loss else "weights are"
             raise UserError(
-                f"step {step}", f"{what} NaN or infinite",
+                f"step {step}",
+                f"{what} NaN or infinite",
                 fix="The last checkpoint is as it was: go on from it with a smaller learning rate, a smaller L1 "
                 "coefficient or a longer warm-up.",
-            )  # fmt: skip
+            )
 
 
 def _mean(shares: list[float]) -> float:

@@ -124,9 +124,12 @@ class TrainingLog:
             raise UserError(where, "is not a log of training", expected=_EXPECTED, fix=_FIX)
         if lines[0].get("version") != VERSION:
             raise UserError(
-                where, "is of another version", got=repr(lines[0].get("version")), expected=str(VERSION),
+                where,
+                "is of another version",
+                got=repr(lines[0].get("version")),
+                expected=str(VERSION),
                 fix="Use the twellc that wrote it.",
-            )  # fmt: skip
+            )
         try:
             run = of_json(LoggedRun, lines[0])
             steps = [of_json(LoggedStep, line, f"line {number}") for number, line in enumerate(lines[1:], 2)]
@@ -171,10 +174,12 @@ class LogWriter:
                 kept = [each for each in log.steps if each.step <= step]
             elif not overwrite:
                 raise UserError(
-                    str(path), "is the log of an earlier run", got=f"{len(log.steps)} records of {log.model}",
+                    str(path),
+                    "is the log of an earlier run",
+                    got=f"{len(log.steps)} records of {log.model}",
                     fix="Name another file, go on from a checkpoint of that run, or replace it by "
                     "SparsityCallback(overwrite=True).",
-                )  # fmt: skip
+                )
         with OutputFiles(overwrite=found) as outputs:
             outputs.check("log", path)
             outputs.write(path, "".join(f"{json.dumps(each.to_json())}\n" for each in (run, *kept)))
@@ -199,9 +204,12 @@ def refuse_other_run(found: LoggedRun, run: LoggedRun, where: str) -> None:
     for what, read in _IDENTITY.items():
         if read(found) != read(run):
             raise UserError(
-                where, f"is the log of a run with another model: {what}", got=str(read(run)), expected=str(read(found)),
+                where,
+                f"is the log of a run with another model: {what}",
+                got=str(read(run)),
+                expected=str(read(found)),
                 fix="Give the model that the run began with, or another output folder.",
-            )  # fmt: skip
+            )
 
 
 _IDENTITY: dict[str, Callable[[LoggedRun], Any]] = {

@@ -87,23 +87,26 @@ class L1Penalty:
             raise UserError("L1 term", "was closed", fix="Make a new L1Penalty.")
         if not any(block.is_current for block in self._blocks.values()):
             raise UserError(
-                "L1 term", "its blocks are no longer those of the model: it was restored, or optimized again",
+                "L1 term",
+                "its blocks are no longer those of the model: it was restored, or optimized again",
                 fix="Make a new L1Penalty after twellc.optimize(model, training=True).",
-            )  # fmt: skip
+            )
         missed = [path for path, block in self._blocks.items() if block.training.misses]
         noted = [terms for block in self._blocks.values() if (terms := block.training.terms)]
         silent = [
-            path for path, block in self._blocks.items()
+            path
+            for path, block in self._blocks.items()
             if block.training.without_gradients and not block.training.terms
-        ]  # fmt: skip
+        ]
         for block in self._blocks.values():
             block.training.listen()
         if missed:
             raise UserError(
-                f"layer {missed[0]}", "ran its original forward, which notes no L1 term",
+                f"layer {missed[0]}",
+                "ran its original forward, which notes no L1 term",
                 fix="Inside of the block there must be no dropout that is switched on, no hook, and nothing that was "
                 "replaced since twellc.optimize, such as by an adapter. Checkpoint activations of whole layers.",
-            )  # fmt: skip
+            )
         if not noted:
             raise UserError("L1 term", "no block has noted one since the last call", fix=_REENTRY)
         if silent:

@@ -96,9 +96,10 @@ def sparsify(model: nn.Module, *, steps: int = 0) -> Blend:
     replaced = list(_replace(model, steps > 0))
     if not replaced:
         raise UserError(
-            type(model).__name__, "has no feed-forward block with a SiLU or GELU to replace",
+            type(model).__name__,
+            "has no feed-forward block with a SiLU or GELU to replace",
             expected="blocks that twellc.optimize would take with a ReLU, with their activation as a submodule",
-        )  # fmt: skip
+        )
     named: list[tuple[Any, str, str]] = []
     if hasattr(model, "config"):
         try:
@@ -195,10 +196,11 @@ def _configure(model: Any, replaced: Sequence[tuple[str, nn.Module]]) -> list[tu
     other = [path for path, kind in wanted.items() if type(described.get(path)) is not kind]
     if other:
         raise UserError(
-            type(model).__name__, "its configuration cannot say that these blocks alone have another activation",
+            type(model).__name__,
+            "its configuration cannot say that these blocks alone have another activation",
             got=f"another activation at {first_few(sorted(set(other)))}",
             fix="Set the activation in its config.json, load the model, and leave sparsify out.",
-        )  # fmt: skip
+        )
     return named
 
 

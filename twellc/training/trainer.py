@@ -27,9 +27,11 @@ class SparseTrainerMixin:
         trainer: Any = self
         if trainer.args.n_gpu > 1:
             raise UserError(
-                "Trainer", "blocks cannot train on several GPUs in one process", got=f"{trainer.args.n_gpu} GPUs",
+                "Trainer",
+                "blocks cannot train on several GPUs in one process",
+                got=f"{trainer.args.n_gpu} GPUs",
                 fix="Start one process for each, with torchrun or accelerate launch.",
-            )  # fmt: skip
+            )
         self._sparsity = sparsity
         trainer.add_callback(sparsity)
         # Before those that pass on what is logged.

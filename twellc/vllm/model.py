@@ -44,9 +44,11 @@ class TwellForCausalLM(TransformersForCausalLM):
         config = vllm_config.model_config.hf_config
         if vllm_config.model_config.is_moe:
             raise UserError(
-                ARCHITECTURE, "a mixture of experts has no blocks that twellc runs", got=config.model_type,
+                ARCHITECTURE,
+                "a mixture of experts has no blocks that twellc runs",
+                got=config.model_type,
                 fix="Serve it without --hf-overrides.",
-            )  # fmt: skip
+            )
         # By transformers' own name vLLM finds how checkpoints name their weights.
         own = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
         with _changed(config, architectures=[own] if own else config.architectures):
