@@ -24,7 +24,7 @@ _FLOOR_DIFFERING = 2.0
 # the truth is not: that much low precision costs a model of a few layers.
 _UNKNOWN = 2.0
 # The share of integers or booleans that a candidate may have wrong at most, and the same where the plain model has more
-# than that share wrong, so that it is no yardstick: booleans that are all false are right in half of the elements.
+# than that share wrong and cannot be a reference: booleans that are all false are right in half of the elements.
 _MOST_DIFFERING = 0.5
 _MOST_DIFFERING_ALONE = 0.25
 # Error of the plain model, relative or as a share of elements, from which on twice as much says little.

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import onnx
 import torch
 
 from twellc.base.caches import INPUT_IDS, TOKEN_COUNT, WRITE_INDEX
-from twellc.base.dtypes import DTYPES, dtype_name
+from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_line
-from twellc.base.files import digest, external_data, temporary_folder, why_no_file
+from twellc.base.files import temporary_folder
 from twellc.base.modules import import_modules
-from twellc.base.records import Record, of_json, parse_json
+from twellc.base.records import Record, of_json
 from twellc.checks.accuracy import (
     COARSE,
     DiscreteAccuracy,
@@ -26,29 +25,17 @@ from twellc.checks.accuracy import (
     separate,
     text_bits,
 )
-from twellc.checks.evaluator import OnnxEvaluator, plugin_nodes, runs_kernels
-from twellc.checks.generation import (
-    GenerationAccuracy,
-    Steps,
-    generate_by_all_profiles,
-    graph_steps,
-    plan_steps,
-    prompt_lengths,
-    read_prompts,
-)
+from twellc.checks.candidate import Candidate, open_candidate
+from twellc.checks.evaluator import plugin_nodes
+from twellc.checks.generation import GenerationAccuracy, generate_by_all_profiles, prompt_lengths, read_prompts
 from twellc.checks.reference import BlockRuns, CandidateGraph, OnnxReference, Outputs, Reference, Runs, TorchReference
-from twellc.compiling.manifest import UNKEPT_GRAPH, CacheSettings, is_plan, read_manifest, refuse_other_plugins
-from twellc.compiling.result import METADATA_KEY
-from twellc.compiling.translate import translate_any
-from twellc.export.onnx_export import save_onnx
-from twellc.export.runner import PlanRunner, open_plan
-from twellc.export.tensorrt_host import load_host, why_not_here
+from twellc.compiling.manifest import CacheSettings
+from twellc.compiling.result import noted_layers
 from twellc.loaders.huggingface_inputs import read_sizes
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
-from twellc.loaders.onnx_file import load_onnx
 from twellc.loaders.onnx_format import looks_like_onnx
-from twellc.options.commands import CheckOptions, CompileOptions
+from twellc.options.commands import CheckOptions
 from twellc.options.source import ALL_LOGITS, LOGITS, PADDINGS, NoChoiceError, TracingOptions
 from twellc.passes.report import Layer, Neurons
 from twellc.samples.samples import Limits, Sample, draw_samples, load_npz, places_of_tokens, read_arrays, read_text
@@ -132,24 +119,6 @@ class CheckResult(Record):
         return found or (["rest"] if unexplained else [])
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """Something to run: `settings` are those of its compilation, where it says so; `graph` its ONNX file, if known.
-
-    `steps` runs it step by step, if it has a key-value cache.
-    """
-
-    run: Callable[[Sample], Outputs]
-    inputs: list[str]
-    settings: dict[str, Any]
-    executed: str
-    graph: tuple[Path, onnx.ModelProto] | None
-    is_graph: bool
-    note: str = ""
-    profile: dict[str, Any] | None = None
-    steps: Steps | None = None
-
-
 def check(options: CheckOptions, progress: Callable[[str], None]) -> CheckResult:
     """Compare a candidate with the model that it was made from.
 
@@ -166,21 +135,11 @@ def check(options: CheckOptions, progress: Callable[[str], None]) -> CheckResult
 
 
 def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None]) -> CheckResult:
-    candidate_path = options.candidate
     sources = {"--inputs": options.arrays, "--text": options.text, "--seed": options.seed}
     given = [option for option, value in sources.items() if value is not None]
     if len(given) > 1:
         raise UserError(given[0], "the inputs are given twice", got=f"{given[1]}, too", fix="Leave one out.")
-    if not candidate_path.is_file():
-        raise UserError(str(candidate_path), "there is no such file", expected="an ONNX file or a plan")
-    if looks_like_onnx(candidate_path):
-        progress("reading the candidate")
-        candidate = _open_onnx(candidate_path)
-        _refuse_other_profile(options, candidate.settings.get("calibration"))
-    elif is_plan(candidate_path):
-        candidate = _open_plan(options, folder, progress)
-    else:
-        raise UserError(str(candidate_path), "is neither an ONNX file nor a plan with its manifest beside it")
+    candidate = open_candidate(options, folder, progress)
     if "cache" in candidate.settings:
         return _check_generation(options, candidate, progress)
     reference: Reference
@@ -190,12 +149,9 @@ def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None])
     else:
         progress("loading and tracing the model")
         reference = TorchReference(_load_as_compiled(options, candidate.settings), candidate.settings)
-    specs = reference.inputs.specs
-    if sorted(candidate.inputs) != sorted(spec.name for spec in specs):
-        raise UserError(
-            str(candidate_path), "does not belong to the model: their inputs differ",
-            got=", ".join(candidate.inputs), expected=", ".join(spec.name for spec in specs),
-        )  # fmt: skip
+    names = [spec.name for spec in reference.inputs.specs]
+    if sorted(candidate.inputs) != sorted(names):
+        raise _does_not_belong(options, "their inputs differ", candidate.inputs, names)
     samples, described, notes, predicts_next = _samples(options, reference, candidate.profile)
     if predicts_next and candidate.settings.get("logits") == "last":
         predicts_next = False
@@ -205,25 +161,22 @@ def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None])
         progress(f"running the candidate: sample {index + 1} of {len(samples)}")
         ours.append(candidate.run(sample))
         if len(ours[-1]) != len(reference.outputs):
-            raise UserError(
-                str(candidate_path), "does not belong to the model: their outputs differ",
-                got=str(len(ours[-1])), expected=", ".join(reference.outputs),
-            )  # fmt: skip
-    neurons = {} if candidate.graph is None else _neurons(candidate.graph[1])
-    dead = sum(each.dead for each in neurons.values())
-    graph, obstacle = _graph(candidate, reference, neurons)
-    if dead:
-        notes.append(f"{dead} neurons were removed by --prune-dead: what they would add is an error of the rewriting")
-    notes += [f"blocks are not compared, and the error is not separated: {obstacle}"] if obstacle else []
+            raise _does_not_belong(options, "their outputs differ", [len(ours[-1])], reference.outputs)
+    comparison = _Comparison(candidate, reference)
+    if comparison.dead:
+        notes.append(
+            f"{comparison.dead} neurons were removed by --prune-dead: what they would add is an error of the rewriting"
+        )
     try:
-        runs = reference.run(samples, graph, ours if candidate.is_graph else None, progress)
+        runs = comparison.run(samples, ours if candidate.is_graph else None, progress)
     except (IndexError, RuntimeError) as error:  # torch's own; random inputs are made so that they fit
         if options.arrays is None:
             raise
         raise UserError(
-            f"--inputs {options.arrays}", f"the model fails on these inputs ({first_line(error)})",
+            f"--inputs {options.arrays}",
+            f"the model fails on these inputs ({first_line(error)})",
             fix="Check their values, such as indices into tables.",
-        ) from error  # fmt: skip
+        ) from error
     text = None
     if predicts_next:
         ids = [sample["input_ids"].long() for sample in samples]
@@ -231,90 +184,137 @@ def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None])
         text = TextAccuracy(bits[0][0], *(each for _, each in bits)) if bits[0][0] else None
     tokens = [places_of_tokens(sample) for sample in samples]
     if any(each is not None for each in tokens):
-        notes.append("places of padding are not compared: what a model gives for them has no meaning")
-    count = len(reference.outputs)
-    outputs = [_output(candidate_path, reference, runs, ours, index, dead > 0, tokens) for index in range(count)]
-    notes += [note for output in outputs for note in _notes(output, reference.dtype)]
-    coarse = ", ".join(output.name for output in outputs if output.coarse)
-    if coarse:
-        notes.append(f"within tolerance says little: low precision alone is more than {COARSE:.0%} off in {coarse}")
-    return CheckResult(
-        executed=candidate.executed,
-        note=candidate.note,
-        inputs=described,
-        notes=notes,
-        outputs=outputs,
-        blocks=[
-            _block(layer, block, neurons.get(_key(layer)))
-            for layer, block in zip(reference.layers, runs.blocks, strict=False)
-        ],
-        text=text,
-    )
+        comparison.notes.append("places of padding are not compared: what a model gives for them has no meaning")
+    outputs = []
+    for index, name in enumerate(reference.outputs):
+        for got, expected in zip(ours, runs.plain, strict=True):
+            if got[index].shape != expected[index].shape:
+                raise UserError(
+                    str(options.candidate),
+                    f"output {name} has another shape than the model's",
+                    got=str(tuple(got[index].shape)),
+                    expected=str(tuple(expected[index].shape)),
+                )
+
+        def stacked(results: list[Outputs], index: int = index) -> torch.Tensor:
+            return _stack([_without_padding(each[index], own) for each, own in zip(results, tokens, strict=True)])
+
+        # Rows whose length varies with the input are not logits over a vocabulary.
+        same_width = len({_width(each[index]) for each in runs.plain}) == 1
+        language_model = reference.language_model and index == 0 and same_width
+        outputs.append(comparison.output(name, stacked(ours), stacked, language_model))
+    return comparison.result(described, notes, outputs, text=text)
 
 
-def _check_generation(options: CheckOptions, candidate: _Candidate, progress: Callable[[str], None]) -> CheckResult:
+def _does_not_belong(
+    options: CheckOptions, why: str, got: Sequence[object] = (), expected: Sequence[object] = ()
+) -> UserError:
+    shown = ", ".join(map(str, got or [options.model]))
+    what = f"does not belong to the model: {why}"
+    return UserError(str(options.candidate), what, got=shown, expected=", ".join(map(str, expected)))
+
+
+def _check_generation(options: CheckOptions, candidate: Candidate, progress: Callable[[str], None]) -> CheckResult:
     """Compare a candidate with a key-value cache with the model that it was made from, which gets none; see `check`."""
-    path = options.candidate
+    path, steps = str(options.candidate), candidate.steps
     try:
         cache = of_json(CacheSettings, candidate.settings["cache"])
     except ValueError as error:
-        raise UserError(str(path), f"is damaged: what it says of its cache is wrong ({error})") from error
-    if candidate.steps is None or candidate.inputs[:3] != [INPUT_IDS, WRITE_INDEX, TOKEN_COUNT]:
-        raise UserError(str(path), "is damaged: it says that it has a cache, and has not its inputs")
+        raise UserError(path, f"is damaged: what it says of its cache is wrong ({error})") from error
+    if steps is None or candidate.inputs[:3] != [INPUT_IDS, WRITE_INDEX, TOKEN_COUNT]:
+        raise UserError(path, "is damaged: it says that it has a cache, and has not its inputs")
     if looks_like_onnx(options.model):
-        raise UserError(str(path), "does not belong to the model: it has a cache, and ONNX files get none",
-                        got=str(options.model))  # fmt: skip
+        raise _does_not_belong(options, "it has a cache, and ONNX files get none")
     progress("loading and tracing the model")
     settings = {**candidate.settings, "logits": ALL_LOGITS}
     reference = TorchReference(_load_as_compiled(options, settings), settings)
     if [spec.name for spec in reference.inputs.specs] != [INPUT_IDS] or reference.token_ids is None:
-        raise UserError(str(path), "does not belong to the model: it has a cache of keys and values",
-                        got=str(options.model))  # fmt: skip
-    if reference.token_ids != candidate.steps.vocabulary:
-        raise UserError(
-            str(path), "does not belong to the model: their vocabularies differ", got=str(candidate.steps.vocabulary),
-            expected=str(reference.token_ids),
-        )  # fmt: skip
+        raise _does_not_belong(options, "it has a cache of keys and values")
+    if reference.token_ids != steps.vocabulary:
+        raise _does_not_belong(options, "their vocabularies differ", [steps.vocabulary], [reference.token_ids])
     prompts, described, notes = _prompts(options, reference, cache, reference.token_ids)
     progress("running the candidate")
-    ours = generate_by_all_profiles(candidate.steps, prompts, cache)
-    others = candidate.steps.other_sizes(len(prompts))
+    ours = generate_by_all_profiles(steps, prompts, cache)
+    others = steps.other_sizes(len(prompts))
     if others:
         notes.append(
             f"the longest prompt is computed again with {' and '.join(map(str, others))} at a time, for which the plan "
-            "has optimization profiles of its own"
+            "has other optimization profiles"
         )
-    neurons = {} if candidate.graph is None else _neurons(candidate.graph[1])
-    graph, obstacle = _graph(candidate, reference, neurons)
-    notes += [f"blocks are not compared, and the error is not separated: {obstacle}"] if obstacle else []
-    runs = reference.run([{INPUT_IDS: ours.ids}], graph, None, progress)
-    plain, truth = (ours.of_model(outputs[0]) for outputs in (runs.plain, runs.truth))
+    comparison = _Comparison(candidate, reference)
+    runs = comparison.run([{INPUT_IDS: ours.ids}], None, progress)
 
-    def rows(logits: torch.Tensor) -> torch.Tensor:
-        return logits.flatten(0, 1)
+    def logits(results: list[Outputs]) -> torch.Tensor:
+        return ours.of_model(results[0])
 
-    result = measure("logits", rows(ours.logits), rows(plain), rows(truth), True, reference.dtype)
-    if runs.spliced:
-        spliced, rewritten, original = (
-            rows(ours.of_model(outputs[0])) for outputs in (runs.spliced, runs.rewritten, runs.original)
+    output = comparison.output("logits", ours.logits.flatten(0, 1), lambda each: logits(each).flatten(0, 1), True)
+    generation = ours.accuracy(logits(runs.plain), logits(runs.truth))
+    return comparison.result(described, notes, [output], generation=generation)
+
+
+class _Comparison:
+    """A candidate, its model, and what both give.
+
+    Attributes:
+        dead: How many neurons were removed.
+        notes: What could not be compared, and why.
+    """
+
+    runs: Runs
+
+    def __init__(self, candidate: Candidate, reference: Reference) -> None:
+        layers = [] if candidate.graph is None else noted_layers(candidate.graph[1])
+        self._neurons = {_key(layer): layer.neurons for layer in layers if layer.neurons is not None}
+        self._candidate, self._reference = candidate, reference
+        self.dead = sum(each.dead for each in self._neurons.values())
+        self._graph, obstacle = _graph(candidate, reference, self._neurons)
+        self.notes = [f"blocks are not compared, and the error is not separated: {obstacle}"] if obstacle else []
+
+    def run(self, samples: list[Sample], ours: list[Outputs] | None, progress: Callable[[str], None]) -> Runs:
+        """Run the model; see `Reference.run`."""
+        self.runs = self._reference.run(samples, self._graph, ours, progress)
+        return self.runs
+
+    def output(
+        self, name: str, ours: torch.Tensor, of: Callable[[list[Outputs]], torch.Tensor], language_model: bool
+    ) -> OutputAccuracy | DiscreteAccuracy:
+        """Return the accuracy of one output; `of` returns it, [rows, width], of what a model gives for the samples."""
+        runs, dtype = self.runs, self._reference.dtype
+        plain, truth = of(runs.plain), of(runs.truth)
+        if not plain.is_floating_point():
+            return measure_discrete(name, ours, plain, truth)
+        result = measure(name, ours, plain, truth, language_model, dtype)
+        if not runs.spliced:
+            return result
+        spliced, rewritten, original = map(of, (runs.spliced, runs.rewritten, runs.original))
+        exact = runs.exact and not self.dead
+        separation = separate(ours, spliced, plain, truth, rewritten, original, exact, dtype)
+        return replace(result, separation=separation)
+
+    def result(
+        self,
+        inputs: str,
+        notes: list[str],
+        outputs: list[OutputAccuracy | DiscreteAccuracy],
+        text: TextAccuracy | None = None,
+        generation: GenerationAccuracy | None = None,
+    ) -> CheckResult:
+        """Return what was found, with the accuracy of each block."""
+        blocks = zip(self._reference.layers, self.runs.blocks, strict=False)
+        notes = notes + self.notes + [note for each in outputs for note in _notes(each, self._reference.dtype)]
+        coarse = ", ".join(output.name for output in outputs if output.coarse)
+        if coarse:
+            notes.append(f"within tolerance says little: low precision alone is more than {COARSE:.0%} off in {coarse}")
+        return CheckResult(
+            executed=self._candidate.executed,
+            note=self._candidate.note,
+            inputs=inputs,
+            notes=notes,
+            outputs=outputs,
+            blocks=[_block(layer, block, self._neurons.get(_key(layer))) for layer, block in blocks],
+            text=text,
+            generation=generation,
         )
-        pruned = any(each.dead for each in neurons.values())
-        separation = separate(
-            rows(ours.logits), spliced, rows(plain), rows(truth), rewritten, original, runs.exact and not pruned,
-            reference.dtype,
-        )  # fmt: skip
-        result = replace(result, separation=separation)
-    blocks = zip(reference.layers, runs.blocks, strict=False)
-    return CheckResult(
-        executed=candidate.executed,
-        note=candidate.note,
-        inputs=described,
-        notes=notes + _notes(result, reference.dtype),
-        outputs=[result],
-        blocks=[_block(layer, block, neurons.get(_key(layer))) for layer, block in blocks],
-        text=None,
-        generation=ours.accuracy(plain, truth),
-    )
 
 
 def _prompts(
@@ -347,18 +347,16 @@ def _load_as_compiled(options: CheckOptions, settings: dict[str, Any]) -> Loaded
     """
     padding, logits, sizes = settings.get("padding"), settings.get("logits"), settings.get("sizes")
     try:
-        return load_model(
-            TracingOptions(
-                options.model, trust_model=options.trust_model, inputs=options.inputs,
-                padding=padding if padding in PADDINGS else None, logits=logits if logits in LOGITS else LOGITS[0],
-            ),
-            read_sizes(str(sizes)), cached="cache" in settings,
-        )  # fmt: skip
+        tracing = TracingOptions(
+            options.model,
+            trust_model=options.trust_model,
+            inputs=options.inputs,
+            padding=padding if padding in PADDINGS else None,
+            logits=logits if logits in LOGITS else LOGITS[0],
+        )
+        return load_model(tracing, read_sizes(str(sizes)), cached="cache" in settings)
     except NoChoiceError as error:
-        raise UserError(
-            str(options.candidate), "does not belong to the model: it is of a causal Hugging Face model",
-            got=str(options.model),
-        ) from error  # fmt: skip
+        raise _does_not_belong(options, "it is of a causal Hugging Face model") from error
 
 
 def _samples(
@@ -378,127 +376,11 @@ def _samples(
     return samples, f"random inputs of {len(samples)} shapes, seed {seed}", [], False
 
 
-# ---- the candidate ----
-
-
-def _open_onnx(path: Path) -> _Candidate:
-    model = load_onnx(path)
-    metadata = {entry.key: entry.value for entry in model.metadata_props}
-    try:
-        settings = dict(parse_json(metadata[METADATA_KEY])["settings"])
-    except (KeyError, TypeError, ValueError):
-        settings = {}
-    _refuse_ranks(path, settings)
-    evaluator = OnnxEvaluator(path, model)
-    executed = "the ONNX graph, in onnx's reference evaluator"
-    if runs_kernels():
-        executed += f", its plugin nodes by the CUDA kernels on {torch.cuda.get_device_name()}"
-    steps = graph_steps(path, evaluator.run, model) if "cache" in settings else None
-    return _Candidate(evaluator.run, evaluator.inputs, settings, executed, (path, model), is_graph=True, steps=steps)
-
-
-def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], None]) -> _Candidate:
-    """Open a plan, or the graph that it was built from where no GPU can run it; made again in `folder` if need be."""
-    plan = options.candidate
-    progress("reading the manifest")
-    manifest = read_manifest(plan)
-    if manifest.plugins.libraries:
-        raise UserError(
-            str(plan), "holds plugins of other people, which the float64 model cannot compute",
-            got=", ".join(f"{name} ({each.file})" for each in manifest.plugins.libraries for name in each.names),
-            fix="Check the model without them; compare this plan's outputs by hand.",
-        )  # fmt: skip
-    settings: dict[str, Any] = manifest.settings.to_json()
-    _refuse_ranks(plan, settings)
-    _refuse_other_profile(options, settings.get("calibration"))
-    profile = {name: vars(shapes) for name, shapes in manifest.profiles[0].items()}
-    assert manifest.backend is not None and manifest.plan is not None  # see read_manifest
-    backend, expected, kept_name = manifest.backend.name, manifest.onnx.sha256, manifest.onnx.file
-    kept = plan.parent / str(kept_name)
-    data = external_data(kept)
-    is_kept = kept.is_file() and digest(kept, *([data] if data.is_file() else [])) == expected
-    obstacle = why_not_here(backend)
-    if not obstacle:
-        refuse_other_plugins(plan, manifest)
-        progress("opening the plan")
-        opened = open_plan(load_host(backend), plan, manifest.backend.version, manifest.relations)
-        run = PlanRunner(opened)
-        names = [tensor.name for tensor in manifest.plan.inputs]
-        graph = (kept, load_onnx(kept)) if is_kept else None
-        steps = None if manifest.cache is None else plan_steps(opened, manifest)
-        return _Candidate(run, names, settings, "the plan", graph, is_graph=False, profile=profile, steps=steps)
-    if is_kept:
-        candidate, source = _open_onnx(kept), f"{kept.name}, the ONNX graph that it was built from"
-    else:
-        if "calibration" in settings and options.calibration is None:
-            raise UserError(
-                str(plan), "was compiled with a profile, which is needed to make its graph again",
-                fix="Give it with --calibration PROFILE; or compile again, and keep the graph with --onnx.",
-            )  # fmt: skip
-        dtype = settings["dtype"] if settings["dtype"] in DTYPES else None  # of a graph that was left as it is
-        asked = {name: value for name, value in settings.items() if name != "cache"}
-        if "cache" in settings:
-            length, batch, chunk = (settings["cache"][name] for name in ("length", "batch", "prefill_chunk"))
-            asked |= {"kv_cache": length, "batch": batch, "prefill_chunk": chunk}
-        compilation = CompileOptions(
-            options.model, backend="none", trust_model=options.trust_model, inputs=options.inputs,
-            **{**asked, "dtype": dtype, "calibration": options.calibration},
-        )  # fmt: skip
-        # Its name is in the graph where weights stand in a file of their own.
-        written = save_onnx(translate_any(compilation, progress).graph, folder / (kept_name or UNKEPT_GRAPH))
-        if digest(*written) != expected:
-            raise UserError(
-                str(plan), f"was not built from {options.model} by this version of twellc",
-                fix="Compile again, and keep the graph with --onnx to check a plan later.",
-            )  # fmt: skip
-        candidate, source = _open_onnx(written[0]), "the ONNX graph that it was built from, made again"
-    executed = candidate.executed.replace("the ONNX graph", source, 1)
-    note = f"the plan itself was NOT run: {obstacle}"
-    return replace(candidate, settings=settings, executed=executed, note=note, profile=profile)
-
-
-def _refuse_ranks(candidate: Path, settings: dict[str, Any]) -> None:
-    """Fail if a candidate is for one of several GPUs, and computes a part of what the model does.
-
-    Raises:
-        UserError: It is.
-    """
-    ranks = settings.get("tensor_parallel")
-    if ranks is not None:
-        raise UserError(
-            str(candidate), f"computes a part of the model, for one of {ranks} GPUs",
-            fix="Check the model compiled without --tensor-parallel; benchmarks/tensor_parallel.py compares the ranks.",
-        )  # fmt: skip
-
-
-def _refuse_other_profile(options: CheckOptions, sha256: str | None) -> None:
-    """Fail if a profile is given that is not the one that the candidate was compiled with.
-
-    Args:
-        options: See `CheckOptions`.
-        sha256: SHA-256 of the profile that it was compiled with; None where there was none.
-
-    Raises:
-        UserError: It is.
-    """
-    path = options.calibration
-    if path is None:
-        return
-    where, expected = f"--calibration {path}", f"the profile that {options.candidate} was compiled with"
-    if not path.is_file():
-        raise UserError(where, why_no_file(path), expected=expected)
-    if sha256 is None:
-        raise UserError(where, f"{options.candidate} was compiled without a profile", fix="Leave it out.")
-    own = digest(path)
-    if own != sha256:
-        raise UserError(
-            where, "is another profile", got=f"SHA-256 {own[:12]}…", expected=f"{expected}, {str(sha256)[:12]}…",
-            fix="Give that one, or none.",
-        )  # fmt: skip
+# ---- the candidate's blocks ----
 
 
 def _graph(
-    candidate: _Candidate, reference: Reference, neurons: dict[tuple[str, int], Neurons]
+    candidate: Candidate, reference: Reference, neurons: dict[tuple[str, int], Neurons]
 ) -> tuple[CandidateGraph | None, str]:
     """Return the candidate's graph if its plugin nodes stand for the model's blocks, else why there is none."""
     if candidate.graph is None:
@@ -524,50 +406,7 @@ def _key(layer: Layer) -> tuple[str, int]:
     return layer.module, layer.d_ff
 
 
-def _neurons(model: onnx.ModelProto) -> dict[tuple[str, int], Neurons]:
-    """Return what became of the neurons of blocks, by module and d_ff, as far as a graph says so."""
-    text = next((entry.value for entry in model.metadata_props if entry.key == METADATA_KEY), "")
-    try:
-        layers = [of_json(Layer, layer) for layer in parse_json(text)["layers"]]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return {}
-    return {_key(layer): layer.neurons for layer in layers if layer.neurons is not None}
-
-
 # ---- accuracy ----
-
-
-def _output(
-    candidate: Path,
-    reference: Reference,
-    runs: Runs,
-    ours: list[Outputs],
-    index: int,
-    pruned: bool,
-    tokens: list[torch.Tensor | None],
-) -> OutputAccuracy | DiscreteAccuracy:
-    def stacked(results: list[Outputs]) -> torch.Tensor:
-        return _stack([_without_padding(each[index], own) for each, own in zip(results, tokens, strict=True)])
-
-    name = reference.outputs[index]
-    for got, expected in zip(ours, runs.plain, strict=True):
-        if got[index].shape != expected[index].shape:
-            raise UserError(
-                str(candidate), f"output {name} has another shape than the model's",
-                got=str(tuple(got[index].shape)), expected=str(tuple(expected[index].shape)),
-            )  # fmt: skip
-    mine, plain, truth = stacked(ours), stacked(runs.plain), stacked(runs.truth)
-    if not plain.is_floating_point():
-        return measure_discrete(name, mine, plain, truth)
-    # A row whose length varies with the input is no row of logits over a vocabulary.
-    language_model = reference.language_model and index == 0 and len({_width(each[index]) for each in runs.plain}) == 1
-    result = measure(name, mine, plain, truth, language_model, reference.dtype)
-    if not runs.spliced:
-        return result
-    rewritten, original = stacked(runs.rewritten), stacked(runs.original)
-    exact = runs.exact and not pruned
-    separation = separate(mine, stacked(runs.spliced), plain, truth, rewritten, original, exact, reference.dtype)
-    return replace(result, separation=separation)
 
 
 def _notes(output: OutputAccuracy | DiscreteAccuracy, dtype: torch.dtype) -> list[str]:
@@ -577,7 +416,7 @@ def _notes(output: OutputAccuracy | DiscreteAccuracy, dtype: torch.dtype) -> lis
         return [f"{name} has no elements for these inputs: there is nothing to compare"]
     if isinstance(output, DiscreteAccuracy):
         many = f"low precision alone has {output.plain_differing} of {output.elements} elements of {name} wrong"
-        return [f"{many}, and is no yardstick"] if output.lacks_yardstick else []
+        return [f"{many}, so it cannot be used as a reference"] if output.lacks_yardstick else []
     cure = (
         f"compile it with --dtype bf16, which has the range of float32; float16 ends at {torch.finfo(dtype).max:g}"
         if dtype == torch.float16

@@ -7,7 +7,7 @@ do on a GPU; the reference evaluator alone would round inside of them, at every 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,13 @@ from twellc.checks.operators import own_operator
 from twellc.plugins.attention_op import ATTENTION
 from twellc.plugins.block import BY_NODE, BlockOptions, Operands, WeightOperands
 from twellc.plugins.cache_op import APPEND, CACHED_ATTENTION
-from twellc.plugins.library import ATTENTION_NAMES, PLUGIN_NAMESPACE
+from twellc.plugins.library import (
+    APPEND_NAME,
+    ATTENTION_NAME,
+    ATTENTION_NAMES,
+    CACHED_ATTENTION_NAME,
+    PLUGIN_NAMESPACE,
+)
 from twellc.plugins.meaning import activate
 from twellc.plugins.onnx_node import read_node
 from twellc.plugins.ops import run_block
@@ -147,48 +153,27 @@ def _widened(op_type: str, operator: Any) -> type[OpRun]:
     return Widened
 
 
-class _Block(OpRun):
-    """A block through the torch op."""
+def _plugin_operator(name: str, compute: Callable[[list[torch.Tensor], dict[str, Any]], list[torch.Tensor]]) -> Any:
+    """Return the operator of a `twell` node: a torch op. The evaluator finds the class by its name."""
 
-    op_domain = PLUGIN_NAMESPACE
+    def run(_: OpRun, *operands: Array, **fields: Any) -> tuple[Array, ...]:
+        return tuple(map(to_numpy, compute(list(map(to_torch, operands)), fields)))
 
-    def _run(self, *operands: Array, **attributes: Any) -> tuple[Array]:
-        read, options = read_node(type(self).__name__, operands, attributes)
-        return (to_numpy(_run_block(read.map(to_torch), options)),)
-
-
-class TwellAttention(OpRun):
-    """Attention through the torch op."""
-
-    op_domain = PLUGIN_NAMESPACE
-
-    def _run(
-        self, *operands: Array, scale: float, causal: int, lengths: int, plugin_version: str, plugin_namespace: str
-    ) -> tuple[Array]:
-        device = _fast_device(to_torch(operands[0]))
-        q, k, v, *rest = [to_torch(array).to(device) for array in operands]
-        (counts,) = rest if lengths else (None,)
-        return (to_numpy(ATTENTION(q, k, v, counts, float(scale), bool(causal))),)
+    return type(name, (OpRun,), {"op_domain": PLUGIN_NAMESPACE, "_run": run})
 
 
-class TwellCachedAttention(OpRun):
-    """Attention over caches through the torch op."""
-
-    op_domain = PLUGIN_NAMESPACE
-
-    def _run(self, *operands: Array, scale: float, plugin_version: str, plugin_namespace: str) -> tuple[Array]:
-        device = _fast_device(to_torch(operands[0]))
-        return (to_numpy(CACHED_ATTENTION(*(to_torch(array).to(device) for array in operands), float(scale))),)
+def _block_of(name: str) -> Any:
+    return _plugin_operator(name, lambda operands, fields: [_run_block(*read_node(name, operands, fields))])
 
 
-class TwellAppendCaches(OpRun):
-    """Appending to caches through the torch op, which copies them."""
+def _attend(operands: list[torch.Tensor], fields: dict[str, Any]) -> list[torch.Tensor]:
+    q, k, v, *lengths = _on_fast_device(operands)
+    counts = lengths[0] if lengths else None
+    return [ATTENTION(q, k, v, counts, float(fields["scale"]), bool(fields["causal"]))]
 
-    op_domain = PLUGIN_NAMESPACE
 
-    def _run(self, *operands: Array, plugin_version: str, plugin_namespace: str) -> tuple[Array, Array]:
-        keys, values = APPEND(*map(to_torch, operands))
-        return to_numpy(keys), to_numpy(values)
+def _attend_to_caches(operands: list[torch.Tensor], fields: dict[str, Any]) -> list[torch.Tensor]:
+    return [CACHED_ATTENTION(*_on_fast_device(operands), float(fields["scale"]))]
 
 
 def runs_kernels() -> bool:
@@ -199,6 +184,10 @@ def runs_kernels() -> bool:
 def _run_block(operands: Operands[torch.Tensor], options: BlockOptions) -> torch.Tensor:
     device = _fast_device(operands.x)
     return run_block(operands.map(lambda tensor: tensor.to(device)), options).to(operands.x.device)
+
+
+def _on_fast_device(operands: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [each.to(_fast_device(operands[0])) for each in operands]
 
 
 def _fast_device(x: torch.Tensor) -> str:
@@ -276,10 +265,9 @@ def plugin_nodes(model: onnx.ModelProto) -> list[PluginNode]:
 _AS_THEY_ARE = frozenset(
     ("Cast", "CastLike", "Constant", "ConstantOfShape", "QuantizeLinear", "DequantizeLinear", "If", "Loop", "Scan")
 )
-# The evaluator finds a class by its name.
 _OPERATORS: list[Any] = [
-    *(type(name, (_Block,), {}) for name in BY_NODE),
-    TwellAttention,
-    TwellCachedAttention,
-    TwellAppendCaches,
+    *map(_block_of, BY_NODE),
+    _plugin_operator(ATTENTION_NAME, _attend),
+    _plugin_operator(CACHED_ATTENTION_NAME, _attend_to_caches),
+    _plugin_operator(APPEND_NAME, lambda operands, _: list(APPEND(*operands))),
 ]

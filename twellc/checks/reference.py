@@ -6,6 +6,7 @@ both in the whole model and block by block, each block for the input that it has
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -160,14 +161,18 @@ class _Pair:
     runs: BlockRuns
 
 
-def _start(
-    graph: CandidateGraph | None, ends: list[Ends], progress: Callable[[str], None], exact: bool = True
-) -> tuple[Runs, list[_Pair]]:
+def _start(graph: CandidateGraph | None, ends: list[Ends], exact: bool) -> tuple[Runs, list[_Pair]]:
     """Return runs to fill, and the blocks to compare; see `Reference.run`."""
-    progress("running the model in low precision")
     nodes = zip(ends, graph.nodes, strict=True) if graph else ()
     pairs = [_Pair(each, node, BlockRuns()) for each, node in nodes]
     return Runs([], [], blocks=[pair.runs for pair in pairs], exact=exact), pairs
+
+
+def _counter(progress: Callable[[str], None], precision: str, blocks: int) -> Callable[[], None]:
+    """Name a step, and return what to call for each block that is done in it."""
+    step, done = f"running the model in {precision}", itertools.count(1)
+    progress(step)
+    return lambda: progress(f"{step}: block {next(done)} of {blocks}")
 
 
 # ---- models that torch traces ----
@@ -209,30 +214,35 @@ class TorchReference:
         progress: Callable[[str], None],
     ) -> Runs:
         """See `Reference`."""
-        runs, pairs = _start(graph, self._ends, progress, exact=self._with_blocks is self._plain)
+        runs, pairs = _start(graph, self._ends, self._with_blocks is self._plain)
         ends, nodes = [pair.ends for pair in pairs], [pair.node for pair in pairs]
         inputs: list[dict[str, torch.Tensor]] = []
-        run_plain, run_blocks = Runner(self._plain), Runner(self._with_blocks)
+        count = _counter(progress, "low precision", 2 * len(samples) * len(pairs))
+        run_blocks = Runner(self._with_blocks)
+        run_plain = run_blocks if runs.exact else Runner(self._plain)
         for sample in samples:
-            runs.plain.append(_on_cpu(run_plain(sample)))
+            visitor = _Visitor(ends, count)
+            plain = _on_cpu(run_blocks(sample, visitor)) if graph and runs.exact else _on_cpu(run_plain(sample))
+            runs.plain.append(plain)
             if graph is None:
                 continue
-            visitor = _Visitor(ends)
-            run_blocks(sample, visitor)
+            if not runs.exact:
+                run_blocks(sample, visitor)
             inputs.append(visitor.read)
             for index, pair in enumerate(pairs):
                 pair.runs.add_low(pair.node, *_read_by(pair.ends, visitor.read), visitor.y[index])
-            runs.spliced.append(_on_cpu(run_blocks(sample, _Visitor(ends, nodes))))
-        progress("running the model in float64")
+            runs.spliced.append(_on_cpu(run_blocks(sample, _Visitor(ends, count, nodes))))
+        del run_blocks, run_plain
+        count = _counter(progress, "float64", 2 * len(samples) * len(pairs))
         wide = Runner(widen(_round_thresholds(self._plain)))
         runs.original.extend(_on_cpu(wide(widen_sample(sample))) for sample in samples)
-        if self._with_blocks is not self._plain:
+        if not runs.exact:
             del wide  # a large model is larger in float64
             wide = Runner(widen(_round_thresholds(self._with_blocks)))
         for sample, given in zip(samples, inputs, strict=False):  # without a graph there are no inputs of blocks
             widened = widen_sample(sample)
-            runs.rewritten.append(_on_cpu(wide(widened, _Visitor(ends, nodes))))
-            visitor = _Visitor(ends, given={name: value.double() for name, value in given.items()})
+            runs.rewritten.append(_on_cpu(wide(widened, _Visitor(ends, count, nodes))))
+            visitor = _Visitor(ends, count, given={name: value.double() for name, value in given.items()})
             wide(widened, visitor)
             for index, pair in enumerate(pairs):
                 pair.runs.add_wide(pair.node, *_read_by(pair.ends, given), visitor.y[index])
@@ -249,11 +259,15 @@ def _on_cpu(outputs: Outputs) -> Outputs:
     return [output.cpu() for output in outputs]
 
 
+_COMPARISONS = (aten.gt.Scalar, aten.ge.Scalar, aten.lt.Scalar, aten.le.Scalar)
+
+
 def _round_thresholds(program: ExportedProgram) -> ExportedProgram:
     """Round the numbers that low-precision tensors are compared with, as torch does; float64 would not."""
-    comparisons = (aten.gt.Scalar, aten.ge.Scalar, aten.lt.Scalar, aten.le.Scalar)
+    if not any(program.graph.find_nodes(op="call_function", target=target) for target in _COMPARISONS):
+        return program
     program = editable(program)
-    for target in comparisons:
+    for target in _COMPARISONS:
         for node in program.graph.find_nodes(op="call_function", target=target):
             tensor, number = node.args
             if isinstance(number, float) and tensor.meta["val"].is_floating_point():
@@ -277,6 +291,7 @@ class _Visitor:
     def __init__(
         self,
         ends: list[Ends],
+        count: Callable[[], None],
         nodes: list[PluginNode] | None = None,
         given: dict[str, torch.Tensor] | None = None,
     ) -> None:
@@ -284,13 +299,14 @@ class _Visitor:
 
         Args:
             ends: Names of what each block reads and computes.
+            count: Is called when a block is done.
             nodes: What gives the output of each block instead.
             given: What blocks read instead of what the program computes.
         """
         self._ends = ends
         self._names = {name for each in ends for name in (each.x, each.residual)}
         self._writers = {each.y: index for index, each in enumerate(ends)}
-        self._nodes, self._given = nodes, given
+        self._count, self._nodes, self._given = count, nodes, given
         self.read: dict[str, torch.Tensor] = {}
         self.y: dict[int, torch.Tensor] = {}
 
@@ -300,6 +316,7 @@ class _Visitor:
             self.y[writer] = value
             if self._nodes is not None:
                 value = self._nodes[writer].run(*_read_by(self._ends[writer], self.read))
+            self._count()
         if name in self._names:
             if self._given is not None:
                 value = self._given[name]
@@ -357,8 +374,8 @@ class OnnxReference:
         found = _decided_onnx(self._model, self.dtype, settings)
         self._with_blocks = lower_onnx(found) if found.casts or found.folds else self._model
         self._plain = self._with_blocks if found.casts else self._model
-        chosen = [(ends, layer) for ends, layer in zip(found.ends, found.layers, strict=True)
-                  if layer.decision == "twell"]  # fmt: skip
+        pairs = zip(found.ends, found.layers, strict=True)
+        chosen = [(ends, layer) for ends, layer in pairs if layer.decision == "twell"]
         self._ends = [ends for ends, _ in chosen]
         self.layers = [layer for _, layer in chosen]
         inputs = model_inputs(path, self._model)
@@ -378,7 +395,8 @@ class OnnxReference:
         progress: Callable[[str], None],
     ) -> Runs:
         """See `Reference`."""
-        runs, pairs = _start(graph, self._ends, progress, exact=self._with_blocks is self._plain)
+        runs, pairs = _start(graph, self._ends, self._with_blocks is self._plain)
+        count = _counter(progress, "low precision", len(samples) * len(pairs))
         read = {pair.ends: [name for name in (pair.ends.x, pair.ends.residual) if name is not None] for pair in pairs}
         needed = {*self.outputs, *(name for names in read.values() for name in names), *(ends.y for ends in read)}
         inputs: list[Sample] = []
@@ -392,7 +410,8 @@ class OnnxReference:
                 # Of a block in float32 the plugin node reads x behind a cast, and its result is cast back.
                 x, residual = _read_by(pair.ends, _cast(inputs[-1], pair.node.dtype))
                 pair.runs.add_low(pair.node, x, residual, found[pair.ends.y].to(pair.node.dtype))
-        progress("running the model in float64")
+                count()
+        count = _counter(progress, "float64", len(samples) * len(pairs))
         wide = widen_onnx(self._plain)
         evaluator = OnnxEvaluator(self._path, wide)
         runs.original.extend(evaluator.run(widen_sample(sample)) for sample in samples)
@@ -404,6 +423,7 @@ class OnnxReference:
                 given = _cast({name: found[name] for name in read[pair.ends]}, pair.node.dtype)
                 (exact,) = part.run({**widen_sample(sample), **widen_sample(given)})
                 pair.runs.add_wide(pair.node, *_read_by(pair.ends, given), exact)
+                count()
         if graph is not None:
             evaluator = OnnxEvaluator(graph.path, graph.model)
             runs.spliced.extend(outputs or [evaluator.run(sample) for sample in samples])

@@ -6,10 +6,12 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import onnx
 import onnx_ir
 
 from twellc.base.caches import KeyValueCache
 from twellc.base.errors import UserError, first_few
+from twellc.base.records import of_json, parse_json
 from twellc.base.version import __version__
 from twellc.export.profiles import ModelInputs
 from twellc.export.relations import SizeRelation
@@ -73,6 +75,26 @@ def annotate(
     done = {"twellc": __version__, "settings": settings, "layers": [_noted(layer) for layer in layers]}
     graph.metadata_props[METADATA_KEY] = json.dumps(done)
     return settings
+
+
+def noted_settings(model: onnx.ModelProto) -> dict[str, Any]:
+    """Return the settings that a graph notes; none where it notes none, or not in the form of `annotate`."""
+    try:
+        return dict(_notes(model)["settings"])
+    except (KeyError, TypeError, ValueError):
+        return {}
+
+
+def noted_layers(model: onnx.ModelProto) -> list[Layer]:
+    """Return what became of feed-forward blocks as a graph notes it; see `noted_settings`."""
+    try:
+        return [of_json(Layer, layer) for layer in _notes(model)["layers"]]
+    except (KeyError, TypeError, ValueError):
+        return []
+
+
+def _notes(model: onnx.ModelProto) -> Any:
+    return parse_json({entry.key: entry.value for entry in model.metadata_props}[METADATA_KEY])
 
 
 def _noted(layer: Layer) -> dict[str, Any]:

@@ -8,8 +8,7 @@ import onnx
 
 from twellc.base.dtypes import dtype_name, torch_dtype
 from twellc.base.modules import import_modules
-from twellc.base.records import of_json, parse_json
-from twellc.compiling.result import METADATA_KEY
+from twellc.compiling.result import noted_layers, noted_settings
 from twellc.compiling.translate_onnx import cast_notes
 from twellc.compiling.translate_torch import activation_notes
 from twellc.decisions.advise import Advisor
@@ -81,10 +80,10 @@ def inspect_onnx(options: InspectOptions, advisor: Advisor) -> Description:
     if nodes:
         refuse_tracing(options, f"{path}, a rewritten graph")
         refuse_decisions(options, f"{path}, a rewritten graph")
-        chosen, layers = _metadata(model)
+        dtype, layers = noted_settings(model).get("dtype"), noted_layers(model)
         layers = layers or [_layer_of(node) for node in nodes if node.type in PLUGIN_NAMES]
         notes = [f"{path.name} is a rewritten graph: {len(nodes)} of its nodes are plugins"]
-        return Description("rewritten ONNX file", layers, notes, dtype=chosen, nodes=nodes)
+        return Description("rewritten ONNX file", layers, notes, dtype=dtype and str(dtype), nodes=nodes)
     refuse_choices(options.padding, options.logits, f"{path}, an {KIND}")
     chosen = choose_onnx_dtype(model, options.dtype)
     found = find_onnx_blocks(model, torch_dtype(chosen), options.layers, advisor)
@@ -130,15 +129,3 @@ def _layer_of(node: PluginNode) -> Layer:
         residual=node.fields.get("residual") == 1,
         hot=hot if isinstance(hot, int) else 0,
     )  # fmt: skip
-
-
-def _metadata(model: onnx.ModelProto) -> tuple[str | None, list[Layer]]:
-    """Return the precision and the layers that a rewritten graph notes, as far as it does and in this form."""
-    text = next((entry.value for entry in model.metadata_props if entry.key == METADATA_KEY), "")
-    try:
-        content = parse_json(text)
-        layers = [of_json(Layer, layer) for layer in content["layers"]]
-        dtype = str(content["settings"]["dtype"])
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None, []
-    return dtype, layers

@@ -115,7 +115,7 @@ def test_trained_model(bytelm: Path, bytelm_plan: Path, monkeypatch: pytest.Monk
         "input_ids": [-1, -1],
     }
     assert manifest["profiles"][0]["input_ids"] == {"min": [1, 1], "opt": [1, 128], "max": [8, 1024]}
-    monkeypatch.setattr("twellc.checks.checking.why_not_here", lambda backend: "there is no GPU on this machine")
+    monkeypatch.setattr("twellc.checks.candidate.why_not_here", lambda backend: "there is no GPU on this machine")
     result = run_check(bytelm, bytelm_plan)
     assert result.within
     assert "NOT run" in result.note
@@ -149,7 +149,7 @@ def test_encoder_decoder(t5: Path, tmp_path: Path) -> None:
 
 def test_plan_without_a_gpu(cli: Cli, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph stands in for the plan, and the result says so; kept with --onnx, or made again."""
-    monkeypatch.setattr("twellc.checks.checking.why_not_here", lambda backend: "there is no GPU on this machine")
+    monkeypatch.setattr("twellc.checks.candidate.why_not_here", lambda backend: "there is no GPU on this machine")
     plan, graph = tmp_path / "m.plan", tmp_path / "m.onnx"
     assert cli("compile", archive, "-o", plan, "--onnx", graph).exit_code == 0
     kept = cli("check", archive, plan)
@@ -167,7 +167,7 @@ def test_plan_without_a_gpu(cli: Cli, archive: Path, tmp_path: Path, monkeypatch
 
 def test_plan_called_as_a_graph(cli: Cli, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a candidate is, its content says."""
-    monkeypatch.setattr("twellc.checks.checking.why_not_here", lambda backend: "there is no GPU on this machine")
+    monkeypatch.setattr("twellc.checks.candidate.why_not_here", lambda backend: "there is no GPU on this machine")
     assert cli("compile", archive, "-o", tmp_path / "m.plan").exit_code == 0
     for suffix in ("", ".json"):
         (tmp_path / f"m.plan{suffix}").rename(tmp_path / f"m.onnx{suffix}")
@@ -185,12 +185,12 @@ def test_plan_that_runs(cli: Cli, archive: Path, tmp_path: Path, monkeypatch: py
     plan, graph = tmp_path / "m.plan", tmp_path / "m.onnx"
     assert cli("compile", archive, "-o", plan, "--onnx", graph).exit_code == 0
     stand_in = evaluator.OnnxEvaluator(graph)
-    monkeypatch.setattr("twellc.checks.checking.why_not_here", lambda backend: "")
-    monkeypatch.setattr("twellc.checks.checking.load_host", lambda backend: None)
+    monkeypatch.setattr("twellc.checks.candidate.why_not_here", lambda backend: "")
+    monkeypatch.setattr("twellc.checks.candidate.load_host", lambda backend: None)
     opened: list[Path] = []
-    monkeypatch.setattr("twellc.checks.checking.open_plan", lambda host, path, *_: opened.append(path))
+    monkeypatch.setattr("twellc.checks.candidate.open_plan", lambda host, path, *_: opened.append(path))
     monkeypatch.setattr(
-        "twellc.checks.checking.PlanRunner", lambda plan: lambda sample: [y * 1.5 for y in stand_in.run(sample)]
+        "twellc.checks.candidate.PlanRunner", lambda plan: lambda sample: [y * 1.5 for y in stand_in.run(sample)]
     )
     result = run_check(archive, plan)
     assert (result.executed, result.note) == ("the plan", "")
@@ -783,7 +783,7 @@ def plan(cli: Cli, archive: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 def test_plan_of_another_model(cli: Cli, plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twellc.checks.checking.why_not_here", lambda backend: "there is no GPU on this machine")
+    monkeypatch.setattr("twellc.checks.candidate.why_not_here", lambda backend: "there is no GPU on this machine")
     other = tmp_path / "other.pt2"
     module = Residual(Gated(biases="gud", d_ff=320)).bfloat16()
     torch.export.save(export(module, torch.randn(2, 3, 16).bfloat16()), other)

@@ -159,7 +159,7 @@ def test_every_profile_of_a_plan_is_checked(
 
         return Steps(right.vocabulary, start, [1, 3, 8])
 
-    monkeypatch.setattr("twellc.checks.checking.graph_steps", steps)
+    monkeypatch.setattr("twellc.checks.candidate.graph_steps", steps)
     result = run_check(llama, graph)
     assert result.within == (wrong is None)
     assert result.generation is not None
