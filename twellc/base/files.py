@@ -254,10 +254,8 @@ def writing(path: Path) -> Iterator[None]:
             if folder.name in (_STAGED, _SCRATCH) and folder.parent.name.startswith(_STAGING):
                 path = folder.parent.with_name(path.relative_to(folder).parts[0])
                 break
-        raise UserError(
-            str(path), f"cannot be written: {error.strerror or error}",
-            fix="Make room, or write to another place.",
-        ) from error  # fmt: skip
+        what, fix = f"cannot be written: {error.strerror or error}", "Make room, or write to another place."
+        raise UserError(str(path), what, fix=fix) from error
 
 
 def why_no_file(path: Path) -> str:

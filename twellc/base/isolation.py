@@ -64,11 +64,9 @@ def run_isolated(function: Callable[..., Result], *arguments: Any, progress: Cal
     except EOFError:
         process.join()
         code = process.exitcode or 0
-        raise UserError(
-            step, "the process that did this ended unexpectedly",
-            got=f"signal {-code}" if code < 0 else f"status {code}",
-            fix="Signal 9 means that memory ran out." if code == -9 else "",
-        ) from None  # fmt: skip
+        got = f"signal {-code}" if code < 0 else f"status {code}"
+        fix = "Signal 9 means that memory ran out." if code == -9 else ""
+        raise UserError(step, "the process that did this ended unexpectedly", got=got, fix=fix) from None
     finally:
         receiver.close()
         process.kill()

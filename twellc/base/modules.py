@@ -25,10 +25,11 @@ def import_modules(names: Iterable[str]) -> None:
                 importlib.import_module(name)
         except Exception as error:  # a module's code raises what it likes
             raise UserError(
-                f"--import {name}", f"cannot be imported ({first_line(error)})",
+                f"--import {name}",
+                f"cannot be imported ({first_line(error)})",
                 expected="the name of a module, such as torchvision",
                 fix="Name the folder that it stands in by PYTHONPATH." if isinstance(error, ImportError) else "",
-            ) from error  # fmt: skip
+            ) from error
 
 
 @dataclass(frozen=True)

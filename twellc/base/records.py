@@ -124,8 +124,13 @@ def of_json(kind: type[_Record], value: Any, place: str = "") -> _Record:
 
 
 _KINDS = {
-    str: "a string", int: "an integer", float: "a number", bool: "true or false", list: "a list", dict: "an object",
-}  # fmt: skip
+    str: "a string",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+}
 
 
 def _of_json(form: Any, value: Any, place: str) -> Any:
@@ -173,11 +178,10 @@ def _shown(value: object) -> str:
 
 
 def _record_of_json(kind: Any, values: dict[str, Any], place: str) -> Any:
-    forms = forms_of(kind)
+    forms, found = forms_of(kind), {}
     for each in fields(kind):
-        if each.name not in values and each.default is MISSING:
+        if each.name in values:
+            found[each.name] = _of_json(forms[each.name], values[each.name], f"{place}.{each.name}".strip("."))
+        elif each.default is MISSING:
             raise ValueError(f"{place} has no {each.name}".strip())
-    return kind(**{
-        each.name: _of_json(forms[each.name], values[each.name], f"{place}.{each.name}".strip("."))
-        for each in fields(kind) if each.name in values
-    })  # fmt: skip
+    return kind(**found)

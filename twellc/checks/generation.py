@@ -153,32 +153,32 @@ def prompt_lengths(cache: CacheSettings, most: int | None = None) -> list[int]:
 
 
 def read_prompts(where: str, arrays: dict[str, Array], cache: CacheSettings, vocabulary: int) -> list[list[int]]:
-    """Return the prompts that somebody gave as arrays: `input_ids` [rows, tokens] and maybe `token_count` [rows].
+    """Return the prompts that the user gave as arrays: `input_ids` [rows, tokens] and maybe `token_count` [rows].
 
     Raises:
-        UserError: They are no such prompts, or do not fit into the cache.
+        UserError: They are not such prompts, or do not fit into the cache.
     """
     ids = arrays.get(INPUT_IDS)
     if ids is None or ids.ndim != 2 or ids.dtype.kind not in "iu" or not ids.size:
         raise UserError(where, f"holds no {INPUT_IDS}", expected=f"prompts as integers [rows, tokens] in {INPUT_IDS}")
     unknown = sorted(arrays.keys() - {INPUT_IDS, TOKEN_COUNT})
     if unknown:
-        raise UserError(where, f"has an array {unknown[0]}, which is no part of prompts", got=", ".join(sorted(arrays)),
-                        expected=f"{INPUT_IDS}, and {TOKEN_COUNT} if they are padded: caches start empty")  # fmt: skip
+        what, got = f"has an array {unknown[0]}, which is not a part of prompts", ", ".join(sorted(arrays))
+        expected = f"{INPUT_IDS}, and {TOKEN_COUNT} if they are padded: caches start empty"
+        raise UserError(where, what, got=got, expected=expected)
     counts = [ids.shape[1]] * len(ids)
     if TOKEN_COUNT in arrays:
         counts = arrays[TOKEN_COUNT].flatten().tolist()
     if len(counts) != len(ids) or not all(type(each) is int and 1 <= each <= ids.shape[1] for each in counts):
-        raise UserError(where, f"{TOKEN_COUNT} does not fit {INPUT_IDS}", got=str(counts)[:60],
-                        expected=f"{len(ids)} numbers from 1 to {ids.shape[1]}")  # fmt: skip
+        expected = f"{len(ids)} numbers from 1 to {ids.shape[1]}"
+        raise UserError(where, f"{TOKEN_COUNT} does not fit {INPUT_IDS}", got=str(counts)[:60], expected=expected)
     if len(ids) > cache.batch or max(counts) >= cache.length:
-        raise UserError(
-            where, "the prompts do not fit into the cache", got=f"{len(ids)} of up to {max(counts)} tokens",
-            expected=f"at most {cache.batch}, of at most {cache.length - 1} tokens",
-        )  # fmt: skip
+        got = f"{len(ids)} of up to {max(counts)} tokens"
+        expected = f"at most {cache.batch}, of at most {cache.length - 1} tokens"
+        raise UserError(where, "the prompts do not fit into the cache", got=got, expected=expected)
     prompts = [row[:count].tolist() for row, count in zip(ids, counts, strict=True)]
     if not all(0 <= each < vocabulary for prompt in prompts for each in prompt):
-        raise UserError(where, "holds ids that are no tokens", expected=f"0 to {vocabulary - 1}")
+        raise UserError(where, "holds ids that are not tokens", expected=f"0 to {vocabulary - 1}")
     return prompts
 
 
@@ -246,10 +246,8 @@ def graph_steps(path: Path, run: Callable[[dict[str, Tensor]], Outputs], model: 
         def call(*given: Tensor) -> Tensor:
             logits, *after = run({**dict(zip(fed, given, strict=True)), **caches})
             if tuple(logits.shape) not in ((rows, vocabulary), (*given[0].shape, vocabulary)):
-                raise UserError(
-                    str(path), "is damaged: its logits are not of the shape that it says",
-                    got=str(tuple(logits.shape)), expected=f"{vocabulary} for each row or token",
-                )  # fmt: skip
+                what, got = "is damaged: its logits are not of the shape that it says", str(tuple(logits.shape))
+                raise UserError(str(path), what, got=got, expected=f"{vocabulary} for each row or token")
             caches.update(zip(caches, after, strict=True))
             return logits
 

@@ -16,7 +16,6 @@ from twellc.base.files import digest, read_file
 from twellc.base.records import OPTIONAL, Count, OneOf, Range, Record, Size, of_json, parse_json
 from twellc.base.version import __version__
 from twellc.compiling.summary import TranslationSummary
-from twellc.compiling.text_files import text_folder
 from twellc.export.plan import Plan
 from twellc.export.relations import SizeRelation
 from twellc.export.shapes import LARGEST_SIZE, ShapeProfile
@@ -215,17 +214,17 @@ def is_plan(file: Path) -> bool:
         return stream.read(4) in (b"ftrt", b"vtrt")
 
 
+def text_folder(options: CompileOptions) -> str | None:
+    """Return the name of the folder with a tokenizer beside a plan that generates text; None of any other."""
+    return None if options.cache is None or options.output is None else f"{options.output.name}.text"
+
+
 def by_cudnn(attention: list[Attention]) -> bool:
     """Whether a plan needs the attention plugin, and so cuDNN where it runs."""
     return any(block.form == "cudnn" for block in attention)
 
 
-def needs_plugins(translation: TranslationSummary) -> bool:
-    """Whether a plan needs plugins of twellc."""
-    return bool(_plugins(translation))
-
-
-def _plugins(translation: TranslationSummary) -> list[str]:
+def plugins_of(translation: TranslationSummary) -> list[str]:
     """Return the names of the plugins that a plan needs."""
     rewritten = {layer.variant for layer in translation.layers if layer.decision == "twell"}
     used = [name for name, variant in zip(PLUGIN_NAMES, ("gated", "plain"), strict=True) if variant in rewritten]
@@ -246,7 +245,7 @@ def make_manifest(
         translation: What was translated.
         plans: The plan and its file, or one for each rank; none where none was built.
     """
-    used = _plugins(translation)
+    used = plugins_of(translation)
     backend = register = libraries = None
     plan_records = [_plan_file(plan, file) for plan, file in plans]
     if plans and options.output is not None:
@@ -303,28 +302,21 @@ def read_manifest(plan: Path) -> Manifest:
     if not has_manifest(plan):
         whole = plan.with_name(re.sub(r"\.rank\d+$", "", plan.name))
         if whole != plan and has_manifest(whole):
-            raise UserError(
-                str(plan), "is the plan of one of several ranks, whose manifest is for all of them",
-                got=manifest_path(whole).name, fix=f"Give {whole}.",
-            )  # fmt: skip
-        raise UserError(
-            str(plan), "has no manifest beside it, as a plan must", expected=path.name,
-            fix="Keep both files of `twellc compile` together.",
-        )  # fmt: skip
+            what = "is the plan of one of several ranks, whose manifest is for all of them"
+            raise UserError(str(plan), what, got=manifest_path(whole).name, fix=f"Give {whole}.")
+        fix = "Keep both files of `twellc compile` together."
+        raise UserError(str(plan), "has no manifest beside it, as a plan must", expected=path.name, fix=fix)
     try:
         content = parse_json(read_file(path))
     except ValueError as error:
-        raise UserError(
-            str(path), f"is not a manifest of twellc: it cannot be read as JSON ({error})", fix=_FIX
-        ) from error
+        what = f"is not a manifest of twellc: it cannot be read as JSON ({error})"
+        raise UserError(str(path), what, fix=_FIX) from error
     schema = content.get("schema") if isinstance(content, dict) else None
     if type(schema) is not int:
         raise UserError(str(path), "is not a manifest of twellc: it names no schema", fix=_FIX)
     if schema != SCHEMA:
-        raise UserError(
-            str(path), "the manifest is of another version", got=str(schema), expected=str(SCHEMA),
-            fix="Use the twellc that made the plan, or compile the model again.",
-        )  # fmt: skip
+        fix = "Use the twellc that made the plan, or compile the model again."
+        raise UserError(str(path), "the manifest is of another version", got=str(schema), expected=str(SCHEMA), fix=fix)
     try:
         manifest = of_json(Manifest, content)
         _refuse_contradictions(manifest)
@@ -368,11 +360,12 @@ def refuse_other_plugins(plan: Path, manifest: Manifest) -> None:
     plugins = manifest.plugins
     if plugins.names and plugins.version != PLUGIN_VERSION:
         raise UserError(
-            str(plan), f"the plan needs other plugins than those of twellc {__version__}",
+            str(plan),
+            f"the plan needs other plugins than those of twellc {__version__}",
             got=f"plugin version {PLUGIN_VERSION}",
             expected=f"plugin version {plugins.version}, of twellc {manifest.twellc}",
             fix="Install that twellc, or compile the model again with this one.",
-        )  # fmt: skip
+        )
 
 
 _FIX = "Compile the model again."

@@ -9,49 +9,34 @@ from typing import Any
 import onnx
 import onnx_ir
 
-from twellc.base.caches import KeyValueCache
 from twellc.base.errors import UserError, first_few
 from twellc.base.records import of_json, parse_json
 from twellc.base.version import __version__
+from twellc.compiling.summary import Translated
 from twellc.export.profiles import ModelInputs
-from twellc.export.relations import SizeRelation
 from twellc.loaders.loaded import DimensionRange
 from twellc.options.commands import CompileOptions
-from twellc.passes.report import Attention, Layer
+from twellc.passes.report import Layer
 from twellc.plugins.block import compression_of
 
 METADATA_KEY = "twellc"
 
 
-@dataclass(frozen=True)
-class Translation:
-    """A model rewritten and translated to ONNX.
+@dataclass(frozen=True, kw_only=True)
+class Translation(Translated):
+    """A model rewritten and translated to ONNX, in memory.
 
     Attributes:
         kind: The kind of model.
         inputs: The inputs of the graph.
         ranges: (min, opt, max) of the default optimization profile, by symbol.
-        layers: What became of each feed-forward block.
-        attention: What became of each attention block.
         graph: The graph.
-        settings: The settings that decide what the graph is.
-        notes: What the user should know.
-        warnings: What the user should worry about.
-        cache: The key-value cache; None of a model without one.
-        relations: What a caller must keep of sizes of inputs.
     """
 
     kind: str
     inputs: ModelInputs
-    ranges: dict[str, DimensionRange]
-    layers: list[Layer]
-    attention: list[Attention]
+    ranges: dict[str, DimensionRange] = field(default_factory=dict)
     graph: onnx_ir.Model
-    settings: dict[str, Any]
-    notes: list[str]
-    warnings: list[str]
-    cache: KeyValueCache | None = None
-    relations: list[SizeRelation] = field(default_factory=list)
 
 
 def annotate(

@@ -1,4 +1,4 @@
-"""What is left of a translation once the graph is in a file. Importing this imports no torch."""
+"""What is known of a translated model, also once its graph is in a file. Importing this imports no torch."""
 
 from __future__ import annotations
 
@@ -25,32 +25,41 @@ class GraphFiles:
     digest: str
 
 
-@dataclass(frozen=True)
-class TranslationSummary:
-    """What is left of a translation once the graph is in a file.
+@dataclass(frozen=True, kw_only=True)
+class Translated:
+    """What is known of a model that was rewritten and translated to ONNX.
 
     Attributes:
-        model: Name, kind and SHA-256 of the model.
         settings: The settings that decide what the graph is.
         layers: What became of each feed-forward block.
         attention: What became of each attention block.
         notes: What the user should know.
         warnings: What the user should worry about.
-        profiles: The optimization profiles.
-        graphs: The graph; one for each rank if there are several.
-        external_data: The files beside an ONNX model that hold its weights.
         cache: The key-value cache; None of a model without one.
         relations: What a caller must keep of sizes of inputs.
     """
 
-    model: dict[str, str]
     settings: dict[str, Any]
     layers: list[Layer]
-    attention: list[Attention]
+    attention: list[Attention] = field(default_factory=list)
     notes: list[str]
     warnings: list[str]
+    cache: KeyValueCache | None = None
+    relations: list[SizeRelation] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TranslationSummary(Translated):
+    """What is left of a translation once the graph is in a file.
+
+    Attributes:
+        model: Name, kind and SHA-256 of the model.
+        profiles: The optimization profiles.
+        graphs: The graph; one for each rank if there are several.
+        external_data: The files beside an ONNX model that hold its weights.
+    """
+
+    model: dict[str, str]
     profiles: list[ShapeProfile]
     graphs: list[GraphFiles]
     external_data: list[Path]
-    cache: KeyValueCache | None
-    relations: list[SizeRelation] = field(default_factory=list)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import onnx
 
 from twellc.base.files import digest, writing
 from twellc.compiling.result import Translation
-from twellc.compiling.summary import GraphFiles, TranslationSummary
+from twellc.compiling.summary import GraphFiles, Translated, TranslationSummary
 from twellc.compiling.translate_onnx import translate_onnx
 from twellc.compiling.translate_torch import translate_for_ranks
 from twellc.export.onnx_export import check_types, save_onnx
@@ -41,18 +42,13 @@ def translate_to_file(options: CompileOptions, onnx_path: Path, progress: Callab
     is_onnx = looks_like_onnx(options.model)
     external_data = external_files(options.model) if is_onnx else []
     sha256 = digest(options.model, *external_data) if is_onnx else fingerprint(options.model)
+    known = {each.name: getattr(first, each.name) for each in fields(Translated)}
     return TranslationSummary(
+        **{**known, "notes": first.notes + notes, "warnings": warnings},
         model={"name": options.model.name, "kind": options.in_memory or first.kind, "sha256": sha256},
-        settings=first.settings,
-        layers=first.layers,
-        attention=first.attention,
-        notes=first.notes + notes,
-        warnings=warnings,
         profiles=profiles,
         graphs=graphs,
         external_data=external_data,
-        cache=first.cache,
-        relations=first.relations,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import onnx
@@ -10,12 +11,13 @@ import onnx_ir
 from twellc.base.dtypes import DTYPES, UNCHANGED, torch_dtype
 from twellc.base.errors import UserError
 from twellc.compiling.result import Translation, annotate, check_matches
-from twellc.compiling.sizes import rows_of_inputs
 from twellc.decisions.advise import Advisor, repeat
+from twellc.decisions.choose import Tokens
 from twellc.decisions.targets import choose_target, gpu_at_hand
 from twellc.export.names import distinct_outputs, name_ends
-from twellc.export.profiles import resolve_profiles
+from twellc.export.profiles import ModelInputs, resolve_profiles
 from twellc.export.rotary_halves import RotaryHalves
+from twellc.export.shapes import ShapeProfile
 from twellc.export.taken_sizes import relation_notes, size_relations
 from twellc.loaders.cached import no_directory
 from twellc.loaders.onnx_models import (
@@ -30,6 +32,7 @@ from twellc.options.commands import CompileOptions
 from twellc.options.decisions import refuse_calibration
 from twellc.options.source import refuse_choices
 from twellc.passes.dump import GraphDump
+from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.onnx.ffn import OnnxBlocks, find_onnx_blocks, rewrite_onnx
 
 
@@ -40,15 +43,13 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
         UserError: The model cannot be loaded or rewritten as asked (`strict`, `layers`, `dtype`).
     """
     if options.attention != "auto":
-        raise UserError(
-            f"--attention {options.attention}", "attention in an ONNX file stays as it is", got=str(options.model),
-            expected="a torch.export archive or a Hugging Face directory", fix="Leave it out.",
-        )  # fmt: skip
+        where, what = f"--attention {options.attention}", "attention in an ONNX file stays as it is"
+        expected = "a torch.export archive or a Hugging Face directory"
+        raise UserError(where, what, got=str(options.model), expected=expected, fix="Leave it out.")
     if options.tensor_parallel > 1:
-        raise UserError(
-            f"--tensor-parallel {options.tensor_parallel}", "an ONNX file cannot be shared", got=str(options.model),
-            expected="a torch.export archive, a Hugging Face directory or a pickled module",
-        )  # fmt: skip
+        where, what = f"--tensor-parallel {options.tensor_parallel}", "an ONNX file cannot be shared"
+        expected = "a torch.export archive, a Hugging Face directory or a pickled module"
+        raise UserError(where, what, got=str(options.model), expected=expected)
     refuse_calibration(options, f"{options.model}, an {KIND}")
     if options.cache is not None:
         raise no_directory(options.model)
@@ -78,9 +79,29 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     traced_by = {"attention_forms": [], **({"decided": decided} if decided else {})}
     is_low = bool(low_precisions(model)) or any(layer.decision == "twell" for layer in found.layers)
     settings = annotate(graph, found.layers, dtype if is_low else UNCHANGED, options, traced_by)
-    notes = [*renamed, *cast_notes(found, dtype), *advisor.notes(found.layers)]
-    notes += relation_notes(relations)
-    return Translation(KIND, inputs, {}, found.layers, [], graph, settings, notes, warnings, relations=relations)
+    return Translation(
+        kind=KIND,
+        inputs=inputs,
+        graph=graph,
+        settings=settings,
+        layers=found.layers,
+        notes=[*renamed, *cast_notes(found, dtype), *advisor.notes(found.layers), *relation_notes(relations)],
+        warnings=warnings,
+        relations=relations,
+    )
+
+
+def rows_of_inputs(inputs: ModelInputs, profiles: list[ShapeProfile]) -> Callable[[FfnBlock], list[Tokens]]:
+    """Return what tells the rows of a block where shapes within the graph are not known: the most that an input has."""
+
+    def most(profile: ShapeProfile, which: str) -> int:
+        shapes = ((spec, getattr(profile[spec.name], which)) for spec in inputs.specs)
+        # Floating-point inputs have features behind the tokens.
+        rows = (math.prod(shape[:-1] if spec.dtype.is_floating_point else shape) for spec, shape in shapes)
+        return max(rows, default=1)
+
+    found = [Tokens(*(most(profile, which) for which in ("min", "opt", "max"))) for profile in profiles]
+    return lambda block: found
 
 
 def cast_notes(found: OnnxBlocks, dtype: str) -> list[str]:

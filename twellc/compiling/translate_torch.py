@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import sympy
+import torch
 from torch.export import ExportedProgram
 
 from twellc.base.dtypes import torch_dtype
 from twellc.base.errors import first_few
 from twellc.compiling.result import Translation, annotate, check_matches
-from twellc.compiling.sizes import rows_of_blocks
 from twellc.decisions.advise import Advisor, repeat
+from twellc.decisions.choose import Tokens
 from twellc.decisions.targets import choose_target, gpu_at_hand
 from twellc.export.attention_forms import choose_forms
 from twellc.export.onnx_export import export_onnx, opset_of
-from twellc.export.profiles import program_inputs, resolve_profiles
+from twellc.export.profiles import ModelInputs, program_inputs, resolve_profiles, symbol_sizes
 from twellc.export.relations import SizeRelation
-from twellc.export.shapes import ShapeRange, fixed_sizes
+from twellc.export.shapes import ShapeProfile, ShapeRange, fixed_sizes
 from twellc.export.taken_sizes import relation_notes, size_relations, value_warnings
 from twellc.firing.calibration import LoadedCalibration, load_calibration
 from twellc.loaders.cached import load_with_cache
@@ -30,6 +33,7 @@ from twellc.options.decisions import DecisionOptions
 from twellc.options.source import LAST_LOGITS
 from twellc.passes.dump import NOWHERE, GraphDump
 from twellc.passes.graph.program import has_inner_graphs, written_tensors
+from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.shared_axis import Part
 from twellc.passes.pipeline import PassOptions, Rewritten, run_for_ranks, run_passes
 from twellc.passes.report import Layer
@@ -52,7 +56,7 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
     """Yield what `translate` returns for each rank; notes and warnings with the first one only.
 
     Raises:
-        UserError: See `translate`, or the model cannot be shared among so many.
+        UserError: See `translate`, or the model cannot be shared among that many.
     """
     progress("loading and tracing the model")
     calibrated = load_calibration(options, options.model)
@@ -62,50 +66,51 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
         model = load_with_cache(options.model, options.cache, options.logits or LAST_LOGITS, options.dtype)
     dtype, notes = choose_dtype(model, options.dtype)
     progress("rewriting feed-forward blocks")
-    forms = tuple(options.attention_forms) or choose_forms(
-        options.backend, options.attention, cached=options.cache is not None
-    )
+    cached, ranks = options.cache is not None, options.tensor_parallel
+    forms = tuple(options.attention_forms) or choose_forms(options.backend, options.attention, cached=cached)
     dump = GraphDump(options.dump_graphs)
-    ranks = options.tensor_parallel
-    wanted = PassOptions(
-        attention=forms, dump=dump, advise=None if options.decided is None else repeat(options.decided),
-        part=Part(0, ranks),
-    )  # fmt: skip
+    advise = None if options.decided is None else repeat(options.decided)
+    wanted = PassOptions(attention=forms, dump=dump, advise=advise, part=Part(0, ranks))
     wanted, advisor, (relations, size_warnings) = _complete(
         wanted, model, dtype, options, options.requested_profiles, calibrated
     )
     for rank, rewritten in enumerate(run_for_ranks(model.program, wanted)):
+        program, layers = rewritten.program, rewritten.layers
         if calibrated is not None:
-            calibrated.refuse_other_blocks(rewritten.layers)
-        warnings = [*check_matches(rewritten.layers, options), *state_warnings(rewritten.program)]
-        warnings += [*order_warnings(rewritten.program), *size_warnings, *value_warnings(model.program)]
-        rewriting_notes = [*activation_notes(model, rewritten.layers), *inner_graph_notes(rewritten.program)]
-        rewriting_notes += relation_notes(relations)
+            calibrated.refuse_other_blocks(layers)
+        warnings = [*check_matches(layers, options), *state_warnings(program), *order_warnings(program)]
+        warnings += [*size_warnings, *value_warnings(model.program)]
         progress("exporting to ONNX" if ranks == 1 else f"exporting rank {rank} of {ranks} to ONNX")
-        inputs = program_inputs(rewritten.program, model.input_names)
+        inputs = program_inputs(program, model.input_names)
         names = [spec.name for spec in inputs.specs]
-        graph = export_onnx(
-            rewritten.program, names, model.output_names, model.dimension_names, opset_of(rewritten.attention),
-            dump if rank == 0 else NOWHERE,
-        )  # fmt: skip
+        opset, own_dump = opset_of(rewritten.attention), dump if rank == 0 else NOWHERE
+        graph = export_onnx(program, names, model.output_names, model.dimension_names, opset, own_dump)
         traced_by: dict[str, Any] = {**model.settings, "attention_forms": list(forms if rewritten.attention else ())}
         if options.cache is not None:
             traced_by["cache"] = options.cache.settings()
+        rewriting_notes = [*activation_notes(model, layers), *inner_graph_notes(program), *relation_notes(relations)]
         if calibrated is not None:
             traced_by |= calibrated.settings()
-            rewriting_notes += calibrated.notes(rewritten.layers, dtype)
+            rewriting_notes += calibrated.notes(layers, dtype)
             warnings += calibrated.profile.warnings
         decided = options.decided or advisor.decided
         if decided or calibrated is not None:
             traced_by["decided"] = decided
         if ranks > 1:
             traced_by["tensor_parallel"] = ranks
-        settings = annotate(graph, rewritten.layers, dtype, options, traced_by)
-        all_notes = [*model.notes, *notes, *rewriting_notes, *advisor.notes(rewritten.layers), *rewritten.notes]
         yield Translation(
-            model.kind, inputs, model.dimension_ranges, rewritten.layers, rewritten.attention, graph, settings,
-            all_notes, warnings, model.cache, relations,
-        )  # fmt: skip
+            kind=model.kind,
+            inputs=inputs,
+            ranges=model.dimension_ranges,
+            graph=graph,
+            settings=annotate(graph, layers, dtype, options, traced_by),
+            layers=layers,
+            attention=rewritten.attention,
+            notes=[*model.notes, *notes, *rewriting_notes, *advisor.notes(layers), *rewritten.notes],
+            warnings=warnings,
+            cache=model.cache,
+            relations=relations,
+        )
 
 
 def rewrite(
@@ -155,10 +160,35 @@ def _complete(
     target = choose_target(options.target_gpu, gpu_at_hand())
     advisor = Advisor(target, rows_of_blocks(given, resolved), compression=options.compression)
     wanted = replace(
-        wanted, dtype=torch_dtype(dtype), layers=options.layers, compression=options.compression,
-        calibration=calibration, advise=wanted.advise or advisor,
-    )  # fmt: skip
+        wanted,
+        dtype=torch_dtype(dtype),
+        layers=options.layers,
+        compression=options.compression,
+        calibration=calibration,
+        advise=wanted.advise or advisor,
+    )
     return wanted, advisor, of_sizes
+
+
+def rows_of_blocks(inputs: ModelInputs, profiles: list[ShapeProfile]) -> Callable[[FfnBlock], list[Tokens]]:
+    """Return what tells the rows of a block of a traced program: those of its x [..., d_model]."""
+    sizes = [symbol_sizes(inputs, profile) for profile in profiles]
+
+    def rows(block: FfnBlock) -> list[Tokens]:
+        dims = block.x.meta["val"].shape[:-1]
+        return [Tokens(*(max(1, math.prod(_size(dim, values) for dim in dims)) for values in each)) for each in sizes]
+
+    return rows
+
+
+def _size(dim: int | torch.SymInt, values: dict[str, int]) -> int:
+    """Return the size of a dimension for sizes of symbols; the traced one where others are in it."""
+    if isinstance(dim, int):
+        return dim
+    expression = dim.node.expr
+    known = {symbol: sympy.Integer(values[str(symbol)]) for symbol in expression.free_symbols if str(symbol) in values}
+    size = expression.xreplace(known)
+    return int(size) if size.is_Integer else int(dim.node.hint)
 
 
 def activation_notes(model: LoadedModel, layers: list[Layer]) -> list[str]:

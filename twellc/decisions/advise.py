@@ -87,10 +87,8 @@ class Advisor:
         assert neurons.rates is not None
         spread = DEFAULT_ROW_SPREAD if neurons.rows is None else row_spread(neurons.rows)
         removed = block.d_ff - widths.d_ff
-        choice = choose(
-            self._target.model, widths, neurons.rates, tokens, spread,
-            splits=neurons.movable and block.dtype == _SPLIT_DTYPE, removed=removed,
-        )  # fmt: skip
+        splits = neurons.movable and block.dtype == _SPLIT_DTYPE
+        choice = choose(self._target.model, widths, neurons.rates, tokens, spread, splits=splits, removed=removed)
         if not self._target.model.is_near(widths):  # a guess leaves nothing dense
             active = active_text(float(neurons.rates.mean()), widths.d_ff, removed)
             slots = choose_compression(neurons.rates, spread)

@@ -238,10 +238,8 @@ def _twell_parts(call: _Call) -> list[float]:
     outside = _ELEMENT * (tokens * (w.d_model + w.d_out) + sparse * w.d_model + distinct * neuron)
     most, others = (_ELEMENT * neuron * pairs for pairs in call.pairs)
     _, products, _, between = _dense_parts(_hot_block(call))
-    return [
-        1.0, 2.0 * tokens * sparse * w.d_model, outside, most, others,
-        float(hot > 0), products, _ELEMENT * hot * (w.d_model + neuron), between,
-    ]  # fmt: skip
+    of_hot = [float(hot > 0), products, _ELEMENT * hot * (w.d_model + neuron), between]
+    return [1.0, 2.0 * tokens * sparse * w.d_model, outside, most, others, *of_hot]
 
 
 _MOST, _OTHERS, _HOT = 3, 4, slice(5, None)  # places of parts

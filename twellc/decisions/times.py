@@ -182,10 +182,8 @@ def read_times(path: Path) -> GpuTimes:
     if not isinstance(content, dict) or "format" not in content:
         raise UserError(where, "holds no measured times: it names no format", fix=_FIX)
     if content["format"] not in _READ:
-        raise UserError(
-            where, "the measured times are of another format", got=str(content["format"]),
-            expected=" or ".join(map(str, _READ)), fix=_FIX,
-        )  # fmt: skip
+        got, expected = str(content["format"]), " or ".join(map(str, _READ))
+        raise UserError(where, "the measured times are of another format", got=got, expected=expected, fix=_FIX)
     try:
         points = {name: _points(content[name], name) for name in ("dense", "twell") if name in content}
         times = of_json(GpuTimes, {**content, **points})

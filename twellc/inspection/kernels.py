@@ -59,10 +59,7 @@ def _problem_of(layer: Layer, tokens: int, compression: int | None) -> Problem |
     """Return what a call computes; None where the block stays dense, or a node of another origin does not say it."""
     if layer.decision != "twell" or layer.activation not in ACTIVATIONS:
         return None
-    options = BlockOptions(
-        activation=layer.activation, compression=compression_of(layer.compression, compression), hot=layer.hot
-    )
-    return problem_of(
-        VARIANTS[layer.variant], options, "bfloat16",
-        tokens=tokens, d_model=layer.d_model, d_ff=layer.kept, d_out=layer.d_out,
-    )  # fmt: skip
+    slots = compression_of(layer.compression, compression)
+    options = BlockOptions(activation=layer.activation, compression=slots, hot=layer.hot)
+    sizes = {"tokens": tokens, "d_model": layer.d_model, "d_ff": layer.kept, "d_out": layer.d_out}
+    return problem_of(VARIANTS[layer.variant], options, "bfloat16", **sizes)

@@ -42,17 +42,17 @@ def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> 
     import_modules(options.import_modules)
     calls = [Tokens(options.tokens, options.tokens, options.tokens)]
     target = choose_target(options.target_gpu, gpu_at_hand())
+    advisor = Advisor(target, lambda block: calls, options.density, options.compression)
     if looks_like_onnx(options.model):
         refuse_calibration(options, f"{options.model}, an ONNX file")
         progress("loading the model")
-        return inspect_onnx(options, Advisor(target, lambda block: calls, options.density, options.compression))
+        return inspect_onnx(options, advisor)
     progress("loading and tracing the model")
     calibrated = load_calibration(options, options.model)
     model = load_model(options)
     chosen, notes = choose_dtype(model, options.dtype)
     progress("looking for feed-forward blocks")
     calibration = None if calibrated is None else calibrated.calibration
-    advisor = Advisor(target, lambda block: calls, options.density, options.compression)
     wanted = PassOptions(
         torch_dtype(chosen), options.layers, options.compression, (MATMUL,), calibration, advise=advisor
     )
@@ -125,7 +125,12 @@ def _layer_of(node: PluginNode) -> Layer:
         module=node.name or node.outputs[0],
         variant=BY_NODE[node.type].name,
         activation=str(node.fields.get("activation")),
-        d_model=d_model, d_ff=d_ff, d_out=d_out, matched=True, decision="twell", reason="is a plugin node",
+        d_model=d_model,
+        d_ff=d_ff,
+        d_out=d_out,
+        matched=True,
+        decision="twell",
+        reason="is a plugin node",
         residual=node.fields.get("residual") == 1,
         hot=hot if isinstance(hot, int) else 0,
-    )  # fmt: skip
+    )

@@ -228,11 +228,11 @@ def test_given_prompts(llama: Path, graph: Path, tmp_path: Path) -> None:
         ({"input_ids": np.zeros((1, 2))}, "holds no input_ids"),
         ({"input_ids": np.zeros((4, 2), np.int64)}, r"do not fit into the cache; got 4 of up to 2 tokens"),
         ({"input_ids": np.zeros((1, 40), np.int64)}, r"do not fit into the cache; got 1 of up to 40 tokens"),
-        ({"input_ids": np.full((1, 2), 96)}, "ids that are no tokens; expected 0 to 95"),
+        ({"input_ids": np.full((1, 2), 96)}, "ids that are not tokens; expected 0 to 95"),
         ({"input_ids": np.zeros((1, 2), np.int64), "token_count": np.array([3])}, "token_count does not fit"),
         (
             {"input_ids": np.zeros((1, 2), np.int64), "write_index": np.array([3])},
-            "has an array write_index, which is no part of prompts; got input_ids, write_index; expected input_ids,",
+            "has an array write_index, which is not a part of prompts; got input_ids, write_index; expected input_ids,",
         ),
     ],
 )

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.models import Gated, Residual, blocks_of, canonical
-from twellc.compiling.sizes import rows_of_blocks, rows_of_inputs
+from twellc.compiling.translate_onnx import rows_of_inputs
+from twellc.compiling.translate_torch import rows_of_blocks
 from twellc.decisions.advise import Advisor, repeat, row_spread
 from twellc.decisions.choose import Tokens, percent
 from twellc.decisions.predict import CostModel
