@@ -25,7 +25,7 @@ def to_numpy(tensor: torch.Tensor) -> Array:
 
 
 def to_torch(array: Array) -> torch.Tensor:
-    """Return an array as a tensor of its own; ml_dtypes.bfloat16 becomes torch.bfloat16."""
+    """Return a copy of an array as a tensor; ml_dtypes.bfloat16 becomes torch.bfloat16."""
     array = np.array(array, order="C")
     if array.dtype == BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)

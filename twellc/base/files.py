@@ -52,7 +52,7 @@ class OutputFiles:
             for folder in self._folders.values():
                 shutil.rmtree(folder, ignore_errors=True)
             for folder in self._created:
-                with contextlib.suppress(OSError):  # it holds something: an output, or what somebody else put there
+                with contextlib.suppress(OSError):  # it holds something: an output, or a file of another program
                     folder.rmdir()
 
     def make_folder(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Run a function in a process of its own.
+"""Run a function in another process.
 
 Loading and exporting a model leaves memory behind that Python does not give back, and TensorRT ends its process on some
 faults and does not return for an interrupt. In a process that ends, neither matters.

@@ -94,7 +94,7 @@ def parse_json(text: str | bytes) -> Any:
     """Return what JSON of anybody's says.
 
     Raises:
-        ValueError: It is no JSON, is nested too deeply, or has what Python alone knows, such as NaN.
+        ValueError: It is not JSON, is nested too deeply, or has what only Python's JSON has, such as NaN.
     """
 
     def refuse(name: str) -> Any:

@@ -54,7 +54,7 @@ class OnnxEvaluator:
             model: The model, with its external data.
 
         Raises:
-            UserError: The file is no ONNX model, or holds operators that cannot be evaluated.
+            UserError: The file is not an ONNX model, or holds operators that cannot be evaluated.
         """
         self._path = path
         try:
@@ -67,7 +67,7 @@ class OnnxEvaluator:
                 raise ValueError(f"unknown twell nodes {unknown}" if unknown else "it has no nodes")
             self._evaluator = ReferenceEvaluator(model, new_ops=[*_OPERATORS, *_standard_operators(model)])
         except Exception as error:  # protobuf, onnx and numpy each have their own errors for a damaged model
-            raise UserError(str(path), f"is no ONNX model that can be evaluated ({error})") from error
+            raise UserError(str(path), f"is not an ONNX model that can be evaluated ({error})") from error
 
     def run(self, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the outputs for inputs by name.
@@ -90,7 +90,7 @@ class OnnxEvaluator:
                 results = self._evaluator.run(None, arrays, intermediate=True)
             assert isinstance(results, dict)
             return {name: to_torch(np.asarray(results[name])) for name in names}
-        except Exception as error:  # each operator's own, for a graph that somebody else made
+        except Exception as error:  # operators raise errors of any kind
             shapes = ", ".join(f"{name} {tuple(array.shape)}" for name, array in arrays.items())
             raise UserError(str(self._path), f"cannot be evaluated with {shapes} ({first_line(error)})") from error
 
@@ -241,7 +241,7 @@ def plugin_nodes(model: onnx.ModelProto) -> list[PluginNode]:
     """Return the feed-forward blocks among the `twell` nodes of a graph, in order.
 
     Raises:
-        ValueError: One of them has weights that are no constants, or not the fields that twellc gives it.
+        ValueError: One of them has weights that are not constants, or other fields than twellc gives it.
     """
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
     nodes = []
@@ -256,7 +256,7 @@ def plugin_nodes(model: onnx.ModelProto) -> list[PluginNode]:
         weights = names.weights
         computed = [name for name in weights.named().values() if name not in constants]
         if computed:
-            raise ValueError(f"{computed[0]}, a weight of the plugin node {node.name}, is no constant")
+            raise ValueError(f"{computed[0]}, a weight of the plugin node {node.name}, is not a constant")
         nodes.append(PluginNode(weights.map(constants.__getitem__), names.residual is not None, options))
     return nodes
 

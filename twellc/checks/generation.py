@@ -50,7 +50,7 @@ class Steps:
     largest: Sequence[int] = ()
 
     def other_sizes(self, rows: int) -> list[int]:
-        """Return numbers of rows that bring in the profiles for single tokens that so many rows do not."""
+        """Return numbers of rows for the profiles for single tokens that this number of rows does not use."""
         least = [1, *(size + 1 for size in self.largest)]
         return [least[i] for i, most in enumerate(self.largest) if not least[i] <= rows <= most]
 

@@ -137,8 +137,8 @@ def _texts(options: CompileOptions) -> Iterator[tuple[Path, Path]]:
 def _stale(options: CompileOptions) -> Iterator[Path]:
     """Yield plans and graphs of ranks that an earlier compilation to the same place wrote, and this one does not.
 
-    A plan that is not as the manifest there says may be somebody else's, and so may a graph that does not say that it
-    is of one of several ranks.
+    Not those that another program may have written: a plan that differs from the manifest there, a graph whose metadata
+    names no number of ranks.
     """
     output, onnx = options.output, options.onnx
     if output is not None and manifest_path(output).is_file():

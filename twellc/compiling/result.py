@@ -1,4 +1,4 @@
-"""A translated model, and what is written and said of one of any kind."""
+"""A translated model, and what its graph notes of the translation."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def rewrite(
         wanted: What else the passes are to do; `advise` repeats what was decided before, None decides now.
 
     Returns:
-        What the passes made, and who gives advice, with notes for the user.
+        What the passes made, and the advisor, which has notes for the user.
 
     Raises:
         UserError: See `run_passes`, `resolve_profiles`, `size_relations`, `choose_target` and `LoadedCalibration`.
@@ -152,7 +152,7 @@ def _complete(
     profiles: list[tuple[str, ShapeRange]],
     calibrated: LoadedCalibration | None,
 ) -> tuple[PassOptions, Advisor, tuple[list[SizeRelation], list[str]]]:
-    """Return what the passes are to do, as options and calibration have it, who gives advice, and `size_relations`."""
+    """Return the options of the passes by those of the command and the calibration, the advisor, and `size_relations`."""
     given = program_inputs(model.program)
     resolved, _ = resolve_profiles(given, profiles, model.dimension_ranges)
     of_sizes = size_relations(str(model.path), given, resolved, program_inputs(model.program, model.input_names))

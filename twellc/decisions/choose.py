@@ -1,6 +1,6 @@
 """Decide what becomes of a block from how often its neurons fire.
 
-It is dense, or TwELL's, or TwELL's beside a dense product of its hot neurons; and it has so many slots. Times are
+It is dense, or TwELL's, or TwELL's beside a dense product of its hot neurons, with a number of slots. Times are
 predicted by a `CostModel` at the number of tokens that each optimization profile is tuned for; over several profiles
 the geometric mean of the gains decides. The hot neurons are the hottest, and come first; the others stay in the order
 of the model, which decides how many slots they need.
@@ -23,10 +23,10 @@ from twellc.plugins.library import COMPRESSIONS, TILE
 
 # Numbers of hot neurons that are tried.
 _HOT = (0, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-# More hot neurons have to be so much better; TwELL so much faster than a dense block, which needs no plugin.
+# By how much more hot neurons have to be better, and TwELL faster than a dense block, which needs no plugin.
 _WORTH_IT = 0.99
 _LEAST_GAIN = 1.03
-# Of the tiles of a row: so few may hold more non-zeros than slots.
+# The share of a row's tiles that may hold more non-zeros than slots.
 _MOST_OVERFLOWS = 0.01
 # Of the rows' non-zeros, log-normal, where nothing is known of them.
 DEFAULT_ROW_SPREAD = 0.8
@@ -140,7 +140,7 @@ def overflow(rates: Rates, compression: int, row_spread: float = DEFAULT_ROW_SPR
 
 
 def percent(share: float, digits: int = 2) -> str:
-    """Write a share as a percentage of so many digits."""
+    """Write a share as a percentage, with a number of significant digits."""
     return f"{float(f'{100 * share:.{digits}g}'):g} %"
 
 

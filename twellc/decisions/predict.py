@@ -200,7 +200,7 @@ def point_rates(point: TwellPoint) -> Rates:
 
 
 def is_split(widths: Widths, tokens: int) -> bool:
-    """Whether hot neurons are a dense product of their own in a call, as routes.cu has it for Hopper."""
+    """Whether hot neurons are a separate dense product in a call, as in routes.cu for Hopper."""
     narrow = limits().narrow_gated if widths.variant == "gated" else limits().narrow_plain
     return (
         tokens > limits().dense_block_tokens_if_split

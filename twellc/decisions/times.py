@@ -170,7 +170,7 @@ def read_times(path: Path) -> GpuTimes:
     """Read a data file.
 
     Raises:
-        UserError: It cannot be read, is no data file, of another format, or holds too little to interpolate in.
+        UserError: It cannot be read, is not a data file, has another format, or holds too little to interpolate in.
     """
     where = f"--target-gpu {path}"
     try:

@@ -18,7 +18,7 @@ class PluginNode(Record):
     Attributes:
         name: Its name.
         type: The plugin.
-        dtype: Element type of its weights; None where they are no constants.
+        dtype: Element type of its weights; None where they are not constants.
         inputs: Names of its inputs.
         outputs: Names of its outputs.
         weights: Shapes of its weights by name.

@@ -15,7 +15,7 @@ projections (dense: the hidden tensor; sparse: the packed words that are written
 what memory has to see at least once, as far as no cache keeps it from one kernel or call to the next. Of the up and
 down projections the sparse form needs the rows of the n = N (1 - (1 - d)^M) neurons that fire for any token, expected
 for neurons that fire independently and equally often; where they fire unequally, fewer. `gathered` is what the kernels
-read of these rows token by token, mostly from caches: it is no traffic to memory, and no part of `bytes`.
+read of these rows token by token, mostly from caches: not traffic to memory, and not in `bytes`.
 
 These are counts and do not predict time.
 """

@@ -37,7 +37,7 @@ def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> 
     """Return what is known of a model or a rewritten ONNX file.
 
     Raises:
-        UserError: It is no model, or not one that `dtype` or `inputs` are for.
+        UserError: It is not a model, or not one that `dtype` or `inputs` are for.
     """
     import_modules(options.import_modules)
     calls = [Tokens(options.tokens, options.tokens, options.tokens)]

@@ -383,7 +383,7 @@ def test_rewriting_must_not_make_nan(value: float) -> None:
     separation = separate(spliced, spliced, plain, truth, rewritten, truth)
     assert (separation.rewrite_stray, separation.rewrite_within) == (1, False)
     assert math.isfinite(separation.rewrite.max)
-    # The same at the same place is no difference.
+    # The same at the same place is not a difference.
     both = separate(spliced, spliced, plain, truth, rewritten, rewritten)
     assert (both.rewrite_stray, both.rewrite_within) == (0, True)
 

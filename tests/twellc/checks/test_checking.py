@@ -531,7 +531,7 @@ def test_json_has_no_nan(cli: Cli, deep: Path, deep_graph: Path, tmp_path: Path)
     assert result.exit_code == 1
 
     def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
+        raise AssertionError(f"{constant} is not JSON")
 
     found = json.loads(result.stdout, parse_constant=refuse)
     assert found["outputs"][0]["kl"] is None

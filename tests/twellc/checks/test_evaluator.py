@@ -89,7 +89,7 @@ def test_float32_program(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("remembered_models")
 def test_language_model_with_padding(llama: Path, load_once: Callable[..., LoadedModel], tmp_path: Path) -> None:
-    """Real tokens get the logits that torch gives; what stands at padding is nobody's business."""
+    """Real tokens get the logits that torch gives; places of padding are not compared."""
     translation = translate(CompileOptions(model=llama, backend="none", padding="mask"), lambda step: None)
     save_onnx(translation.graph, tmp_path / "m.onnx")
     evaluator = OnnxEvaluator(tmp_path / "m.onnx")
@@ -141,7 +141,7 @@ def test_nan_in_x(tmp_path: Path) -> None:
     assert y[[0, 1, 3]].isfinite().all()
 
 
-# ---- what is no model ----
+# ---- what is not a model ----
 
 
 def model_with(*nodes: onnx.NodeProto) -> bytes:
@@ -217,7 +217,7 @@ def test_nodes_that_are_none_of_ours(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match="has not the fields and inputs of one"):
             plugin_nodes(changed(change))
-    with pytest.raises(ValueError, match=r"negated, a weight of the plugin node .* is no constant"):
+    with pytest.raises(ValueError, match=r"negated, a weight of the plugin node .* is not a constant"):
         plugin_nodes(changed(compute))
     assert plugin_nodes(onnx.load_model_from_string(model_with(helper.make_node("Relu", ["x"], ["y"])))) == []
 
@@ -237,7 +237,7 @@ BAD: dict[str, bytes] = {
 def test_bad_file(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
     path.write_bytes(BAD[kind])
-    with pytest.raises(UserError, match="is no ONNX model that can be evaluated"):
+    with pytest.raises(UserError, match="is not an ONNX model that can be evaluated"):
         OnnxEvaluator(path)
 
 
@@ -246,7 +246,7 @@ def test_external_data_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path, data = save_onnx(export_onnx(rewrite(canonical(Gated())), ["x"], ["y"], {}), tmp_path / "m.onnx")
     OnnxEvaluator(path)
     data.unlink()
-    with pytest.raises(UserError, match="is no ONNX model that can be evaluated"):
+    with pytest.raises(UserError, match="is not an ONNX model that can be evaluated"):
         OnnxEvaluator(path)
 
 

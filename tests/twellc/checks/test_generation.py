@@ -148,7 +148,7 @@ def test_damaged_graph(
 def test_every_profile_of_a_plan_is_checked(
     llama: Path, graph: Path, monkeypatch: pytest.MonkeyPatch, wrong: int | None
 ) -> None:
-    """The graph in the place of a plan, wrong only in calls of single tokens for so many sequences."""
+    """The graph in the place of a plan, wrong only in calls of single tokens for that number of sequences."""
 
     def steps(*arguments: Any) -> Steps:
         right = graph_steps(*arguments)

@@ -68,7 +68,7 @@ def checked(model: Path, candidate: Path, arrays: Path | None = None) -> CheckRe
 
 
 def test_a_model_that_overflows(tmp_path: Path, cli: Cli) -> None:
-    """NaN for NaN is no agreement; another dtype is named, and is within tolerance."""
+    """NaN for NaN is not agreement; another dtype is named, and is within tolerance."""
     model = save(Squared(), tmp_path / "m.pt2")
     result = checked(model, compiled(model, "fp16"))
     (output,), (block,) = result.outputs, result.blocks
