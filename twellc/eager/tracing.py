@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
 from twellc.base.errors import first_line
+from twellc.base.transformers_private import attention_of_others
 from twellc.eager.training_block import as_relu
 from twellc.passes.graph.program import quiet_torch
 from twellc.passes.pipeline import Passed, PassOptions, Stage, run_until
@@ -80,11 +81,9 @@ def _traceable(module: nn.Module) -> Iterator[None]:
     ]
     after: list[Any] = [OrderedDict() for _ in before]
     for each in module.modules():
-        config: Any = vars(each).get("config")
-        kind = getattr(config, "_attn_implementation", None)
-        if kind not in (None, "eager", "sdpa") and not getattr(config, "sub_configs", None):
-            before.append((config, "_attn_implementation", kind))
-            after.append("sdpa")
+        for config, name, kind, ours in attention_of_others(each):
+            before.append((config, name, kind))
+            after.append(ours)
     try:
         for (owner, name, _), value in zip(before, after, strict=True):
             setattr(owner, name, value)

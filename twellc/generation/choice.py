@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import logits_process
-from transformers.generation.logits_process import (
+from transformers import (
+    LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -88,7 +89,7 @@ def are_of_a_length(processors: LogitsProcessorList) -> bool:
 
 def _is_one_of(processor: Any, names: Sequence[str]) -> bool:
     name = type(processor).__name__
-    return name in names and getattr(logits_process, name, None) is type(processor)
+    return name in names and getattr(transformers, name, None) is type(processor)
 
 
 class _Processor(Protocol):

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from twellc.base.devices import choose_device
 from twellc.base.errors import UserError, first_line
+from twellc.base.transformers_private import causal_lm_classes, nothing_fetched
 from twellc.eager.optimization import optimize, optimized_blocks
-from twellc.generation.rows import NextCall, RowCache, row_attention
+from twellc.generation.rows import RowCache
+from twellc.loaders.attention import NextCall, row_attention
 from twellc.loaders.cache_trial import CacheTrial, MadeUpKeys
 from twellc.loaders.huggingface import (
     cache_argument,
@@ -21,7 +23,6 @@ from twellc.loaders.huggingface import (
     open_directory,
     other_layers,
 )
-from twellc.loaders.nothing_fetched import nothing_fetched
 from twellc.passes.graph.program import quiet_torch
 from twellc.plugins.cache_op import attends_by_cudnn
 
@@ -79,9 +80,7 @@ class TorchBackend:
         self._fill = _compiled(self._logits, dynamic=compiled_fill == "dynamic") if compiled_fill else self._logits
         self._call = NextCall(torch.zeros(1, dtype=torch.int64, device=self.device), True, False)
         self._attention = row_attention(model, self._call)
-        # transformers' own word for models whose attention can be another function; those of others get masks.
-        dispatches = getattr(model, "_supports_attention_backend", False) and self._attention.dispatches
-        self.by_lengths = bool(dispatches and self.device.type == "cuda" and attends_by_cudnn())
+        self.by_lengths = self._attention.dispatches and self.device.type == "cuda" and attends_by_cudnn()
         self._call.by_lengths = self.by_lengths
         self._cache: RowCache | None = None
         self._ones = torch.empty(0)
@@ -243,10 +242,8 @@ def _cache_argument(model: Any) -> str:
     Raises:
         UserError: It is not a causal language model of attention layers whose positions can be given.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
     name, config = type(model).__name__, model.config
-    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or config.is_encoder_decoder:
+    if name not in causal_lm_classes().values() or config.is_encoder_decoder:
         raise UserError(name, "is not a causal language model", expected="one such as LlamaForCausalLM")
     taken = inspect.signature(model.forward).parameters
     argument = cache_argument(model)

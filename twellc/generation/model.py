@@ -9,17 +9,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedConfig, StoppingCriteriaList
-from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.logits_process import (
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    MaxLengthCriteria,
     PrefixConstrainedLogitsProcessor,
+    PreTrainedConfig,
+    StoppingCriteriaList,
+    StopStringCriteria,
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from twellc.base.errors import UserError
+from twellc.base.transformers_private import allowed_by_prefix, padding_token, without_state
 from twellc.generation.backend import Backend
 from twellc.generation.choice import Prompt, are_of_a_length, are_of_a_set
 from twellc.generation.sampling import SEEDS, is_seed
@@ -44,6 +50,7 @@ class _Made(NamedTuple):
     config: GenerationConfig
 
 
+@without_state
 class CausalModel(GenerationMixin):
     """A causal language model over a `Backend`, as far as generation is concerned.
 
@@ -57,7 +64,6 @@ class CausalModel(GenerationMixin):
     """
 
     main_input_name = "input_ids"
-    _is_stateful = False  # transformers asks for it
 
     def __init__(self, backend: Backend, config: PreTrainedConfig, generation_config: GenerationConfig) -> None:
         self.decoder, self.config, self.generation_config = Decoder(backend), config, generation_config
@@ -107,8 +113,7 @@ class CausalModel(GenerationMixin):
             if are_of_a_length(prompt.processors):
                 new_tokens_alone = config.max_new_tokens is not None and not options.get("stopping_criteria")
                 known[None if new_tokens_alone and are_of_a_set(prompt.processors) else len(tokens)] = made
-        pad = config._pad_token_tensor
-        return self.decoder.steps(prompts, bool(config.do_sample), 0 if pad is None else int(pad), seed)
+        return self.decoder.steps(prompts, bool(config.do_sample), padding_token(config) or 0, seed)
 
     def _prompt(
         self, index: int, tokens: Tensor, ignore_eos: bool, options: dict[str, Any]
@@ -121,7 +126,7 @@ class CausalModel(GenerationMixin):
         ids = tokens[None].to(self.device)
         made = self._make(ids, {**options, "attention_mask": torch.ones_like(ids)})
         mode = made.config.get_generation_mode()
-        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        if mode.value not in ("greedy_search", "sample"):
             raise _not_there(mode.value)
         if made.config.return_dict_in_generate:
             raise _not_there("return_dict_in_generate")
@@ -217,7 +222,7 @@ def _take(
 def _of_prompt(processor: Any, index: int) -> Any:
     """Return a processor as the prompt of a number needs it: its state is its own, where transformers keeps one."""
     if type(processor) is PrefixConstrainedLogitsProcessor:
-        allowed = processor._prefix_allowed_tokens_fn  # alone, the prompt would be the first
+        allowed = allowed_by_prefix(processor)  # alone, the prompt would be the first
         return PrefixConstrainedLogitsProcessor(lambda _, known: allowed(index, known), 1)
     return copy.copy(processor) if type(processor) is SynthIDTextWatermarkLogitsProcessor else processor
 

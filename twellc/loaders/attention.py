@@ -1,55 +1,54 @@
-"""Attention and masks of transformers' models in the form that compiles well, while they are traced.
+"""Attention and masks of transformers' models in the form that compiles well: traced, cached and decoding.
 
-transformers dispatches both by name: functions of ours have names of ours, which one model asks for in its
-configurations while it is called or traced. All other models have transformers' own as ever. What these are registered
-for, `sdpa` and `eager`, is right for every use, with caches and packed sequences, and costs much in a graph: masks by
+One model computes them by functions of ours while it is called (`OwnAttention`). What transformers registers itself,
+`sdpa` and `eager`, is right for every use, with caches and packed sequences, and costs much in a graph: masks by
 gathers over tokens x tokens, keys and values of a group copied.
 
     mask is causal only     none; scaled_dot_product_attention(..., is_causal=True)
     mask of padding         attention_mask[:, None, None, :], bool [batch, 1, 1, keys]
     both                    (keys <= queries) & attention_mask[:, None, None, :], bool [batch, 1, queries, keys]
-    windows, chunks         the mask's own comparisons of indices, in place of keys <= queries
+    windows, chunks         the mask's own comparisons of positions, in place of keys <= queries
     all else                as transformers has it
 
 Keys and values of a group stay [batch, groups, keys, width].
 
-With a key-value cache (`cached.py`), whose keys stand at their positions, queries have those that the step says:
+With a key-value cache, whose keys stand at their positions, queries have those that the call says:
 
-    mask is causal only     twell.cache_mask(starts, counts, tokens, length), bool [batch, 1, tokens, length]
-    windows, chunks         the mask's own comparisons of positions
+    traced (`cached.py`)                a causal mask is twell.cache_mask(starts, counts, tokens, length)
+    in torch (`generation/rows.py`)     first tokens need no mask that is causal; later ones, on a GPU, go by lengths,
+                                        by twell.cached_attention
 """
 
 from __future__ import annotations
 
-import copy
-import functools
-import inspect
-import re
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from twellc.plugins.cache_op import CACHE_MASK
+from twellc.base.transformers_private import OwnAttention, plain_attention, plain_masks, query_count
+from twellc.plugins.cache_op import CACHE_MASK, CACHED_ATTENTION
 
-# What makes a boolean mask, True where a query sees a key, of whether it may be left out where it would be causal and
-# of what transformers passes to `sdpa_mask`.
-Masks = Callable[[bool, dict[str, Any]], Any]
-# Names in transformers' registers.
-_TRACED, _ADDED = "twellc", "twellc_added"
-# Where a configuration holds the `Masks` of its model.
-_MASKS = "twellc_masks"
-# Modules with attention of their own that look at the name themselves, such as those of Falcon.
-_ASKS_FOR_SDPA = re.compile(r"""_attn_implementation\s*(==|!=|in|not in)\s.*["']sdpa["']""")
+Request = dict[str, Any]  # what transformers passes to `sdpa_mask`, which documents it
+
+
+class Counts(NamedTuple):
+    """What stands for a causal mask where attention goes by lengths: int32 [batch] each.
+
+    Attributes:
+        queries: How many queries each row has.
+        keys: How many keys its last query sees.
+    """
+
+    queries: Tensor
+    keys: Tensor
 
 
 @dataclass
 class CacheStep:
-    """A call of a model with a cache, as its masks see it. It changes from one call to the next, not the mask's code.
+    """A call of a traced model with a cache, as its masks see it.
 
     Attributes:
         starts: How many keys of each sequence were there before, int32 [batch].
@@ -64,73 +63,19 @@ class CacheStep:
     length: int
 
 
-class OwnAttention:
-    """Lets one model compute attention and masks by functions of ours, as a context around its calls.
-
-    Configurations of the model name the functions meanwhile. Where layers compute attention themselves, or look at the
-    name, they keep their configuration, and only the models that make masks for them get a copy that names ours.
+@dataclass(eq=False)
+class NextCall:
+    """The next call of a model in torch, as the layers of its cache and the masks see it. It changes between calls.
 
     Attributes:
-        dispatches: Whether attention is ours, too, and not the masks alone.
+        index: Where it writes in each row: int64 [batch].
+        fresh: Whether it writes from place 0 on in each row: its queries see no older keys.
+        by_lengths: Whether causal attention to older keys goes by lengths, without a mask.
     """
 
-    def __init__(self, model: torch.nn.Module, masks: Masks, name: str = _TRACED, attention: Any = None) -> None:
-        """Find out what to change.
-
-        Args:
-            model: A model of transformers.
-            masks: Makes its masks.
-            name: The name of the attention function.
-            attention: That function; None is the one of traced models.
-        """
-        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-
-        AttentionInterface.register(name, attention or _attention)
-        AttentionMaskInterface.register(name, _mask)
-        AttentionMaskInterface.register(_ADDED, _additive_mask)
-        users: dict[int, list[Any]] = {}
-        for module in model.modules():
-            config: Any = vars(module).get("config")
-            if getattr(config, "_attn_implementation", None) in ("sdpa", "eager"):
-                users.setdefault(id(config), []).append(module)
-        self.dispatches = True
-        self._changes: list[tuple[Any, str, Any, Any]] = []  # of what, its attribute, before and after
-        for modules in users.values():
-            config = modules[0].config
-            sdpa = config._attn_implementation == "sdpa"
-            code = {kind.__module__ for module in modules for kind in type(module).__mro__}
-            if sdpa and not any(map(_asks_for_sdpa, code)):
-                self._changes.append((config, "_attn_implementation_internal", "sdpa", name))
-                self._changes.append((config, _MASKS, None, masks))
-            else:
-                self.dispatches = False
-                copied = copy.copy(config)
-                copied._attn_implementation_internal = name if sdpa else _ADDED
-                setattr(copied, _MASKS, masks)
-                models = (module for module in modules if isinstance(module, PreTrainedModel))
-                self._changes += ((module, "config", config, copied) for module in models)
-
-    def __enter__(self) -> None:
-        """Change it."""
-        for owner, attribute, _, ours in self._changes:
-            setattr(owner, attribute, ours)
-
-    def __exit__(self, *_: object) -> None:
-        """Change it back."""
-        for owner, attribute, before, _ in self._changes:
-            if before is None:
-                delattr(owner, attribute)
-            else:
-                setattr(owner, attribute, before)
-
-
-@functools.cache
-def _asks_for_sdpa(module: str) -> bool:
-    """Whether the code of a Python module compares the name of the attention with that of transformers' own."""
-    try:
-        return bool(_ASKS_FOR_SDPA.search(inspect.getsource(sys.modules[module])))
-    except (OSError, TypeError):  # there is no file of it
-        return False
+    index: Tensor
+    fresh: bool
+    by_lengths: bool
 
 
 def traced_attention(model: torch.nn.Module, padded: bool, longest: int) -> OwnAttention:
@@ -139,14 +84,19 @@ def traced_attention(model: torch.nn.Module, padded: bool, longest: int) -> OwnA
     Args:
         model: A model of transformers.
         padded: Whether rows may be padded; else the attention mask that a model is given says nothing.
-        longest: The longest sequence; windows that hold it are none.
+        longest: The longest sequence; a window that holds it is left out.
     """
-    return OwnAttention(model, partial(_comparisons, padded, longest))
+    return OwnAttention(model, _attention, partial(_traced_mask, padded, longest))
 
 
 def cached_attention(model: torch.nn.Module, step: CacheStep) -> OwnAttention:
-    """Let a model compute attention and masks over a key-value cache, in this context."""
-    return OwnAttention(model, partial(_cached_comparisons, step))
+    """Let a model that is traced attend to a key-value cache, in this context."""
+    return OwnAttention(model, _attention, partial(_cached_mask, step))
+
+
+def row_attention(model: torch.nn.Module, call: NextCall) -> OwnAttention:
+    """Let a model attend to a `RowCache` of the same `call`, in this context."""
+    return OwnAttention(model, _attention, partial(_row_mask, call))
 
 
 def _attention(
@@ -154,11 +104,11 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Counts | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
-    **kwargs: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention as transformers' `sdpa` does.
 
@@ -167,21 +117,33 @@ def _attention(
         query: [batch, heads, queries, width].
         key: [batch, groups, keys, width].
         value: [batch, groups, keys, value width].
-        attention_mask: Broadcastable to [batch, heads, queries, keys], bool or added to the logits.
+        attention_mask: Broadcastable to [batch, heads, queries, keys], bool or added to the logits; or counts.
         dropout: Without meaning: models are in eval mode.
         scaling: Scale of the logits.
         is_causal: Whether to mask later keys; a mask given besides holds that already.
-        kwargs: What the layer passes to any implementation.
+        others: What the layer passes to any implementation.
 
     Returns:
         [batch, queries, heads, value width], and no weights.
     """
-    if kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
+    batch, heads, tokens, width = query.shape
+    groups = key.shape[1]
+    special = others.get("position_bias") is not None or others.get("softcap") is not None
+    if isinstance(attention_mask, Counts):
+        queries, keys = attention_mask
+        if value.shape[-1] == width and not special:
+            scale = width**-0.5 if scaling is None else scaling
+            return CACHED_ATTENTION(query.transpose(1, 2), key, value, queries, keys, scale), None
+        mask: Tensor = CACHE_MASK(keys - queries, queries, tokens, key.shape[2])
+        attention_mask = mask
+    if special:
+        own = plain_attention()
+        return own(module, query, key, value, attention_mask, dropout, scaling, is_causal, **others)  # type: ignore[no-any-return]
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
+    if attention_mask is not None and heads != groups and _is_one_token(tokens) and attention_mask.shape[1] == 1:
+        # The queries of a group as queries of one head: with a mask, groups would take the slowest kernel on a GPU.
+        query = query.view(batch, groups, heads // groups, width)
     result = torch.nn.functional.scaled_dot_product_attention(
         query,
         key,
@@ -189,85 +151,90 @@ def _attention(
         attn_mask=attention_mask,
         is_causal=is_causal and attention_mask is None,
         scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=query.shape[1] != groups,
     )
+    if query.shape[1] != heads:
+        result = result.reshape(batch, heads, tokens, -1)
     return result.transpose(1, 2).contiguous(), None
 
 
-def _mask(**request: Any) -> Any:
-    """Make a mask for scaled_dot_product_attention; None where `is_causal` of the layer says all.
+def _is_one_token(tokens: Any) -> bool:
+    """Whether a call is of one token; while a model is traced, it is of any number."""
+    return not torch.compiler.is_exporting() and tokens == 1
 
-    `request` is what transformers passes to `sdpa_mask`, which documents it.
+
+def _compared(seen: Any, batch: Any, positions: Tensor, keys: Any) -> Tensor:
+    """Return the mask of a function of positions, True where a query sees a key: bool [batch or 1, 1, queries, keys].
+
+    Args:
+        seen: The function, of the numbers of a row and a head, and of the positions of a query and a key.
+        batch: How many rows there are.
+        positions: Of the queries, int64 [batch or 1, queries].
+        keys: How many keys there are, at the positions from 0 on.
     """
-    return getattr(request["config"], _MASKS)(request.get("allow_is_causal_skip", True), request)
+    rows = torch.arange(batch, device=positions.device)[:, None, None, None]
+    places = torch.arange(keys, device=positions.device)[None, None, None, :]
+    mask: Tensor = seen(rows, torch.zeros_like(rows[:1]), positions[:, None, :, None], places)
+    return mask
 
 
-def _additive_mask(**request: Any) -> Tensor | None:
-    """Make a mask that is added to the logits: 0 or the lowest finite value. See `eager_mask` of transformers."""
-    mask = getattr(request["config"], _MASKS)(False, request)
-    if mask is None:
-        return None
-    dtype = request["dtype"]
-    added = torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min)
-    # Models with attention of their own may check the whole shape.
-    return added.expand(request["batch_size"], 1, query_count(request), mask.shape[-1])
-
-
-def query_count(request: dict[str, Any]) -> Any:
-    """Return for how many queries a mask is asked. Older releases give their places."""
-    return request["q_length"] if "q_length" in request else len(request["cache_position"])
-
-
-def _comparisons(padded: bool, longest: int, causal_is_optional: bool, request: dict[str, Any]) -> Tensor | None:
+def _traced_mask(padded: bool, longest: int, causal_is_optional: bool, request: Request) -> Tensor | None:
     """Make a boolean mask, True where a query sees a key; None where it would be causal and is optional, or all True.
 
     Returns:
         The mask, broadcastable to [batch, 1, queries, keys].
     """
-    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
-
-    seen, device = request["mask_function"], request.get("device", "cpu")
+    causal, full, make = plain_masks()
+    seen, window = request["mask_function"], request.get("local_size")
     padding = request["attention_mask"] if padded else None
-    window = request.get("local_size")
     # Both are False where anything was added to the usual function.
     usual_causal = request.get("allow_is_causal_skip", True)
     usual_full = request.get("allow_is_bidirectional_skip", False)
     if window is not None and longest <= window and (usual_causal or usual_full):
-        seen = causal_mask_function if usual_causal else bidirectional_mask_function
-    full = seen is bidirectional_mask_function
+        seen = causal if usual_causal else full
     offsets = (request.get("q_offset", 0), request.get("kv_offset", 0))
     if request.get("use_vmap") or any(not isinstance(offset, int) or offset for offset in offsets):
         request = {**request, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        made: Tensor | None = sdpa_mask(**request)
+        made: Tensor | None = make(**request)
         return made
-    if padding is None and ((causal_is_optional and seen is causal_mask_function) or (usual_full and full)):
+    if padding is None and ((causal_is_optional and seen is causal) or (usual_full and seen is full)):
         return None
     visible = None if padding is None else padding[:, None, None, :].to(torch.bool)
-    if full and usual_full:
+    if seen is full and usual_full:
         return visible
-    queries = torch.arange(request["q_length"], device=device)[None, None, :, None]
-    keys = torch.arange(request["kv_length"], device=device)[None, None, None, :]
-    batch = torch.arange(request["batch_size"], device=device)[:, None, None, None]
-    mask: Tensor = seen(batch, torch.zeros_like(batch[:1]), queries, keys)
+    batch, queries, keys = request["batch_size"], request["q_length"], request["kv_length"]
+    mask = _compared(seen, batch, torch.arange(queries, device=request.get("device", "cpu"))[None], keys)
     mask = mask if visible is None else mask & visible
     # A model that insists on a mask may do more with it than attention does.
-    insists = not usual_causal and not usual_full
-    return mask.expand(request["batch_size"], -1, request["q_length"], request["kv_length"]) if insists else mask
+    return mask if usual_causal or usual_full else mask.expand(batch, -1, queries, keys)
 
 
-def _cached_comparisons(step: CacheStep, causal_is_optional: bool, request: dict[str, Any]) -> Tensor:
+def _cached_mask(step: CacheStep, causal_is_optional: bool, request: Request) -> Tensor:
     """Make a boolean mask, True where a query sees a key of a cache: [batch, 1, tokens, length]."""
-    from transformers.masking_utils import causal_mask_function
-
     if request.get("use_vmap"):
-        raise NotImplementedError("masks of a model's own are not known to be comparisons of positions")
-    seen, window = request["mask_function"], request.get("local_size")
-    if window is not None and step.length <= window and request.get("allow_is_causal_skip", True):
-        seen = causal_mask_function
-    if seen is causal_mask_function:
-        causal: Tensor = CACHE_MASK(step.starts, step.counts, step.positions.shape[1], step.length)
-        return causal
-    batch = torch.arange(step.positions.shape[0], device=step.positions.device)[:, None, None, None]
-    keys = torch.arange(step.length, device=step.positions.device)[None, None, None, :]
-    mask: Tensor = seen(batch, torch.zeros_like(batch[:1]), step.positions[:, None, :, None], keys)
-    return mask
+        raise NotImplementedError("the model's own masks are not known to be comparisons of positions")
+    causal, seen, window = plain_masks().causal, request["mask_function"], request.get("local_size")
+    fits = window is not None and step.length <= window and request.get("allow_is_causal_skip", True)
+    if fits or seen is causal:
+        mask: Tensor = CACHE_MASK(step.starts, step.counts, step.positions.shape[1], step.length)
+        return mask
+    return _compared(seen, step.positions.shape[0], step.positions, step.length)
+
+
+def _row_mask(call: NextCall, causal_is_optional: bool, request: Request) -> Tensor | Counts | None:
+    """Make a mask, True where a query sees a key; None where it is causal among the keys of one call, and optional.
+
+    Where attention goes by lengths, counts stand for a mask that is causal.
+    """
+    causal, seen, window = plain_masks().causal, request["mask_function"], request.get("local_size")
+    tokens, starts = query_count(request), call.index
+    if call.fresh:
+        usual = causal_is_optional and request.get("allow_is_causal_skip", True)
+        if usual and (seen is causal or (window is not None and tokens <= window)):
+            return None
+        starts = torch.zeros_like(starts)
+    elif call.by_lengths and seen is causal:
+        count = torch.full_like(starts, tokens, dtype=torch.int32)
+        return Counts(count, starts.to(torch.int32) + count)
+    positions = starts[:, None] + torch.arange(tokens, device=starts.device)
+    return _compared(seen, len(starts), positions, request["kv_length"])

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_line
+from twellc.base.transformers_private import cache_over
 from twellc.loaders.huggingface import cache_argument
 from twellc.loaders.huggingface_inputs import text_config
 
@@ -113,7 +114,9 @@ class CacheTrial:
         """Return the logits behind the last tokens, at a place behind keys and values that are made up."""
         argument = cache_argument(self.model)
         assert argument is not None
-        given: dict[str, Any] = {argument: _cache_behind(MadeUpKeys(place + 1), place, self.model), "use_cache": True}
+        layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
+        behind = _Behind(MadeUpKeys(place + 1), place)
+        given: dict[str, Any] = {argument: cache_over([behind] * layers), "use_cache": True}
         ids = self.ids[:, -1:]
         logits: Tensor = self.model(input_ids=ids, position_ids=torch.full_like(ids, place), **given).logits[:, -1]
         return logits
@@ -174,32 +177,20 @@ def _numbers(name: str, value: Any) -> set[int]:
     return {value} if type(value) is int and value > 1 and not _NO_PLACE.search(name) else set()
 
 
-def _cache_behind(made_up: MadeUpKeys, place: int, model: Any) -> Any:
-    """Return a cache of transformers that holds keys and values up to a place, all rows the same."""
-    from transformers.cache_utils import Cache, CacheLayerMixin
+@dataclass
+class _Behind:
+    """Keys and values that are made up, up to a place, the same in all rows: a `LayerState`."""
 
-    def behind(number: int, new: Tensor) -> Tensor:
-        return torch.cat([made_up.of(number, new)[:, :, :place].expand(len(new), -1, -1, -1), new], 2)
+    made_up: MadeUpKeys
+    said: int
 
-    class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-        is_sliding = False
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values with the new ones behind them."""
+        return self._with(0, keys), self._with(1, values)
 
-        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            return behind(0, key_states), behind(1, value_states)
+    def _with(self, number: int, new: Tensor) -> Tensor:
+        return torch.cat([self.made_up.of(number, new)[:, :, : self.said].expand(len(new), -1, -1, -1), new], 2)
 
-        def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-            pass
-
-        def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-            # Older releases give the places of queries.
-            return place + (query_length if isinstance(query_length, int) else len(query_length)), 0
-
-        def get_seq_length(self) -> int:
-            return place
-
-        def get_max_length(self) -> int:
-            return -1
-
-        get_max_cache_shape = get_max_length  # its older name
-
-    return Cache(layers=[Layer() for _ in range(model.config.get_text_config(decoder=True).num_hidden_layers)])  # type: ignore[no-untyped-call]
+    def length(self, tokens: Any) -> Any:
+        """Return how many keys there are then."""
+        return self.said + tokens

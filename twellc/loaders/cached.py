@@ -24,20 +24,19 @@ from torch.export import ExportedProgram
 from twellc.base.caches import INPUT_IDS, TOKEN_COUNT, WRITE_INDEX, CachePair, KeyValueCache
 from twellc.base.dtypes import DTYPES, dtype_name, option_of, torch_dtype
 from twellc.base.errors import UserError, first_few, first_line
+from twellc.base.transformers_private import cache_over, causal_lm_classes, is_causal, nothing_fetched
 from twellc.loaders.attention import CacheStep, cached_attention
 from twellc.loaders.cache_trial import CacheTrial, MadeUpKeys
 from twellc.loaders.checkpoint import end_tokens
 from twellc.loaders.huggingface import (
     cache_argument,
     cached_length,
-    is_causal,
     open_directory,
     other_layers,
     refuse_experts,
 )
 from twellc.loaders.huggingface_inputs import text_config
 from twellc.loaders.loaded import LoadedModel
-from twellc.loaders.nothing_fetched import nothing_fetched
 from twellc.loaders.tracing import trace
 from twellc.options.source import LAST_LOGITS, CacheOptions, refuse_missing
 from twellc.passes.graph.program import user_inputs
@@ -141,10 +140,8 @@ def _refuse_other_models(path: Path, model: Any) -> str:
     Raises:
         UserError: It is no causal language model whose positions and cache can be given.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
     name, taken = type(model).__name__, inspect.signature(model.forward).parameters
-    if not is_causal(model) or name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+    if not is_causal(model) or name not in causal_lm_classes().values():
         raise UserError(
             "--kv-cache", "the model is not a causal language model", got=f"{path}, a {name}",
             expected="a class of transformers that generates text, such as LlamaForCausalLM", fix="Leave it out.",
@@ -216,14 +213,13 @@ def _take_caches(model: Any, cache_name: str, logits: str) -> None:
         places = torch.minimum(torch.arange(input_ids.shape[1], device=input_ids.device), last[0][:, None])
         positions = write_index[:, None] + places
         length = past_key_values[0].shape[2]
-        cache = _cache_of(past_key_values, starts, counts, made_up)
+        layers = _cache_of(past_key_values, starts, counts, made_up)
         with cached_attention(model, CacheStep(starts, counts, positions, length)):
-            result = forward(
-                input_ids=input_ids, position_ids=positions, use_cache=True, return_dict=True, **{cache_name: cache}
-            )
+            given = {"input_ids": input_ids, "position_ids": positions, cache_name: cache_over(layers)}
+            result = forward(**given, use_cache=True, return_dict=True)
         last.clear()
         kept = result.logits[:, 0] if logits == LAST_LOGITS else result.logits
-        return [kept, *(tensor for layer in cache.layers for tensor in (layer.state.keys, layer.state.values))]
+        return [kept, *(tensor for layer in layers for tensor in (layer.keys, layer.values))]
 
     model.forward = step
 
@@ -267,24 +263,28 @@ def _row_by_row(hidden: Tensor, places: Tensor) -> Tensor:
     return hidden.gather(1, places[:, None, None].expand(-1, 1, hidden.shape[-1]))
 
 
-def _cache_of(tensors: list[Tensor], starts: Tensor, counts: Tensor, made_up: MadeUpKeys | None) -> Any:
-    """Return transformers' Cache over caches of keys and values, in turn; made up ones do not keep what is new."""
-    from transformers.cache_utils import Cache
-
-    pairs = zip(tensors[::2], tensors[1::2], strict=True)
-    layers = [_layer_class()(_Appending(keys, values, starts, counts, made_up)) for keys, values in pairs]
-    return Cache(layers=layers)
+def _cache_of(tensors: list[Tensor], starts: Tensor, counts: Tensor, made_up: MadeUpKeys | None) -> list[_Appending]:
+    """Return the states of layers over caches of keys and values, in turn; made up ones do not keep what is new."""
+    return [
+        _Appending(keys, values, starts, counts, made_up)
+        for keys, values in zip(tensors[::2], tensors[1::2], strict=True)
+    ]
 
 
 @dataclass
 class _Appending:
-    """The caches of a layer, and where its new tokens go."""
+    """The caches of a layer, and where its new tokens go: a `LayerState`."""
 
     keys: Tensor
     values: Tensor
     starts: Tensor
     counts: Tensor
     made_up: MadeUpKeys | None
+
+    @property
+    def said(self) -> int:
+        # Without made up keys none: each row has its own length, and models are given positions.
+        return 0 if self.made_up is None else self.made_up.said
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         new = (keys.transpose(1, 2), values.transpose(1, 2))
@@ -297,52 +297,18 @@ class _Appending:
         return self.keys.shape[2]
 
 
-@dataclass
 class _Recording:
-    """Notes the sizes of what a layer wants to cache, and caches nothing."""
+    """Notes the sizes of what a layer wants to cache, and caches nothing: a `LayerState`."""
 
+    said = 0
     sizes: _Sizes | None = None
-    made_up: MadeUpKeys | None = None
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self.sizes = _Sizes((keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]))
         return keys, values
 
     def length(self, tokens: Any) -> Any:
-        return tokens if isinstance(tokens, int | torch.SymInt) else tokens.shape[0]  # older ones give positions
-
-
-def _layer_class() -> Any:
-    """Return the class of a layer of transformers' Cache that leaves all to a state of ours."""
-    from transformers.cache_utils import CacheLayerMixin
-
-    class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-        is_sliding = False
-
-        def __init__(self, state: Any = None) -> None:
-            super().__init__()  # type: ignore[no-untyped-call]
-            self.state = _Recording() if state is None else state
-            self.is_initialized = True
-
-        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            return self.state.update(key_states, value_states)
-
-        def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-            pass
-
-        def get_mask_sizes(self, query_length: Any) -> tuple[Any, int]:
-            return self.state.length(query_length), 0
-
-        def get_seq_length(self) -> int:
-            # Of none that is not made up: rows have lengths of their own, and models are given positions.
-            return 0 if self.state.made_up is None else self.state.made_up.said
-
-        def get_max_length(self) -> int:
-            return -1
-
-        get_max_cache_shape = get_max_length  # its older name
-
-    return Layer
+        return tokens
 
 
 def _probe(path: Path, model: Any, cache_name: str) -> list[_Sizes]:
@@ -351,20 +317,23 @@ def _probe(path: Path, model: Any, cache_name: str) -> list[_Sizes]:
     Raises:
         UserError: It keeps another state than keys and values, or cannot be run.
     """
-    from transformers.cache_utils import Cache
+    layers: list[_Recording] = []
 
-    cache: Any = Cache(layer_class_to_replicate=_layer_class())
+    def recording() -> _Recording:
+        layers.append(_Recording())
+        return layers[-1]
+
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             ids = torch.ones((1, 2), dtype=torch.int64)
             positions = torch.arange(2)[None]
-            given = {"input_ids": ids, "position_ids": positions, "use_cache": True, cache_name: cache}
+            given = {"input_ids": ids, "position_ids": positions, "use_cache": True, cache_name: cache_over(recording)}
             # Buffers that a model replaces as it runs, such as CTRL's table of positions, would be fake from now on.
             torch.func.functional_call(model, dict(model.named_buffers()), (), given)
-        sizes = [layer.state.sizes for layer in cache.layers]
     except Exception as error:  # transformers raises what it likes for a cache that does not fit
         raise _other_state(path, model, first_line(error)) from error
-    if not sizes or None in sizes:
+    sizes = [layer.sizes for layer in layers if layer.sizes is not None]
+    if not sizes or len(sizes) < len(layers):
         raise _other_state(path, model, "it caches no keys and values of some layers")
     return sizes
 

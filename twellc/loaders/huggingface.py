@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 
 from twellc.base.errors import UserError, first_few, first_line
 from twellc.base.files import temporary_folder
+from twellc.base.transformers_private import causal_lm_classes, is_causal, keep_rotary_frequencies, nothing_fetched
 from twellc.export.shapes import FixedSizes
 from twellc.loaders import sparselm
 from twellc.loaders.attention import traced_attention
@@ -28,7 +29,6 @@ from twellc.loaders.huggingface_inputs import (
     written_sizes,
 )
 from twellc.loaders.loaded import LoadedModel
-from twellc.loaders.nothing_fetched import nothing_fetched
 from twellc.loaders.tracing import keep_tensor_outputs, trace
 from twellc.options.source import PADDINGS, NoChoiceError, refuse_choices
 from twellc.passes.graph.size_assertions import failing_assertions
@@ -164,20 +164,6 @@ def _cannot_make(path: Path, config: Any, error: Exception) -> UserError:
     )  # fmt: skip
 
 
-def is_causal(model: Any) -> bool:
-    """Say whether a model is a decoder alone, so that no token sees a later one, by the registers of transformers."""
-    from transformers.models.auto import modeling_auto
-
-    config, kind = model.config, model.config.model_type
-    if kind not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or config.is_encoder_decoder:
-        return False
-    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
-        return False
-    base = str(modeling_auto.MODEL_MAPPING_NAMES.get(kind))
-    may_be_an_encoder = kind in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES or base.endswith("Encoder")
-    return bool(getattr(config, "is_decoder", False)) or not may_be_an_encoder
-
-
 def refuse_experts(path: Path, program: ExportedProgram, fix: str) -> None:
     """Fail if a program computes experts in a way for which ONNX has no operator; `fix` says what to do.
 
@@ -205,20 +191,10 @@ def cache_argument(model: Any) -> str | None:
 def cached_length(model: Any) -> int:
     """Return how many tokens a cache of the model can hold, with rotary frequencies that stay as they are until there.
 
-    From now on the model does not ask how long a text is. Those of longrope change with its length, and so do all keys.
+    From now on the model does not ask how long a text is.
     """
-    longest = longest_text(model)
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        if kinds is None:
-            continue
-        several = isinstance(kinds, dict)  # one for each type of layers
-        for name, kind in kinds.items() if several else [("", kinds)]:
-            parameters = module.config.rope_parameters[name] if several else module.config.rope_parameters
-            if kind == "longrope":
-                longest = min(longest, parameters["original_max_position_embeddings"])
-        module.rope_type = dict.fromkeys(kinds, "default") if several else "default"
-    return longest
+    longest, limit = longest_text(model), keep_rotary_frequencies(model)
+    return longest if limit is None else min(longest, limit)
 
 
 def _settings(path: Path, model: Any, padding: str | None, logits: str) -> dict[str, str]:
@@ -227,8 +203,6 @@ def _settings(path: Path, model: Any, padding: str | None, logits: str) -> dict[
     Raises:
         NoChoiceError: The model leaves no choice of `padding` or `logits`, and one is made.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
     name, taken = type(model).__name__, inspect.signature(model.forward).parameters
     if not is_causal(model):
         refuse_choices(padding, logits, f"{path}, a {name}")
@@ -240,7 +214,7 @@ def _settings(path: Path, model: Any, padding: str | None, logits: str) -> dict[
         raise NoChoiceError(
             f"--padding {padding}", "the model takes no attention_mask", got=f"{path}, a {name}", fix="Leave it out."
         )
-    language_model = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    language_model = name in causal_lm_classes().values()
     if logits != "all" and not (language_model and "logits_to_keep" in taken):
         raise NoChoiceError(
             f"--logits {logits}", "the model cannot compute the logits of some places only", got=f"{path}, a {name}",

@@ -11,8 +11,8 @@ from typing import Any
 
 from twellc.base.errors import UserError, first_line
 from twellc.base.files import temporary_folder
+from twellc.base.transformers_private import nothing_fetched
 from twellc.loaders.checkpoint import read_config
-from twellc.loaders.nothing_fetched import nothing_fetched
 
 # Text is bytes to a model with this many token ids and without a tokenizer.
 BYTES = 256

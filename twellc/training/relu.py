@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.nn.modules.dropout import _DropoutNd
 
 from twellc.base.errors import UserError, first_few
+from twellc.base.transformers_private import activation_classes
 from twellc.eager.module_blocks import blocks_at
 from twellc.eager.optimization import refuse_other_than_modules
 from twellc.eager.training_block import BlendedActivation
@@ -163,8 +164,7 @@ def _configure(model: Any, replaced: Sequence[tuple[str, nn.Module]]) -> list[tu
     Raises:
         UserError: It is not.
     """
-    from transformers.activations import ACT2FN
-
+    classes = activation_classes()
     known = dict(_configurations(model))
     before = {id(config): (config, copy.deepcopy(vars(config))) for config in known.values()}
     for path, original in replaced:
@@ -172,7 +172,7 @@ def _configure(model: Any, replaced: Sequence[tuple[str, nn.Module]]) -> list[tu
             for name, value in list(vars(config).items()):
                 if name == "feed_forward_proj" and isinstance(value, str):  # of T5: gated-gelu
                     setattr(config, name, f"{value.rpartition('-')[0]}-{_RELU}".lstrip("-"))
-                elif isinstance(value, str) and value in ACT2FN and type(ACT2FN[value]) is type(original):
+                elif isinstance(value, str) and value in classes and type(classes[value]) is type(original):
                     setattr(config, name, _RELU)
     try:
         with torch.device("meta"):

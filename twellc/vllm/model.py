@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import vllm.envs
 from torch import Tensor
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -19,6 +18,7 @@ from vllm.platforms import current_platform
 
 from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_few
+from twellc.base.transformers_private import causal_lm_classes
 from twellc.base.version import __version__
 from twellc.eager.module_blocks import FoundBlock
 from twellc.loaders import sparselm
@@ -50,7 +50,7 @@ class TwellForCausalLM(TransformersForCausalLM):
                 fix="Serve it without --hf-overrides.",
             )
         # By transformers' own name vLLM finds how checkpoints name their weights.
-        own = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+        own = causal_lm_classes().get(config.model_type)
         with _changed(config, architectures=[own] if own else config.architectures):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
 

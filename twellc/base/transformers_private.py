@@ -1,0 +1,345 @@
+"""Everything that the package uses of transformers and that is private there, or changes from release to release.
+
+Tried with transformers 5.3 to 5.24. `tests/twellc/base/test_transformers_private.py` says by name what a release lacks
+of `NEEDED`, and refuses such uses in all other files. Nothing of transformers is imported before a function is called.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from twellc.base.threads import PROCESS_WIDE
+
+# What must exist, and what breaks without it.
+NEEDED: dict[str, str] = {
+    "transformers.activations:ACT2FN": "twellc.training.relufy: the configuration names ReLU",
+    "transformers.masking_utils:bidirectional_mask_function": "masks of encoders are recognised",
+    "transformers.masking_utils:causal_mask_function": "causal masks are recognised",
+    "transformers.masking_utils:sdpa_mask": "masks of another form than comparisons of positions",
+    "transformers.integrations.sdpa_attention:sdpa_attention_forward": "attention with position biases",
+    "transformers.integrations.hub_kernels:is_kernels_available": "no native code is fetched",
+    "huggingface_hub.constants:HF_HUB_OFFLINE": "no file is fetched",
+    "transformers.models.auto.modeling_auto:MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": "which classes generate text",
+    "transformers.models.auto.modeling_auto:MODEL_FOR_MASKED_LM_MAPPING_NAMES": "which decoders may be encoders",
+    "transformers.models.auto.modeling_auto:MODEL_MAPPING_NAMES": "which decoders may be encoders",
+    "transformers:AttentionInterface.register": "attention is computed by a function of twellc",
+    "transformers:AttentionMaskInterface.register": "masks are made by a function of twellc",
+    "transformers:PreTrainedConfig._attn_implementation": "which attention a model has",
+    "transformers:PreTrainedModel._supports_attention_backend": "attention over a cache goes by lengths",
+    "transformers:Cache.update": "a cache of twellc takes the place of transformers' own",
+    "transformers.cache_utils:CacheLayerMixin": "a layer of such a cache",
+    "transformers:CacheLayerMixin.get_mask_sizes": "how many keys a mask has",
+    "transformers:CacheLayerMixin.get_seq_length": "how many tokens a cache says that it has",
+    "transformers:StaticLayer.lazy_initialization": "keys and values of rows",
+    "transformers:GenerationMixin._get_logits_processor": "processors are made of the arguments of generate",
+}
+
+# ---- which model is what ----
+
+
+def causal_lm_classes() -> dict[str, str]:
+    """Return the names of the classes that generate text, by model type."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def is_causal(model: Any) -> bool:
+    """Whether a model is a decoder alone, so that no token sees a later one, by the registers of transformers."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+
+    config, kind = model.config, model.config.model_type
+    if kind not in causal_lm_classes() or config.is_encoder_decoder:
+        return False
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+        return False
+    base = str(MODEL_MAPPING_NAMES.get(kind))
+    may_be_an_encoder = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES or base.endswith("Encoder")
+    return bool(getattr(config, "is_decoder", False)) or not may_be_an_encoder
+
+
+def activation_classes() -> Any:
+    """Return what a configuration calls activations: a mapping of names to modules."""
+    from transformers.activations import ACT2FN
+
+    return ACT2FN
+
+
+def keep_rotary_frequencies(model: Any) -> int | None:
+    """Keep a model from asking how long a text is; return up to which length that is right, None for any.
+
+    Rotary frequencies of longrope change with the length of a text, and so do all keys.
+    """
+    longest: list[int] = []
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if kinds is None:
+            continue
+        several = isinstance(kinds, dict)  # one for each type of layers
+        for name, kind in kinds.items() if several else [("", kinds)]:
+            parameters = module.config.rope_parameters[name] if several else module.config.rope_parameters
+            if kind == "longrope":
+                longest.append(parameters["original_max_position_embeddings"])
+        module.rope_type = dict.fromkeys(kinds, "default") if several else "default"
+    return min(longest, default=None)
+
+
+# ---- nothing is fetched ----
+
+
+@contextmanager
+def nothing_fetched() -> Iterator[None]:
+    """Import and use transformers in this context only, one thread at a time.
+
+    By what a config.json says, and for some model types in any case, transformers loads compiled kernels from a hub
+    where the package `kernels` is installed; no file of a model may do that. Where transformers is first imported here,
+    it takes `kernels` for missing until the process ends.
+    """
+    with PROCESS_WIDE:
+        yield from _kept_from_fetching()
+
+
+def _kept_from_fetching() -> Iterator[None]:
+    hidden = "kernels" not in sys.modules
+    if hidden:
+        sys.modules["kernels"] = None  # type: ignore[assignment]  # Python's own way to say that there is none
+    try:
+        from huggingface_hub import constants
+        from transformers.integrations import hub_kernels
+
+        offline = (constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE, True)
+        hub: Any = hub_kernels
+        with Changed([offline, (hub, "is_kernels_available", hub.is_kernels_available, lambda *_, **__: False)]):
+            yield
+    finally:
+        if hidden:
+            del sys.modules["kernels"]
+
+
+# Of what, its attribute, the value before (None: it has none) and after.
+Change = tuple[Any, str, Any, Any]
+
+
+class Changed:
+    """Attributes that have other values in this context, which may be entered again and again."""
+
+    def __init__(self, changes: Sequence[Change]) -> None:
+        self.changes = list(changes)
+
+    def __enter__(self) -> None:
+        """Change them."""
+        for owner, attribute, _, after in self.changes:
+            setattr(owner, attribute, after)
+
+    def __exit__(self, *_: object) -> None:
+        """Change them back."""
+        for owner, attribute, before, _ in self.changes:
+            if before is None:
+                delattr(owner, attribute)
+            else:
+                setattr(owner, attribute, before)
+
+
+# ---- attention ----
+
+# Makes a mask of whether it may be left out where it would be causal, and of what transformers passes to `sdpa_mask`.
+Masks = Callable[[bool, dict[str, Any]], Any]
+# Names in transformers' registers, of attention and of masks that are added to the logits.
+_OURS, _ADDED = "twellc", "twellc_added"
+# Where a configuration holds the `Masks` of its model.
+_MASKS = "twellc_masks"
+# Modules with their own attention that look at the name themselves, such as those of Falcon.
+_ASKS_FOR_SDPA = re.compile(r"""_attn_implementation\s*(==|!=|in|not in)\s.*["']sdpa["']""")
+
+
+class OwnAttention(Changed):
+    """Lets one model compute attention and masks by functions of twellc, as a context around its calls.
+
+    transformers dispatches both by a name in the configuration, which is changed for that time; all other models have
+    transformers' own. Where layers compute attention themselves, or look at the name, they keep their configuration,
+    and only the models that make masks for them get a copy that names ours.
+
+    Attributes:
+        dispatches: Whether attention is computed by the given function, too, and not the masks alone.
+    """
+
+    def __init__(self, model: torch.nn.Module, attention: Callable[..., Any], masks: Masks) -> None:
+        """Find out what to change in a model of transformers."""
+        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+        AttentionInterface.register(_OURS, attention)
+        AttentionMaskInterface.register(_OURS, _mask)
+        AttentionMaskInterface.register(_ADDED, _additive_mask)
+        users: dict[int, list[Any]] = {}
+        for module in model.modules():
+            config: Any = vars(module).get("config")
+            if getattr(config, "_attn_implementation", None) in ("sdpa", "eager"):
+                users.setdefault(id(config), []).append(module)
+        self.dispatches = True
+        super().__init__([])
+        for modules in users.values():
+            config = modules[0].config
+            sdpa = config._attn_implementation == "sdpa"
+            code = {kind.__module__ for module in modules for kind in type(module).__mro__}
+            if sdpa and not any(map(_asks_for_sdpa, code)):
+                self.changes.append((config, "_attn_implementation_internal", "sdpa", _OURS))
+                self.changes.append((config, _MASKS, None, masks))
+            else:
+                self.dispatches = False
+                copied = copy.copy(config)
+                copied._attn_implementation_internal = _OURS if sdpa else _ADDED
+                setattr(copied, _MASKS, masks)
+                models = (module for module in modules if isinstance(module, PreTrainedModel))
+                self.changes += ((module, "config", config, copied) for module in models)
+        # Whether transformers itself says that the attention of the model can be another function.
+        self.dispatches &= bool(getattr(model, "_supports_attention_backend", False))
+
+
+@functools.cache
+def _asks_for_sdpa(module: str) -> bool:
+    """Whether the code of a Python module compares the name of the attention with that of transformers' own."""
+    try:
+        return bool(_ASKS_FOR_SDPA.search(inspect.getsource(sys.modules[module])))
+    except (OSError, TypeError):  # there is no file of it
+        return False
+
+
+def _mask(**request: Any) -> Any:
+    return getattr(request["config"], _MASKS)(request.get("allow_is_causal_skip", True), request)
+
+
+def _additive_mask(**request: Any) -> Tensor | None:
+    """Make a mask that is added to the logits: 0 or the lowest finite value. See `eager_mask` of transformers."""
+    mask = getattr(request["config"], _MASKS)(False, request)
+    if mask is None:
+        return None
+    dtype = request["dtype"]
+    added = torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min)
+    # Models with their own attention may check the whole shape.
+    return added.expand(request["batch_size"], 1, query_count(request), mask.shape[-1])
+
+
+def query_count(request: dict[str, Any]) -> Any:
+    """Return for how many queries a mask is asked."""
+    return _count(request["q_length"] if "q_length" in request else request["cache_position"])
+
+
+def _count(queries: Any) -> Any:
+    """Return how many queries there are. Older releases give their positions."""
+    return queries.shape[0] if isinstance(queries, Tensor) else queries
+
+
+class PlainMasks(NamedTuple):
+    """Functions of transformers that say by positions which keys a query sees, and its own maker of masks."""
+
+    causal: Any
+    full: Any
+    make: Callable[..., Any]
+
+
+def plain_masks() -> PlainMasks:
+    """Return the functions of the masks that need no tensor, and `sdpa_mask`, which makes any."""
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+
+    return PlainMasks(causal_mask_function, bidirectional_mask_function, sdpa_mask)
+
+
+def plain_attention() -> Callable[..., Any]:
+    """Return the function that transformers registers for `sdpa`."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward
+
+
+def attention_of_others(module: torch.nn.Module) -> list[Change]:
+    """Return what lets torch compute the attention of a module that some other implementation computes."""
+    config: Any = vars(module).get("config")
+    kind = getattr(config, "_attn_implementation", None)
+    if kind in (None, "eager", "sdpa") or getattr(config, "sub_configs", None):
+        return []
+    return [(config, "_attn_implementation", kind, "sdpa")]
+
+
+# ---- caches ----
+
+
+class LayerState(Protocol):
+    """The keys and values of a layer."""
+
+    @property
+    def said(self) -> int:
+        """How many tokens the cache says that all rows have: models use it for more than positions."""
+
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Take new keys and values [batch, heads, tokens, width]; return those that queries attend to."""
+
+    def length(self, tokens: Any) -> Any:
+        """Return how many keys the queries of new tokens attend to."""
+
+
+def cache_over(states: Sequence[LayerState] | Callable[[], LayerState]) -> Any:
+    """Return a cache of transformers over a state for each layer, or one that makes as many as a model asks for."""
+    from transformers import Cache
+    from transformers.cache_utils import CacheLayerMixin
+
+    class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+        is_sliding = False
+
+        def __init__(self, state: LayerState) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self.state = state
+            self.is_initialized = True
+
+        def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            return self.state.update(key_states, value_states)
+
+        def lazy_initialization(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def get_mask_sizes(self, query_length: Any) -> tuple[Any, int]:
+            return self.state.length(_count(query_length)), 0
+
+        def get_seq_length(self) -> int:
+            return self.state.said
+
+        def get_max_length(self) -> int:
+            return -1
+
+        get_max_cache_shape = get_max_length  # its older name
+
+    if callable(states):
+        make: Any = lambda: Layer(states())  # noqa: E731
+        return Cache(layer_class_to_replicate=make)
+    return Cache(layers=[Layer(state) for state in states])
+
+
+# ---- generation ----
+
+Model = TypeVar("Model", bound=type)
+
+
+def without_state(model: Model) -> Model:
+    """Say of a class of models that it has no state but its cache, as `generate` asks."""
+    setattr(model, "_is_stateful", False)  # noqa: B010, mypy does not know it
+    return model
+
+
+def padding_token(generation_config: Any) -> int | None:
+    """Return the token that `generate` pads answers with, of a configuration that it has prepared."""
+    token = generation_config._pad_token_tensor
+    return None if token is None else int(token)
+
+
+def allowed_by_prefix(processor: Any) -> Callable[[int, Tensor], list[int]]:
+    """Return the function of a `PrefixConstrainedLogitsProcessor`, of a prompt's number and its tokens so far."""
+    return processor._prefix_allowed_tokens_fn  # type: ignore[no-any-return]
