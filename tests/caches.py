@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,45 +11,58 @@ import torch
 from torch import Tensor
 
 from tests import models
+from tests.models import family
 from twellc.base.caches import INPUT_IDS, TOKEN_COUNT, WRITE_INDEX, KeyValueCache
 
-WIDE: dict[str, Any] = {
-    **models.SMALL, "intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 64,
-}  # fmt: skip
-
-
-def _family(name: str, **options: Any) -> Callable[..., Any]:
-    def make(**changes: Any) -> Any:
-        import transformers
-
-        config = getattr(transformers, f"{name}Config")(**{**options, **changes})
-        return models._seeded(getattr(transformers, f"{name}ForCausalLM"), config)
-
-    return make
-
-
+# What `generate` of transformers wants to know.
+_TOKENS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_WIDE: dict[str, Any] = {**models.WIDE, **_TOKENS}
+_SINGLE: dict[str, Any] = {**models.SMALL, **_TOKENS, "max_position_embeddings": 64}
 FAMILIES: dict[str, Callable[..., Any]] = {
-    "llama": models.llama,
-    "qwen3": _family("Qwen3", **WIDE, head_dim=8),
-    "granite": _family(
-        "Granite", **WIDE, attention_multiplier=0.3, logits_scaling=2.0, residual_multiplier=0.5,
+    "llama": functools.partial(models.llama, **_TOKENS),
+    "qwen3": family("Qwen3", **_WIDE, head_dim=8),
+    "granite": family(
+        "Granite",
+        **_WIDE,
+        attention_multiplier=0.3,
+        logits_scaling=2.0,
+        residual_multiplier=0.5,
         embedding_multiplier=3.0,
     ),
-    "olmo2": _family("Olmo2", **WIDE),
-    "smollm3": _family("SmolLM3", **{**WIDE, "num_hidden_layers": 4, "pad_token_id": 0}),
-    "phi3": _family("Phi3", **WIDE, pad_token_id=0),
-    "phi3-window": _family("Phi3", **WIDE, pad_token_id=0, sliding_window=5),
-    "nemotron": models.nemotron,
-    "opt": models.opt,
-    "gpt-neox": _family("GPTNeoX", **models.SMALL, intermediate_size=96, max_position_embeddings=64, hidden_act="relu"),
-    "falcon": _family("Falcon", **models.SMALL, alibi=False, multi_query=True),
-    "gemma2": _family("Gemma2", **WIDE, head_dim=8, sliding_window=5, query_pre_attn_scalar=8),
+    "olmo2": family("Olmo2", **_WIDE),
+    "smollm3": family("SmolLM3", **{**_WIDE, "num_hidden_layers": 4}),
+    "phi3": family("Phi3", **_WIDE),
+    "phi3-window": family("Phi3", **_WIDE, sliding_window=5),
+    "nemotron": functools.partial(models.nemotron, **_TOKENS),
+    "opt": functools.partial(models.opt, **_TOKENS),
+    "gpt-neox": family("GPTNeoX", **_SINGLE, intermediate_size=96, hidden_act="relu"),
+    "falcon": family("Falcon", **models.SMALL, **_TOKENS, alibi=False, multi_query=True),
+    "gemma2": family("Gemma2", **_WIDE, head_dim=8, sliding_window=5, query_pre_attn_scalar=8),
     "gpt2": models.gpt2,
     # Rotary positions in front of a norm, or of a product with keys, which TensorRT computes wrong in their usual form.
-    "nanochat": _family("NanoChat", **WIDE),
-    "hunyuan": _family("HunYuanDenseV1", **WIDE, head_dim=64, pad_token_id=0),
-    "gpt-neox-japanese": _family("GPTNeoXJapanese", **models.SMALL, intermediate_multiple_size=2, hidden_act="relu"),
-}  # fmt: skip
+    "nanochat": family("NanoChat", **_WIDE),
+    "hunyuan": family("HunYuanDenseV1", **_WIDE, head_dim=64),
+    "gpt-neox-japanese": family("GPTNeoXJapanese", **_SINGLE, intermediate_multiple_size=2, hidden_act="relu"),
+}
+# Those that torch alone decodes in tests, and a few of the others.
+IN_TORCH: dict[str, Callable[..., Any]] = {
+    **{name: make for name, make in FAMILIES.items() if name not in ("gpt2", "phi3", "hunyuan", "gpt-neox-japanese")},
+    "qwen3-window": family(
+        "Qwen3", **_WIDE, head_dim=8, use_sliding_window=True, sliding_window=6, max_window_layers=1
+    ),
+    "falcon-alibi": functools.partial(FAMILIES["falcon"], alibi=True),
+    # Values are narrower than keys.
+    "deepseek-v2": family(
+        "DeepseekV2",
+        **{**_WIDE, "num_key_value_heads": 4},
+        first_k_dense_replace=2,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=12,
+    ),
+}
 
 
 @dataclass(frozen=True)

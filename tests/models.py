@@ -148,8 +148,7 @@ def blocks_of(module: nn.Module, *inputs: Tensor) -> list[FfnBlock]:
 def rewrite(program: ExportedProgram, compression: int = 8) -> ExportedProgram:
     """Rewrite every block of a canonical program that is not refused, whatever its dtype."""
     return rewrite_ffn(
-        program,
-        [(block, options_of(block, compression)) for block in find_ffn_blocks(program) if not block.refusal],
+        program, [(block, options_of(block, compression)) for block in find_ffn_blocks(program) if not block.refusal]
     )
 
 
@@ -184,133 +183,68 @@ def eager(module: nn.Module, *inputs: Tensor) -> list[Tensor]:
 # ---- Hugging Face ----
 
 SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+WIDE = {**SMALL, "intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 64}
+_SINGLE = {**SMALL, "intermediate_size": 96, "max_position_embeddings": 64}
+_GPT = {"vocab_size": 96, "n_embd": 32, "n_inner": 96, "n_head": 4, "n_positions": 64, "activation_function": "relu"}
+_ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+
+
+def family(name: str, kind: str = "ForCausalLM", **options: Any) -> Callable[..., Any]:
+    """Return what makes a tiny model of transformers, with changes of these options."""
+
+    def make(**changes: Any) -> Any:
+        import transformers
+
+        config = getattr(transformers, f"{name}Config")(**{**options, **changes})
+        return _seeded(getattr(transformers, f"{name}{kind}"), config)
+
+    return make
 
 
 def llama(activation: str = "relu", **changes: Any) -> Any:
-    import transformers
-
-    options = {**SMALL, "intermediate_size": 320, "num_key_value_heads": 2, "max_position_embeddings": 64, **changes}
-    return _seeded(transformers.LlamaForCausalLM, transformers.LlamaConfig(hidden_act=activation, **options))
+    return family("Llama", **{**WIDE, "intermediate_size": 320})(hidden_act=activation, **changes)
 
 
-def opt(**changes: Any) -> Any:
-    import transformers
-
-    options = {**SMALL, "ffn_dim": 96, "word_embed_proj_dim": 32, "max_position_embeddings": 64, "pad_token_id": 1}
-    return _seeded(transformers.OPTForCausalLM, transformers.OPTConfig(**{**options, **changes}))
-
-
-def t5(**changes: Any) -> Any:
-    import transformers
-
-    options = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 96, "num_heads": 4, "feed_forward_proj": "relu"}
-    options |= {"num_layers": 1, "num_decoder_layers": 1, "decoder_start_token_id": 0, **changes}
-    return _seeded(transformers.T5ForConditionalGeneration, transformers.T5Config(**options))
-
-
-def gpt2(**changes: Any) -> Any:
-    """GPT-2 with ReLU: its projections are Conv1D, that is addmm with a weight stored [in, out]."""
-    import transformers
-
-    options = {"vocab_size": 96, "n_embd": 32, "n_inner": 96, "n_layer": 1, "n_head": 4, "n_positions": 64}
-    config = transformers.GPT2Config(activation_function="relu", **{**options, **changes})
-    return _seeded(transformers.GPT2LMHeadModel, config)
-
-
-def nemotron(**changes: Any) -> Any:
-    """Squared ReLU without a gate."""
-    import transformers
-
-    options = {**SMALL, "intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 64, **changes}
-    return _seeded(transformers.NemotronForCausalLM, transformers.NemotronConfig(**options))
-
-
-def arcee(**changes: Any) -> Any:
-    """Squared ReLU without a gate, as Nemotron, with other norms."""
-    import transformers
-
-    options = {**SMALL, "intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    options |= {"bos_token_id": 1, "eos_token_id": 2, **changes}
-    return _seeded(transformers.ArceeForCausalLM, transformers.ArceeConfig(**options))
-
-
-def persimmon(**changes: Any) -> Any:
-    """Squared ReLU without a gate, with biases; Q, K and V in one product."""
-    import transformers
-
-    options = {**SMALL, "intermediate_size": 96, "max_position_embeddings": 64, **changes}
-    return _seeded(transformers.PersimmonForCausalLM, transformers.PersimmonConfig(**options))
-
-
-def gpt_neox(**changes: Any) -> Any:
-    """Attention and block read the same x; Q, K and V of a head are one after the other in one product."""
-    import transformers
-
-    options = {**SMALL, "intermediate_size": 96, "hidden_act": "relu", "max_position_embeddings": 64, **changes}
-    return _seeded(transformers.GPTNeoXForCausalLM, transformers.GPTNeoXConfig(**options))
-
-
-def gptj(**changes: Any) -> Any:
-    """Attention and block read the same; positions turn neighbouring features."""
-    import transformers
-
-    options = {"vocab_size": 96, "n_embd": 32, "n_inner": 96, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    options |= {"rotary_dim": 4, "bos_token_id": 1, "eos_token_id": 2, **changes}
-    return _seeded(transformers.GPTJForCausalLM, transformers.GPTJConfig(activation_function="relu", **options))
-
-
-def falcon(**changes: Any) -> Any:
-    """A group's queries, its key and its value are one after the other in one product."""
-    import transformers
-
-    options = {**SMALL, "ffn_hidden_size": 96, "activation": "relu", "new_decoder_architecture": True, **changes}
-    return _seeded(transformers.FalconForCausalLM, transformers.FalconConfig(**{"num_kv_heads": 2, **options}))
-
-
-def phi3(**changes: Any) -> Any:
-    """Gate and up projection are one product, as are Q, K and V."""
-    import transformers
-
-    options: dict[str, Any] = {
-        **SMALL,
-        "intermediate_size": 96,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    }
-    options |= {"hidden_act": "relu", "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **changes}
-    return _seeded(transformers.Phi3ForCausalLM, transformers.Phi3Config(**options))
-
-
-def mixtral(**changes: Any) -> Any:
-    """A mixture of two experts."""
-    import transformers
-
-    options: dict[str, Any] = {
-        **SMALL,
-        "intermediate_size": 96,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    }
-    options |= {"hidden_act": "relu", "num_local_experts": 2, **changes}
-    return _seeded(transformers.MixtralForCausalLM, transformers.MixtralConfig(**options))
+opt = family("OPT", **SMALL, ffn_dim=96, word_embed_proj_dim=32, max_position_embeddings=64, pad_token_id=1)
+t5 = family(
+    "T5",
+    "ForConditionalGeneration",
+    vocab_size=96,
+    d_model=32,
+    d_kv=8,
+    d_ff=96,
+    num_heads=4,
+    num_layers=1,
+    num_decoder_layers=1,
+    feed_forward_proj="relu",
+    decoder_start_token_id=0,
+)
+# Its projections are Conv1D, that is addmm with a weight stored [in, out].
+gpt2 = family("GPT2", "LMHeadModel", **_GPT, n_layer=1)
+# Squared ReLU without a gate; Arcee has other norms, Persimmon biases, and Q, K and V in one product.
+nemotron = family("Nemotron", **WIDE)
+arcee = family("Arcee", **WIDE, **_ENDS)
+persimmon = family("Persimmon", **_SINGLE)
+# Attention and block read the same x; Q, K and V of a head are one after the other in one product.
+gpt_neox = family("GPTNeoX", **_SINGLE, hidden_act="relu")
+# Attention and block read the same; positions turn neighbouring features.
+gptj = family("GPTJ", **_GPT, **_ENDS, n_layer=2, rotary_dim=4)
+# A group's queries, its key and its value are one after the other in one product.
+falcon = family("Falcon", **SMALL, ffn_hidden_size=96, activation="relu", new_decoder_architecture=True, num_kv_heads=2)
+# Gate and up projection are one product, as are Q, K and V.
+phi3 = family("Phi3", **WIDE, **_ENDS, hidden_act="relu", pad_token_id=0)
+# A mixture of two experts.
+mixtral = family("Mixtral", **WIDE, hidden_act="relu", num_local_experts=2)
+# Squared ReLU with a gate, and an RMSNorm between the hidden tensor and the down projection.
+bitnet = family("BitNet", **WIDE, hidden_act="relu2", pad_token_id=0)
 
 
 def rwkv(**changes: Any) -> Any:
     """Squared ReLU without a gate; the result is multiplied with a sigmoid outside of the block."""
-    import transformers
-
-    options = {**SMALL, "attention_hidden_size": SMALL["hidden_size"], "intermediate_size": 96, **changes}
-    model = _seeded(transformers.RwkvForCausalLM, transformers.RwkvConfig(context_length=64, **options))
+    sizes = {**SMALL, "attention_hidden_size": SMALL["hidden_size"], "intermediate_size": 96, "context_length": 64}
+    model = family("Rwkv", **sizes)(**changes)
     model(torch.ones(1, 2, dtype=torch.int64))  # the first call in eval mode rescales its weights, in place
     return model
-
-
-def bitnet(**changes: Any) -> Any:
-    """Squared ReLU with a gate, and an RMSNorm between the hidden tensor and the down projection."""
-    import transformers
-
-    options = {**SMALL, "intermediate_size": 96, "num_key_value_heads": 2, "pad_token_id": 0, **changes}
-    return _seeded(transformers.BitNetForCausalLM, transformers.BitNetConfig(hidden_act="relu2", **options))
 
 
 def _seeded(model_class: Any, config: Any) -> Any:
@@ -347,9 +281,11 @@ def make_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=["<end>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=VOCABULARY,
+        special_tokens=["<end>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
-    )  # fmt: skip
+    )
     made.train_from_iterator(["the quick brown fox jumps over the lazy dog, größer und schöner"] * 9, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", pad_token="<end>")
     tokenizer.chat_template = template

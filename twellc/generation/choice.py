@@ -31,9 +31,11 @@ from twellc.base.errors import UserError
 
 # These look at the scores alone, and wait for nothing; each with the name of its value.
 _OF_SCORES: dict[type, str] = {
-    TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k", TopPLogitsWarper: "top_p",
+    TemperatureLogitsWarper: "temperature",
+    TopKLogitsWarper: "top_k",
+    TopPLogitsWarper: "top_p",
     MinPLogitsWarper: "min_p",
-}  # fmt: skip
+}
 # These hold nothing of a prompt but its length, and run none of the user's code.
 _OF_A_LENGTH = (
     "EpsilonLogitsWarper", "EtaLogitsWarper", "ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor",
@@ -192,17 +194,12 @@ class Choice:
         return likely.argmax(-1).flatten()
 
     def _refuse_nothing(self, likely: Tensor) -> None:
-        """Fail where processors leave a row no token.
-
-        Raises:
-            UserError: They do.
-        """
+        """Fail where processors leave a row no token."""
         for row, (has_none, over) in enumerate(zip(likely.isnan().any(-1).tolist(), self._ended, strict=True)):
             if has_none and not over:
-                raise UserError(
-                    "logits processors", "leave no token that could be drawn", got=f"no finite score in row {row}",
-                    fix="Let them leave the score of at least one token finite.",
-                )  # fmt: skip
+                what = "leave no token that could be drawn"
+                fix = "Let them leave the score of at least one token finite."
+                raise UserError("logits processors", what, got=f"no finite score in row {row}", fix=fix)
 
     def _scores(self, logits: Tensor, values: Tensor) -> Tensor:
         if self.key is not None:

@@ -17,12 +17,7 @@ from twellc.eager.optimization import optimize, optimized_blocks
 from twellc.generation.rows import RowCache
 from twellc.loaders.attention import NextCall, row_attention
 from twellc.loaders.cache_trial import CacheTrial, MadeUpKeys
-from twellc.loaders.huggingface import (
-    cache_argument,
-    cached_length,
-    open_directory,
-    other_layers,
-)
+from twellc.loaders.huggingface import cache_argument, cached_length, open_directory, other_layers
 from twellc.passes.graph.program import quiet_torch
 from twellc.plugins.cache_op import attends_by_cudnn
 
@@ -67,10 +62,9 @@ class TorchBackend:
         self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
         limit = cached_length(model)
         if length is not None and not 1 <= length <= limit:
-            raise UserError(
-                "max_model_len", "is no length that a cache of the model can have", got=str(length),
-                expected=f"1 to {limit}, the positions of {type(model).__name__}",
-            )  # fmt: skip
+            what = "is no length that a cache of the model can have"
+            expected = f"1 to {limit}, the positions of {type(model).__name__}"
+            raise UserError("max_model_len", what, got=str(length), expected=expected)
         self.longest = length or limit
         self.largest_batch: int | None = None
         self.chunk = 1 << 20
@@ -81,19 +75,18 @@ class TorchBackend:
         self._call = NextCall(torch.zeros(1, dtype=torch.int64, device=self.device), True, False)
         self._attention = row_attention(model, self._call)
         self.by_lengths = self._attention.dispatches and self.device.type == "cuda" and attends_by_cudnn()
-        self._call.by_lengths = self.by_lengths
         self._cache: RowCache | None = None
         self._ones = torch.empty(0)
 
     def begin(self, batch: int, places: int) -> bool:
         """Make room; see `Backend`."""
         cache = self._cache
-        if cache is not None and len(cache.call.index) == batch and cache.length >= places:
+        if cache is not None and len(self._call.index) == batch and cache.length >= places:
             return False
         length = self.longest if self._fixed else min(self.longest, -(-places // _STEP) * _STEP)
         config = self.model.config.get_text_config(decoder=True)
         self._cache = None  # and its memory, before there is another
-        self._call.fresh, self._call.index = True, torch.zeros(batch, dtype=torch.int64, device=self.device)
+        self._at(torch.zeros(batch, dtype=torch.int64, device=self.device), True)
         self._ones = torch.ones(batch, length, dtype=torch.int64, device=self.device)
         self._cache = RowCache(config.num_hidden_layers, length, self._call)
         try:  # the first tokens make the tensors of the cache
@@ -104,20 +97,20 @@ class TorchBackend:
             raise
         return True
 
+    def _at(self, index: Tensor, fresh: bool = False) -> None:
+        """Say where the next call writes."""
+        self._call.index, self._call.fresh, self._call.by_lengths = index, fresh, self.by_lengths
+
     def fill(self, input_ids: Tensor, start: int) -> Tensor:
         """Compute the first tokens of rows; see `Backend`."""
-        cache = self._cache
-        assert cache is not None
-        cache.call.fresh, cache.call.index = start == 0, torch.full_like(cache.call.index, start)
+        self._at(torch.full_like(self._call.index, start), start == 0)
         places = torch.arange(start, start + input_ids.shape[1], device=self.device).expand(len(input_ids), -1)
         with self._attention:
             return self._fill(input_ids, places)
 
     def decode(self, tokens: Tensor, places: Tensor) -> Tensor:
         """Compute a token of each row; see `Backend`."""
-        cache = self._cache
-        assert cache is not None
-        cache.call.fresh, cache.call.index = False, places
+        self._at(places)
         with self._attention:
             return self._decode(tokens[:, None], places[:, None])
 
@@ -134,28 +127,25 @@ class TorchBackend:
         except UserError:
             raise
         except Exception as error:  # transformers raises what it likes for a cache that does not fit
-            raise UserError(
-                where, f"the model cannot be run over a cache of keys and values ({first_line(error)})",
-                got=type(self.model).__name__, expected="a decoder of attention layers, such as LlamaForCausalLM",
-            ) from error  # fmt: skip
+            what = f"the model cannot be run over a cache of keys and values ({first_line(error)})"
+            expected = "a decoder of attention layers, such as LlamaForCausalLM"
+            raise UserError(where, what, got=type(self.model).__name__, expected=expected) from error
         finally:
             self._cache = None
 
     def _refuse_other_logits(self, trial: CacheTrial) -> None:
         self.begin(len(trial.ids), trial.ids.shape[1])
-        cache = self._cache
-        assert cache is not None
         with self._attention:
             for place in range(trial.ids.shape[1]):
-                cache.call.fresh, cache.call.index = place == 0, torch.full_like(cache.call.index, place)
-                found = self._logits(trial.ids[:, place : place + 1], cache.call.index[:, None])
+                self._at(torch.full_like(self._call.index, place), place == 0)
+                found = self._logits(trial.ids[:, place : place + 1], self._call.index[:, None])
         trial.refuse_others(found, self._at_places)
 
     def _at_places(self, ids: Tensor, places: Tensor, made_up: MadeUpKeys) -> Tensor:
         """Return the logits behind a token of each row, over keys and values that are made up; see `CacheTrial`."""
         layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
         self._cache = RowCache(layers, made_up.length, self._call, made_up)
-        self._call.fresh, self._call.index = False, places
+        self._at(places)
         self._ones = torch.ones(len(ids), made_up.length, dtype=torch.int64, device=self.device)
         with self._attention:
             return self._logits(ids, places[:, None])
@@ -185,9 +175,13 @@ def _compiled(function: Callable[[Tensor, Tensor], Tensor], dynamic: bool) -> Ca
 
 
 def load_directory(
-    path: Path, device: str | torch.device | None = "auto", dtype: str | None = None, length: int | None = None,
-    compiled: bool = False, layers: str = "auto",
-) -> TorchBackend:  # fmt: skip
+    path: Path,
+    device: str | torch.device | None = "auto",
+    dtype: str | None = None,
+    length: int | None = None,
+    compiled: bool = False,
+    layers: str = "auto",
+) -> TorchBackend:
     """Load a Hugging Face directory, its feed-forward blocks by the `twell` ops.
 
     Args:
@@ -249,8 +243,7 @@ def _cache_argument(model: Any) -> str:
     argument = cache_argument(model)
     others = other_layers(model)
     if argument is None or "position_ids" not in taken or others:
-        raise UserError(
-            name, "its cache is not one of keys and values alone, at positions that can be given",
-            got=" and ".join(others), expected="a decoder of attention layers, such as LlamaForCausalLM",
-        )  # fmt: skip
+        what = "its cache is not one of keys and values alone, at positions that can be given"
+        expected = "a decoder of attention layers, such as LlamaForCausalLM"
+        raise UserError(name, what, got=" and ".join(others), expected=expected)
     return argument

@@ -33,8 +33,13 @@ Prompts = Prompt | Sequence[Prompt]
 Params = SamplingParams | Sequence[SamplingParams] | None
 # Names of precisions in vLLM and torch.
 _DTYPES: dict[str, str | None] = {
-    "auto": None, "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32",
-}  # fmt: skip
+    "auto": None,
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float": "fp32",
+}
 
 
 class LLM:
@@ -98,10 +103,9 @@ class LLM:
             folder = path.with_name(cache.text or path.name)
             _refuse_of_a_plan(dtype=precision, compiled=compiled, layers=layers != "auto")
             if max_model_len is not None and max_model_len != backend.longest:
-                raise UserError(
-                    "max_model_len", "is not that of the plan", got=str(max_model_len), expected=str(backend.longest),
-                    fix="Leave it out, or compile the model with another --kv-cache.",
-                )  # fmt: skip
+                what = "is not that of the plan"
+                fix = "Leave it out, or compile the model with another --kv-cache."
+                raise UserError("max_model_len", what, got=str(max_model_len), expected=str(backend.longest), fix=fix)
         pad = pad_token(folder)
         pad = pad if pad is not None else ends[0] if ends else 0
         self.model = CausalModel(backend, config, settings(eos_token_id=ends or None, pad_token_id=pad))
@@ -278,9 +282,14 @@ class LLM:
         ends = params.stop_tokens | (set() if params.ignore_eos else self._ends)
         answers = [Answer(self._codec.stream(prompt, params.skip_special_tokens), params) for prompt in prompts]
         steps = self.model.steps(
-            input_ids, attention_mask=seen, logits_processor=processors, stopping_criteria=criteria,
-            seed=None if params.seed == -1 else params.seed, ignore_eos=True, **self._options(params, sorted(ends)),
-        )  # fmt: skip
+            input_ids,
+            attention_mask=seen,
+            logits_processor=processors,
+            stopping_criteria=criteria,
+            seed=None if params.seed == -1 else params.seed,
+            ignore_eos=True,
+            **self._options(params, sorted(ends)),
+        )
         going = set(range(len(prompts)))
         with _saying_which(argument, len(prompts)):
             for step in steps:
@@ -307,10 +316,8 @@ class LLM:
         for name in ("logit_bias", "allowed_token_ids"):
             others = [token for token in getattr(params, name) or () if token >= vocabulary]
             if others:
-                raise UserError(
-                    name, "has a token that the model does not have", got=str(others[0]),
-                    expected=f"0 to {vocabulary - 1}",
-                )  # fmt: skip
+                what = "has a token that the model does not have"
+                raise UserError(name, what, got=str(others[0]), expected=f"0 to {vocabulary - 1}")
         options: dict[str, Any] = {"max_new_tokens": params.max_tokens or longest, "do_sample": params.draws}
         if params.repetition_penalty != 1:
             options["repetition_penalty"] = float(params.repetition_penalty)
@@ -344,19 +351,13 @@ def _one_params(given: Params) -> SamplingParams:
     if not several or not all(isinstance(each, SamplingParams) for each in several):
         raise UserError("sampling_params", "is not a SamplingParams", got=repr(given)[:80])
     if any(each != several[0] for each in several):
-        raise UserError(
-            "sampling_params", "prompts of one call have the same SamplingParams", got=f"{len(several)} that differ",
-            fix="Make a call for each.",
-        )  # fmt: skip
+        what = "prompts of one call have the same SamplingParams"
+        raise UserError("sampling_params", what, got=f"{len(several)} that differ", fix="Make a call for each.")
     return several[0]
 
 
 def _refuse_other_kinds(model: object, tokenizer: object, max_model_len: object, compiled: object) -> None:
-    """Fail for arguments that are of another kind than `LLM` takes.
-
-    Raises:
-        UserError: One is.
-    """
+    """Fail for arguments that are of another kind than `LLM` takes."""
     is_whole = isinstance(max_model_len, numbers.Integral) and not isinstance(max_model_len, bool)
     for name, value, holds, expected in (
         ("model", model, isinstance(model, str | os.PathLike), "a path"),
@@ -399,18 +400,12 @@ def _saying_which(argument: str, count: int, index: int | None = None) -> Iterat
 
 
 def _refuse_other_tokens(vocabulary: int, prompt: list[int]) -> None:
-    """Fail if a prompt is empty, or has a token that is none of the vocabulary.
-
-    Raises:
-        PromptError: It is, or has.
-    """
+    """Fail if a prompt is empty, or has a token that is none of the vocabulary."""
     if not prompt:
         raise PromptError("a prompt", "is empty", fix="Give at least one token.")
     if not 0 <= min(prompt) <= max(prompt) < vocabulary:
-        raise PromptError(
-            "a prompt", "has a token that the model does not have", got=str(max(prompt, key=abs)),
-            expected=f"0 to {vocabulary - 1}",
-        )  # fmt: skip
+        what = "has a token that the model does not have"
+        raise PromptError("a prompt", what, got=str(max(prompt, key=abs)), expected=f"0 to {vocabulary - 1}")
 
 
 def _conversations(given: Any) -> list[Messages]:
@@ -422,17 +417,11 @@ def _conversations(given: Any) -> list[Messages]:
 
 
 def _refuse_other_messages(given: Any) -> None:
-    """Fail for what is no conversation.
-
-    Raises:
-        PromptError: It is not a list of messages with role and content.
-    """
+    """Fail for what is no conversation."""
     listed = isinstance(given, Sequence) and not isinstance(given, str)
     if not listed or not given or not all(map(_is_message, given)):
-        raise PromptError(
-            "a conversation", "is not a list of messages", got=repr(given)[:80],
-            expected='[{"role": "user", "content": "…"}]',
-        )  # fmt: skip
+        expected = '[{"role": "user", "content": "…"}]'
+        raise PromptError("a conversation", "is not a list of messages", got=repr(given)[:80], expected=expected)
 
 
 def _is_message(given: Any) -> bool:
@@ -454,10 +443,9 @@ def _as_lists(given: Any) -> Any:
     kind = str(given.dtype).removeprefix("torch.")
     is_text = isinstance(values, list) and all(isinstance(each, str) for each in values)
     if not isinstance(values, list) or not ("int" in kind.lower() or is_text):
-        raise PromptError(
-            "a prompt", "is an array, but not one of token ids", got=f"{kind} {list(given.shape)}",
-            expected="integers, [tokens], or [prompts, tokens] for several",
-        )  # fmt: skip
+        what = "is an array, but not one of token ids"
+        expected = "integers, [tokens], or [prompts, tokens] for several"
+        raise PromptError("a prompt", what, got=f"{kind} {list(given.shape)}", expected=expected)
     return values
 
 

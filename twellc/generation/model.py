@@ -179,20 +179,17 @@ class CausalModel(GenerationMixin):
         given = inputs if inputs is not None else input_ids
         assert given is not None
         if given.dim() != 2 or not given.numel():
-            raise UserError(
-                "generate", "has nothing to go on from", got=f"a tensor of {list(given.shape)}",
-                expected="at least one prompt of at least one token, [batch, tokens]",
-            )  # fmt: skip
+            got = f"a tensor of {list(given.shape)}"
+            expected = "at least one prompt of at least one token, [batch, tokens]"
+            raise UserError("generate", "has nothing to go on from", got=got, expected=expected)
         config = generation_config if generation_config is not None else self.generation_config
         answers = options.get("num_return_sequences") or config.num_return_sequences or 1
         sequences = given.cpu().repeat_interleave(answers, dim=0)
         vocabulary = self.decoder.backend.vocabulary
         least, most = int(sequences.min()), int(sequences.max())
         if least < 0 or most >= vocabulary:
-            raise UserError(
-                "generate", "a token is none of the vocabulary", got=str(least if least < 0 else most),
-                expected=f"0 to {vocabulary - 1}",
-            )  # fmt: skip
+            what = "a token is none of the vocabulary"
+            raise UserError("generate", what, got=str(least if least < 0 else most), expected=f"0 to {vocabulary - 1}")
         if streamer is not None:
             streamer.put(sequences)
         with self.decoder.lock:
@@ -239,17 +236,11 @@ def _without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[T
     lengths = mask.sum(-1)
     expected = torch.arange(width) >= width - lengths[:, None]
     if mask.shape != input_ids.shape or not torch.equal(mask.bool(), expected) or int(lengths.min()) < 1:
-        raise UserError(
-            "attention_mask",
-            "does not say that prompts are padded on the left",
-            expected="zeros, then ones, in each row",
-        )
+        what = "does not say that prompts are padded on the left"
+        raise UserError("attention_mask", what, expected="zeros, then ones, in each row")
     return [row[width - int(length) :] for row, length in zip(input_ids, lengths, strict=True)]
 
 
 def _not_there(got: str) -> UserError:
-    return UserError(
-        "generate",
-        "neither searches over beams, nor takes embeddings, positions, caches or other models, nor returns scores",
-        got=got, expected="greedy tokens, or tokens that are drawn", fix="Leave it out.",
-    )  # fmt: skip
+    what = "neither searches over beams, nor takes embeddings, positions, caches or other models, nor returns scores"
+    return UserError("generate", what, got=got, expected="greedy tokens, or tokens that are drawn", fix="Leave it out.")

@@ -154,10 +154,8 @@ def load_plan(path: Path, device: str | torch.device | None = "auto") -> tuple[P
     """
     manifest = read_manifest(path)
     if manifest.cache is None:
-        raise UserError(
-            str(path), "has no key-value cache, so it can score a text and not answer",
-            fix="Compile a causal language model with --kv-cache LENGTH.",
-        )  # fmt: skip
+        what = "has no key-value cache, so it can score a text and not answer"
+        raise UserError(str(path), what, fix="Compile a causal language model with --kv-cache LENGTH.")
     chosen = torch.device("cuda") if device in (None, "auto") else choose_device(device)
     if chosen.type != "cuda":
         raise UserError(f"--device {device}", "a plan runs on a GPU", expected="auto, cuda or cuda:N")

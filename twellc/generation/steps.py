@@ -147,18 +147,19 @@ class Decoder:
         """Put prompts into the cache, but for their last tokens, which the first step computes."""
         backend, batch, lengths = self.backend, len(rows), [len(row) for row in rows]
         if backend.largest_batch is not None and batch > backend.largest_batch:
-            raise UserError(
-                backend.name, "does not take so many prompts at once", got=str(batch),
-                expected=f"{backend.largest_batch} at most",
-                fix="Give fewer, or compile the model with a larger --batch.",
-            )  # fmt: skip
+            what = "does not take so many prompts at once"
+            fix = "Give fewer, or compile the model with a larger --batch."
+            raise UserError(backend.name, what, got=str(batch), expected=f"{backend.largest_batch} at most", fix=fix)
         for row, length in enumerate(lengths):
             if length > backend.longest:
                 raise PromptError(
-                    "the prompt", "is longer than the cache", index=row, got=f"{length} tokens",
+                    "the prompt",
+                    "is longer than the cache",
+                    index=row,
+                    got=f"{length} tokens",
                     expected=f"{backend.longest} at most",
                     fix="Shorten it, or make the cache longer if the model allows it.",
-                )  # fmt: skip
+                )
         self._call += 1
         if batch != len(self._tokens):
             self._graphs.clear()
@@ -189,10 +190,8 @@ class Decoder:
         for number in range(count):
             with self.lock, self._on_device():
                 if call != self._call:
-                    raise UserError(
-                        "the stream", "was given up by a later call, which took its cache",
-                        fix="Read a stream to its end first, or make an LLM for each.",
-                    )  # fmt: skip
+                    fix = "Read a stream to its end first, or make an LLM for each."
+                    raise UserError("the stream", "was given up by a later call, which took its cache", fix=fix)
                 if len(slots) < 2:
                     slots.append(torch.zeros(len(self._tokens), dtype=torch.int64, pin_memory=on_gpu))
                 if number:

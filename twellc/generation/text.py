@@ -65,10 +65,8 @@ def load_codec(path: Path, vocabulary: int) -> Codec:
         return _Pretrained(path)
     if vocabulary == BYTES:
         return _Bytes(path)
-    raise UserError(
-        str(path), "has no tokenizer", expected="tokenizer.json",
-        fix="Put the files of the model's tokenizer beside its config.json.",
-    )  # fmt: skip
+    fix = "Put the files of the model's tokenizer beside its config.json."
+    raise UserError(str(path), "has no tokenizer", expected="tokenizer.json", fix=fix)
 
 
 def _utf8(text: str) -> bytes:
@@ -94,11 +92,9 @@ class _Pretrained:
 
     def conversation(self, messages: Messages, template: str | None, options: Mapping[str, Any]) -> list[int]:
         if template is None and not self.has_template:
-            raise UserError(
-                str(self._path), "its tokenizer has no chat template",
-                expected="chat_template.jinja, or chat_template in tokenizer_config.json",
-                fix="Add one, or give the prompt as it is: generate, or --no-chat-template.",
-            )  # fmt: skip
+            expected = "chat_template.jinja, or chat_template in tokenizer_config.json"
+            fix = "Add one, or give the prompt as it is: generate, or --no-chat-template."
+            raise UserError(str(self._path), "its tokenizer has no chat template", expected=expected, fix=fix)
         try:
             text = self.tokenizer.apply_chat_template(
                 list(messages), chat_template=template, tokenize=False, **{"add_generation_prompt": True, **options}
@@ -174,10 +170,8 @@ class _Bytes:
         return [*(self._first if special else ()), *_utf8(text)]
 
     def conversation(self, messages: Messages, template: str | None, options: Mapping[str, Any]) -> list[int]:
-        raise UserError(
-            str(self._path), "has no tokenizer, and so no chat template",
-            fix="Give the prompt as it is: generate, or --no-chat-template.",
-        )  # fmt: skip
+        fix = "Give the prompt as it is: generate, or --no-chat-template."
+        raise UserError(str(self._path), "has no tokenizer, and so no chat template", fix=fix)
 
     def stream(self, prompt: Sequence[int], skip_special_tokens: bool) -> TextStream:
         return _ByteStream(self._special if skip_special_tokens else set())

@@ -55,6 +55,17 @@ SAMPLING: Names = {
     "skip_reading_prefix_cache": (None, ""),
 }
 
+# Arguments of the engine that change no result.
+_WITHOUT_EFFECT = (
+    "trust_remote_code", "gpu_memory_utilization", "kv_cache_memory_bytes", "swap_space", "enforce_eager",
+    "max_num_seqs", "max_num_batched_tokens", "max_num_partial_prefills", "max_seq_len_to_capture", "max_logprobs",
+    "max_loras", "max_lora_rank", "block_size", "enable_prefix_caching", "enable_chunked_prefill",
+    "disable_sliding_window", "disable_custom_all_reduce", "disable_async_output_proc", "disable_log_stats",
+    "disable_log_requests", "compilation_config", "cuda_graph_sizes", "num_gpu_blocks_override", "preemption_mode",
+    "scheduling_policy", "async_scheduling", "use_v2_block_manager", "attention_backend", "attention_config",
+    "model_impl", "optimization_level",
+)  # fmt: skip
+
 ENGINE: Names = {
     "runner": (("auto", "generate", None), "a model answers, and does nothing else"),
     "task": (("auto", "generate", None), "a model answers, and does nothing else"),
@@ -94,19 +105,8 @@ ENGINE: Names = {
     "guided_decoding_backend": (("auto", None), _UNCONSTRAINED),
     "reasoning_parser": (("", None), "an answer is one text"),
     "enable_sleep_mode": ((False, None), "the model stays on its device"),
-    **dict.fromkeys(
-        (
-            "trust_remote_code", "gpu_memory_utilization", "kv_cache_memory_bytes", "swap_space", "enforce_eager",
-            "max_num_seqs", "max_num_batched_tokens", "max_num_partial_prefills", "max_seq_len_to_capture",
-            "max_logprobs", "max_loras", "max_lora_rank", "block_size", "enable_prefix_caching",
-            "enable_chunked_prefill", "disable_sliding_window", "disable_custom_all_reduce",
-            "disable_async_output_proc", "disable_log_stats", "disable_log_requests", "compilation_config",
-            "cuda_graph_sizes", "num_gpu_blocks_override", "preemption_mode", "scheduling_policy", "async_scheduling",
-            "use_v2_block_manager", "attention_backend", "attention_config", "model_impl", "optimization_level",
-        ),
-        (None, ""),
-    ),
-}  # fmt: skip
+    **dict.fromkeys(_WITHOUT_EFFECT, (None, "")),
+}
 
 CALL: Names = {
     "use_tqdm": (None, ""),

@@ -67,14 +67,14 @@ def load_archive(path: Path, trust_model: bool) -> LoadedModel:
             raise UnregisteredOperatorsError(str(path), missing) from error
         if "set_grad_enabled" in first_line(error):
             raise UserError(
-                str(path), f"it switches gradients on within its graph, which torch {torch.__version__} cannot load"
+                str(path),
+                f"it switches gradients on within its graph, which torch {torch.__version__} cannot load"
                 f" ({first_line(error)})",
                 fix="Export the model under torch.no_grad(); let torch.utils.checkpoint have use_reentrant=False.",
-            ) from error  # fmt: skip
-        raise UserError(
-            str(path), f"torch {torch.__version__} cannot load the archive ({first_line(error)})",
-            fix="Export it again, with this version of torch, from a model that returns tensors, tuples or dicts.",
-        ) from error  # fmt: skip
+            ) from error
+        what = f"torch {torch.__version__} cannot load the archive ({first_line(error)})"
+        fix = "Export it again, with this version of torch, from a model that returns tensors, tuples or dicts."
+        raise UserError(str(path), what, fix=fix) from error
     program, notes = _one_of(path, programs)
     _forget_ranges_of_expressions(program)
     names, left_out = keep_tensor_outputs(path, program)
@@ -92,10 +92,12 @@ def _one_of(path: Path, programs: dict[str, ExportedProgram]) -> tuple[ExportedP
         return programs[_NAME], [f"other programs of the archive are left out: {', '.join(others)}"] if others else []
     if len(programs) != 1:
         raise UserError(
-            str(path), "the archive does not hold one program", got=", ".join(map(repr, sorted(programs))) or "none",
+            str(path),
+            "the archive does not hold one program",
+            got=", ".join(map(repr, sorted(programs))) or "none",
             expected=f"one, or one that is called {_NAME!r}",
             fix="Write each program to an archive of its own, with torch.export.save(program, FILE).",
-        )  # fmt: skip
+        )
     ((name, program),) = programs.items()
     return program, [f"the program of the archive is called {name!r}"]
 
@@ -187,10 +189,8 @@ def _refuse_code(path: Path) -> None:
     except (RuntimeError, OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise UserError(str(path), f"the archive is damaged ({first_line(error)})", fix=_AGAIN) from error
     if reason is not None:
-        raise UserError(
-            str(path), f"loading this archive could execute code: {reason}",
-            fix="If you trust whoever made it, add --trust-model.",
-        )  # fmt: skip
+        what = f"loading this archive could execute code: {reason}"
+        raise UserError(str(path), what, fix="If you trust whoever made it, add --trust-model.")
 
 
 def _code_in(archive: Any) -> Iterator[str]:

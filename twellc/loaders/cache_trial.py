@@ -98,17 +98,17 @@ class CacheTrial:
                 self.logits = model(input_ids=self.ids, use_cache=False).logits[:, -1]
                 self.at_places = {place: self._behind(place) for place in _places(model, self.longest)}
         except Exception as error:  # transformers' own, for configurations that contradict themselves
-            raise UserError(
-                self.where, f"the model cannot be run ({first_line(error)})", got=type(model).__name__,
-                fix="Check that the numbers in config.json belong together.",
-            ) from error  # fmt: skip
+            what = f"the model cannot be run ({first_line(error)})"
+            fix = "Check that the numbers in config.json belong together."
+            raise UserError(self.where, what, got=type(model).__name__, fix=fix) from error
         if bool(self.logits.isnan().any()):
             raise UserError(
-                self.where, "the model computes logits that are NaN",
+                self.where,
+                "the model computes logits that are NaN",
                 got=f"{type(model).__name__} in {dtype_name(model.dtype)}",
                 fix="Check its weights. If these are right, numbers in between are too large for float16: take"
                 " bfloat16.",
-            )  # fmt: skip
+            )
 
     def _behind(self, place: int) -> Tensor:
         """Return the logits behind the last tokens, at a place behind keys and values that are made up."""
@@ -151,10 +151,9 @@ class CacheTrial:
             raise self._refusal(f"{type(self.model).__name__}, off by {error:.1%}{at}")
 
     def _refusal(self, got: str) -> UserError:
-        return UserError(
-            self.where, "the model computes other logits over a cache than without one", got=got,
-            expected="masks and positions that transformers can be given for it",
-        )  # fmt: skip
+        what = "the model computes other logits over a cache than without one"
+        expected = "masks and positions that transformers can be given for it"
+        return UserError(self.where, what, got=got, expected=expected)
 
 
 def _error(expected: Tensor, found: Tensor) -> float:

@@ -28,13 +28,7 @@ from twellc.base.transformers_private import cache_over, causal_lm_classes, is_c
 from twellc.loaders.attention import CacheStep, cached_attention
 from twellc.loaders.cache_trial import CacheTrial, MadeUpKeys
 from twellc.loaders.checkpoint import end_tokens
-from twellc.loaders.huggingface import (
-    cache_argument,
-    cached_length,
-    open_directory,
-    other_layers,
-    refuse_experts,
-)
+from twellc.loaders.huggingface import cache_argument, cached_length, open_directory, other_layers, refuse_experts
 from twellc.loaders.huggingface_inputs import text_config
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.tracing import trace
@@ -142,10 +136,9 @@ def _refuse_other_models(path: Path, model: Any) -> str:
     """
     name, taken = type(model).__name__, inspect.signature(model.forward).parameters
     if not is_causal(model) or name not in causal_lm_classes().values():
-        raise UserError(
-            "--kv-cache", "the model is not a causal language model", got=f"{path}, a {name}",
-            expected="a class of transformers that generates text, such as LlamaForCausalLM", fix="Leave it out.",
-        )  # fmt: skip
+        what = "the model is not a causal language model"
+        expected = "a class of transformers that generates text, such as LlamaForCausalLM"
+        raise UserError("--kv-cache", what, got=f"{path}, a {name}", expected=expected, fix="Leave it out.")
     others = other_layers(model)
     if others:
         raise _other_state(path, model, f"it has layers of {first_few(others)}")
@@ -154,19 +147,20 @@ def _refuse_other_models(path: Path, model: Any) -> str:
     missing += [] if cache else ["past_key_values"]
     if missing:
         raise UserError(
-            "--kv-cache", "the model cannot be given what a cache needs", got=f"{path}, a {name} without {missing[0]}",
+            "--kv-cache",
+            "the model cannot be given what a cache needs",
+            got=f"{path}, a {name} without {missing[0]}",
             expected="a model whose forward takes positions and a cache of keys and values",
-        )  # fmt: skip
+        )
     assert cache is not None
     return cache
 
 
 def _refuse_length(path: Path, options: CacheOptions, limit: int) -> None:
     if limit and options.length > limit:
-        raise UserError(
-            f"--kv-cache {options.length}", "is longer than what the model was made for", got=str(path),
-            expected=f"at most {limit}, its number of positions",
-        )  # fmt: skip
+        what = "is longer than what the model was made for"
+        expected = f"at most {limit}, its number of positions"
+        raise UserError(f"--kv-cache {options.length}", what, got=str(path), expected=expected)
 
 
 def _in_dtype(asked: torch.dtype | str | None, said: list[str], own: torch.dtype) -> torch.dtype:
@@ -204,9 +198,12 @@ def _take_caches(model: Any, cache_name: str, logits: str) -> None:
         model.get_output_embeddings().register_forward_pre_hook(lambda module, given: _row_by_row(given[0], last[0]))
 
     def step(
-        input_ids: Tensor, write_index: Tensor, token_count: Tensor, past_key_values: list[Tensor],
+        input_ids: Tensor,
+        write_index: Tensor,
+        token_count: Tensor,
+        past_key_values: list[Tensor],
         made_up: MadeUpKeys | None = None,
-    ) -> list[Tensor]:  # fmt: skip
+    ) -> list[Tensor]:
         starts, counts = write_index.to(torch.int32), token_count.to(torch.int32)
         last[:] = [token_count.clamp(min=1) - 1]
         # Padding has the position of the last token: a table of positions holds that.
@@ -339,10 +336,8 @@ def _probe(path: Path, model: Any, cache_name: str) -> list[_Sizes]:
 
 
 def _other_state(path: Path, model: Any, reason: str) -> UserError:
-    return UserError(
-        "--kv-cache", f"the model does not run over a cache of keys and values alone ({reason})",
-        got=f"{path}, a {type(model).__name__}", fix="Compile it without a cache.",
-    )  # fmt: skip
+    what = f"the model does not run over a cache of keys and values alone ({reason})"
+    return UserError("--kv-cache", what, got=f"{path}, a {type(model).__name__}", fix="Compile it without a cache.")
 
 
 def _trace(path: Path, model: Any, sizes: list[_Sizes], options: CacheOptions, dtype: torch.dtype) -> ExportedProgram:
@@ -358,9 +353,11 @@ def _trace(path: Path, model: Any, sizes: list[_Sizes], options: CacheOptions, d
         "past_key_values": caches,
     }
     shapes = {
-        INPUT_IDS: {0: batch, 1: tokens}, WRITE_INDEX: {0: batch}, TOKEN_COUNT: {0: batch},
+        INPUT_IDS: {0: batch, 1: tokens},
+        WRITE_INDEX: {0: batch},
+        TOKEN_COUNT: {0: batch},
         "past_key_values": [{0: batch} for _ in caches],
-    }  # fmt: skip
+    }
     fix = "Compile it without a cache."
     return trace(str(path), model, (), kwargs, shapes, fix, fix)
 

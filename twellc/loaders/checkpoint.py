@@ -94,10 +94,8 @@ def read_config(path: Path) -> dict[str, Any]:
     config = _read_json(file)
     for place, key, value in _entries(config):
         if key == "auto_map":
-            raise UserError(
-                str(file), f"the model needs remote code ({place})",
-                expected="an architecture of transformers itself", fix=_EXPORT,
-            )  # fmt: skip
+            what = f"the model needs remote code ({place})"
+            raise UserError(str(file), what, expected="an architecture of transformers itself", fix=_EXPORT)
         if key in _QUANTISED and value:
             method = value.get("quant_method") if isinstance(value, dict) else None
             raise _quantised(file, f"{place}{f' of {method}' if method else ''}")
@@ -129,10 +127,8 @@ def end_tokens(path: Path, config: Any) -> list[int]:
     found = settings.get("eos_token_id", config.get_text_config(decoder=True).eos_token_id)
     several = found if isinstance(found, list) else [] if found is None else [found]
     if not all(map(_is_token, several)):
-        raise UserError(
-            str(path / source), "eos_token_id is not a token", got=repr(found),
-            expected="an integer, a list of integers, or null",
-        )  # fmt: skip
+        expected = "an integer, a list of integers, or null"
+        raise UserError(str(path / source), "eos_token_id is not a token", got=repr(found), expected=expected)
     return several
 
 
@@ -207,15 +203,16 @@ def _weight_files(path: Path) -> tuple[list[Path], list[str]]:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise UserError(str(index), "names a file outside of its folder", got=repr(name))
         if Path(name).name != name:
-            raise UserError(
-                str(index), "names a file in another folder", got=repr(name), expected="files beside it",
-                fix="Move the files beside config.json, and name them without the folder.",
-            )  # fmt: skip
+            what = "names a file in another folder"
+            fix = "Move the files beside config.json, and name them without the folder."
+            raise UserError(str(index), what, got=repr(name), expected="files beside it", fix=fix)
         if not (path / name).is_file():
             raise UserError(
-                str(path / name), "the weights are missing", expected="safetensors",
+                str(path / name),
+                "the weights are missing",
+                expected="safetensors",
                 fix=f"{_INDEX} names this file: get it, too, or remove the index.",
-            )  # fmt: skip
+            )
     return [path / str(name) for name in sorted(names)], []
 
 
@@ -227,21 +224,25 @@ def _no_weights(path: Path) -> UserError:
     names = sorted(each.name for each in path.iterdir() if each.is_file())
     others = [name for name in names if name.endswith(".safetensors")]
     if others:
-        return UserError(
-            file, "the weights are missing", got=first_few(others), expected=_WEIGHTS,
-            fix=f"If that is the model, call it {_WEIGHTS}; if these are its parts, add {_INDEX}.",
-        )  # fmt: skip
+        fix = f"If that is the model, call it {_WEIGHTS}; if these are its parts, add {_INDEX}."
+        return UserError(file, "the weights are missing", got=first_few(others), expected=_WEIGHTS, fix=fix)
     pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
     if pickles:
         return UserError(
-            file, "the weights are missing", got=f"{first_few(pickles)}, which may execute code", expected=expected,
+            file,
+            "the weights are missing",
+            got=f"{first_few(pickles)}, which may execute code",
+            expected=expected,
             fix="If you trust whoever made them, load the model with transformers and write it with save_pretrained.",
-        )  # fmt: skip
+        )
     foreign = [name for name in names if name.endswith((".gguf", ".h5", ".msgpack", ".onnx"))]
     return UserError(
-        file, "the weights are missing", got=first_few(foreign), expected=expected,
+        file,
+        "the weights are missing",
+        got=first_few(foreign),
+        expected=expected,
         fix="Get the rest of the model's files." if not foreign else "",
-    )  # fmt: skip
+    )
 
 
 def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
@@ -280,19 +281,15 @@ def _unwrapped(stored: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor]
 def _only_an_adapter(path: Path) -> UserError:
     base = _read_json(path / _ADAPTER).get("base_model_name_or_path")
     return UserError(
-        str(path), "holds an adapter, and no model",
-        got=f"an adapter of {base}" if base else "",
-        fix=f"First {_MERGE}.",
-    )  # fmt: skip
+        str(path), "holds an adapter, and no model", got=f"an adapter of {base}" if base else "", fix=f"First {_MERGE}."
+    )
 
 
 def _refuse_adapter(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     parts = [name for name in tensors if re.search(r"\.(lora_[A-Za-z_]+|base_layer|modules_to_save)\.", name)]
     if parts:
-        raise UserError(
-            str(path), "the weights hold an adapter beside the model's own", got=first_few(parts),
-            fix=f"First {_MERGE}.",
-        )  # fmt: skip
+        what = "the weights hold an adapter beside the model's own"
+        raise UserError(str(path), what, got=first_few(parts), fix=f"First {_MERGE}.")
 
 
 def _refuse_quantised(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -307,8 +304,10 @@ def _refuse_quantised(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 def _quantised(where: Path, got: str) -> UserError:
     return UserError(
-        str(where), "quantised checkpoints are not read", got=got,
+        str(where),
+        "quantised checkpoints are not read",
+        got=got,
         expected="weights in float32, bfloat16 or float16",
         fix="Take the checkpoint that this one was made from; or load it with transformers, call dequantize() of the"
         " model, and write that with save_pretrained.",
-    )  # fmt: skip
+    )

@@ -20,14 +20,7 @@ from twellc.export.shapes import FixedSizes
 from twellc.loaders import sparselm
 from twellc.loaders.attention import traced_attention
 from twellc.loaders.checkpoint import activations, read_checkpoint
-from twellc.loaders.huggingface_inputs import (
-    Input,
-    at_sizes,
-    inputs_of,
-    longest_text,
-    vocabulary_of,
-    written_sizes,
-)
+from twellc.loaders.huggingface_inputs import Input, at_sizes, inputs_of, longest_text, vocabulary_of, written_sizes
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.tracing import keep_tensor_outputs, trace
 from twellc.options.source import PADDINGS, NoChoiceError, refuse_choices
@@ -100,12 +93,9 @@ def _class_of(path: Path, config: dict[str, Any]) -> Any:
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None
     model_class = getattr(transformers, str(architecture), None)
     if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
-        raise UserError(
-            str(path / "config.json"),
-            f"transformers {transformers.__version__} has no such architecture",
-            got=repr(architecture),
-            expected="the name of a transformers class under `architectures`",
-        )
+        what = f"transformers {transformers.__version__} has no such architecture"
+        expected = "the name of a transformers class under `architectures`"
+        raise UserError(str(path / "config.json"), what, got=repr(architecture), expected=expected)
     return model_class
 
 
@@ -120,9 +110,12 @@ def _as_configuration(path: Path, model_class: Any, config: dict[str, Any]) -> A
 
 
 def _make_model(
-    path: Path, model_class: Any, config: Any, tensors: dict[str, torch.Tensor],
+    path: Path,
+    model_class: Any,
+    config: Any,
+    tensors: dict[str, torch.Tensor],
     in_dtype: Callable[[torch.dtype], torch.dtype] | None,
-) -> tuple[Any, list[str]]:  # fmt: skip
+) -> tuple[Any, list[str]]:
     """Make a model of its configuration and its tensors; and say which of these were left out."""
     # As transformers finds the dtype "auto".
     stored = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
@@ -132,19 +125,21 @@ def _make_model(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model, info = model_class.from_pretrained(
-                None, config=config, state_dict=tensors, dtype=dtype, ignore_mismatched_sizes=True,
+                None,
+                config=config,
+                state_dict=tensors,
+                dtype=dtype,
+                ignore_mismatched_sizes=True,
                 output_loading_info=True,
-            )  # fmt: skip
+            )
     except Exception as error:  # transformers raises what it likes for a configuration that does not fit
         raise _cannot_make(path, config, error) from error
     missing = sorted(info["missing_keys"])
     if missing or info["mismatched_keys"]:
         what = f"{len(missing)} weights are missing" if missing else "weights have other shapes than the config says"
         others = [f"{name} {list(stored)} for {list(made)}" for name, stored, made in sorted(info["mismatched_keys"])]
-        raise UserError(
-            str(path), what, got=first_few(missing or others),
-            fix="Check that config.json and the weights belong together.",
-        )  # fmt: skip
+        fix = "Check that config.json and the weights belong together."
+        raise UserError(str(path), what, got=first_few(missing or others), fix=fix)
     unused = sorted(info["unexpected_keys"])
     note = f"{len(unused)} tensors of the checkpoint have no place in the model: {first_few(unused)}"
     return model.eval().requires_grad_(False), [note] if unused else []
@@ -154,22 +149,18 @@ def _cannot_make(path: Path, config: Any, error: Exception) -> UserError:
     for place, name in activations(config.to_dict()).items():
         if isinstance(error, KeyError) and error.args == (name,):
             return UserError(
-                str(path / "config.json"), "transformers has no such activation", got=f"{place} {name!r}",
+                str(path / "config.json"),
+                "transformers has no such activation",
+                got=f"{place} {name!r}",
                 fix="Export the model with torch.export.save, from the code that computes this activation, and compile"
                 " that archive.",
-            )  # fmt: skip
-    return UserError(
-        str(path), f"transformers cannot load the model ({first_line(error)})",
-        fix="Check that config.json and the weights are whole and belong together.",
-    )  # fmt: skip
+            )
+    fix = "Check that config.json and the weights are whole and belong together."
+    return UserError(str(path), f"transformers cannot load the model ({first_line(error)})", fix=fix)
 
 
 def refuse_experts(path: Path, program: ExportedProgram, fix: str) -> None:
-    """Fail if a program computes experts in a way for which ONNX has no operator; `fix` says what to do.
-
-    Raises:
-        UserError: It does.
-    """
+    """Fail if a program computes experts in a way for which ONNX has no operator; `fix` says what to do."""
     experts = next((node for node in program.graph.nodes if "grouped_mm" in str(node.target)), None)
     if experts is not None:
         what = "mixture-of-experts models cannot be compiled as they are"
@@ -216,10 +207,9 @@ def _settings(path: Path, model: Any, padding: str | None, logits: str) -> dict[
         )
     language_model = name in causal_lm_classes().values()
     if logits != "all" and not (language_model and "logits_to_keep" in taken):
-        raise NoChoiceError(
-            f"--logits {logits}", "the model cannot compute the logits of some places only", got=f"{path}, a {name}",
-            expected="a causal language model of transformers whose forward takes logits_to_keep", fix="Leave it out.",
-        )  # fmt: skip
+        what = "the model cannot compute the logits of some places only"
+        expected = "a causal language model of transformers whose forward takes logits_to_keep"
+        raise NoChoiceError(f"--logits {logits}", what, got=f"{path}, a {name}", expected=expected, fix="Leave it out.")
     return settings
 
 
@@ -288,9 +278,11 @@ def _trace(
         program = _trace_inputs(path, model, inputs)
         settings |= {"sizes": written_sizes(sizes)}
     refuse_experts(
-        path, program, 'Its experts would stay dense. Call model.set_experts_implementation("batched_mm"), for which'
+        path,
+        program,
+        'Its experts would stay dense. Call model.set_experts_implementation("batched_mm"), for which'
         " ONNX has operators, export the model with torch.export.save, and compile that archive.",
-    )  # fmt: skip
+    )
     names: dict[str, str] = {}
     ranges = {}
     for node in program.graph.find_nodes(op="placeholder"):

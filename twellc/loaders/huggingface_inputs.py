@@ -110,10 +110,8 @@ def at_sizes(inputs: dict[str, Input], sizes: FixedSizes) -> dict[str, Input]:
         for axis, dim in inputs[name].dynamic().items() if name in inputs else ():
             size = shape[axis] if len(shape) == len(inputs[name].shape) else 0
             if size and not dim.least <= size <= dim.largest:
-                raise UserError(
-                    "--profile", f"the model does not take this size in dimension {axis} of {name}", got=str(size),
-                    expected=f"{dim.least} to {dim.largest}",
-                )  # fmt: skip
+                what = f"the model does not take this size in dimension {axis} of {name}"
+                raise UserError("--profile", what, got=str(size), expected=f"{dim.least} to {dim.largest}")
             fixed |= {dim.name: size} if size else {}
     return {
         name: Input(each.dtype, tuple(fixed.get(d.name, d) if isinstance(d, Dynamic) else d for d in each.shape))
@@ -170,11 +168,12 @@ def inputs_of(path: Path, model: Any, masked: bool) -> dict[str, Input]:
     unknown = [name for name in (main, *required) if name not in inputs]
     if unknown:
         raise UserError(
-            str(path), "twellc does not know the inputs of this architecture",
+            str(path),
+            "twellc does not know the inputs of this architecture",
             got=f"{type(model).__name__} with the input {unknown[0]}",
             expected="input_ids, pixel_values of images, input_features as of Whisper, or input_values as of Wav2Vec2",
             fix="Export it with torch.export.save and compile that archive.",
-        )  # fmt: skip
+        )
     return inputs
 
 
@@ -186,10 +185,9 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 def _tokens(path: Path, model: Any, name: str, traced: int, decodes: bool = False) -> Dynamic:
     longest = longest_text(model, decodes)
     if longest < 2:
-        raise UserError(
-            str(path), "the model takes too few tokens to trace it", got=f"at most {longest}", expected="2 at least",
-            fix="Check max_position_embeddings in config.json.",
-        )  # fmt: skip
+        what = "the model takes too few tokens to trace it"
+        fix = "Check max_position_embeddings in config.json."
+        raise UserError(str(path), what, got=f"at most {longest}", expected="2 at least", fix=fix)
     default = (1, min(128, longest), min(_DEFAULT_SEQUENCE, longest))
     return Dynamic(name, min(traced, longest * traced // _TRACED_SEQUENCE), 1, longest, default)
 

@@ -168,16 +168,15 @@ def _inner(wrapper: torch.nn.Module) -> str:
 
 
 def _check_example(example: Example) -> None:
-    """Fail if example inputs are not of the kinds that torch.export takes.
-
-    Raises:
-        UserError: They are not.
-    """
+    """Fail if example inputs are not of the kinds that torch.export takes."""
     if not isinstance(example.args, tuple):
         raise UserError(
-            "args", "are not a tuple", got=type(example.args).__name__, expected="a tuple of the positional inputs",
+            "args",
+            "are not a tuple",
+            got=type(example.args).__name__,
+            expected="a tuple of the positional inputs",
             fix="Write args=(x,) for one input." if isinstance(example.args, torch.Tensor) else "",
-        )  # fmt: skip
+        )
     if example.kwargs is not None and not isinstance(example.kwargs, Mapping):
         raise UserError(
             "kwargs", "is not a dictionary", got=type(example.kwargs).__name__, expected="the inputs by name"
@@ -185,18 +184,13 @@ def _check_example(example: Example) -> None:
 
 
 def _refuse_devices(name: str, devices: set[torch.device]) -> None:
-    """Fail if tensors lie on several devices, or hold no values.
-
-    Raises:
-        UserError: They do.
-    """
+    """Fail if tensors lie on several devices, or hold no values."""
     if torch.device("meta") in devices:
         raise UserError(name, "has tensors on the meta device, which hold no values", fix="Load its weights first.")
     if len(devices) > 1:
-        raise UserError(
-            name, "lies on several devices, or its example inputs on another one",
-            got=", ".join(sorted(map(str, devices))), expected="one device", fix='Call its to("cpu") first.',
-        )  # fmt: skip
+        what = "lies on several devices, or its example inputs on another one"
+        fix = 'Call its to("cpu") first.'
+        raise UserError(name, what, got=", ".join(sorted(map(str, devices))), expected="one device", fix=fix)
 
 
 @contextmanager

@@ -30,10 +30,9 @@ def load_onnx(path: Path) -> onnx.ModelProto:
         UserError: It is damaged, no valid ONNX, or its external data lies elsewhere.
     """
     if path.stat().st_size > _LARGEST_MESSAGE:
-        raise UserError(
-            str(path), "is larger than an ONNX file can be", got=f"{path.stat().st_size} bytes",
-            expected="at most 2 GiB", fix="Save the weights as external data.",
-        )  # fmt: skip
+        what = "is larger than an ONNX file can be"
+        fix = "Save the weights as external data."
+        raise UserError(str(path), what, got=f"{path.stat().st_size} bytes", expected="at most 2 GiB", fix=fix)
     model = onnx.ModelProto()
     try:
         model.ParseFromString(path.read_bytes())
@@ -102,10 +101,12 @@ def _external(path: Path, tensor: onnx.TensorProto) -> _External:
 
     def refuse(what: str, got: str) -> UserError:
         return UserError(
-            str(path), f"the external data of tensor {tensor.name!r} {what}", got=got,
+            str(path),
+            f"the external data of tensor {tensor.name!r} {what}",
+            got=got,
             expected="a range of a regular file in the model's folder, without links on the way",
             fix="twellc reads nothing else; save the model with its data in one folder.",
-        )  # fmt: skip
+        )
 
     if len(set(keys)) != len(keys) or not set(keys) <= set(_KEYS):
         raise refuse("has unknown or repeated fields", ", ".join(keys))

@@ -93,10 +93,9 @@ def choose_onnx_dtype(model: onnx.ModelProto, requested: str | None) -> str:
     """
     low = low_precisions(model)
     if requested is not None and low and requested not in low:
-        raise UserError(
-            f"--dtype {requested}", "an ONNX graph keeps the precision that it was written in", got=" and ".join(low),
-            fix="Export the model in the other precision, or leave --dtype out.",
-        )  # fmt: skip
+        what = "an ONNX graph keeps the precision that it was written in"
+        fix = "Export the model in the other precision, or leave --dtype out."
+        raise UserError(f"--dtype {requested}", what, got=" and ".join(low), fix=fix)
     return requested or (low[0] if len(low) == 1 else "bf16")
 
 
@@ -109,16 +108,11 @@ def low_precisions(model: onnx.ModelProto) -> list[str]:
 
 
 def refuse_rewritten(path: Path, model: onnx.ModelProto) -> None:
-    """Fail if the model has `twell` nodes already.
-
-    Raises:
-        UserError: It has.
-    """
+    """Fail if the model has `twell` nodes already."""
     if any(node.domain == PLUGIN_NAMESPACE for node in model.graph.node):
-        raise UserError(
-            str(path), "is rewritten already: it has twell nodes", expected="the graph that it was made from",
-            fix="`twellc inspect` shows its nodes; `twellc check MODEL FILE` checks it.",
-        )  # fmt: skip
+        what = "is rewritten already: it has twell nodes"
+        fix = "`twellc inspect` shows its nodes; `twellc check MODEL FILE` checks it."
+        raise UserError(str(path), what, expected="the graph that it was made from", fix=fix)
 
 
 def integer_range(graph: onnx.GraphProto, name: str) -> tuple[int, int]:

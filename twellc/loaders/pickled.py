@@ -30,17 +30,16 @@ def load_pickle(path: Path, trust_model: bool, inputs: tuple[InputDeclaration, .
     """
     _refuse_other_pickles(path)
     if not trust_model:
-        raise UserError(
-            str(path), "is a pickle, and loading a pickle executes code that is in the file",
-            fix="If you trust whoever made it, add --trust-model; or save the model with torch.export.save.",
-        )  # fmt: skip
+        fix = "If you trust whoever made it, add --trust-model; or save the model with torch.export.save."
+        raise UserError(str(path), "is a pickle, and loading a pickle executes code that is in the file", fix=fix)
     try:
         module = torch.load(path, map_location="cpu", weights_only=False)
     except Exception as error:  # unpickling raises whatever the file's classes raise
         raise UserError(
-            str(path), f"cannot be unpickled ({first_line(error)})",
+            str(path),
+            f"cannot be unpickled ({first_line(error)})",
             fix="The module's classes must be importable here: name the folder of their source in PYTHONPATH.",
-        ) from error  # fmt: skip
+        ) from error
     if not isinstance(module, torch.nn.Module):
         raise _no_module(path, module)
     module, notes = _unwrapped(module)
@@ -48,10 +47,12 @@ def load_pickle(path: Path, trust_model: bool, inputs: tuple[InputDeclaration, .
     names = [declared.name for declared in inputs]
     if not inputs or not set(names) <= set(parameters) or len(set(names)) < len(names):
         raise UserError(
-            "--input", "a pickled module needs each of its inputs declared once",
-            got=", ".join(names) or "none", expected=f"parameters of its forward: {', '.join(parameters)}",
+            "--input",
+            "a pickled module needs each of its inputs declared once",
+            got=", ".join(names) or "none",
+            expected=f"parameters of its forward: {', '.join(parameters)}",
             fix="For example --input x:float32[batch,sequence,512].",
-        )  # fmt: skip
+        )
     model = _trace(path, module.eval().requires_grad_(False), inputs)
     return replace(model, notes=notes + model.notes)
 
@@ -63,10 +64,8 @@ def _refuse_other_pickles(path: Path) -> None:
         UserError: It holds an ExportedProgram, or tensors and plain values only.
     """
     if _first_class(path) == "torch.export.exported_program.ExportedProgram":
-        raise UserError(
-            str(path), "holds a program of torch.export that torch.save wrote",
-            fix="Write it with torch.export.save(program, FILE), where it was made.",
-        )  # fmt: skip
+        fix = "Write it with torch.export.save(program, FILE), where it was made."
+        raise UserError(str(path), "holds a program of torch.export that torch.save wrote", fix=fix)
     try:
         content = torch.load(path, map_location="meta", weights_only=True)
     except Exception:  # anything that the restricted unpickler does not take
@@ -90,10 +89,8 @@ def _no_module(path: Path, content: object) -> UserError:
     got = "weights by their names" if tensors else type(content).__name__
     if isinstance(content, dict) and not tensors:
         got = f"a dict of {first_few(list(content))}"
-    return UserError(
-        str(path), "holds no module", got=got, expected="a pickled torch.nn.Module",
-        fix="Weights do not say what to compute: load them into the module, and save that with torch.export.save.",
-    )  # fmt: skip
+    fix = "Weights do not say what to compute: load them into the module, and save that with torch.export.save."
+    return UserError(str(path), "holds no module", got=got, expected="a pickled torch.nn.Module", fix=fix)
 
 
 def _unwrapped(module: torch.nn.Module) -> tuple[torch.nn.Module, list[str]]:
@@ -133,9 +130,12 @@ def _trace(path: Path, module: torch.nn.Module, inputs: tuple[InputDeclaration, 
             examples[declared.name] = values.to(getattr(torch, declared.dtype))
         except RuntimeError as error:
             raise UserError(
-                "--input", f"{declared.name} is too large to trace the model with", got="x".join(map(str, shape)),
-                expected="a shape that fits into memory", fix="Declare large dimensions as dynamic, by a name.",
-            ) from error  # fmt: skip
+                "--input",
+                f"{declared.name} is too large to trace the model with",
+                got="x".join(map(str, shape)),
+                expected="a shape that fits into memory",
+                fix="Declare large dimensions as dynamic, by a name.",
+            ) from error
         shapes[declared.name] = {axis: dims[dim] for axis, dim in enumerate(declared.shape) if isinstance(dim, str)}
     fix = "Check the inputs' shapes and dtypes; declare a dimension with its size if it cannot vary."
     fix_sizes = "Declare each such dimension with its size, such as --input x:float32[batch,128]."

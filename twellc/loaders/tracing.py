@@ -108,10 +108,9 @@ def keep_tensor_outputs(path: Path, program: ExportedProgram) -> tuple[list[str]
     """
     for spec in program.graph_signature.input_specs:
         if spec.kind == InputKind.USER_INPUT and isinstance(spec.arg, _NUMBERS):
-            raise UserError(
-                str(path), f"input {spec.arg.name} is a number that varies from call to call", expected="tensors",
-                fix="Let the model take it as a tensor of no dimensions, or trace it with the number fixed.",
-            )  # fmt: skip
+            what = f"input {spec.arg.name} is a number that varies from call to call"
+            fix = "Let the model take it as a tensor of no dimensions, or trace it with the number fixed."
+            raise UserError(str(path), what, expected="tensors", fix=fix)
     specs, output, names = program.graph_signature.output_specs, program.graph.output_node(), output_names(program)
     results = [spec for spec in specs if spec.kind == OutputKind.USER_OUTPUT]
     is_tensor = [isinstance(spec.arg, TensorArgument) for spec in results]

@@ -21,22 +21,26 @@ _MULTIPLE = re.compile(r"(?:Eq\(Mod\([^,]+, (\d+)\), 0\)|% (\d+)\)? == 0)")
 # What torch.export raises, words in it, and what to do then.
 _ADVICE: tuple[tuple[type[Exception], re.Pattern[str], str], ...] = (
     (
-        GuardOnDataDependentSymNode, re.compile(""),
+        GuardOnDataDependentSymNode,
+        re.compile(""),
         "Control flow that depends on values cannot be exported: replace it by torch.where or torch.cond.",
     ),
     (
-        TorchUserError, re.compile("(?i)dynamic_shapes"),
+        TorchUserError,
+        re.compile("(?i)dynamic_shapes"),
         "dynamic_shapes has the form of the inputs: one entry for each of args and kwargs.",
     ),
     (
-        Exception, re.compile(r"(?i)constraints violated|is not inferred|specialized|marked .* as dynamic"),
+        Exception,
+        re.compile(r"(?i)constraints violated|is not inferred|specialized|marked .* as dynamic"),
         "Where only a size must not vary, export the model at one size, and compile that archive.",
     ),
     (
-        Exception, re.compile(r"expected scalar type|to have the same dtype|expected .* to have dtype"),
+        Exception,
+        re.compile(r"expected scalar type|to have the same dtype|expected .* to have dtype"),
         "Its code mixes dtypes: save the model in float32, and compile with the --dtype that you want.",
     ),
-)  # fmt: skip
+)
 # torch's own fault, on the way to say that a size is the only one.
 _NO_RANGE = "Cannot create Dim with inconsistent"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,69 +15,34 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, GenerationConfig
 
 from tests import models
-from tests.twellc.generation.alone import generate_alone
+from tests.caches import IN_TORCH
+from tests.twellc.generation.conftest import Family
+from tests.twellc.generation.shared import LENGTHS, generate_alone, made, prompts
 from twellc.base.errors import UserError
 from twellc.generation.directory import TorchBackend, load_directory
 from twellc.generation.model import CausalModel
 from twellc.loaders.cached import load_with_cache
 from twellc.options.source import CacheOptions
 
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {"hidden_act": "relu"}),
-    "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 32}),
-    "nemotron": ("Nemotron", {}),
-    "qwen3": ("Qwen3", {"head_dim": 8}),
-    "qwen3 with windows": (
-        "Qwen3", {"head_dim": 8, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
-    ),
-    "granite": ("Granite", {}),
-    "olmo2": ("Olmo2", {}),
-    "smollm3": ("SmolLM3", {}),
-    "phi3 with windows": ("Phi3", {"sliding_window": 7}),
-    "gpt-neox": ("GPTNeoX", {}),
-    "falcon": ("Falcon", {"alibi": False}),
-    "falcon with alibi": ("Falcon", {"alibi": True}),
-    "gemma2": ("Gemma2", {"head_dim": 8, "sliding_window": 6}),
-    "deepseek v2": (  # values are narrower than keys
-        "DeepseekV2",
-        {"first_k_dense_replace": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
-         "qk_nope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 4},
-    ),
-}  # fmt: skip
-LENGTHS = (7, 12, 1)
+Pair = tuple[CausalModel, Any]
 
 
-def prompts() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return three prompts padded on the left, and their attention mask."""
-    width = max(LENGTHS)
-    seen = torch.tensor([[0] * (width - length) + [1] * length for length in LENGTHS])
-    return torch.randint(3, 96, seen.shape) * seen, seen
+@pytest.mark.parametrize("name", IN_TORCH)
+def test_tokens_are_those_of_transformers(name: str, family: Family) -> None:
+    """With prompts in chunks; of some families also at once, and with attention by lengths as on a GPU.
 
-
-def made(folder: Path, model: Any, chunk: int) -> CausalModel:
-    """Return the model under test, and give transformers' own the same settings."""
-    backend = load_directory(folder, "cpu")
-    backend.chunk = chunk
-    settings = GenerationConfig(pad_token_id=0, eos_token_id=2)
-    model.generation_config = settings
-    return CausalModel(backend, backend.model.config, settings)
-
-
-@pytest.mark.parametrize(
-    ("name", "chunk"), [*((name, 4) for name in FAMILIES), ("llama", 1 << 20), ("gemma2", 1 << 20)]
-)
-def test_tokens_are_those_of_transformers(name: str, chunk: int, family: Callable[..., tuple[Path, Any]]) -> None:
-    folder, model = family(FAMILIES[name][0], **FAMILIES[name][1])
-    compare(made(folder, model, chunk), model)
-
-
-@pytest.mark.parametrize("name", ["llama", "opt", "qwen3 with windows", "phi3 with windows", "deepseek v2"])
-def test_attention_by_lengths(name: str, family: Callable[..., tuple[Path, Any]]) -> None:
-    """As on a GPU, by the op's meaning on a CPU; windows have masks all the same."""
-    folder, model = family(FAMILIES[name][0], **FAMILIES[name][1])
+    On a CPU that is the meaning of the op; windows have masks all the same.
+    """
+    folder, model = family(name)
     ours = made(folder, model, 4)
-    ours.decoder.backend.by_lengths = True  # type: ignore[attr-defined]
+    backend: Any = ours.decoder.backend
     compare(ours, model)
+    if name in ("llama", "gemma2"):
+        backend.chunk = 1 << 20
+        compare(ours, model)
+    if name in ("llama", "opt", "qwen3-window", "phi3-window", "deepseek-v2"):
+        backend.chunk, backend.by_lengths = 4, True
+        compare(ours, model)
 
 
 def compare(ours: CausalModel, model: Any) -> None:
@@ -95,9 +59,9 @@ def compare(ours: CausalModel, model: Any) -> None:
         assert torch.equal(ours.generate(input_ids, **given, do_sample=True, seed=5, **drawn), expected)
 
 
-def test_a_cache_is_gone_when_there_is_a_larger_one(family: Callable[..., tuple[Path, Any]]) -> None:
+def test_a_cache_is_gone_when_there_is_a_larger_one(family: Family) -> None:
     """Its memory is free at once: what refers to itself waits for Python's garbage collector."""
-    folder, _ = family("Llama", hidden_act="relu")
+    folder, _ = family("llama")
     gc.collect()
     gc.disable()
     try:
@@ -114,12 +78,10 @@ def test_a_cache_is_gone_when_there_is_a_larger_one(family: Callable[..., tuple[
         gc.enable()
 
 
-@pytest.mark.parametrize("compiled_fill", ["dynamic", "static"])
-def test_every_size_is_compiled(
-    family: Callable[..., tuple[Path, Any]], compiled_fill: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("compiled_fill", ["dynamic", pytest.param("static", marks=pytest.mark.slow)])
+def test_every_size_is_compiled(family: Family, compiled_fill: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch stops after eight sizes of one function, here after two; prompts and steps go on."""
-    _, model = family("Llama", hidden_act="relu")
+    _, model = family("llama")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     backend = TorchBackend(model, "compiled", None, True, compiled_fill)
     ours = CausalModel(backend, model.config, GenerationConfig(pad_token_id=0, eos_token_id=2))
@@ -144,9 +106,9 @@ class OutOfMemory(TorchDispatchMode):  # type: ignore[misc]
         return function(*arguments, **(named or {}))
 
 
-def test_memory_that_ends(family: Callable[..., tuple[Path, Any]]) -> None:
+def test_memory_that_ends(family: Family) -> None:
     """Wherever a call fails, the next one is right, with as many rows as the failed one or as one before."""
-    folder, model = family("Llama", hidden_act="relu")
+    folder, model = family("llama")
     fails_anywhere(made(folder, model, 4))
 
 
@@ -167,20 +129,19 @@ def fails_anywhere(ours: CausalModel) -> None:
         assert all(map(torch.equal, found, expected[:: (1, -1)[last % 2]]))
 
 
-def test_logits(family: Callable[..., tuple[Path, Any]]) -> None:
-    folder, model = family("Llama", hidden_act="relu")
+def test_logits(pair: Pair) -> None:
+    ours, model = pair
     input_ids, seen = prompts()
-    logits = made(folder, model, 5)(input_ids, seen).logits
+    logits = ours(input_ids, seen).logits
     assert logits.shape == (3, 1, 96)
     for row, length in enumerate(LENGTHS):
         expected = model(input_ids[row : row + 1, -length:]).logits[:, -1:]
         torch.testing.assert_close(logits[row : row + 1], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_cache_filled_to_its_last_place(family: Callable[..., tuple[Path, Any]]) -> None:
+def test_cache_filled_to_its_last_place(pair: Pair) -> None:
     """64 positions: a row of n tokens gets 65 - n more, the last of which the cache need not hold."""
-    folder, model = family("Llama", hidden_act="relu")
-    ours = made(folder, model, 1 << 20)
+    ours, model = pair
     input_ids, seen = prompts()
     steps = list(ours.steps(input_ids, attention_mask=seen, max_new_tokens=500, ignore_eos=True))
     assert len(steps) == 65 - min(LENGTHS)
@@ -195,15 +156,13 @@ def test_cache_filled_to_its_last_place(family: Callable[..., tuple[Path, Any]])
         ours.generate(torch.ones(1, 65, dtype=torch.int64), max_new_tokens=1)
 
 
-@pytest.mark.parametrize(("name", "kind", "room"), [("Phi3", "longrope", 15), ("Llama", "dynamic", 55)])
-def test_rotary_frequencies_that_change(
-    name: str, kind: str, room: int, family: Callable[..., tuple[Path, Any]]
-) -> None:
+@pytest.mark.parametrize(("name", "kind", "room"), [("Phi3", "longrope", 15), ("llama", "dynamic", 55)])
+def test_rotary_frequencies_that_change(name: str, kind: str, room: int, family: Family) -> None:
     """Up to the length where they do tokens are those of transformers; there a text ends."""
     rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0, "short_factor": [1.0] * 4}
     rope |= {"long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 24}
     folder, model = family(name, rope_parameters=rope, original_max_position_embeddings=24)
-    ours, input_ids = made(folder, model, 1 << 20), torch.randint(3, 96, (1, 10))
+    ours, input_ids = made(folder, model), torch.randint(3, 96, (1, 10))
     tokens = ours.generate(input_ids, max_new_tokens=99, ignore_eos=True)
     assert tokens.shape[1] == 10 + room
     model.generation_config.eos_token_id = None
@@ -213,7 +172,7 @@ def test_rotary_frequencies_that_change(
 
 
 @pytest.mark.parametrize("name", ["GPTNeo", "Roberta"])
-def test_other_logits_over_a_cache(name: str, family: Callable[..., tuple[Path, Any]]) -> None:
+def test_other_logits_over_a_cache(name: str, family: Family) -> None:
     """GPT-Neo has windows by masks of its own; RoBERTa's positions begin behind that of padding."""
     windows = {"attention_types": [[["global", "local"], 1]], "window_size": 6, "num_layers": 2, "num_heads": 4}
     folder, _ = family(name, **(windows if name == "GPTNeo" else {"is_decoder": True}))
@@ -257,15 +216,15 @@ def test_scales_by_position_behind_the_last_place(changes: dict[str, Any], tmp_p
 
 
 @pytest.mark.parametrize("window", [1100, 3000])
-def test_a_window_of_its_own_behind_thousands_of_places(window: int, family: Callable[..., tuple[Path, Any]]) -> None:
+def test_a_window_of_its_own_behind_thousands_of_places(window: int, family: Family) -> None:
     options = {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4}
     folder, _ = family("GPTNeo", **options, window_size=window, max_position_embeddings=4096)
     with pytest.raises(UserError, match=r"computes other logits over a cache than without one; got \w+, off by .* of "):
         load_directory(folder, "cpu")
 
 
-def test_models_that_compute_nothing(family: Callable[..., tuple[Path, Any]], tmp_path: Path) -> None:
-    folder, model = family("Llama", hidden_act="relu")
+def test_models_that_compute_nothing(family: Family, tmp_path: Path) -> None:
+    folder, model = family("llama")
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3] = torch.nan
     models.save(model, tmp_path, torch.float32)
@@ -273,21 +232,20 @@ def test_models_that_compute_nothing(family: Callable[..., tuple[Path, Any]], tm
         load_directory(tmp_path, "cpu")
     with pytest.raises(UserError, match=f"--kv-cache: {tmp_path}: the model computes logits that are NaN; .* bfloat16"):
         load_with_cache(tmp_path, CacheOptions(32), "last", torch.bfloat16)
-    folder, _ = family("Llama", num_key_value_heads=3)  # of 4 heads
+    folder, _ = family("llama", num_key_value_heads=3)  # of 4 heads
     with pytest.raises(UserError, match=r"the model cannot be run \(.*\); got LlamaForCausalLM\. Check that"):
         load_directory(folder, "cpu")
 
 
-def test_one_cache_serves_calls_of_several_sizes(family: Callable[..., tuple[Path, Any]]) -> None:
-    folder, model = family("Llama", hidden_act="relu")
-    ours = made(folder, model, 1 << 20)
+def test_one_cache_serves_calls_of_several_sizes(pair: Pair) -> None:
+    ours, model = pair
     for batch, width in ((1, 30), (3, 4), (1, 2), (1, 30)):
         input_ids = torch.randint(3, 96, (batch, width))
         expected = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=9)
         assert torch.equal(ours.generate(input_ids, max_new_tokens=9), expected)
 
 
-def test_criteria_and_streamers_of_transformers(family: Callable[..., tuple[Path, Any]]) -> None:
+def test_criteria_and_streamers_of_transformers(pair: Pair) -> None:
     from transformers import StoppingCriteria, StoppingCriteriaList
     from transformers.generation.streamers import BaseStreamer
 
@@ -307,8 +265,7 @@ def test_criteria_and_streamers_of_transformers(family: Callable[..., tuple[Path
         def end(self) -> None:
             self.seen.append("end")
 
-    folder, model = family("Llama", hidden_act="relu")
-    ours, (input_ids, seen) = made(folder, model, 1 << 20), prompts()
+    (ours, model), (input_ids, seen) = pair, prompts()
     given: dict[str, Any] = {"max_new_tokens": 9, "stopping_criteria": StoppingCriteriaList([Eleventh()])}
     kept = Kept()
     tokens = ours.generate(input_ids, attention_mask=seen, streamer=kept, **given)
@@ -318,10 +275,9 @@ def test_criteria_and_streamers_of_transformers(family: Callable[..., tuple[Path
     assert torch.equal(torch.stack(kept.seen[1:-1], dim=1), tokens[:, 12:])
 
 
-def test_arguments_of_transformers(family: Callable[..., tuple[Path, Any]]) -> None:
+def test_arguments_of_transformers(pair: Pair) -> None:
     """As people write them: a tokenizer's result, a configuration, and several answers of a prompt."""
-    folder, model = family("Llama", hidden_act="relu")
-    ours, (input_ids, seen) = made(folder, model, 1 << 20), prompts()
+    (ours, model), (input_ids, seen) = pair, prompts()
     given = {"input_ids": input_ids, "attention_mask": seen}
     expected = model.generate(**given, max_new_tokens=7)
     assert torch.equal(ours.generate(**given, max_new_tokens=7, use_cache=True), expected)
@@ -362,15 +318,13 @@ def test_stop_strings(talker: Path) -> None:
         ({"past_key_values": DynamicCache()}, "past_key_values"),
     ],
 )
-def test_what_is_not_there(asked: dict[str, Any], named: str, family: Callable[..., tuple[Path, Any]]) -> None:
-    folder, model = family("Llama", hidden_act="relu")
-    ours, (input_ids, _) = made(folder, model, 1 << 20), prompts()
+def test_what_is_not_there(asked: dict[str, Any], named: str, pair: Pair) -> None:
+    (ours, _), (input_ids, _) = pair, prompts()
     with pytest.raises(UserError, match=f"neither searches over beams, nor .*; got {named};"):
         ours.generate(input_ids, max_new_tokens=2, **asked)
 
 
-def test_padding_on_the_right(family: Callable[..., tuple[Path, Any]]) -> None:
-    folder, model = family("Llama", hidden_act="relu")
-    ours, (input_ids, _) = made(folder, model, 1 << 20), prompts()
+def test_padding_on_the_right(pair: Pair) -> None:
+    (ours, _), (input_ids, _) = pair, prompts()
     with pytest.raises(UserError, match="attention_mask: does not say that prompts are padded on the left"):
         ours.generate(input_ids, attention_mask=torch.tensor([[1] * 11 + [0]] * 3), max_new_tokens=2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from tests import models
-from tests.twellc.generation.alone import generate_alone
+from tests.twellc.generation.conftest import Family
+from tests.twellc.generation.shared import generate_alone
 from twellc.generation.directory import load_directory
 from twellc.generation.llm import LLM
 from twellc.generation.model import CausalModel
@@ -26,9 +26,9 @@ DRAWN: dict[str, Any] = {"do_sample": True, "temperature": 1.2, "top_k": 30, "to
 
 
 @pytest.fixture
-def pair(family: Callable[..., tuple[Path, Any]]) -> tuple[CausalModel, Any]:
+def pair(family: Family) -> tuple[CausalModel, Any]:
     """Ours and transformers' own, dense in float32: what is left is decoding."""
-    folder, model = family("Llama", hidden_act="relu")
+    folder, model = family("llama")
     backend = load_directory(folder, "cuda", "fp32", layers="none")
     settings = GenerationConfig(pad_token_id=0, eos_token_id=2)
     model.generation_config = settings
@@ -93,9 +93,9 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("order", range(4))
-def test_any_order_of_calls(family: Callable[..., tuple[Path, Any]], order: int) -> None:
+def test_any_order_of_calls(family: Family, order: int) -> None:
     """Each call answers as in a model that has answered nothing before, also where the number of rows changes."""
-    folder, _ = family("Llama", hidden_act="relu")
+    folder, _ = family("llama")
     settings = GenerationConfig(pad_token_id=0, eos_token_id=2)
     backend, other = (load_directory(folder, "cuda", "fp32", layers="none") for _ in range(2))
     ours = CausalModel(backend, backend.model.config, settings)
@@ -165,9 +165,9 @@ def test_a_row_that_ended_harms_nobody(pair: tuple[CausalModel, Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_models_in_threads(family: Callable[..., tuple[Path, Any]], dtype: str) -> None:
+def test_models_in_threads(family: Family, dtype: str) -> None:
     """Each records graphs while the other one computes, and records; in bfloat16 they share plans of cuDNN."""
-    folder, _ = family("Llama", hidden_act="relu", hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
+    folder, _ = family("llama", hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
     settings = GenerationConfig(pad_token_id=0, eos_token_id=2)
     backends = [load_directory(folder, "cuda", dtype, layers="none") for _ in range(2)]
     several = [CausalModel(backend, backend.model.config, settings) for backend in backends]
@@ -196,8 +196,8 @@ def _ids(given: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_compiled_steps(family: Callable[..., tuple[Path, Any]]) -> None:
-    folder, model = family("Llama", hidden_act="relu")
+def test_compiled_steps(family: Family) -> None:
+    folder, model = family("llama")
     backend = load_directory(folder, "cuda", "fp32", layers="none", compiled=True)
     ours = CausalModel(backend, backend.model.config, GenerationConfig(pad_token_id=0, eos_token_id=2))
     given: dict[str, Any] = {**prompts(7, 12), "max_new_tokens": 24}
@@ -228,9 +228,9 @@ def test_blocks_by_the_kernels(bytelm: Path, compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_blocks_that_are_written_out(family: Callable[..., tuple[Path, Any]], compiled: bool) -> None:
+def test_blocks_that_are_written_out(family: Family, compiled: bool) -> None:
     """OPT in bfloat16 by the kernels, in CUDA graphs, against float64."""
-    folder, model = family("OPT", hidden_size=128, word_embed_proj_dim=128, ffn_dim=320)
+    folder, model = family("opt", hidden_size=128, word_embed_proj_dim=128, ffn_dim=320)
     backend = load_directory(folder, "cuda", "bf16", compiled=compiled)
     assert "2 feed-forward blocks by the twell ops" in backend.name
     ours = CausalModel(backend, backend.model.config, GenerationConfig(pad_token_id=0))
@@ -240,9 +240,9 @@ def test_blocks_that_are_written_out(family: Callable[..., tuple[Path, Any]], co
 
 
 @pytest.mark.parametrize("by_lengths", [False, True])
-def test_attention_of_groups(family: Callable[..., tuple[Path, Any]], by_lengths: bool) -> None:
+def test_attention_of_groups(family: Family, by_lengths: bool) -> None:
     """Heads of 64, two a head of keys: with a mask, and by cuDNN with lengths; in bfloat16 against float64."""
-    folder, model = family("Llama", hidden_act="relu", hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
+    folder, model = family("llama", hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
     backend = load_directory(folder, "cuda", "bf16", layers="none")
     if by_lengths and not backend.by_lengths:
         pytest.skip("cuDNN is not at hand")

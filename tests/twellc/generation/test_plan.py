@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
-from tests import models
-from tests.twellc.generation.alone import generate_alone
+from tests.twellc.generation.shared import StandIn, generate_alone, prompts
 from tests.twellc.generation.test_families import fails_anywhere
 from twellc import LLM, SamplingParams, UserError
 from twellc.base.caches import KeyValueCache
@@ -21,43 +19,15 @@ from twellc.generation.model import CausalModel
 from twellc.generation.plan import PlanBackend, _size, profile_for
 from twellc.loaders.cached import load_with_cache
 from twellc.options.source import CacheOptions
-from twellc.passes.graph.execution import Runner
 
 LENGTH, CHUNK, BATCH = 40, 5, 3
 
 
-class StandIn:
-    """Runs the traced program on a CPU, writes what it says of the caches where they are bound; see `PlanCalls`."""
-
-    def __init__(self, loaded: Any) -> None:
-        self.device = torch.device("cpu")
-        self.calls: list[tuple[int, ...]] = []
-        self._loaded, self._caches = loaded, dict[str, Tensor]()
-        self._run = Runner(loaded.program)
-
-    def bind(self, caches: dict[str, Tensor]) -> None:
-        for pair in self._loaded.cache.pairs if caches else ():
-            assert caches[pair.input] is caches[pair.output]
-            assert list(caches[pair.input].shape[1:]) == pair.shape[1:] and not caches[pair.input].any()
-        self._caches = caches
-
-    def run(self, inputs: dict[str, Tensor]) -> Tensor:
-        self.calls.append(tuple(inputs["input_ids"].shape))
-        assert inputs["input_ids"].shape[1] <= CHUNK
-        assert all(inputs[name].dtype == torch.int64 for name in inputs)
-        ends = inputs["write_index"] + inputs["token_count"]
-        assert int(ends.max()) <= LENGTH and int(inputs["write_index"].min()) >= 0
-        given = {**inputs, **self._caches}
-        named = {name: given[self._loaded.input_names[name]] for name in self._loaded.input_names}
-        logits, *caches = self._run(named)
-        for name, tensor in zip(self._loaded.output_names[1:], caches, strict=True):
-            self._caches[name].copy_(tensor)
-        return logits
-
-
-@pytest.fixture(scope="module", params=["last", "all"])
+@pytest.fixture(scope="module")
 def loaded(request: pytest.FixtureRequest, talker: Path) -> Any:
-    return load_with_cache(talker, CacheOptions(LENGTH, BATCH, CHUNK), request.param, torch.float32)
+    """What computes the last logits, unless a test asks for all."""
+    logits = getattr(request, "param", "last")
+    return load_with_cache(talker, CacheOptions(LENGTH, BATCH, CHUNK), logits, torch.float32)
 
 
 @pytest.fixture
@@ -65,6 +35,7 @@ def backend(loaded: Any) -> PlanBackend:
     return PlanBackend("a stand-in", loaded.cache, StandIn(loaded))
 
 
+@pytest.mark.parametrize("loaded", ["last", "all"], indirect=True)
 def test_tokens_are_those_of_transformers(backend: PlanBackend, talker: Path) -> None:
     from transformers import LlamaForCausalLM
 
@@ -73,10 +44,8 @@ def test_tokens_are_those_of_transformers(backend: PlanBackend, talker: Path) ->
     model.generation_config = settings
     ours = CausalModel(backend, PreTrainedConfig(), settings)
     for lengths in ((7, 12, 1), (3,), (17, 2)):
-        width = max(lengths)
-        seen = torch.tensor([[0] * (width - length) + [1] * length for length in lengths])
+        input_ids, seen = prompts(*lengths)
         given: dict[str, Any] = {"attention_mask": seen, "max_new_tokens": 20}
-        input_ids = torch.randint(3, models.VOCABULARY, seen.shape) * seen
         assert torch.equal(ours.generate(input_ids, **given), model.generate(input_ids, **given, do_sample=False))
         drawn: dict[str, Any] = {"do_sample": True, "temperature": 1.2, "top_k": 30}
         expected = generate_alone(model, input_ids, seen, 2, max_new_tokens=20, **drawn)

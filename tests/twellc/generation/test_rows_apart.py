@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import random
 import re
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from transformers import (
     MinPLogitsWarper,
     NoRepeatNGramLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
-    PreTrainedConfig,
     StoppingCriteria,
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
@@ -29,15 +26,10 @@ from transformers import (
     WatermarkingConfig,
 )
 
-from tests.twellc.generation.alone import generate_alone
-from tests.twellc.generation.test_families import LENGTHS, made, prompts
-from tests.twellc.generation.test_plan import StandIn
+from tests.twellc.generation.conftest import Family
+from tests.twellc.generation.shared import LENGTHS, by_a_plan, generate_alone, made, prompts
 from twellc.base.errors import UserError
 from twellc.generation.choice import Choice, Prompt
-from twellc.generation.model import CausalModel
-from twellc.generation.plan import PlanBackend
-from twellc.loaders.cached import load_with_cache
-from twellc.options.source import CacheOptions
 
 DRAWN: dict[str, Any] = {"do_sample": True, "seed": 7}
 
@@ -85,7 +77,8 @@ CASES: dict[str, dict[str, Any]] = {
     "watermarking_config": {"watermarking_config": WatermarkingConfig(bias=8.0, context_width=2)},
     "watermarking_config of itself": {"watermarking_config": WatermarkingConfig(bias=8.0, seeding_scheme="selfhash")},
     "watermarking_config of SynthID": {
-        **DRAWN, "watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[3, 5, 7, 11]),
+        **DRAWN,
+        "watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[3, 5, 7, 11]),
     },
     "temperature": {**DRAWN, "temperature": 0.7},
     "top_k": {**DRAWN, "top_k": 3},
@@ -108,22 +101,15 @@ CASES: dict[str, dict[str, Any]] = {
     "somebody's processor": {"logits_processor": LogitsProcessorList([Last()]), "repetition_penalty": 1.2},
     "somebody's criterion": {"stopping_criteria": StoppingCriteriaList([Repeated()])},
     "a length as a criterion": {"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(14)])},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
-def models(family: Callable[..., tuple[Path, Any]]) -> dict[str, Any]:
+def models(family: Family) -> dict[str, Any]:
     """Transformers' own, and ours in torch and by a plan."""
-    folder, model = family("Llama", hidden_act="relu")
+    folder, model = family("llama")
     ours = made(folder, model, 4)
-    loaded = load_with_cache(folder, CacheOptions(40, 6, 5), "last", torch.float32)
-    assert loaded.cache is not None
-    config: Any = PreTrainedConfig
-    plan = CausalModel(
-        PlanBackend("a stand-in", loaded.cache, StandIn(loaded)),
-        config(vocab_size=96),
-        model.generation_config,
-    )
+    plan = by_a_plan(folder, 6, model.generation_config, 96)
     return {"transformers": model, "torch": ours, "plan": plan}
 
 
@@ -176,10 +162,12 @@ def test_values_of_sampling_are_read_from_the_device() -> None:
     for _ in range(60):
         processors = LogitsProcessorList(
             [
-                TemperatureLogitsWarper(chosen.uniform(0.1, 3)), TopKLogitsWarper(chosen.choice((1, 64, 900, 4000))),
-                TopPLogitsWarper(chosen.uniform(0.05, 0.999)), MinPLogitsWarper(chosen.uniform(0.001, 0.3)),
+                TemperatureLogitsWarper(chosen.uniform(0.1, 3)),
+                TopKLogitsWarper(chosen.choice((1, 64, 900, 4000))),
+                TopPLogitsWarper(chosen.uniform(0.05, 0.999)),
+                MinPLogitsWarper(chosen.uniform(0.001, 0.3)),
             ]
-        )  # fmt: skip
+        )
         row = torch.tensor([[5, 6]])
         prompts = [Prompt(row, processors, StoppingCriteriaList(), frozenset(), 4) for _ in range(3)]
         choice = Choice(prompts, True, 0, [False] * 3, torch.device("cpu"), True)

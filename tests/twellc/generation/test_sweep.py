@@ -10,36 +10,25 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    LogitsProcessorList,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    PreTrainedConfig,
-)
+from transformers import LogitsProcessorList, NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor
 
 from tests import models
-from tests.twellc.generation.alone import answer_alone, generate_alone
-from tests.twellc.generation.test_families import FAMILIES
-from tests.twellc.generation.test_plan import StandIn
+from tests.twellc.generation.conftest import Family
+from tests.twellc.generation.shared import answer_alone, generate_alone
 from twellc import LLM, SamplingParams
-from twellc.generation.model import CausalModel
-from twellc.generation.plan import PlanBackend
-from twellc.loaders.cached import load_with_cache
-from twellc.options.source import CacheOptions
 
-END, LENGTH, CHUNK, ROWS = 0, 40, 5, 4
+END, LENGTH, ROWS = 0, 40, 4
 # Transformers' own, and ours by its name: one in torch, one by a plan.
 Pair = tuple[Any, LLM]
 
 
 @pytest.fixture(scope="module")
-def pairs(family: Callable[..., tuple[Path, Any]]) -> Callable[[str, bool], Pair]:
+def pairs(family: Family) -> Callable[[str, bool], Pair]:
     """Return what loads a family, once, in torch or as a plan."""
 
     @functools.cache
     def saved(name: str) -> tuple[Path, Any]:
-        kind, changes = FAMILIES[name]
-        folder, model = family(kind, **{**changes, "vocab_size": models.VOCABULARY, "eos_token_id": END})
+        folder, model = family(name, vocab_size=models.VOCABULARY, eos_token_id=END)
         models.make_tokenizer(folder)
         model.generation_config.update(eos_token_id=None, pad_token_id=0)
         return folder, model
@@ -49,11 +38,7 @@ def pairs(family: Callable[..., tuple[Path, Any]]) -> Callable[[str, bool], Pair
         folder, model = saved(name)
         llm = LLM(folder, device="cpu", max_model_len=LENGTH)
         if by_a_plan:
-            loaded = load_with_cache(folder, CacheOptions(LENGTH, ROWS, CHUNK), "last", torch.float32)
-            assert loaded.cache is not None
-            config: Any = PreTrainedConfig
-            backend = PlanBackend("a stand-in", loaded.cache, StandIn(loaded))
-            llm.model = CausalModel(backend, config(vocab_size=models.VOCABULARY), llm.model.generation_config)
+            llm.model = by_a_plan(folder, ROWS, llm.model.generation_config, models.VOCABULARY)
         return model, llm
 
     return load
@@ -63,9 +48,9 @@ def pairs(family: Callable[..., tuple[Path, Any]]) -> Callable[[str, bool], Pair
 def test_random_calls(pairs: Callable[[str, bool], Pair], calls: int) -> None:
     chosen = random.Random(calls)
     # A plan is traced anew for each family; all of them in torch only where there are many calls.
-    forms = [("llama", False), ("llama", True), ("phi3 with windows", False), ("opt", False)]
+    forms = [("llama", False), ("llama", True), ("phi3-window", False), ("opt", False)]
     if calls > 6:
-        forms += [("opt", True), *((name, False) for name in ("gpt-neox", "gemma2", "qwen3 with windows", "olmo2"))]
+        forms += [("opt", True), *((name, False) for name in ("gpt-neox", "gemma2", "qwen3-window", "olmo2"))]
     for number in range(calls):
         form = chosen.choice(forms)
         model, llm = pairs(*form)

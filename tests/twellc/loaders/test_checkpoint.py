@@ -78,10 +78,12 @@ def wrapped(*parts: str) -> str:
 COMPILED, PARALLEL = "'_orig_mod.' of torch.compile", "'module.' of DataParallel"
 TAKEN: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "an index of shards that are gone": (
-        leave_an_old_index, [f"{INDEX} is not used: the whole model is in model.safetensors"],
+        leave_an_old_index,
+        [f"{INDEX} is not used: the whole model is in model.safetensors"],
     ),
     "an adapter beside it": (
-        add_an_adapter, [f"the adapter beside the model (adapter_config.json) is not in the plan: {MERGE}"],
+        add_an_adapter,
+        [f"the adapter beside the model (adapter_config.json) is not in the plan: {MERGE}"],
     ),
     "compiled": (renaming("_orig_mod.{}".format), [wrapped(COMPILED)]),
     "parallel": (renaming("module.{}".format), [wrapped(PARALLEL)]),
@@ -106,7 +108,7 @@ TAKEN: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "dtype by its old name": (lambda folder: edit(folder, dtype=None, torch_dtype="bfloat16"), []),
     "no dtype": (lambda folder: edit(folder, dtype=None), []),
     "no quantisation": (lambda folder: edit(folder, quantization_config=None), []),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("state", TAKEN)
@@ -172,9 +174,12 @@ def test_an_adapter_where_peft_is_installed(llama: Path, folder: Path, tmp_path:
         "print(load_directory(pathlib.Path(sys.argv[1])).notes)"
     )
     run = subprocess.run(
-        [sys.executable, "-P", "-c", script, str(folder)], env=environment(tmp_path / "packages"),
-        capture_output=True, text=True, timeout=500,
-    )  # fmt: skip
+        [sys.executable, "-P", "-c", script, str(folder)],
+        env=environment(tmp_path / "packages"),
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == str(TAKEN["an adapter beside it"][1])
 
@@ -233,15 +238,18 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "quantised text": (quantising("text_config", quant_method="awq"), f"{QUANTISED}text_config.quantization_config of"),
     "compressed": (lambda folder: edit(folder, compression_config={"a": 1}), f"{QUANTISED}compression_config;"),
     "float8 weights": (
-        storing(f"{UP}.weight", torch.zeros(320, 32).to(torch.float8_e4m3fn)), f"{QUANTISED}{UP}.weight of float8_e4m3",
+        storing(f"{UP}.weight", torch.zeros(320, 32).to(torch.float8_e4m3fn)),
+        f"{QUANTISED}{UP}.weight of float8_e4m3",
     ),
     "int8 weights": (
-        storing(f"{UP}.weight", torch.zeros(320, 32, dtype=torch.int8)), f"{QUANTISED}{UP}.weight of int8",
+        storing(f"{UP}.weight", torch.zeros(320, 32, dtype=torch.int8)),
+        f"{QUANTISED}{UP}.weight of int8",
     ),
     "packed weights": (storing(f"{UP}.qweight", torch.zeros(4, dtype=torch.int32)), f"{QUANTISED}{UP}.qweight of"),
     "scales": (storing(f"{UP}.weight_scale_inv", torch.ones(4)), f"{QUANTISED}{UP}.weight_scale_inv of float32"),
     "an adapter alone": (
-        only_an_adapter, f"holds an adapter, and no model; got an adapter of some/model. First {MERGE}.",
+        only_an_adapter,
+        f"holds an adapter, and no model; got an adapter of some/model. First {MERGE}.",
     ),
     "an adapter and a config": (no_weights_but_an_adapter, "holds an adapter, and no model; got an adapter of some"),
     "an adapter in the weights": (
@@ -255,7 +263,8 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         "config.json: transformers has no such activation; got hidden_act 'fatrelu'. Export the model with",
     ),
     "shards in a folder": (
-        shards_in_a_folder, "names a file in another folder; got 'parts/a.safetensors'; expected files beside it. Move",
+        shards_in_a_folder,
+        "names a file in another folder; got 'parts/a.safetensors'; expected files beside it. Move",
     ),
     "another name": (
         leave("model.fp16.safetensors"),
@@ -267,7 +276,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another format": (leave("model.gguf"), "the weights are missing; got model.gguf; expected safetensors."),
     "a dtype that is none": (lambda folder: edit(folder, dtype="bf16"), "transformers cannot "),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("state", REFUSED)

@@ -79,11 +79,14 @@ def test_encoder_decoder(t5: Path, load_once: Callable[..., LoadedModel]) -> Non
     ("name", "options", "inputs"),
     [
         # Its config is that of an encoder-decoder model.
-        ("UMT5EncoderModel", {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "num_layers": 1},
-         ["input_ids", "attention_mask"]),
+        (
+            "UMT5EncoderModel",
+            {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "num_layers": 1},
+            ["input_ids", "attention_mask"],
+        ),
         ("FNetModel", {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64}, ["input_ids"]),
     ],
-)  # fmt: skip
+)
 def test_models_without_some_of_the_inputs(
     name: str, options: dict[str, Any], inputs: list[str], tmp_path: Path
 ) -> None:
@@ -154,8 +157,7 @@ def test_sharded_safetensors(llama: Path, tmp_path: Path, load_once: Callable[..
     assert len(list(sharded.glob("*.safetensors"))) > 2
     inputs = tokens(2, 5)
     assert torch.equal(
-        logits_of(load_model(TracingOptions(sharded)), **inputs),
-        logits_of(load_once(TracingOptions(llama)), **inputs),
+        logits_of(load_model(TracingOptions(sharded)), **inputs), logits_of(load_once(TracingOptions(llama)), **inputs)
     )
 
 
@@ -268,9 +270,14 @@ def test_empty_directory(tmp_path: Path) -> None:
 def test_images(tmp_path: Path) -> None:
     """The size of images is that of the configuration; their number is dynamic."""
     config = transformers.ViTConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, image_size=32, patch_size=8,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=64,
+        image_size=32,
+        patch_size=8,
         hidden_act="relu",
-    )  # fmt: skip
+    )
     eager = transformers.ViTForImageClassification(config).eval()
     model = load_model(TracingOptions(models.save(eager, tmp_path, torch.float32)))
     assert (set(model.dimension_names.values()), model.vocabulary) == ({"batch"}, None)
@@ -292,20 +299,24 @@ UNTRACEABLE: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "Control flow that depends on values cannot be exported: replace it by torch.where or torch.cond.",
     ),
     "lengths": (
-        "BartForSequenceClassification", BART,
+        "BartForSequenceClassification",
+        BART,
         "the model does not take every size: dimension 1 of decoder_input_ids must be that of dimension 1 of input",
         "Compile it for one size, such as --profile input_ids:1x128:1x128:1x128 --profile decoder_input_ids:1x128:",
     ),
     "a length": (
-        "XLNetLMHeadModel", {"d_model": 32, "n_layer": 1, "n_head": 4, "d_inner": 64},
+        "XLNetLMHeadModel",
+        {"d_model": 32, "n_layer": 1, "n_head": 4, "d_inner": 64},
         "the model does not take every size: dimension 1 of input_ids must be 2 to 511.",
         "Compile it for one size, such as --profile input_ids:1x128:1x128:1x128.",
     ),
     "experts": (
-        "SwitchTransformersForConditionalGeneration", {**T5, "num_experts": 4}, "torch.export cannot trace the model",
+        "SwitchTransformersForConditionalGeneration",
+        {**T5, "num_experts": 4},
+        "torch.export cannot trace the model",
         "Mixture-of-experts models cannot be exported as they are.",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", UNTRACEABLE)
@@ -326,9 +337,16 @@ def test_models_that_cannot_be_traced(case: str, tmp_path: Path, capsys: pytest.
 def test_mixture_of_experts(tmp_path: Path) -> None:
     """It can be traced, but its experts are an operation that ONNX does not have."""
     config = transformers.MixtralConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=4, num_local_experts=4, max_position_embeddings=64, hidden_act="relu",
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_local_experts=4,
+        max_position_embeddings=64,
+        hidden_act="relu",
+    )
     models.save(transformers.MixtralForCausalLM(config), tmp_path)
     with pytest.raises(UserError, match=r"mixture-of-experts models cannot be compiled.*batched_mm"):
         load_model(TracingOptions(tmp_path))

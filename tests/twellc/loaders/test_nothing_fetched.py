@@ -88,14 +88,21 @@ CHOICES: dict[str, dict[str, Any]] = {
     "a kernel of a file": {"attn_implementation": f"{KERNEL}@main:attention"},
     "experts": {"experts_implementation": KERNEL, "_experts_implementation": KERNEL},
     "all kernels": {
-        "use_kernels": True, "kernel_config": {"kernel_mapping": {"RMSNorm": KERNEL}}, "allow_all_kernels": True,
+        "use_kernels": True,
+        "kernel_config": {"kernel_mapping": {"RMSNorm": KERNEL}},
+        "allow_all_kernels": True,
         "trust_remote_code": True,
     },
     "fusions": {"fusion_config": {"patch_embeddings": True}},
-}  # fmt: skip
+}
 ASKING = {
-    "attention", "attention inside", "attention by part", "paged attention", "flash attention", "a kernel of a file",
-}  # fmt: skip
+    "attention",
+    "attention inside",
+    "attention by part",
+    "paged attention",
+    "flash attention",
+    "a kernel of a file",
+}
 
 
 def stand_in(folder: Path) -> Path:
@@ -115,9 +122,12 @@ def asked(script: str, tmp_path: Path, *arguments: str | Path) -> list[str]:
     record = tmp_path / "asked"
     record.write_text("")
     run = subprocess.run(
-        [sys.executable, "-P", "-c", script, *map(str, arguments)], env=environment(packages, ASKED=str(record)),
-        capture_output=True, text=True, timeout=500,
-    )  # fmt: skip
+        [sys.executable, "-P", "-c", script, *map(str, arguments)],
+        env=environment(packages, ASKED=str(record)),
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
     assert run.returncode == 0, run.stderr[-2000:]
     return record.read_text().splitlines()
 
@@ -160,9 +170,11 @@ def test_no_key_of_a_configuration_asks_for_kernels(llama: Path, clip: Path, tmp
     assert found == ASKING
     everything: dict[str, Any] = {key: value for changes in CHOICES.values() for key, value in changes.items()}
     folders = [
-        configured(llama, tmp_path / "everything", everything), *parts, *whole[:3],
+        configured(llama, tmp_path / "everything", everything),
+        *parts,
+        *whole[:3],
         configured(clip, tmp_path / "everything in a part", everything, "text_config"),
-    ]  # fmt: skip
+    ]
     assert asked(BY_TWELLC, tmp_path, "", *folders) == []
     # A process that has imported them keeps both; nothing more is asked for.
     assert asked(BY_TWELLC, tmp_path, "late", *folders[:2]) == ["imported"]
@@ -208,10 +220,21 @@ def test_code_beside_a_model_is_not_run(bytelm: Path, tmp_path: Path) -> None:
 
 
 NAMES = [
-    "notes.json", "generation_config.json", "processor_config.json", "adapter_config.json", "extra.safetensors",
-    "model.safetensors.index.json", "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json",
-    "added_tokens.json", "chat_template.jinja", "vocab.json", "merges.txt", "README.md",
-]  # fmt: skip
+    "notes.json",
+    "generation_config.json",
+    "processor_config.json",
+    "adapter_config.json",
+    "extra.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "README.md",
+]
 
 
 @pytest.mark.timeout(60)

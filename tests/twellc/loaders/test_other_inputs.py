@@ -17,8 +17,12 @@ from twellc.loaders.model import load_model
 from twellc.options.source import TracingOptions
 
 TEXT: dict[str, Any] = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96, "hidden_act": "relu",
-}  # fmt: skip
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "hidden_act": "relu",
+}
 VISION = TEXT | {"image_size": 32, "patch_size": 8}
 
 
@@ -29,21 +33,39 @@ def clip() -> Any:
 
 
 def whisper() -> Any:
-    sizes = {f"{side}_{what}": size for side in ("encoder", "decoder")
-             for what, size in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 96))}  # fmt: skip
+    sizes = {
+        f"{side}_{what}": size
+        for side in ("encoder", "decoder")
+        for what, size in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 96))
+    }
     config = transformers.WhisperConfig(
-        vocab_size=96, num_mel_bins=16, d_model=32, max_source_positions=20, max_target_positions=24,
-        activation_function="relu", pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
-        suppress_tokens=None, begin_suppress_tokens=None, **sizes,
-    )  # fmt: skip
+        vocab_size=96,
+        num_mel_bins=16,
+        d_model=32,
+        max_source_positions=20,
+        max_target_positions=24,
+        activation_function="relu",
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+        **sizes,
+    )
     return transformers.WhisperForConditionalGeneration(config)
 
 
 def wav2vec2() -> Any:
     config = transformers.Wav2Vec2Config(
-        **TEXT, vocab_size=96, conv_dim=(32, 32), conv_stride=(5, 2), conv_kernel=(10, 3),
-        num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=2,
-    )  # fmt: skip
+        **TEXT,
+        vocab_size=96,
+        conv_dim=(32, 32),
+        conv_stride=(5, 2),
+        conv_kernel=(10, 3),
+        num_conv_pos_embeddings=16,
+        num_conv_pos_embedding_groups=2,
+    )
     return transformers.Wav2Vec2ForCTC(config)
 
 

@@ -73,9 +73,15 @@ def test_an_encoder_of_images_and_a_decoder(tmp_path: Path) -> None:
 def canine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """It pads its sequence by a number that torch.export takes for a constant."""
     config = transformers.CanineConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, hidden_act="relu",
-        max_position_embeddings=64, local_transformer_stride=16, num_hash_buckets=64,
-    )  # fmt: skip
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=64,
+        hidden_act="relu",
+        max_position_embeddings=64,
+        local_transformer_stride=16,
+        num_hash_buckets=64,
+    )
     return save(transformers.CanineModel(config), tmp_path_factory.mktemp("models") / "canine")
 
 

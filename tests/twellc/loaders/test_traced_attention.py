@@ -77,7 +77,12 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", CAUSAL)
+def some(*quick: str) -> list[Any]:
+    """Return all families, of which these are traced by default."""
+    return [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in CAUSAL]
+
+
+@pytest.mark.parametrize("family", some("llama", "gemma2", "smollm3", "a window that is none", "gpt2", "new falcon"))
 def test_causal_without_a_mask(family: str, tmp_path: Path) -> None:
     """Every place at several sizes, one token included, and it looks at none behind it."""
     model = build(*CAUSAL[family])
@@ -92,7 +97,7 @@ def test_causal_without_a_mask(family: str, tmp_path: Path) -> None:
         assert_same(Runner(canonical)({"input_ids": ids})[0], expected)
 
 
-@pytest.mark.parametrize("family", CAUSAL)
+@pytest.mark.parametrize("family", some("qwen3", "phi3", "opt", "gpt-neox", "falcon with alibi"))
 def test_causal_with_a_mask(family: str, tmp_path: Path) -> None:
     """Padding on the right, on the left and none, in rows of one batch: real places as transformers computes them."""
     model = build(*CAUSAL[family])
@@ -109,7 +114,7 @@ def test_causal_with_a_mask(family: str, tmp_path: Path) -> None:
     assert_same(Runner(loaded.program)(one)[0], model(**one, use_cache=False).logits)
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "gpt-neox", "a window that is none"])
+@pytest.mark.parametrize("family", ["llama", "opt", pytest.param("gpt-neox", marks=pytest.mark.slow)])
 def test_no_mask_is_in_the_graph(family: str, tmp_path: Path) -> None:
     name, options, _ = CAUSAL[family]
     loaded = load(build(name, options), tmp_path)
@@ -118,8 +123,10 @@ def test_no_mask_is_in_the_graph(family: str, tmp_path: Path) -> None:
     assert len(nodes) == options["num_hidden_layers"]
     assert masks_of(nodes) == {None}
     for node in nodes:
-        arguments = {**dict(zip(("q", "k", "v", "attn_mask", "dropout_p", "is_causal"), node.args, strict=False)),
-                     **node.kwargs}  # fmt: skip
+        arguments = {
+            **dict(zip(("q", "k", "v", "attn_mask", "dropout_p", "is_causal"), node.args, strict=False)),
+            **node.kwargs,
+        }
         assert arguments["is_causal"] is True
         assert arguments.get("dropout_p", 0.0) == 0.0
         heads, groups = (node.args[i].meta["val"].shape[1] for i in (0, 1))
@@ -127,8 +134,12 @@ def test_no_mask_is_in_the_graph(family: str, tmp_path: Path) -> None:
         assert arguments.get("enable_gqa", False) == (heads != groups)
     ids = next(node for node in graph.nodes if node.name == "input_ids").meta["val"]
     sequence = str(ids.shape[1])
-    squares = [node for node in graph.nodes if isinstance(node.meta.get("val"), Tensor)
-               and [str(size) for size in node.meta["val"].shape].count(sequence) > 1]  # fmt: skip
+    squares = [
+        node
+        for node in graph.nodes
+        if isinstance(node.meta.get("val"), Tensor)
+        and [str(size) for size in node.meta["val"].shape].count(sequence) > 1
+    ]
     assert squares == [], "nothing of tokens x tokens"
 
 
@@ -140,9 +151,14 @@ def test_one_small_mask_for_all_layers(tmp_path: Path) -> None:
     assert mask.meta["val"].dtype == torch.bool
     assert [str(size) for size in causal.meta["val"].shape[:2]] == ["1", "1"]
     assert str(padding.meta["val"].shape[2]) == "1"
-    squares = [node for node in mask.graph.nodes if isinstance(node.meta.get("val"), Tensor)
-               and node.meta["val"].dtype != torch.float32 and node.meta["val"].dim() == 4
-               and node.meta["val"].shape[2] == node.meta["val"].shape[3]]  # fmt: skip
+    squares = [
+        node
+        for node in mask.graph.nodes
+        if isinstance(node.meta.get("val"), Tensor)
+        and node.meta["val"].dtype != torch.float32
+        and node.meta["val"].dim() == 4
+        and node.meta["val"].shape[2] == node.meta["val"].shape[3]
+    ]
     assert squares == [causal, mask]
 
 
@@ -225,8 +241,11 @@ def test_logits_of_the_last_place(padding: str, tmp_path: Path) -> None:
         expected = model(**inputs, use_cache=False).logits[:, -1:]
         assert_same(Runner(loaded.program)(inputs)[0], expected)
     graph = canonicalize(loaded.program).graph
-    wide = [node for node in graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
-            if node.meta["val"].shape[-1] == 96]  # fmt: skip
+    wide = [
+        node
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
+        if node.meta["val"].shape[-1] == 96
+    ]
     assert [node.meta["val"].shape[1] for node in wide] == [1]
 
 
@@ -234,9 +253,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "encoder": ("BertForMaskedLM", SINGLE, "only a causal Hugging Face model leaves the choice"),
     "language model of an encoder": ("BertLMHeadModel", SINGLE, "only a causal Hugging Face model leaves the choice"),
     "no logits": ("LlamaModel", GROUPED, "the model cannot compute the logits of some places only"),
-    "other logits": ("LlamaForSequenceClassification", {**GROUPED, "pad_token_id": 0},
-                     "the model cannot compute the logits of some places only"),
-}  # fmt: skip
+    "other logits": (
+        "LlamaForSequenceClassification",
+        {**GROUPED, "pad_token_id": 0},
+        "the model cannot compute the logits of some places only",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
