@@ -53,15 +53,20 @@ def make_desc(shape: Sequence[int], dtype: int, layout: int = LINEAR) -> Desc:
     return Desc(make_dims(shape), dtype, layout, 1.0)
 
 
-@pytest.fixture(scope="session")
-def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def compile_host(path: Path, version: int, layout: int) -> Path:
+    """Compile the stand-in for a TensorRT of this version and layout of interfaces."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++ to compile the stand-in for TensorRT")
-    path = tmp_path_factory.mktemp("host") / "libnvinfer.so.10"
     source = Path(__file__).with_name("fake_host.cpp")
-    flags = ["-std=c++17", "-shared", "-fPIC", "-DHOST_VERSION=101401", "-DHOST_LAYOUT=10"]
+    flags = ["-std=c++17", "-shared", "-fPIC", f"-DHOST_VERSION={version}", f"-DHOST_LAYOUT={layout}"]
     subprocess.run([compiler, *flags, "-o", str(path), str(source), "-ldl"], check=True)
+    return path
+
+
+@pytest.fixture(scope="session")
+def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    path = compile_host(tmp_path_factory.mktemp("host") / "libnvinfer.so.10", 101401, 10)
     loaded = ctypes.CDLL(str(path))
     pointer, count = ctypes.c_void_p, ctypes.c_int32
     loaded.load.argtypes, loaded.load.restype = [ctypes.c_char_p, count], pointer

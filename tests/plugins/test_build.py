@@ -11,7 +11,7 @@ import pytest
 
 import twellc.plugins
 from tests.conftest import ROOT
-from twellc.plugins.library import library_path
+from twellc.plugins.library import attention_library_path, library_path
 
 pytestmark = pytest.mark.skipif(shutil.which("readelf") is None, reason="no readelf (binutils)")
 
@@ -40,20 +40,37 @@ def symbols(path: Path) -> tuple[set[str], set[str]]:
     return defined, undefined
 
 
-def shim_path() -> Path:
-    return library_path().with_name("libtensorrt_rtx.so")
+def declared(*headers: Path) -> set[str]:
+    """Return the functions that headers of the library declare as exported."""
+    text = "".join(path.read_text() for path in headers)
+    return set(re.findall(r"^TWELL_API [^;(]*?\b(twell_\w+)\(", text, flags=re.MULTILINE))
+
+
+@pytest.fixture
+def attention() -> Path:
+    path = attention_library_path()
+    if path is None:
+        pytest.skip("the attention library was not built")
+    return path
+
+
+INCLUDE = Path(twellc.plugins.__path__[0]) / "include" / "twell"
+ENTRIES = {"getCreators", "setLoggerFinder"}
 
 
 def test_exports_are_the_plugin_entry_points_and_the_c_api() -> None:
-    headers = Path(twellc.plugins.__path__[0]) / "include" / "twell"
-    text = "".join((headers / name).read_text() for name in ("twell.h", "twell_train.h"))
-    api = set(re.findall(r"^TWELL_API .*?\b(twell_\w+)\(", text, flags=re.MULTILINE))
+    api = declared(INCLUDE / "twell.h", INCLUDE / "twell_train.h")
     assert {"twell_mlp", "twell_train_forward"} <= api
-    defined, _ = symbols(library_path())
-    internal_header = ROOT / "plugins" / "kernels" / "internal.h"  # of the source tree: no package has it
-    internal = set(re.findall(r"^TWELL_API .*?\b(twell_\w+)\(", internal_header.read_text(), flags=re.MULTILINE))
+    internal = declared(ROOT / "plugins" / "kernels" / "internal.h")  # of the source tree: no package has it
     assert all(name.startswith("twell_internal_") for name in internal)
-    assert defined - HOOKS == api | internal | {"getCreators", "setLoggerFinder", "initLibTwellPlugins"}
+    assert symbols(library_path())[0] - HOOKS == api | internal | ENTRIES | {"initLibTwellPlugins"}
+
+
+def test_exports_of_the_attention_library(attention: Path) -> None:
+    api = declared(INCLUDE / "attention.h")
+    assert len(api) == 7
+    versioned = set(re.findall(r" (\w+)@+TWELL_1", readelf("--dyn-syms", attention)))
+    assert (versioned & symbols(attention)[0]) - {"TWELL_1"} == api | ENTRIES | {"initLibTwellAttention"}
 
 
 def test_hooks_are_hidden_from_programs_that_link() -> None:
@@ -62,24 +79,27 @@ def test_hooks_are_hidden_from_programs_that_link() -> None:
     assert versioned == {f"{name}@TWELL_HOOKS" for name in HOOKS if not name.startswith("TWELL")}
 
 
-def test_library_needs_neither_tensorrt_nor_cudart() -> None:
-    path = library_path()
+def assert_needs_nothing(path: Path) -> None:
+    """Check that a library needs neither TensorRT nor CUDA to be loaded, and names no folder of its build."""
     allowed = r"(libstdc\+\+|libgcc_s|libc|libm|libdl|librt|libpthread|ld-linux-[\w-]+)\.so\.\d+"
     assert [name for name in dynamic(path, "NEEDED") if not re.fullmatch(allowed, name)] == []
-    foreign = [
-        name for name in symbols(path)[1] if re.search(r"nvinfer|createInfer|getPluginRegistry|^cu[A-Z]|cuda", name)
-    ]
-    assert foreign == []
-    assert dynamic(path, "SONAME") == ["libtwell_plugins.so"]
+    foreign = r"nvinfer|createInfer|getPluginRegistry|^cu[A-Z]|cuda|cudnn"
+    assert [name for name in symbols(path)[1] if re.search(foreign, name)] == []
+    assert dynamic(path, "RPATH") + dynamic(path, "RUNPATH") == []
 
 
-def test_no_build_folder_is_left_in_the_libraries() -> None:
-    for path in (library_path(), shim_path()):
-        assert dynamic(path, "RPATH") + dynamic(path, "RUNPATH") == []
+def test_library_needs_neither_tensorrt_nor_cudart() -> None:
+    assert_needs_nothing(library_path())
+    assert dynamic(library_path(), "SONAME") == ["libtwell_plugins.so"]
+
+
+def test_attention_library_needs_neither_tensorrt_nor_cudnn(attention: Path) -> None:
+    assert_needs_nothing(attention)
 
 
 def test_shim_has_the_unversioned_name_and_only_needs_the_versioned_library() -> None:
-    path = shim_path()
+    path = library_path().with_name("libtensorrt_rtx.so")
     assert dynamic(path, "SONAME") == ["libtensorrt_rtx.so"]
+    assert dynamic(path, "RPATH") + dynamic(path, "RUNPATH") == []
     assert dynamic(path, "NEEDED") == ["libtensorrt_rtx.so.1"]
     assert symbols(path)[0] == set()

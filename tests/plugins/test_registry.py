@@ -1,4 +1,4 @@
-"""The plugin library in real TensorRT registries, parsers and builders, all on a CPU.
+"""The plugin libraries in real TensorRT registries, parsers and builders, all on a CPU.
 
 TensorRT-RTX comes with the project. The lean runtimes of TensorRT 10 and 11 are installed from PyPI into pytest's cache
 folder; without a package index those tests are skipped, or fail if TWELLC_REQUIRE_LEAN=1.
@@ -6,9 +6,10 @@ folder; without a package index those tests are skipped, or fail if TWELLC_REQUI
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,25 +17,32 @@ from typing import Any
 
 import pytest
 
+from tests.plugins.plugin_host import compile_host
+from tests.processes import environment
 from tests.runtimes import LEAN_VERSIONS
 from twellc.plugins.block import OPTIONS
-from twellc.plugins.library import library_path
+from twellc.plugins.library import ATTENTION_NAMES, PLUGIN_VERSION, attention_library_path, library_path
 
 HERE = Path(__file__).resolve().parent
-PLUGINS = ("TwellGatedMlp", "TwellMlp")
+GATED, PLAIN = BLOCKS = ("TwellGatedMlp", "TwellMlp")
+ATTENTION, CACHED, APPEND = "TwellAttention", "TwellCachedAttention", "TwellAppendCaches"
 Report = dict[str, Any]
+Field = list[Any]
 
 
 def talk(runtime: str, request: dict[str, Any], folder: Path | None = None) -> Report:
-    """Run registry_child.py and return its report, with what it wrote to stderr under "stderr"."""
-    command = [sys.executable, str(HERE / "registry_child.py"), runtime, str(library_path())]
+    """Run registry_child.py with both libraries, the first one thrice; add what it wrote to standard error."""
+    attention = attention_library_path()
+    libraries = [str(path) for path in (library_path(), library_path(), library_path(), attention) if path]
+    command = [sys.executable, "-P", str(HERE / "registry_child.py"), runtime, *libraries]
     if folder is not None:
         command += ["--path", str(folder)]
-    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(
+        command, input=json.dumps(request), capture_output=True, text=True, check=False, timeout=300, env=environment()
+    )
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
     report: Report = json.loads(done.stdout)
-    report["stderr"] = done.stderr
-    return report
+    return report | {"stderr": done.stderr}
 
 
 def loud(result: Report) -> list[str]:
@@ -42,250 +50,173 @@ def loud(result: Report) -> list[str]:
     return [text for severity, text in result["log"] if severity in ("WARNING", "ERROR", "INTERNAL_ERROR")]
 
 
+def need(plugin: str) -> None:
+    if plugin in ATTENTION_NAMES and attention_library_path() is None:
+        pytest.skip("the attention library was not built")
+
+
 # ---- creators and fields ----
 
-Field = list[Any]
 
-
-def fields(plugin: str, **changes: Field | None) -> list[Field]:
-    """Return good ONNX fields of `plugin`, [name, type, value] each; a change replaces a field, None drops it."""
+def fields(plugin: str, phase: str, **changes: Field | None) -> list[Field]:
+    """Return good fields of a node or, at RUNTIME, of a plan, [name, type, value] each; None drops one."""
     kinds = {str: "CHAR", float: "FLOAT32", int: "INT32"}
-    good: dict[str, Field | None] = {
-        **{each.name: [kinds[each.kind], each.default] for each in OPTIONS},
-        "activation": ["CHAR", "relu"],
-        "up_bias": ["INT32", 0],
-        "down_bias": ["INT32", 1],
-        "residual": ["INT32", 0],
-    }
-    if plugin == "TwellGatedMlp":
-        good["gate_bias"] = ["INT32", 0]
-    return [[name, *value] for name, value in (good | changes).items() if value is not None]
-
-
-def plan_fields(plugin: str, **changes: Field | None) -> list[Field]:
-    """Return good fields as a plan holds them."""
-    return fields(plugin, **({"schema": ["INT32", 3], "activation": ["INT32", 0]} | changes))
-
-
-GATED, PLAIN = PLUGINS
-ACCEPTED: dict[str, tuple[str, str, list[Field]]] = {
-    **{f"{plugin}-good": (plugin, "BUILD", fields(plugin)) for plugin in PLUGINS},
-    **{f"{plugin}-nul": (plugin, "BUILD", fields(plugin, activation=["CHAR", "relu2\0"])) for plugin in PLUGINS},
-    **{f"{plugin}-no-threshold": (plugin, "BUILD", fields(plugin, threshold=None)) for plugin in PLUGINS},
-    **{f"{plugin}-plan": (plugin, "RUNTIME", plan_fields(plugin)) for plugin in PLUGINS},
-    "drelu": (GATED, "BUILD", fields(GATED, activation=["CHAR", "drelu"])),
-    **{f"{plugin}-hot": (plugin, "BUILD", fields(plugin, hot=["INT32", 65536])) for plugin in PLUGINS},
-    "fatrelu": (PLAIN, "BUILD", fields(PLAIN, activation=["CHAR", "fatrelu"], threshold=["FLOAT32", 0.5])),
-}
-
-# name: plugin, phase, fields, what the message says
-REFUSED: dict[str, tuple[str, str, list[Field], str]] = {
-    "activation-missing": (
-        GATED,
-        "BUILD",
-        fields(GATED, activation=None),
-        "field 'activation' is missing; allowed: relu, relu2, fatrelu or drelu",
-    ),
-    "activation-unknown": (
-        GATED,
-        "BUILD",
-        fields(GATED, activation=["CHAR", "silu\0"]),
-        "field 'activation': got 'silu'; allowed: relu, relu2, fatrelu or drelu",
-    ),
-    "activation-number": (
-        GATED,
-        "BUILD",
-        fields(GATED, activation=["INT32", 0]),
-        "field 'activation': got 1 of type int32; allowed: a string, relu",
-    ),
-    "activation-long": (
-        PLAIN,
-        "BUILD",
-        fields(PLAIN, activation=["CHAR", "x" * 1000]),
-        "field 'activation': got '" + "x" * 64 + "...'; allowed: relu, relu2 or fatrelu",
-    ),
-    "activation-control-characters": (
-        PLAIN,
-        "BUILD",
-        fields(PLAIN, activation=["CHAR", "re\0lu\n"]),
-        "field 'activation': got 're?lu?'; allowed",
-    ),
-    "drelu-without-gate": (
-        PLAIN,
-        "BUILD",
-        fields(PLAIN, activation=["CHAR", "drelu"]),
-        "field 'activation': got 'drelu'; allowed: relu, relu2 or fatrelu",
-    ),
-    "threshold-without-fatrelu": (
-        GATED,
-        "BUILD",
-        fields(GATED, threshold=["FLOAT32", 0.5]),
-        "field 'threshold': got 0.5; allowed: 0, because only fatrelu takes a threshold",
-    ),
-    "threshold-tiny": (
-        PLAIN,
-        "BUILD",
-        fields(PLAIN, threshold=["FLOAT32", 1e-7]),
-        "field 'threshold': got 1e-07; allowed: 0, because only fatrelu takes a threshold",
-    ),
-    "threshold-negative": (
-        GATED,
-        "BUILD",
-        fields(GATED, activation=["CHAR", "fatrelu"], threshold=["FLOAT32", -1.0]),
-        "field 'threshold': got -1; allowed: finite and at least 0",
-    ),
-    "threshold-nan": (
-        GATED,
-        "BUILD",
-        fields(GATED, activation=["CHAR", "fatrelu"], threshold=["FLOAT32", float("nan")]),
-        "field 'threshold': got nan; allowed: finite and at least 0",
-    ),
-    "threshold-integer": (
-        GATED,
-        "BUILD",
-        fields(GATED, threshold=["INT32", 0]),
-        "field 'threshold': got 1 of type int32; allowed: one float32, 0",
-    ),
-    "compression-missing": (
-        PLAIN,
-        "BUILD",
-        fields(PLAIN, compression=None),
-        "field 'compression' is missing; allowed: 1, 2, 4 or 8",
-    ),
-    "compression-three": (
-        PLAIN,
-        "BUILD",
-        fields(PLAIN, compression=["INT32", 3]),
-        "field 'compression': got 3; allowed: 1, 2, 4 or 8",
-    ),
-    "compression-list": (
-        PLAIN,
-        "BUILD",
-        fields(PLAIN, compression=["INT32", [4, 8]]),
-        "field 'compression': got 2 of type int32; allowed: one int32, 1, 2, 4 or 8",
-    ),
-    "compression-int64": (
-        GATED,
-        "BUILD",
-        fields(GATED, compression=["INT64", 8]),
-        "field 'compression': got 1 of type int64; allowed: one int32",
-    ),
-    "hot-missing": (GATED, "BUILD", fields(GATED, hot=None), "field 'hot' is missing; allowed: 0 to 65536"),
-    "hot-negative": (PLAIN, "BUILD", fields(PLAIN, hot=["INT32", -1]), "field 'hot': got -1; allowed: 0 to 65536"),
-    "hot-beyond-limits": (GATED, "BUILD", fields(GATED, hot=["INT32", 65537]), "field 'hot': got 65537; allowed: 0 to"),
-    "hot-float": (PLAIN, "BUILD", fields(PLAIN, hot=["FLOAT32", 8.0]), "field 'hot': got 1 of type float32; allowed:"),
-    "gate-bias-missing": (
-        GATED,
-        "BUILD",
-        fields(GATED, gate_bias=None),
-        "field 'gate_bias' is missing; allowed: 0 or 1",
-    ),
-    "up-bias-two": (GATED, "BUILD", fields(GATED, up_bias=["INT32", 2]), "field 'up_bias': got 2; allowed: 0 or 1"),
-    "residual-missing": (GATED, "BUILD", fields(GATED, residual=None), "field 'residual' is missing"),
-    "residual-other": (
-        PLAIN,
-        "BUILD",
-        fields(PLAIN, residual=["INT32", 2]),
-        "field 'residual': got 2; allowed: 0 or 1",
-    ),
-    "down-bias-missing": (PLAIN, "BUILD", fields(PLAIN, down_bias=None), "field 'down_bias' is missing"),
-    "gate-bias-without-gate": (
-        PLAIN,
-        "BUILD",
-        fields(PLAIN, gate_bias=["INT32", 0]),
-        "field 'gate_bias' is unknown; allowed: activation, threshold, compression, hot, up_bias, down_bias, residual",
-    ),
-    "unknown": (GATED, "BUILD", fields(GATED, tile=["INT32", 256]), "field 'tile' is unknown; allowed: activation,"),
-    "schema-at-build": (GATED, "BUILD", fields(GATED, schema=["INT32", 1]), "field 'schema' is unknown"),
-    "twice": (GATED, "BUILD", [*fields(GATED), ["compression", "INT32", 4]], "field 'compression' is given twice"),
-    "none": (PLAIN, "BUILD", [], "field 'activation' is missing"),
-    "plan-of-another-schema": (
-        GATED,
-        "RUNTIME",
-        plan_fields(GATED, schema=["INT32", 2], hot=None),
-        "field 'schema': got 2; allowed: 3. The plan is damaged, or built for another libtwell_plugins.so",
-    ),
-    "plan-without-schema": (PLAIN, "RUNTIME", plan_fields(PLAIN, schema=None), "field 'schema' is missing"),
-    "plan-activation-range": (
-        GATED,
-        "RUNTIME",
-        plan_fields(GATED, activation=["INT32", 4]),
-        "field 'activation': got 4; allowed: 0, 1, 2 or 3",
-    ),
-    "plan-activation-without-gate": (
-        PLAIN,
-        "RUNTIME",
-        plan_fields(PLAIN, activation=["INT32", 3]),
-        "field 'activation': got 3; allowed: 0, 1 or 2",
-    ),
-    "plan-activation-text": (
-        PLAIN,
-        "RUNTIME",
-        plan_fields(PLAIN, activation=["CHAR", "relu"]),
-        "field 'activation': got 4 of type char; allowed: one int32",
-    ),
-    "plan-without-threshold": (GATED, "RUNTIME", plan_fields(GATED, threshold=None), "field 'threshold' is missing"),
-    "plan-compression": (GATED, "RUNTIME", plan_fields(GATED, compression=["INT32", 0]), "field 'compression': got 0"),
-    "plan-without-hot": (PLAIN, "RUNTIME", plan_fields(PLAIN, hot=None), "field 'hot' is missing"),
-    "plan-hot": (GATED, "RUNTIME", plan_fields(GATED, hot=["INT32", -8]), "field 'hot': got -8"),
-    "plan-unknown": (GATED, "RUNTIME", plan_fields(GATED, tile=["INT32", 256]), "field 'tile' is unknown"),
-}
-
-
-@pytest.fixture(scope="module", params=["rtx", "lean10", "lean11"])
-def created(request: pytest.FixtureRequest, lean_folder: Any) -> tuple[str, Report]:
-    """Load the library three times into one registry, then try every case above."""
-    cases = [*ACCEPTED.values(), *(case[:3] for case in REFUSED.values())]
-    order = {"loads": 3, "create": [{"plugin": name, "phase": phase, "fields": given} for name, phase, given in cases]}
-    if request.param == "rtx":
-        report = talk("rtx", order)
+    good: dict[str, Field | None]
+    if plugin == ATTENTION:
+        good = {"scale": ["FLOAT32", 0.5], "causal": ["INT32", 1], "lengths": ["INT32", 0]}
+        plan = {"schema": ["INT32", 1], "workspace_mib": ["INT32", 32]}
     else:
-        report = talk("lean", order, lean_folder(request.param))
+        biases = ("gate_bias", "up_bias", "residual") if plugin == GATED else ("up_bias", "residual")
+        good = {each.name: [kinds[each.kind], each.default] for each in OPTIONS}
+        good |= {"activation": ["CHAR", "relu"], "down_bias": ["INT32", 1], **{name: ["INT32", 0] for name in biases}}
+        plan = {"schema": ["INT32", 3], "activation": ["INT32", 0]}
+    good |= (plan if phase == "RUNTIME" else {}) | changes
+    return [[name, *value] for name, value in good.items() if value is not None]
+
+
+def accepted(plugin: str, phase: str = "BUILD", **changes: Field | None) -> tuple[str, str, list[Field]]:
+    return plugin, phase, fields(plugin, phase, **changes)
+
+
+ACCEPTED = [
+    *(accepted(plugin, phase) for plugin in (*BLOCKS, ATTENTION) for phase in ("BUILD", "RUNTIME")),
+    *(accepted(plugin, activation=["CHAR", "relu2\0"]) for plugin in BLOCKS),
+    *(accepted(plugin, threshold=None) for plugin in BLOCKS),
+    *(accepted(plugin, hot=["INT32", 65536]) for plugin in BLOCKS),
+    accepted(GATED, activation=["CHAR", "drelu"]),
+    accepted(PLAIN, activation=["CHAR", "fatrelu"], threshold=["FLOAT32", 0.5]),
+    accepted(ATTENTION, lengths=["INT32", 1], causal=["INT32", 0], scale=["FLOAT32", -2.0]),
+]
+
+
+def refused(
+    plugin: str, field: str, value: Field | None, text: str, phase: str = "BUILD", **others: Field
+) -> tuple[str, str, list[Field], str]:
+    """Return a case in which one field is wrong, and what is said of it."""
+    return plugin, phase, fields(plugin, phase, **{**others, field: value}), f"field '{field}'{text}"
+
+
+in_plan = functools.partial(refused, phase="RUNTIME")
+ALL_NAMES, PLAIN_NAMES = "allowed: relu, relu2, fatrelu or drelu", "allowed: relu, relu2 or fatrelu"
+ZERO = "allowed: 0, because only fatrelu takes a threshold"
+FATRELU = ["CHAR", "fatrelu"]
+REFUSED = [
+    refused(GATED, "activation", None, f" is missing; {ALL_NAMES}"),
+    refused(GATED, "activation", ["CHAR", "silu\0"], f": got 'silu'; {ALL_NAMES}"),
+    refused(GATED, "activation", ["INT32", 0], ": got 1 of type int32; allowed: a string, relu"),
+    refused(PLAIN, "activation", ["CHAR", "x" * 1000], f": got '{'x' * 64}...'; {PLAIN_NAMES}"),
+    refused(PLAIN, "activation", ["CHAR", "re\0lu\n"], ": got 're?lu?'; allowed"),
+    refused(PLAIN, "activation", ["CHAR", "drelu"], f": got 'drelu'; {PLAIN_NAMES}"),
+    refused(GATED, "threshold", ["FLOAT32", 0.5], f": got 0.5; {ZERO}"),
+    refused(PLAIN, "threshold", ["FLOAT32", 1e-7], f": got 1e-07; {ZERO}"),
+    refused(GATED, "threshold", ["FLOAT32", -1.0], ": got -1; allowed: finite and at least 0", activation=FATRELU),
+    refused(GATED, "threshold", ["FLOAT32", math.nan], ": got nan; allowed: finite and at least 0", activation=FATRELU),
+    refused(GATED, "threshold", ["INT32", 0], ": got 1 of type int32; allowed: one float32, 0"),
+    refused(PLAIN, "compression", None, " is missing; allowed: 1, 2, 4 or 8"),
+    refused(PLAIN, "compression", ["INT32", 3], ": got 3; allowed: 1, 2, 4 or 8"),
+    refused(PLAIN, "compression", ["INT32", [4, 8]], ": got 2 of type int32; allowed: one int32, 1, 2, 4 or 8"),
+    refused(GATED, "compression", ["INT64", 8], ": got 1 of type int64; allowed: one int32"),
+    refused(GATED, "hot", None, " is missing; allowed: 0 to 65536"),
+    refused(PLAIN, "hot", ["INT32", -1], ": got -1; allowed: 0 to 65536"),
+    refused(GATED, "hot", ["INT32", 65537], ": got 65537; allowed: 0 to"),
+    refused(PLAIN, "hot", ["FLOAT32", 8.0], ": got 1 of type float32; allowed:"),
+    refused(GATED, "gate_bias", None, " is missing; allowed: 0 or 1"),
+    refused(GATED, "up_bias", ["INT32", 2], ": got 2; allowed: 0 or 1"),
+    refused(GATED, "residual", None, " is missing"),
+    refused(PLAIN, "residual", ["INT32", 2], ": got 2; allowed: 0 or 1"),
+    refused(PLAIN, "down_bias", None, " is missing"),
+    refused(
+        PLAIN,
+        "gate_bias",
+        ["INT32", 0],
+        " is unknown; allowed: activation, threshold, compression, hot, up_bias, down_bias, residual",
+    ),
+    refused(GATED, "tile", ["INT32", 256], " is unknown; allowed: activation,"),
+    refused(GATED, "schema", ["INT32", 1], " is unknown"),
+    (GATED, "BUILD", [*fields(GATED, "BUILD"), ["compression", "INT32", 4]], "field 'compression' is given twice"),
+    (PLAIN, "BUILD", [], "field 'activation' is missing"),
+    in_plan(
+        GATED,
+        "schema",
+        ["INT32", 2],
+        ": got 2; allowed: 3. The plan is damaged, or built for another libtwell_plugins.so",
+        hot=None,
+    ),
+    in_plan(PLAIN, "schema", None, " is missing"),
+    in_plan(GATED, "activation", ["INT32", 4], ": got 4; allowed: 0, 1, 2 or 3"),
+    in_plan(PLAIN, "activation", ["INT32", 3], ": got 3; allowed: 0, 1 or 2"),
+    in_plan(PLAIN, "activation", ["CHAR", "relu"], ": got 4 of type char; allowed: one int32"),
+    in_plan(GATED, "threshold", None, " is missing"),
+    in_plan(GATED, "compression", ["INT32", 0], ": got 0"),
+    in_plan(PLAIN, "hot", None, " is missing"),
+    in_plan(GATED, "hot", ["INT32", -8], ": got -8"),
+    in_plan(GATED, "tile", ["INT32", 256], " is unknown"),
+    refused(ATTENTION, "scale", None, " is missing; allowed: finite"),
+    refused(ATTENTION, "scale", ["FLOAT32", math.nan], ": got nan; allowed: finite"),
+    refused(ATTENTION, "scale", ["FLOAT32", -math.inf], ": got infinity; allowed: finite"),
+    refused(ATTENTION, "scale", ["INT32", 1], ": got 1 of type int32; allowed: one float32"),
+    refused(ATTENTION, "causal", ["INT32", 2], ": got 2; allowed: 0 or 1"),
+    refused(ATTENTION, "causal", None, " is missing; allowed: 0 or 1"),
+    refused(ATTENTION, "lengths", ["INT32", [0, 1]], ": got 2 of type int32"),
+    refused(ATTENTION, "window", ["INT32", 4], " is unknown; allowed: scale, causal, lengths"),
+    refused(ATTENTION, "workspace_mib", ["INT32", 4], " is unknown"),
+    in_plan(
+        ATTENTION,
+        "schema",
+        ["INT32", 2],
+        ": got 2; allowed: 1. The plan is damaged, or built for another libtwell_attention.so than this one of version "
+        "0.1.0",
+    ),
+    in_plan(ATTENTION, "workspace_mib", None, " is missing"),
+    in_plan(ATTENTION, "workspace_mib", ["INT32", -1], ": got -1"),
+]
+
+
+@pytest.fixture(scope="module", params=["rtx", *LEAN_VERSIONS])
+def created(request: pytest.FixtureRequest, lean_folder: Any) -> tuple[str, Report]:
+    """Load the libraries into one registry, then try every case above."""
+    cases = [case[:3] for case in (*ACCEPTED, *REFUSED) if case[0] != ATTENTION or attention_library_path()]
+    if request.param == "rtx":
+        report = talk("rtx", {"create": cases})
+    else:
+        report = talk("lean", {"create": cases}, lean_folder(request.param))
         assert report["version"] == LEAN_VERSIONS[request.param]
-    report["results"] = dict(zip([*ACCEPTED, *REFUSED], report["results"], strict=True))
+    report["results"] = dict(zip(map(json.dumps, cases), report["results"], strict=True))
     return request.param, report
 
 
-def test_both_creators_are_registered(created: tuple[str, Report]) -> None:
-    _, report = created
-    found = {creator["name"]: creator for creator in report["creators"]}
-    assert sorted(found) == sorted(PLUGINS)
-    common = {
-        "activation": "CHAR",
-        "threshold": "FLOAT32",
-        "compression": "INT32",
-        "hot": "INT32",
-        "up_bias": "INT32",
-        "down_bias": "INT32",
-        "residual": "INT32",
-    }
-    assert found[PLAIN]["fields"] == common
-    assert found[GATED]["fields"] == common | {"gate_bias": "INT32"}
-    assert {(creator["version"], creator["namespace"]) for creator in found.values()} == {("twellc-3", "twell")}
+def test_creators_are_registered(created: tuple[str, Report]) -> None:
+    common = {"activation": "CHAR", "threshold": "FLOAT32"}
+    common |= dict.fromkeys(("compression", "hot", "up_bias", "down_bias", "residual"), "INT32")
+    expected: dict[str, dict[str, str]] = {PLAIN: common, GATED: common | {"gate_bias": "INT32"}}
+    if attention_library_path():
+        expected |= {ATTENTION: {"scale": "FLOAT32", "causal": "INT32", "lengths": "INT32"}}
+        expected |= {CACHED: {"scale": "FLOAT32"}, APPEND: {}}
+    assert created[1]["creators"] == {name: [PLUGIN_VERSION, given] for name, given in expected.items()}
 
 
 def test_loading_again_does_no_harm(created: tuple[str, Report]) -> None:
     # TensorRT itself refuses a second library with the same creators; the first stays usable, as the cases show.
-    assert created[1]["loads"] == [True, False, False]
+    assert created[1]["loads"] == [True, False, False, True][: len(created[1]["loads"])]
 
 
-@pytest.mark.parametrize("name", ACCEPTED)
-def test_good_fields_are_accepted(created: tuple[str, Report], name: str) -> None:
-    result = created[1]["results"][name]
+@pytest.mark.parametrize("case", ACCEPTED, ids=lambda case: f"{case[0]}-{case[1]}")
+def test_good_fields_are_accepted(created: tuple[str, Report], case: tuple[str, str, list[Field]]) -> None:
+    need(case[0])
+    result = created[1]["results"][json.dumps(case)]
     assert result["created"]
     assert not loud(result)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_bad_fields_are_refused_with_a_reason(created: tuple[str, Report], name: str) -> None:
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: f"{case[0]}-{case[3]}")
+def test_bad_fields_are_refused_with_a_reason(created: tuple[str, Report], case: tuple[Any, ...]) -> None:
+    need(case[0])
     runtime, report = created
-    plugin, _, _, text = REFUSED[name]
-    result = report["results"][name]
-    expected = f"{plugin} 'layer0': {text}"
+    result = report["results"][json.dumps(case[:3])]
+    expected = f"{case[0]} 'layer0': {case[3]}"
     assert not result["created"]
     if runtime == "rtx":
-        assert len(loud(result)) == 1
-        assert loud(result)[0].startswith(expected)
+        assert [text.startswith(expected) for text in loud(result)] == [True], loud(result)
     else:
         # No logger without a Runtime, which needs a GPU: then errors go to stderr.
         assert any(expected in line for line in [*report["stderr"].splitlines(), *(text for _, text in result["log"])])
@@ -303,7 +234,7 @@ def test_bad_fields_are_refused_with_a_reason(created: tuple[str, Report], name:
         ("libnvinfer.so.11", 110100, 11, True),
         ("libnvinfer_dispatch.so.11", 110400, 11, True),
         ("libtensorrt_rtx.so.1", 10701, 11, True),
-        # Layouts that nobody has seen: calling a logger there could crash.
+        # Unknown layouts: calling a logger there could crash.
         ("libnvinfer.so.12", 120000, 11, False),
         ("libtensorrt_rtx.so.1", 10400, 10, False),
         ("libsomething.so", 101401, 10, False),
@@ -312,12 +243,7 @@ def test_bad_fields_are_refused_with_a_reason(created: tuple[str, Report], name:
 def test_logger_and_plan_fields_in_every_host(
     tmp_path: Path, file: str, version: int, layout: int, has_logger: bool
 ) -> None:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no g++ to compile the stand-in for TensorRT")
-    host = tmp_path / file
-    flags = ["-std=c++17", "-shared", "-fPIC", f"-DHOST_VERSION={version}", f"-DHOST_LAYOUT={layout}"]
-    subprocess.run([compiler, *flags, "-o", str(host), str(HERE / "fake_host.cpp"), "-ldl"], check=True)
+    host = compile_host(tmp_path / file, version, layout)
     code = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).run(sys.argv[2].encode()))"
     done = subprocess.run(
         [sys.executable, "-c", code, str(host), str(library_path())],
@@ -328,154 +254,244 @@ def test_logger_and_plan_fields_in_every_host(
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    messages = (
-        [line.removeprefix("log 1 ") for line in lines if line.startswith("log 1 ")]
-        if has_logger
-        else [line.removeprefix("[twell] error: ") for line in done.stderr.splitlines()]
+    prefix, messages = ("log 1 ", lines) if has_logger else ("[twell] error: ", done.stderr.splitlines())
+    first, second = (line.removeprefix(prefix) for line in messages if line.startswith(prefix))
+    assert first == "TwellGatedMlp 'layer0': the host passed no field collection"
+    assert second.startswith("TwellGatedMlp 'layer0': no usable GPU: ")
+    assert ", ".join(line for line in lines if not line.startswith("log ")) == (
+        "creators 2, refused 1, field schema 3, field activation 2, field threshold 0.25, field compression 4, "
+        "field hot 512, field gate_bias 0, field up_bias 1, field down_bias 1, field residual 1, attached 0"
     )
-    assert len(messages) == 2
-    assert messages[0] == "TwellGatedMlp 'layer0': the host passed no field collection"
-    assert messages[1].startswith("TwellGatedMlp 'layer0': no usable GPU: ")
-    assert [line for line in lines if not line.startswith("log ")] == [
-        "creators 2",
-        "refused 1",
-        "field schema 3",
-        "field activation 2",
-        "field threshold 0.25",
-        "field compression 4",
-        "field hot 512",
-        "field gate_bias 0",
-        "field up_bias 1",
-        "field down_bias 1",
-        "field residual 1",
-        "attached 0",
-    ]
 
 
 # ---- ONNX to plan ----
 
+Input = list[Any]  # dtype, extents
+Case = dict[str, Any]
+LEADING = ("batch", "sequence")
 
-def block(plugin: str, dtype: str = "bf16", **changes: Any) -> dict[str, Any]:
-    """Return a build case for registry_child.py."""
-    return {"plugin": plugin, "dtype": dtype, "d_model": 64, "d_ff": 300, "d_out": 64} | changes
+
+def node(plugin: str, inputs: dict[str, Input | None], outputs: int = 1, **attributes: Any) -> Case:
+    """Return a build case for registry_child.py; outputs are like as many first inputs."""
+    given = {name: value for name, value in inputs.items() if value is not None}
+    first = list(given.values())[:outputs]
+    return {"plugin": plugin, "inputs": [[n, *v] for n, v in given.items()], "outputs": first, "attributes": attributes}
 
 
-ALL_BIASES = {GATED: ["gate", "up", "down"], PLAIN: ["up", "down"]}
-BUILT: dict[str, dict[str, Any]] = {
+def block(
+    plugin: str, dtype: str = "bf16", *, biases: str = "", residual: bool | Input = False, **changes: Any
+) -> Case:
+    """Return a build case of a block; `biases` are some of g(ate), u(p), d(own).
+
+    A change is one of a size, the leading extents or attributes, or replaces an input.
+    """
+    d_model, d_ff, d_out = (
+        changes.pop(name, default) for name, default in (("d_model", 64), ("d_ff", 300), ("d_out", 64))
+    )
+    leading, attributes = changes.pop("leading", LEADING), changes.pop("attributes", {})
+    inputs: dict[str, Input | None] = {"x": [dtype, [*leading, d_model]]}
+    said: dict[str, Any] = {"activation": "relu", "threshold": 0.0, "compression": 8, "hot": 0}
+    for name in ("gate", "up", "down") if plugin == GATED else ("up", "down"):
+        inputs[f"w_{name}"] = [dtype, [d_ff, d_out if name == "down" else d_model]]
+        inputs[f"b_{name}"] = [dtype, [d_out if name == "down" else d_ff]] if name[0] in biases else None
+        said[f"{name}_bias"] = int(name[0] in biases)
+    inputs["residual"] = (residual if isinstance(residual, list) else [dtype, [*leading, d_out]]) if residual else None
+    case = node(plugin, inputs | changes, **said | {"residual": int(bool(residual))} | attributes)
+    return case | {"outputs": [[dtype, [*leading, d_out]]]}
+
+
+def attention(
+    dtype: str = "bf16", *, lengths: bool | Input = False, causal: bool = True, profiles: int = 1, **changes: Any
+) -> Case:
+    attributes = changes.pop("attributes", {})
+    inputs: dict[str, Input | None] = {
+        name: [dtype, ["batch", "tokens", heads, 64]] for name, heads in (("q", 4), ("k", 2), ("v", 2))
+    }
+    inputs["lengths"] = (lengths if isinstance(lengths, list) else ["int32", ["batch"]]) if lengths else None
+    said = {"scale": 0.125, "causal": int(causal), "lengths": int(bool(lengths))} | attributes
+    return node(ATTENTION, inputs | changes, **said) | {"profiles": profiles}
+
+
+def cached(dtype: str = "bf16", **changes: Input | None) -> Case:
+    inputs = {
+        "q": [dtype, ["batch", "tokens", 4, 64]],
+        **{name: [dtype, ["batch", 2, 128, 64]] for name in ("keys", "values")},
+        **{name: ["int32", ["batch"]] for name in ("query_counts", "key_counts")},
+    }
+    return node(CACHED, inputs | changes, scale=0.125) | {"profiles": 2}
+
+
+def appending(dtype: str = "bf16", **changes: Input | None) -> Case:
+    inputs = {
+        **{name: [dtype, ["batch", 2, 128, 64]] for name in ("keys", "values")},
+        **{name: [dtype, ["batch", "tokens", 2, 64]] for name in ("new_keys", "new_values")},
+        **{name: ["int32", ["batch"]] for name in ("starts", "counts")},
+    }
+    return node(APPEND, inputs | changes, outputs=2) | {"profiles": 2}
+
+
+ALL_BIASES = {GATED: "gud", PLAIN: "ud"}
+RANK_FIVE = ("a", "b", "c", "d")
+QKV_256, FIXED = ({n: ["bf16", extents] for n in "qkv"} for extents in (["batch", "tokens", 2, 256], [2, 40, 2, 64]))
+KEYS = ["bf16", ["batch", "keys", 2, 64]]
+BUILT: dict[str, Case] = {
     **{
-        f"{plugin}-{dtype}-{'biases' if biases else 'no-biases'}": block(plugin, dtype, biases=biases)
-        for plugin in PLUGINS
+        f"{plugin}-{dtype}-{biases}": block(plugin, dtype, biases=biases)
+        for plugin in BLOCKS
         for dtype in ("bf16", "fp16")
-        for biases in ([], ALL_BIASES[plugin])
+        for biases in ("", ALL_BIASES[plugin])
     },
     **{
-        f"{plugin}-residual-{'biases' if biases else 'no-biases'}": block(plugin, biases=biases, residual=True)
-        for plugin in PLUGINS
-        for biases in ([], ALL_BIASES[plugin])
+        f"{plugin}-residual-{biases}": block(plugin, biases=biases, residual=True)
+        for plugin in BLOCKS
+        for biases in ("", ALL_BIASES[plugin])
     },
-    "residual-of-one-token": block(PLAIN, leading=[], residual=True, d_out=8),
-    "residual-of-rank-five": block(GATED, "fp16", leading=["a", "b", "c", "d"], residual=True),
-    "some-biases": block(GATED, biases=["up"]),
+    "residual-of-one-token": block(PLAIN, leading=(), residual=True, d_out=8),
+    "residual-of-rank-five": block(GATED, "fp16", leading=RANK_FIVE, residual=True),
+    "some-biases": block(GATED, biases="u"),
     "one-neuron": block(GATED, d_ff=1),
     "whole-tiles": block(PLAIN, d_ff=512),
     "other-width-out": block(PLAIN, d_out=8),
-    "one-token": block(GATED, leading=[]),
-    "tokens-only": block(GATED, leading=["tokens"]),
-    "rank-five": block(PLAIN, leading=["a", "b", "c", "d"]),
+    "one-token": block(GATED, leading=()),
+    "tokens-only": block(GATED, leading=("tokens",)),
+    "rank-five": block(PLAIN, leading=RANK_FIVE),
     "relu2": block(PLAIN, attributes={"activation": "relu2", "compression": 1}),
     "fatrelu": block(GATED, attributes={"activation": "fatrelu", "threshold": 0.01}),
     "drelu": block(GATED, attributes={"activation": "drelu", "compression": 2}),
     "hot": block(GATED, d_ff=512, attributes={"hot": 256}, residual=True),
-    "all-hot": block(PLAIN, attributes={"hot": 300}, biases=["up", "down"]),
+    "all-hot": block(PLAIN, attributes={"hot": 300}, biases="ud"),
+    "cached": cached(),
+    "cached-fp16": cached("fp16"),
+    "append": appending(),
+    "append-fp16": appending("fp16"),
+    "append-two-widths": appending(
+        values=["bf16", ["batch", 2, 128, 32]], new_values=["bf16", ["batch", "tokens", 2, 32]]
+    ),
+    "attention": attention(),
+    "attention-fp16": attention("fp16"),
+    "lengths": attention(lengths=True),
+    "not-causal": attention("fp16", causal=False),
+    "not-causal-lengths": attention(causal=False, lengths=True),
+    "other-keys": attention(causal=False, k=KEYS, v=KEYS),
+    "width-256": attention(**QKV_256),
+    "fixed": attention(**FIXED),
+    "profiles": attention(profiles=3, lengths=True),
 }
 
-# name: case, what the message says
-NOT_BUILT: dict[str, tuple[dict[str, Any], str]] = {
-    "d_model-not-of-8": (block(GATED, d_model=60, d_out=64), "d_model must be a positive multiple of 8 (x [?, ?, 60]"),
-    "d_out-not-of-8": (block(PLAIN, d_out=4), "d_out must be a positive multiple of 8"),
-    "d_ff-too-large": (block(PLAIN, d_model=8, d_ff=65537, d_out=8), "d_ff must be 1 to 65536"),
-    "hot-beyond-d_ff": (block(PLAIN, attributes={"hot": 301}), "field 'hot': got 301; allowed: 0 to d_ff = 300"),
-    "down-of-other-d_ff": (
-        block(GATED, shapes={"w_down": [256, 64]}),
-        "input w_down has shape [256, 64]; expected [d_ff, d_out] = [300, 64]",
-    ),
-    "up-transposed": (
-        block(GATED, shapes={"w_up": [64, 300]}),
-        "input w_up has shape [64, 300]; expected [d_ff, d_model] = [300, 64]",
-    ),
-    "bias-as-matrix": (
-        block(PLAIN, biases=["up"], shapes={"b_up": [1, 300]}),
-        "input b_up has shape [1, 300]; expected [d_ff] = [300]",
-    ),
-    "x-of-other-width": (
-        block(PLAIN, x_columns=32),
+
+def wrong_shape(name: str, found: str, expected: str) -> str:
+    return f"input {name} has shape {found}; expected {expected}"
+
+
+QKV_60, QKV_264 = ({n: ["bf16", ["batch", "tokens", 2, width]] for n in "qkv"} for width in (60, 264))
+OTHER_KEYS = {n: ["bf16", [1, 8 if n == "q" else 9, 2, 64]] for n in "qkv"}
+SHORT_CACHES = {n: ["bf16", ["batch", 2, 32, 64]] for n in ("keys", "values")}
+ONE_TYPE, ONE_TYPE_QKV = "all inputs must be bf16, or all fp16 (x", "q, k and v must all be bf16, or all fp16 (q"
+OF_KEYS, OF_Y = "[batch, keys, kv_heads, width]", "that of y, [..., d_out] = [?, ?, 64]"
+OF_CACHE, OF_ROWS = "[batch, kv_heads, length, width]", "[batch, tokens, kv_heads, width]"
+MULTIPLE_HEADS = "heads must be a positive multiple of kv_heads (q [?, ?, 3, 64], k [?, ?, 2, 64])"
+# Cases, and what the message says.
+NOT_BUILT: list[tuple[Case, str]] = [
+    (block(GATED, d_model=60, d_out=64), "d_model must be a positive multiple of 8 (x [?, ?, 60]"),
+    (block(PLAIN, d_out=4), "d_out must be a positive multiple of 8"),
+    (block(PLAIN, d_model=8, d_ff=65537, d_out=8), "d_ff must be 1 to 65536"),
+    (block(PLAIN, attributes={"hot": 301}), "field 'hot': got 301; allowed: 0 to d_ff = 300"),
+    (block(GATED, w_down=["bf16", [256, 64]]), wrong_shape("w_down", "[256, 64]", "[d_ff, d_out] = [300, 64]")),
+    (block(GATED, w_up=["bf16", [64, 300]]), wrong_shape("w_up", "[64, 300]", "[d_ff, d_model] = [300, 64]")),
+    (block(PLAIN, biases="u", b_up=["bf16", [1, 300]]), wrong_shape("b_up", "[1, 300]", "[d_ff] = [300]")),
+    (
+        block(PLAIN, x=["bf16", [*LEADING, 32]]),
         "input x has shape [?, ?, 32]; its last extent must be d_model = 64, as in w_up [d_ff, d_model]",
     ),
-    "bias-not-given": (
-        block(GATED, attributes={"gate_bias": 1}),
-        "got 4 inputs; expected 5: x, w_gate, b_gate, w_up, w_down",
-    ),
-    "bias-not-said": (
-        block(PLAIN, biases=["down"], attributes={"down_bias": 0}),
-        "got 4 inputs; expected 3: x, w_up, w_down",
-    ),
-    "residual-not-given": (
-        block(PLAIN, attributes={"residual": 1}),
-        "got 3 inputs; expected 4: x, w_up, w_down, residual",
-    ),
-    "residual-not-said": (
-        block(GATED, residual=True, attributes={"residual": 0}),
-        "got 5 inputs; expected 4: x, w_gate, w_up, w_down",
-    ),
-    "residual-of-other-width": (
-        block(PLAIN, residual=["batch", "sequence", 32]),
-        "input residual has shape [?, ?, 32]; expected that of y, [..., d_out] = [?, ?, 64]",
-    ),
-    "residual-of-other-rank": (
-        block(PLAIN, residual=["sequence", 64]),
-        "input residual has shape [?, 64]; expected that of y, [..., d_out] = [?, ?, 64]",
-    ),
-    "residual-of-other-type": (
-        block(GATED, residual=True, dtypes={"residual": "fp16"}),
-        "input residual is fp16; all inputs must be bf16, or all fp16 (x is bf16)",
-    ),
-    "a weight whose shape varies": (
-        block(PLAIN, dynamic={"w_down": [300, "d_out"]}),
+    (block(GATED, attributes={"gate_bias": 1}), "got 4 inputs; expected 5: x, w_gate, b_gate, w_up, w_down"),
+    (block(PLAIN, biases="d", attributes={"down_bias": 0}), "got 4 inputs; expected 3: x, w_up, w_down"),
+    (block(PLAIN, attributes={"residual": 1}), "got 3 inputs; expected 4: x, w_up, w_down, residual"),
+    (block(GATED, residual=True, attributes={"residual": 0}), "got 5 inputs; expected 4: x, w_gate, w_up, w_down"),
+    (block(PLAIN, residual=["bf16", [*LEADING, 32]]), wrong_shape("residual", "[?, ?, 32]", OF_Y)),
+    (block(PLAIN, residual=["bf16", ["sequence", 64]]), wrong_shape("residual", "[?, 64]", OF_Y)),
+    (block(GATED, residual=["fp16", [*LEADING, 64]]), f"input residual is fp16; {ONE_TYPE} is bf16)"),
+    (
+        block(PLAIN, w_down=["bf16", [300, "d_out"]]),
         "input w_down has shapes from [300, 8] to [300, 64]; expected a fixed shape",
     ),
-    "float32": (block(PLAIN, dtype="fp32"), "input x is float32; all inputs must be bf16, or all fp16"),
-    "mixed-types": (
-        block(GATED, dtypes={"w_down": "fp16"}),
-        "input w_down is fp16; all inputs must be bf16, or all fp16 (x is bf16)",
-    ),
-    "activation": (block(GATED, attributes={"activation": "silu"}), "field 'activation': got 'silu'; allowed: relu,"),
-    "attribute-type": (
+    (block(PLAIN, "fp32"), "input x is float32; all inputs must be bf16, or all fp16"),
+    (block(GATED, w_down=["fp16", [300, 64]]), f"input w_down is fp16; {ONE_TYPE} is bf16)"),
+    (block(GATED, attributes={"activation": "silu"}), "field 'activation': got 'silu'; allowed: relu,"),
+    (
         block(GATED, attributes={"compression": 8.0}),
         "field 'compression': got 1 of type float32; allowed: one int32, 1, 2, 4 or 8",
     ),
-}
+    (
+        attention(k=["bf16", ["batch", "tokens", 128]]),
+        wrong_shape("k", "[?, ?, 128]", f"{OF_KEYS} = [?, ?, ?, 64]"),
+    ),
+    (attention(**QKV_60), "width must be a positive multiple of 8, up to 256 (q [?, ?, 2, 60]"),
+    (attention(**QKV_264), "width must be a positive multiple of 8, up to 256 (q [?, ?, 2, 264]"),
+    (attention(q=["bf16", ["batch", "tokens", 3, 64]]), MULTIPLE_HEADS),
+    (
+        attention(v=["bf16", ["batch", "tokens", 4, 64]]),
+        wrong_shape("v", "[?, ?, 4, 64]", f"{OF_KEYS} = [?, ?, 2, 64]"),
+    ),
+    (attention(**OTHER_KEYS), wrong_shape("k", "[1, 9, 2, 64]", f"{OF_KEYS} = [1, 8, ?, 64]")),
+    (attention("fp32"), f"input q is float32; {ONE_TYPE_QKV} is float32)"),
+    (attention(v=["fp16", ["batch", "tokens", 2, 64]]), f"input v is fp16; {ONE_TYPE_QKV} is bf16)"),
+    (attention(lengths=["int64", ["batch"]]), "input lengths is int64; expected int32"),
+    (attention(lengths=["int32", ["batch", 1]]), wrong_shape("lengths", "[?, 1]", "[batch] = [?]")),
+    (attention(lengths=True, attributes={"lengths": 0}), "got 4 inputs; expected 3: q, k, v"),
+    (attention(attributes={"lengths": 1}), "got 3 inputs; expected 4: q, k, v, lengths"),
+    (attention(attributes={"causal": 3}), "field 'causal': got 3; allowed: 0 or 1"),
+    (
+        cached(keys=["bf16", ["batch", 128, 2, 32]]),
+        wrong_shape("keys", "[?, 128, 2, 32]", f"{OF_CACHE} = [?, ?, ?, 64]"),
+    ),
+    (
+        cached(values=["bf16", ["batch", 2, 96, 64]]),
+        wrong_shape("values", "[?, 2, 96, 64]", f"{OF_CACHE} = [?, 2, 128, 64]"),
+    ),
+    (cached(key_counts=["int64", ["batch"]]), "input key_counts is int64; expected int32"),
+    (cached(key_counts=None), "got 4 inputs; expected 5: q, keys, values, query_counts, key_counts"),
+    (cached(**SHORT_CACHES), "there must not be more tokens than keys where these are cached"),
+    (
+        appending(new_keys=["bf16", ["batch", "tokens", 3, 64]]),
+        wrong_shape("new_keys", "[?, ?, 3, 64]", f"{OF_ROWS} = [?, ?, 2, 64]"),
+    ),
+    (
+        appending(values=["bf16", ["batch", 2, 96, 64]]),
+        wrong_shape("values", "[?, 2, 96, 64]", f"{OF_CACHE} = [?, 2, 128, ?]"),
+    ),
+    (
+        appending(new_values=["fp16", ["batch", "tokens", 2, 64]]),
+        "input new_values is fp16; expected bf16, or fp16, for all keys and values",
+    ),
+    (appending(starts=["int64", ["batch"]]), "input starts is int64; expected int32"),
+    (appending(counts=None), "got 5 inputs; expected 6: keys, values, new_keys, new_values, starts, counts"),
+]
 
 
 @pytest.fixture(scope="module")
 def built() -> dict[str, Report]:
     """Parse and build every case in one TensorRT-RTX process."""
-    report = talk("rtx", {"build": [*BUILT.values(), *(case for case, _ in NOT_BUILT.values())]})
-    return dict(zip([*BUILT, *NOT_BUILT], report["results"], strict=True))
+    cases = {**BUILT, **{f"{case['plugin']}-{text}": case for case, text in NOT_BUILT}}
+    cases = {name: case for name, case in cases.items() if case["plugin"] in BLOCKS or attention_library_path()}
+    return dict(zip(cases, talk("rtx", {"build": list(cases.values())})["results"], strict=True))
 
 
 @pytest.mark.parametrize("name", BUILT)
 def test_engine_is_built(built: dict[str, Report], name: str) -> None:
-    result, case = built[name], BUILT[name]
+    case = BUILT[name]
+    need(case["plugin"])
+    result = built[name]
     assert result["plan_bytes"] > 0, result["parser"] + loud(result)
     assert result["in_plan"]
     assert not loud(result)
-    assert result["dtype"] == {"bf16": "BF16", "fp16": "HALF"}[case["dtype"]]
-    assert result["shape"] == [-1] * len(case.get("leading", ["batch", "sequence"])) + [case["d_out"]]
+    dtype, extents = case["outputs"][0]
+    sizes = [size if isinstance(size, int) else -1 for size in extents]
+    assert result["output"] == [{"bf16": "BF16", "fp16": "HALF"}[dtype], sizes]
 
 
-@pytest.mark.parametrize("name", NOT_BUILT)
-def test_bad_node_is_refused_with_a_reason(built: dict[str, Report], name: str) -> None:
-    result = built[name]
-    case, text = NOT_BUILT[name]
+@pytest.mark.parametrize(("case", "text"), NOT_BUILT, ids=[f"{case['plugin']}-{text}" for case, text in NOT_BUILT])
+def test_bad_node_is_refused_with_a_reason(built: dict[str, Report], case: Case, text: str) -> None:
+    need(case["plugin"])
+    result = built[f"{case['plugin']}-{text}"]
     assert result["plan_bytes"] == 0
-    assert any(message.startswith(f"{case['plugin']} 'block0': {text}") for message in loud(result)), loud(result)
+    assert any(message.startswith(f"{case['plugin']} 'node0': {text}") for message in loud(result)), loud(result)
