@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
-
-import pytest
 
 from tests.conftest import ROOT
 
-FILES = [
-    file
-    for folder in ("twellc", "passes", "export", "plugins")
-    for file in sorted((ROOT / folder).rglob("*.py"))
-    if "lib" not in file.relative_to(ROOT).parts
-]
+FOLDERS = ("twellc", "passes", "export", "plugins")
+FILES = [file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py")) if "lib" not in file.parts[-2:-1]]
+TREES = {str(file.relative_to(ROOT)): ast.parse(file.read_text()) for file in FILES}
 Described = ast.FunctionDef | ast.ClassDef
 
 
@@ -30,10 +24,6 @@ def described(tree: ast.Module, section: str) -> list[tuple[Described, set[str]]
     return [(node, names) for node, names in found if names]
 
 
-def is_record(node: ast.ClassDef) -> bool:
-    return any("dataclass" in ast.unparse(each) for each in node.decorator_list)
-
-
 def fields_of(node: ast.ClassDef) -> set[str]:
     declared = [each for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
     return {
@@ -41,25 +31,22 @@ def fields_of(node: ast.ClassDef) -> set[str]:
     }
 
 
-def methods_of(node: ast.ClassDef) -> set[str]:
-    return {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_docstrings_name_what_is_there(file: Path) -> None:
-    tree = ast.parse(file.read_text())
-    for node, names in described(tree, "Args"):
+def test_arguments_are_those_of_the_function() -> None:
+    found = [(file, *each) for file, tree in TREES.items() for each in described(tree, "Args")]
+    assert len(found) > 100
+    for file, node, names in found:
         if isinstance(node, ast.FunctionDef):
             given = node.args
             every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
             parameters = {each.arg for each in every if each is not None} - {"self", "cls"}
-            assert names == {name for name in parameters if name in names or not name.startswith("_")}, node.name
-    for node, names in described(tree, "Attributes"):
-        if isinstance(node, ast.ClassDef) and is_record(node):
-            assert fields_of(node) <= names <= fields_of(node) | methods_of(node), node.name
+            expected = {name for name in parameters if name in names or not name.startswith("_")}
+            assert names == expected, f"{file}: {node.name}"
 
 
-def test_every_file_is_looked_at() -> None:
-    trees = [ast.parse(file.read_text()) for file in FILES]
-    assert sum(len(described(tree, "Args")) for tree in trees) > 100
-    assert sum(len(described(tree, "Attributes")) for tree in trees) > 100
+def test_attributes_are_those_of_the_record() -> None:
+    found = [(file, *each) for file, tree in TREES.items() for each in described(tree, "Attributes")]
+    assert len(found) > 100
+    for file, node, names in found:
+        if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(each) for each in node.decorator_list):
+            methods = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+            assert fields_of(node) <= names <= fields_of(node) | methods, f"{file}: {node.name}"

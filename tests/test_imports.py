@@ -85,12 +85,8 @@ def test_imports_between_layers_point_down() -> None:
     assert not upward
 
 
-def test_no_circle_of_modules() -> None:
-    assert not circle(GRAPH)
-
-
-def test_no_circle_of_folders() -> None:
-    assert not circle(by_folder(GRAPH))
+def test_no_circle() -> None:
+    assert not circle(GRAPH) and not circle(by_folder(GRAPH))
 
 
 @pytest.mark.parametrize(

@@ -11,63 +11,37 @@ from torch import Tensor
 from tests.tolerance import assert_as_accurate, assert_same
 
 
-def zeroed(y: Tensor) -> Tensor:
-    return torch.zeros_like(y)
+def first(value: float) -> Callable[[Tensor], Tensor]:
+    """Return the damage of one element."""
+    return lambda y: torch.cat([y.new_tensor([value]), y.flatten()[1:]]).view_as(y)
 
 
-def halved(y: Tensor) -> Tensor:
-    return y / 2
-
-
-def without_a_row(y: Tensor) -> Tensor:
-    return torch.cat([torch.zeros_like(y[:1]), y[1:]])
-
-
-def without_an_element(y: Tensor) -> Tensor:
-    damaged = y.clone()
-    damaged.view(-1)[y.abs().argmax()] = 0
-    return damaged
-
-
-def with_a_nan(y: Tensor) -> Tensor:
-    damaged = y.clone()
-    damaged[0, 0] = torch.nan
-    return damaged
-
-
-def with_an_infinity(y: Tensor) -> Tensor:
-    damaged = y.clone()
-    damaged[0, 0] = torch.inf
-    return damaged
-
-
-DAMAGES = [zeroed, halved, without_a_row, without_an_element, with_a_nan, with_an_infinity]
+DAMAGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "zeroed": torch.zeros_like,
+    "halved": lambda y: y / 2,
+    "without a row": lambda y: torch.cat([torch.zeros_like(y[:1]), y[1:]]),
+    "without an element": lambda y: y.where(y.abs() < y.abs().max(), 0),
+    "NaN": first(torch.nan),
+    "infinity": first(torch.inf),
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_same_notices(damage: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+def test_same_notices(damage: str, dtype: torch.dtype) -> None:
     y = torch.randn(12, 16, dtype=dtype)
     assert_same(y.clone(), y)
     assert_same(y * (1 + torch.finfo(dtype).eps), y)
-    with pytest.raises(AssertionError):
-        assert_same(damage(y), y)
-    with pytest.raises(AssertionError):
-        assert_same(y * 1.001, y)
-
-
-def test_same_notices_dtype_and_shape() -> None:
-    y = torch.randn(12, 16)
-    for other in (y.double(), y[:1], y.bfloat16()):
+    for other in (DAMAGES[damage](y), y * 1.001, y[:1], y.bfloat16()):
         with pytest.raises(AssertionError):
             assert_same(other, y)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_accuracy_notices(damage: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+def test_accuracy_notices(damage: str, dtype: torch.dtype) -> None:
     truth = torch.randn(12, 16, dtype=torch.float64)
     plain = truth.to(dtype)
     assert_as_accurate(plain.clone(), plain, truth)
     with pytest.raises(AssertionError):
-        assert_as_accurate(damage(plain), plain, truth)
+        assert_as_accurate(DAMAGES[damage](plain), plain, truth)

@@ -96,63 +96,40 @@ def test_columns_compute_the_same(draw: Any, layers: Any, monkeypatch: pytest.Mo
     assert torch.equal(found["pruned"][0][0].block.gate, sets[0].block.gate[np.sort(np.r_[alive, dead[:3]])])
 
 
+@pytest.fixture
 def results(layers: Any) -> list[dict[str, Any]]:
-    """Return two layers as they are measured, with round times."""
-    times: list[dict[str, float]] = [
-        {
-            "dense eager": 300,
-            "dense packed": 200,
-            "dense FP8": 120,
-            layers.PACKED_ALIVE: 150,
-            "as is": 100,
-            "split 256": 125,
-            "split 512": 80,
-            "pruned": 50,
-        },
-        {
-            "dense eager": 100,
-            "dense packed": 110,
-            "dense FP8": 80,
-            layers.PACKED_ALIVE: 90,
-            "as is": 125,
-            "split 256": 100,
-            "split 512": 160,
-            "pruned": 100,
-        },
-    ]
-    return [
-        {
-            "layer": layer,
-            "tokens": 2048,
-            "alive": 4400,
-            "mean_nonzeros": 49.0,
-            "max_nonzeros": 200,
-            "times": {name: {"median_us": float(value)} for name, value in own.items()},
-        }
-        for layer, own in enumerate(times)
-    ]
+    """Two layers as they are measured, with round times."""
+    names = (
+        "dense eager",
+        "dense packed",
+        "dense FP8",
+        layers.PACKED_ALIVE,
+        "as is",
+        "split 256",
+        "split 512",
+        "pruned",
+    )
+    found = []
+    for layer, own in enumerate([(300, 200, 120, 150, 100, 125, 80, 50), (100, 110, 80, 90, 125, 100, 160, 100)]):
+        times = {name: {"median_us": float(value)} for name, value in zip(names, own, strict=True)}
+        counts = {"tokens": 2048, "alive": 4400, "mean_nonzeros": 49.0, "max_nonzeros": 200}
+        found.append({"layer": layer, **counts, "times": times})
+    return found
 
 
-def test_layers_together(layers: Any) -> None:
-    found = layers.together(results(layers))
+def test_layers_together(layers: Any, results: list[dict[str, Any]]) -> None:
+    found = layers.together(results)
     assert found["dense_us"] == 300  # 200 packed, 100 eager
     assert found["chosen"] == {"exact": ["split 512", "dense eager"], "pruned": ["pruned", "dense eager"]}
-    assert found["speed_up"] == {
-        "all as is": 300 / 225,
-        "all split 256": 300 / 225,
-        "all split 512": 300 / 240,
-        "all pruned": 2.0,
-        "exact": 300 / 180,
-        "pruned": 2.0,
-    }
+    all_as = {"all as is": 225, "all split 256": 225, "all split 512": 240, "all pruned": 150}
+    assert found["speed_up"] == {name: 300 / us for name, us in {**all_as, "exact": 180, "pruned": 150}.items()}
     assert found["least_layer"]["all as is"] == 0.8 and found["least_layer"]["exact"] == 1.0
     assert found["over dense FP8"] == {"exact": 200 / 180, "pruned": 200 / 150}
 
 
-def test_page_of_layers(layers: Any) -> None:
-    found = results(layers)
-    lines = [layers.layer_head(found[0]), *(layers.layer_row(each, list(found[0]["times"])) for each in found)]
-    page = "\n".join([*lines, layers.markdown([layers.together(found)])])
+def test_page_of_layers(layers: Any, results: list[dict[str, Any]]) -> None:
+    lines = [layers.layer_head(results[0]), *(layers.layer_row(each, list(each["times"])) for each in results)]
+    page = "\n".join([*lines, layers.markdown([layers.together(results)])])
     assert page.startswith("2048 tokens, µs (speed-up):\n\n| layer | non-zeros a row, mean / max |")
     for line in (
         "| 2048 | 300.0 | 1.67 | 1.3 yes | 1.00 yes | 2.00 | 1.6 yes | 1.00 yes | 1.11, 1.33 | 1.33, 1.60 |",
@@ -165,9 +142,9 @@ def test_page_of_layers(layers: Any) -> None:
 
 def test_table_row(benchmark_module: Callable[[str], Any]) -> None:
     block = benchmark_module("block")
-    times = {"dense eager": 30, "dense packed": 20, "cuBLAS gate": 8, "gate": 10, "mlp": 10}
+    times = {"dense eager": 30.0, "dense packed": 20.0, "cuBLAS gate": 8.0, "gate": 10.0, "mlp": 10.0}
     result: dict[str, Any] = {"tokens": 4, "mean_nonzeros": 28.0, "max_nonzeros": 60}
-    result["times"] = {name: {"median_us": float(value)} for name, value in times.items()}
+    result["times"] = {name: {"median_us": value} for name, value in times.items()}
     row = block.table_row(result)
     assert row == "| 4 | 28.0 / 60 | 30.0 | - | 20.0 | - | 8.0 | 10.0 (1.25) | 10.0 | 2.00 | - |"
     assert row.count("|") == block.HEADER.splitlines()[0].count("|")

@@ -65,6 +65,7 @@ def held_out_of(model: Any, proof: Any, corpus: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_held_out_losses_are_those_of_the_models_that_were_kept(proof: Any, tmp_path: Path) -> None:
     """Of the dense model, of the one that was fine-tuned, and of one that is made sparse at once."""
     options = ["--smoke", "--device", "cpu", "--part", "fine-tune", "--out", tmp_path, "--json", tmp_path / "r.json"]

@@ -94,15 +94,16 @@ def test_page(trained: Any) -> None:
     standings = {"speed_ups": {"dense packed": 1.0, "twell": 2.5}}
     shapes = [{"shape": "1x1", "densities": [0.01, 0.03], "model": standings, "blocks": standings}]
     check = {"within": False, "text": {"candidate_bits": 1.25, "plain_bits": 1.0}}
+    commands = {
+        "check": {"status": 1, "seconds": 2.0, "found": check},
+        "compile": {"status": 2, "seconds": 1.0, "message": "Usage\nError: no."},
+        "bench": {"status": 0, "seconds": 3.0, "found": {"results": shapes}},
+    }
     report = {
         "machine": {"gpu": "a GPU", "torch": "2", "commit": "abc"},
         "parameters": 2e8,
         "training": {"steps": 2, "tokens": 64, "seconds": 9},
-        "commands": {
-            "check": {"command": "twellc check m", "status": 1, "seconds": 2.0, "found": check},
-            "compile": {"command": "twellc compile m", "status": 2, "seconds": 1.0, "message": "Usage\nError: no."},
-            "bench": {"command": "twellc bench m", "status": 0, "seconds": 3.0, "found": {"results": shapes}},
-        },
+        "commands": {name: {"command": f"twellc {name} m", **each} for name, each in commands.items()},
     }
     page = trained.markdown(report).splitlines()
     for line in (
