@@ -242,7 +242,9 @@ def sample(folder: Path, device: torch.device, prompt: bytes, length: int = 300)
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 @click.option("--output", type=click.Path(file_okay=False, path_type=Path), default=Path(__file__).parent)
 @click.option("--seed", default=0)
-@click.option("--eval-bytes", type=int, help="How many of the held-out bytes to measure on, from the first one; all by default.")
+@click.option(
+    "--eval-bytes", type=int, help="How many of the held-out bytes to measure on, from the first one; all by default."
+)
 def main(
     steps: int, batch: int, seq: int, l1: float, lr: float, device: str, output: Path, seed: int, eval_bytes: int | None
 ) -> None:

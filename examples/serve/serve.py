@@ -297,9 +297,7 @@ def refusal(status: int, message: str, param: str | None = None, code: str | Non
 async def _other(request: Request, error: Exception) -> Response:
     """Answer requests for what is not there."""
     assert isinstance(error, HTTPException)
-    what = (
-        f"{request.method} {request.url.path}: is not a path of this server; expected POST /v1/chat/completions."
-    )
+    what = f"{request.method} {request.url.path}: is not a path of this server; expected POST /v1/chat/completions."
     return refusal(error.status_code, what, code="unknown_url" if error.status_code == 404 else "method_not_supported")
 
 

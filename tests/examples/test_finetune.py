@@ -26,6 +26,7 @@ from twellc.firing.profile import FiringProfile
 from twellc.training.log import TrainingLog
 
 Finetune = Callable[..., click.testing.Result]
+TEXT = "def add(a, b):\n    return a + b\n" * 120
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def finetune(script: Any, tmp_path: Path) -> Finetune:
     """Return a function that runs the script on a text, for a few steps on a CPU."""
     pytest.importorskip("accelerate")
     text = tmp_path / "text.txt"
-    text.write_text("def add(a, b):\n    return a + b\n" * 120)
+    text.write_text(TEXT)
 
     def run(*arguments: object, **options: object) -> click.testing.Result:
         given = {"text": text, "output": tmp_path / "out", "device": "cpu", "lr": 1e-3, "sequence": 16, "batch": 4}
@@ -143,7 +144,7 @@ def test_processes_that_share_the_weights(dense: Path, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     child, text = tmp_path / "child.py", tmp_path / "text.txt"
     child.write_text(SHARDED)
-    text.write_text("def add(a, b):\n    return a + b\n" * 120)
+    text.write_text(TEXT)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     script = ROOT / "examples" / "finetune" / "finetune.py"
     options = ["--model", dense, "--text", text, "--steps", "3", "--sequence", "16", "--device", "cpu", "--lr", "1e-3"]
@@ -191,9 +192,7 @@ def test_refuses(finetune: Finetune, dense: Path, tmp_path: Path) -> None:
     weights = load_file(dense / "model.safetensors")
     save_file({name: weights[name] for name in weights if "up_proj" not in name}, cut, metadata={"format": "pt"})
     refused(finetune(model=cut.parent), "weights are missing; got model.layers.0.mlp.up_proj.weight")
-    config = transformers.BloomConfig(
-        vocab_size=256, hidden_size=32, n_layer=1, n_head=4, bos_token_id=0, eos_token_id=0
-    )
+    config = transformers.BloomConfig(vocab_size=256, hidden_size=32, n_layer=1, n_head=4, bos_token_id=0)
     bloom = models.save(transformers.BloomForCausalLM(config), tmp_path / "bloom", torch.float32)
     refused(finetune(model=bloom), "BloomForCausalLM", "its configuration cannot say")
     assert not (tmp_path / "out").exists()

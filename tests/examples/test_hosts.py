@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.conftest import ROOT
 from tests.processes import environment
+from tests.runtimes import cpp_host, lean_folder
 from twellc.plugins.library import attention_library_path, library_path
 
-ROOT = Path(__file__).resolve().parents[2]
+__all__ = ["cpp_host", "lean_folder"]
+
 HOSTS = ROOT / "examples" / "hosts"
 
 
@@ -22,33 +25,33 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment(), timeout=300)
 
 
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    """A file that is not a plan: a host gets as far as opening it."""
+    path = tmp_path / "broken.plan"
+    path.write_bytes(b"no plan")
+    return path
+
+
 # ---- Python ----
 
 
-def test_python_host_registers_and_says_why_it_cannot_open_a_plan(tmp_path: Path) -> None:
+def test_python_host_registers_and_says_why_it_cannot_open_a_plan(plan: Path) -> None:
     trt = pytest.importorskip("tensorrt_rtx_bindings")
-    plan = tmp_path / "broken.plan"
-    plan.write_bytes(b"no plan")
     done = run(sys.executable, HOSTS / "python" / "run_plan.py", plan, "--module", trt.__name__)
     assert done.stdout == f"TwELL plugins: registered in tensorrt_rtx_bindings {trt.__version__}\n"
-    assert done.returncode == 1
     # Without a GPU it is CUDA that is missing; with one, the plan is not what it should be.
     start = f"{plan}: tensorrt_rtx_bindings {trt.__version__} cannot open the plan: "
-    assert done.stderr.startswith(start)
-    assert len(done.stderr) > len(start) + 10
-    assert "no reason" not in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.returncode == 1 and done.stderr.startswith(start) and len(done.stderr) > len(start) + 10
+    assert "no reason" not in done.stderr and "Traceback" not in done.stderr
 
 
-def test_python_host_without_its_tensorrt(tmp_path: Path) -> None:
-    done = run(sys.executable, HOSTS / "python" / "run_plan.py", tmp_path / "x.plan", "--module", "tensorrt_of_nobody")
+def test_python_host_without_its_tensorrt(plan: Path) -> None:
+    done = run(sys.executable, HOSTS / "python" / "run_plan.py", plan, "--module", "tensorrt_of_nobody")
     assert (done.returncode, done.stderr) == (1, "No module named 'tensorrt_of_nobody'\n")
 
 
-def test_python_host_that_generates(tmp_path: Path) -> None:
-    """As far as it gets without a GPU: to the plan, which it cannot open."""
-    plan = tmp_path / "broken.plan"
-    plan.write_bytes(b"no plan")
+def test_python_host_that_generates(plan: Path) -> None:
     program = HOSTS / "python" / "generate.py"
     done = run(sys.executable, program, plan, "1", "2", "--module", "tensorrt-rtx")
     assert done.returncode == 1 and "Traceback" not in done.stderr
@@ -60,26 +63,34 @@ def test_python_host_that_generates(tmp_path: Path) -> None:
 
 
 PROGRAMS: dict[str, tuple[str, ...]] = {"run_plan": (), "generate": ("3", "1", "2")}
+RUNTIMES = {"rtx": "1.7.1", "lean10": "10.16.1", "lean11": "11.4.0"}
+
+
+@pytest.fixture
+def core(lean_folder: Callable[[str], Path]) -> Callable[[str], Path]:
+    """Return a function that returns a TensorRT's library."""
+
+    def find(runtime: str) -> Path:
+        if runtime == "rtx":
+            return Path(pytest.importorskip("tensorrt_rtx_libs").__file__).with_name("libtensorrt_rtx.so.1")
+        return lean_folder(runtime) / "tensorrt_lean_libs" / f"libnvinfer_lean.so.{runtime.removeprefix('lean')}"
+
+    return find
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("runtime", "version"), [("rtx", "1.7.1"), ("lean10", "10.16.1"), ("lean11", "11.4.0")])
+@pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_cpp_host_registers_and_says_why_it_stops(
-    cpp_host: Path, lean_folder: Callable[[str], Path], tmp_path: Path, program: str, runtime: str, version: str
+    cpp_host: Path, core: Callable[[str], Path], plan: Path, program: str, runtime: str
 ) -> None:
-    if runtime == "rtx":
-        core = Path(pytest.importorskip("tensorrt_rtx_libs").__file__).with_name("libtensorrt_rtx.so.1")
-    else:
-        core = lean_folder(runtime) / "tensorrt_lean_libs" / f"libnvinfer_lean.so.{runtime.removeprefix('lean')}"
-    plan = tmp_path / "broken.plan"
-    plan.write_bytes(b"no plan")
-    done = run(cpp_host.with_name(program), core, library_path(), plan, *PROGRAMS[program])
-    assert done.stdout == f"TwELL plugins: registered in {core}, version {version}\n"
+    library = core(runtime)
+    done = run(cpp_host.with_name(program), library, library_path(), plan, *PROGRAMS[program])
+    assert done.stdout == f"TwELL plugins: registered in {library}, version {RUNTIMES[runtime]}\n"
     assert done.returncode == 1
     # The headers are those of TensorRT 10, so with another the program must stop before it uses them.
     if runtime != "lean10":
-        expected = f"this program was compiled with the headers of TensorRT 10; compile it with those of {core}\n"
+        expected = f"this program was compiled with the headers of TensorRT 10; compile it with those of {library}\n"
         assert done.stderr == expected
     elif not torch.cuda.is_available():
         assert done.stderr.startswith("no usable GPU: ")
@@ -88,27 +99,27 @@ def test_cpp_host_registers_and_says_why_it_stops(
 
 
 @pytest.mark.slow
-def test_cpp_host_registers_all_libraries_that_a_plan_needs(cpp_host: Path, tmp_path: Path) -> None:
-    """A plan with a key-value cache needs two; whatever a library is, it is asked."""
-    core = Path(pytest.importorskip("tensorrt_rtx_libs").__file__).with_name("libtensorrt_rtx.so.1")
+def test_cpp_host_registers_all_libraries_that_a_plan_needs(
+    cpp_host: Path, core: Callable[[str], Path], plan: Path
+) -> None:
+    """A plan with a key-value cache needs two; the host asks each library in turn."""
     attention = attention_library_path()
     if attention is None:
         pytest.skip("no libtwell_attention.so was built")
     for libraries in (f"{library_path()}:{attention}", f"{attention}"):
-        done = run(cpp_host.with_name("generate"), core, libraries, tmp_path / "x.plan", *PROGRAMS["generate"])
-        assert done.stdout == f"TwELL plugins: registered in {core}, version 1.7.1\n"
-    done = run(cpp_host, core, f"{library_path()}:{tmp_path / 'libnothing.so'}", tmp_path / "x.plan")
+        done = run(cpp_host.with_name("generate"), core("rtx"), libraries, plan, *PROGRAMS["generate"])
+        assert done.stdout == f"TwELL plugins: registered in {core('rtx')}, version 1.7.1\n"
+    done = run(cpp_host, core("rtx"), f"{library_path()}:{plan.with_name('libnothing.so')}", plan)
     assert done.returncode == 1 and "libnothing.so: cannot open shared object file" in done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_cpp_host_needs_three_files(cpp_host: Path, tmp_path: Path, program: str) -> None:
-    built, others = cpp_host.with_name(program), PROGRAMS[program]
+def test_cpp_host_needs_three_files(cpp_host: Path, plan: Path, program: str) -> None:
+    built = cpp_host.with_name(program)
     assert run(built).returncode == 2
-    done = run(built, tmp_path / "libnvinfer.so.10", library_path(), tmp_path / "x.plan", *others)
-    assert done.returncode == 1
-    assert "libnvinfer.so.10: cannot open shared object file" in done.stderr
+    done = run(built, plan.with_name("libnvinfer.so.10"), library_path(), plan, *PROGRAMS[program])
+    assert done.returncode == 1 and "libnvinfer.so.10: cannot open shared object file" in done.stderr
 
 
 # ---- PyCUDA ----

@@ -27,7 +27,13 @@ openai = pytest.importorskip("openai", reason="pip install twellc[serve,dev]")
 pytest.importorskip("starlette", reason="pip install twellc[serve]")
 pytest.importorskip("uvicorn", reason="pip install twellc[serve]")
 
-MESSAGES: Any = [{"role": "user", "content": "the lazy dog"}]
+
+def user(content: Any) -> Any:
+    """Return a conversation of one message."""
+    return [{"role": "user", "content": content}]
+
+
+MESSAGES = user("the lazy dog")
 
 
 @contextlib.contextmanager
@@ -92,8 +98,8 @@ def test_an_answer_is_that_of_llm(client: Any, talker: Path) -> None:
     assert answer.choices[0].message.role == "assistant"
     assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
     assert answer.usage.completion_tokens == len(expected.outputs[0].token_ids)
-    parts = [{"role": "user", "content": [{"type": "text", "text": "the lazy "}, {"type": "text", "text": "dog"}]}]
-    again = client.chat.completions.create(model="talker", messages=parts, temperature=0, max_completion_tokens=20)
+    parts = user([{"type": "text", "text": text} for text in ("the lazy ", "dog")])
+    again = ask(client, messages=parts, max_completion_tokens=20)
     assert again.choices[0].message.content == expected.outputs[0].text
     stop = expected.outputs[0].text[6:9]
     cut = ask(client, max_tokens=20, stop=[stop]).choices[0].message.content
@@ -173,6 +179,8 @@ def test_neutral_values_and_names_of_vllm(client: Any) -> None:
         ({"messages": []}, "messages: is out of its range"),
         ({"messages": [{"content": "a"}]}, "a message: has no role"),
         ({"messages": [{"role": "user", "content": 5}]}, "a message: has a part that is not text"),
+        ({"messages": user([{"type": "image_url"}])}, "a message: has a part that is not text; got image_url"),
+        ({"messages": user("größer " * 400)}, "the prompt: is longer than the cache; got "),
         ({"extra_body": {"max_token": 3}}, "the request: has no such argument; got 'max_token'; expected max_tokens"),
     ],
 )
@@ -216,20 +224,6 @@ def test_requests_at_once_and_one_that_is_given_up(client: Any) -> None:
     for thread in threads:
         thread.join(60)
     assert found == [expected] * 3
-
-
-def test_images(client: Any) -> None:
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    with pytest.raises(openai.BadRequestError) as refusal:
-        client.chat.completions.create(model="talker", messages=[{"role": "user", "content": [image]}])
-    assert "a message: has a part that is not text; got image_url" in refusal.value.response.text
-
-
-def test_a_prompt_that_does_not_fit(client: Any) -> None:
-    with pytest.raises(openai.BadRequestError) as refusal:
-        client.chat.completions.create(model="talker", messages=[{"role": "user", "content": "größer " * 400}])
-    assert "the prompt: is longer than the cache; got " in refusal.value.response.text
-    assert ask(client, max_tokens=2).choices[0].message.content is not None
 
 
 def ends_by(server: subprocess.Popen[bytes], address: str, signals: tuple[signal.Signals, ...], busy: bool) -> None:
