@@ -271,8 +271,9 @@ class _Comparison:
         self.notes = [f"blocks are not compared, and the error is not separated: {obstacle}"] if obstacle else []
 
     def run(self, samples: list[Sample], ours: list[Outputs] | None, progress: Callable[[str], None]) -> Runs:
-        """Run the model; see `Reference.run`."""
-        self.runs = self._reference.run(samples, self._graph, ours, progress)
+        """Run the model; `ours` is what the candidate's graph gives, if that was run."""
+        graph = self._graph and replace(self._graph, outputs=ours)
+        self.runs = self._reference.run(samples, graph, progress)
         return self.runs
 
     def output(

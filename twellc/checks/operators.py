@@ -7,6 +7,7 @@ comparing with torch, operator by operator, is what tests/twellc/checks/test_ope
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -66,31 +67,19 @@ class _Pad(OpRun):
         return (np.asarray(padded[tuple(kept)], data.dtype),)
 
 
-class _OverRows(OpRun):
+def _over_rows(compute: Callable[[torch.Tensor], torch.Tensor]) -> type[OpRun]:
     """Over all dimensions from `axis` on as one, as up to opset 12; the reference evaluator has one dimension alone."""
 
-    def _run(self, x: Array, axis: int = 1) -> tuple[Array]:
+    def run(_: OpRun, x: Array, axis: int = 1) -> tuple[Array]:
         rows = math.prod(x.shape[: axis if axis >= 0 else axis + x.ndim])
         matrix = to_torch(x.reshape(rows, x.size // max(rows, 1)))
-        return (to_numpy(self._of(matrix).to(matrix.dtype)).reshape(x.shape),)
+        return (to_numpy(compute(matrix).to(matrix.dtype)).reshape(x.shape),)
 
-    def _of(self, rows: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-
-class _Softmax(_OverRows):
-    def _of(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.softmax(-1)
+    return type("OverRows", (OpRun,), {"_run": run})
 
 
-class _LogSoftmax(_OverRows):
-    def _of(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.log_softmax(-1)
-
-
-class _Hardmax(_OverRows):
-    def _of(self, rows: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.one_hot(rows.argmax(-1), rows.shape[-1])
+def _hardmax(rows: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.one_hot(rows.argmax(-1), rows.shape[-1])
 
 
 class _BatchNormalization(OpRun):
@@ -145,10 +134,10 @@ _OPERATORS: dict[str, tuple[Any, int]] = {
     "GatherElements": (_GatherElements, _NEVER),
     "Gelu": (_Gelu, _NEVER),
     "GridSample": (_GridSample, 20),
-    "Hardmax": (_Hardmax, 13),
+    "Hardmax": (_over_rows(_hardmax), 13),
     "LRN": (_LRN, _NEVER),
-    "LogSoftmax": (_LogSoftmax, 13),
+    "LogSoftmax": (_over_rows(lambda rows: rows.log_softmax(-1)), 13),
     "OneHot": (_OneHot, _NEVER),
     "Pad": (_Pad, _NEVER),
-    "Softmax": (_Softmax, 13),
+    "Softmax": (_over_rows(lambda rows: rows.softmax(-1)), 13),
 }

@@ -7,10 +7,11 @@ both in the whole model and block by block, each block for the input that it has
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import onnx
 import torch
@@ -37,17 +38,25 @@ from twellc.passes.report import Layer
 from twellc.samples.samples import Sample
 
 Outputs = list[torch.Tensor]
+Progress = Callable[[str], None]
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class CandidateGraph:
-    """The ONNX graph of a candidate, with the plugin nodes that stand for the blocks of the model."""
+    """The ONNX graph of a candidate.
+
+    Attributes:
+        path, model: The file and its content.
+        nodes: The plugin nodes that stand for the blocks of the model, in order.
+        outputs: What the graph gives for each sample, if it was run already.
+    """
 
     path: Path
     model: onnx.ModelProto
     nodes: list[PluginNode]
+    outputs: list[Outputs] | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +115,7 @@ class Runs:
     exact: bool = True
 
 
-class Reference(Protocol):
+class Reference(ABC):
     """A model to compare a candidate with.
 
     Attributes:
@@ -127,23 +136,16 @@ class Reference(Protocol):
     dtype: torch.dtype
     layers: list[Layer]
 
-    def run(
-        self,
-        samples: list[Sample],
-        graph: CandidateGraph | None,
-        outputs: list[Outputs] | None,
-        progress: Callable[[str], None],
-    ) -> Runs:
+    @abstractmethod
+    def run(self, samples: list[Sample], graph: CandidateGraph | None, progress: Progress) -> Runs:
         """Run the model.
 
         Args:
             samples: Its inputs.
             graph: The candidate's graph, with one plugin node for each of `layers`; without it the runs with plugin
                 nodes are left out.
-            outputs: What the graph gives for the samples, if it was run already.
             progress: Receives the name of each step.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ def _start(graph: CandidateGraph | None, ends: list[Ends], exact: bool) -> tuple
     return Runs([], [], blocks=[pair.runs for pair in pairs], exact=exact), pairs
 
 
-def _counter(progress: Callable[[str], None], precision: str, blocks: int) -> Callable[[], None]:
+def _counter(progress: Progress, precision: str, blocks: int) -> Callable[[], None]:
     """Name a step, and return what to call for each block that is done in it."""
     step, done = f"running the model in {precision}", itertools.count(1)
     progress(step)
@@ -178,7 +180,7 @@ def _counter(progress: Callable[[str], None], precision: str, blocks: int) -> Ca
 # ---- models that torch traces ----
 
 
-class TorchReference:
+class TorchReference(Reference):
     """A traced model; see `Reference`."""
 
     def __init__(self, model: LoadedModel, settings: dict[str, Any]) -> None:
@@ -206,13 +208,7 @@ class TorchReference:
         ]
         self.layers = [layer for _, layer in chosen]
 
-    def run(
-        self,
-        samples: list[Sample],
-        graph: CandidateGraph | None,
-        outputs: list[Outputs] | None,
-        progress: Callable[[str], None],
-    ) -> Runs:
+    def run(self, samples: list[Sample], graph: CandidateGraph | None, progress: Progress) -> Runs:
         """See `Reference`."""
         runs, pairs = _start(graph, self._ends, self._with_blocks is self._plain)
         ends, nodes = [pair.ends for pair in pairs], [pair.node for pair in pairs]
@@ -357,7 +353,7 @@ def integer_ranges(model: LoadedModel) -> dict[str, tuple[int, int]]:
 # ---- ONNX files ----
 
 
-class OnnxReference:
+class OnnxReference(Reference):
     """An ONNX file of plain operators; see `Reference`."""
 
     def __init__(self, path: Path, settings: dict[str, Any], declared: tuple[InputDeclaration, ...]) -> None:
@@ -383,17 +379,11 @@ class OnnxReference:
         self.inputs = replace(inputs, hints={symbol: min(2 * hint, 8) for symbol, hint in inputs.hints.items()})
         graph = self._model.graph
         self.integers = {value.name: integer_range(graph, value.name) for value in graph.input}
-        self.token_ids: int | None = None
+        self.token_ids = None
         self.outputs = [value.name for value in graph.output]
         self.language_model = self.outputs[0] == "logits"
 
-    def run(
-        self,
-        samples: list[Sample],
-        graph: CandidateGraph | None,
-        outputs: list[Outputs] | None,
-        progress: Callable[[str], None],
-    ) -> Runs:
+    def run(self, samples: list[Sample], graph: CandidateGraph | None, progress: Progress) -> Runs:
         """See `Reference`."""
         runs, pairs = _start(graph, self._ends, self._with_blocks is self._plain)
         count = _counter(progress, "low precision", len(samples) * len(pairs))
@@ -426,7 +416,7 @@ class OnnxReference:
                 count()
         if graph is not None:
             evaluator = OnnxEvaluator(graph.path, graph.model)
-            runs.spliced.extend(outputs or [evaluator.run(sample) for sample in samples])
+            runs.spliced.extend(graph.outputs or [evaluator.run(sample) for sample in samples])
             evaluator = OnnxEvaluator(graph.path, widen_onnx(graph.model))
             runs.rewritten.extend(evaluator.run(widen_sample(sample)) for sample in samples)
         if self._plain is self._model:

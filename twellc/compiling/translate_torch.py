@@ -152,7 +152,7 @@ def _complete(
     profiles: list[tuple[str, ShapeRange]],
     calibrated: LoadedCalibration | None,
 ) -> tuple[PassOptions, Advisor, tuple[list[SizeRelation], list[str]]]:
-    """Return the options of the passes by those of the command and the calibration, the advisor, and `size_relations`."""
+    """Return the passes' options by those of the command and the calibration, the advisor, and `size_relations`."""
     given = program_inputs(model.program)
     resolved, _ = resolve_profiles(given, profiles, model.dimension_ranges)
     of_sizes = size_relations(str(model.path), given, resolved, program_inputs(model.program, model.input_names))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,36 +15,20 @@ from onnx import TensorProto
 
 from tests import models
 from tests.conftest import Cli
+from tests.twellc.checks.runs import changed, run_check, set_tensor, translate
 from twellc.base.errors import UserError
-from twellc.checks.checking import CheckResult, check
 from twellc.checks.generation import Call, Generated, Steps, graph_steps, prompt_lengths
 from twellc.compiling.manifest import CacheSettings
-from twellc.compiling.translate import translate_to_file
-from twellc.options.commands import CheckOptions, CompileOptions
 
 SIZES = {"kv_cache": 40, "batch": 3, "prefill_chunk": 8}
-
-
-def graph_of(model: Path, path: Path, **options: Any) -> Path:
-    chosen = CompileOptions(model, backend="none", attention="cudnn", layers="all", **{**SIZES, **options})
-    translate_to_file(chosen, path, lambda step: None)
-    return path
-
-
-def run_check(model: Path, candidate: Path, **options: Any) -> CheckResult:
-    return check(CheckOptions(model, candidate, **options), lambda step: None)
+translate = partial(translate, attention="cudnn", layers="all")
 
 
 @pytest.fixture(scope="module")
 def graph(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return graph_of(llama, tmp_path_factory.mktemp("graphs") / "cached.onnx")
-
-
-def changed(graph: Path, to: Path, change: Callable[[onnx.ModelProto], None]) -> Path:
-    model = onnx.load(graph)
-    change(model)
-    onnx.save(model, to)
-    return to
+    path = tmp_path_factory.mktemp("graphs") / "cached.onnx"
+    translate(llama, path, **SIZES)
+    return path
 
 
 def test_right_graph(llama: Path, graph: Path) -> None:
@@ -56,7 +40,7 @@ def test_right_graph(llama: Path, graph: Path) -> None:
     generation = result.generation
     assert generation is not None
     assert generation.prompts == [20, 10, 1]
-    assert len(generation.steps) == 21
+    assert len(result.to_json()["generation"]["steps"]) == len(generation.steps) == 21
     assert output.elements == 21 * 3 * 96
     assert all(0 < step.error < 0.05 for step in generation.steps)
     assert [block.module for block in result.blocks] == ["model.layers.0.mlp", "model.layers.1.mlp"]
@@ -66,21 +50,30 @@ def test_right_graph(llama: Path, graph: Path) -> None:
 
 
 def test_all_logits_and_32_steps(llama: Path, tmp_path: Path) -> None:
-    result = run_check(llama, graph_of(llama, tmp_path / "m.onnx", logits="all", kv_cache=64, batch=1))
+    translate(llama, tmp_path / "m.onnx", logits="all", kv_cache=64)
+    result = run_check(llama, tmp_path / "m.onnx")
     assert result.within
     assert result.generation is not None
     assert (result.generation.prompts, len(result.generation.steps)) == ([32], 33)
 
 
 def test_frequencies_that_change_with_the_length(tmp_path: Path) -> None:
-    """Those of a cache stay as they are; without one torch.export cannot trace that."""
+    """Those of a cache stay as they are; without one torch.export cannot trace that. And prompts of a text."""
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
-    model = models.save(models.llama(rope_parameters=rope), tmp_path / "model", torch.bfloat16)
-    assert run_check(model, graph_of(model, tmp_path / "m.onnx")).within
+    llama = models.llama(rope_parameters=rope, vocab_size=256, num_hidden_layers=1)
+    model = models.save(llama, tmp_path / "model")
+    translate(model, tmp_path / "m.onnx", **{**SIZES, "batch": 2})
+    (tmp_path / "t.txt").write_text("Call me Ishmael. Some years ago, never mind how long precisely")
+    result = run_check(model, tmp_path / "m.onnx", text=tmp_path / "t.txt")
+    assert result.within
+    assert result.inputs == "prompts of 20, 10 tokens from the start of t.txt, and greedy steps"
 
 
 def test_a_float32_model(opt: Path, tmp_path: Path) -> None:
-    assert run_check(opt, graph_of(opt, tmp_path / "m.onnx")).within
+    summary = translate(opt, tmp_path / "m.onnx", **SIZES)
+    assert summary.cache is not None and summary.cache.dtype == "bf16"
+    assert "the model is in float32; compiled in bfloat16 (--dtype changes it)" in summary.notes
+    assert run_check(opt, tmp_path / "m.onnx").within
 
 
 def set_scale(model: onnx.ModelProto, scale: float) -> None:
@@ -109,9 +102,7 @@ def test_wrong_attention(llama: Path, graph: Path, tmp_path: Path, change: Calla
 def test_wrong_block(llama: Path, graph: Path, tmp_path: Path) -> None:
     def change(model: onnx.ModelProto) -> None:
         node = [each for each in model.graph.node if each.op_type == "TwellGatedMlp"][1]
-        (tensor,) = (each for each in model.graph.initializer if each.name == node.input[1])
-        assert tensor.data_type == TensorProto.BFLOAT16
-        tensor.raw_data = bytes(len(tensor.raw_data))
+        set_tensor(model, node.input[1], lambda w: w.zero_())
 
     result = run_check(llama, changed(graph, tmp_path / "m.onnx", change))
     assert not result.within
@@ -144,6 +135,7 @@ def test_damaged_graph(
         run_check(llama, changed(graph, tmp_path / "m.onnx", change))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("wrong", [None, 1, 4])
 def test_every_profile_of_a_plan_is_checked(
     llama: Path, graph: Path, monkeypatch: pytest.MonkeyPatch, wrong: int | None
@@ -197,15 +189,16 @@ def test_places_of_a_model_without_a_cache() -> None:
     assert made.of_model([logits]).squeeze(-1).tolist() == [[2, 5], [3, 6], [4, 7]]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "lengths"),
-    [
-        ((1024, 8, 2048), [96, 48, 1]), ((1024, 1, 2048), [96]), ((1024, 2, 8), [48, 24]), ((40, 3, 8), [20, 10, 1]),
+def test_prompt_lengths() -> None:
+    cases = (
+        ((1024, 8, 2048), [96, 48, 1]),
+        ((1024, 1, 2048), [96]),
+        ((1024, 2, 8), [48, 24]),
+        ((40, 3, 8), [20, 10, 1]),
         ((2, 1, 1), [1]),
-    ],
-)  # fmt: skip
-def test_prompt_lengths(sizes: tuple[int, int, int], lengths: list[int]) -> None:
-    assert prompt_lengths(CacheSettings(*sizes)) == lengths
+    )
+    for sizes, lengths in cases:
+        assert prompt_lengths(CacheSettings(*sizes)) == lengths
 
 
 # ---- given prompts ----
@@ -242,38 +235,26 @@ def test_bad_prompts(llama: Path, graph: Path, tmp_path: Path, arrays: dict[str,
         run_check(llama, graph, arrays=tmp_path / "prompts.npz")
 
 
-def test_a_text(bytelm: Path, tmp_path: Path) -> None:
-    (tmp_path / "t.txt").write_text("Call me Ishmael. Some years ago, never mind how long precisely")
-    graph = graph_of(bytelm, tmp_path / "m.onnx", batch=2)
-    result = run_check(bytelm, graph, text=tmp_path / "t.txt")
-    assert result.within
-    assert result.inputs == "prompts of 20, 10 tokens from the start of t.txt, and greedy steps"
-
-
 # ---- other models ----
 
 
-def test_another_model(bytelm: Path, opt: Path, graph: Path, archive: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="does not belong to the model: their vocabularies differ; got 96; expected 25"):
-        run_check(bytelm, graph)
-    with pytest.raises(UserError, match="does not belong to the model"):
-        run_check(archive, graph)
-    other = models.save(models.t5(), tmp_path / "t5")
-    with pytest.raises(UserError, match="does not belong to the model"):
-        run_check(other, graph)
+def test_another_model(graph: Path, archive: Path, t5: Path, tmp_path: Path) -> None:
+    other = models.save(models.llama(vocab_size=256, num_hidden_layers=1), tmp_path / "other")
+    message = "does not belong to the model: their vocabularies differ; got 96; expected 25"
+    for model, match in ((other, message), (archive, "does not belong"), (t5, "does not belong")):
+        with pytest.raises(UserError, match=match):
+            run_check(model, graph)
 
 
 # ---- the command, and plans ----
 
 
-def test_command(cli: Cli, llama: Path, tmp_path: Path) -> None:
-    plan = tmp_path / "m.plan"
-    made = cli("compile", llama, "-o", plan, "--kv-cache", 24, "--batch", 2, "--layers", "all")
+def test_command(cli: Cli, tmp_path: Path) -> None:
+    model, plan = models.save(models.llama(num_hidden_layers=1), tmp_path / "llama"), tmp_path / "m.plan"
+    made = cli("compile", model, "-o", plan, "--kv-cache", 24, "--batch", 2, "--layers", "all")
     assert made.exit_code == 0, made.output
-    done = cli("check", llama, plan)  # the graph is made again, since no GPU runs the plan
+    done = cli("check", model, plan)  # the graph is made again, since no GPU runs the plan
     assert done.exit_code == 0, done.output
     assert "greedy steps, of which 0 is the prompts'" in done.output
     assert "another token than float64's is chosen" in done.output
     assert "within tolerance" in done.output
-    found = json.loads(cli("check", llama, plan, "--json").stdout)
-    assert len(found["generation"]["steps"]) == 13

@@ -15,11 +15,9 @@ from torch.export import Dim
 
 from tests.conftest import Cli
 from tests.models import export
+from tests.twellc.checks.runs import graph_of, run_check
 from twellc.checks.accuracy import DiscreteAccuracy, OutputAccuracy
-from twellc.checks.checking import CheckResult, check
 from twellc.compiling.result import METADATA_KEY
-from twellc.compiling.translate import translate_to_file
-from twellc.options.commands import CheckOptions, CompileOptions
 
 
 class Squared(nn.Module):
@@ -45,9 +43,8 @@ class Ends(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         y = self.block(x)
-        return {
-            "argmax": (y.argmax(-1),), "beside": (y, x * 2), "empty": (x * 2, x[:, :0]), "one row": (y[:1], x * 2),
-        }[self.ends]  # fmt: skip
+        ends = {"argmax": (y.argmax(-1),), "beside": (y, x * 2), "empty": (x * 2, x[:, :0]), "one row": (y[:1], x * 2)}
+        return ends[self.ends]
 
 
 def save(module: nn.Module, path: Path) -> Path:
@@ -57,20 +54,28 @@ def save(module: nn.Module, path: Path) -> Path:
 
 
 def compiled(model: Path, dtype: str | None = None, layers: str = "auto") -> Path:
-    graph = model.with_suffix(f".{dtype}.onnx")
-    options = CompileOptions(model=model, backend="none", dtype=dtype, layers=layers)
-    translate_to_file(options, graph, lambda step: None)
-    return graph
+    return graph_of(model, model.with_suffix(f".{dtype}.onnx"), dtype=dtype, layers=layers)
 
 
-def checked(model: Path, candidate: Path, arrays: Path | None = None) -> CheckResult:
-    return check(CheckOptions(model, candidate, arrays=arrays), lambda step: None)
+def squared_graph(up: Tensor, down: Tensor, kind: int, output: str = "y") -> onnx.ModelProto:
+    """Return Squared as ONNX, with weights of that kind."""
+    weights = {"up": up, "down": down}
+    constants = [numpy_helper.from_array(weight.detach().t().numpy(), name) for name, weight in weights.items()]
+    nodes = [
+        helper.make_node("MatMul", ["x", "up"], ["z"]),
+        helper.make_node("Relu", ["z"], ["a"]),
+        helper.make_node("Mul", ["a", "a"], ["h"]),
+        helper.make_node("MatMul", ["h", "down"], [output]),
+    ]
+    values = [helper.make_tensor_value_info(name, kind, ["n", 64]) for name in ("x", output)]
+    graph = helper.make_graph(nodes, "g", values[:1], values[1:], constants)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
 def test_a_model_that_overflows(tmp_path: Path, cli: Cli) -> None:
     """NaN for NaN is not agreement; another dtype is named, and is within tolerance."""
     model = save(Squared(), tmp_path / "m.pt2")
-    result = checked(model, compiled(model, "fp16"))
+    result = run_check(model, compiled(model, "fp16"))
     (output,), (block,) = result.outputs, result.blocks
     assert isinstance(output, OutputAccuracy)
     assert (result.within, result.causes, result.first_divergence) == (False, ["low_precision"], "down")
@@ -90,18 +95,9 @@ def test_a_model_that_overflows(tmp_path: Path, cli: Cli) -> None:
 
 
 def test_an_onnx_file_that_overflows(tmp_path: Path) -> None:
-    block = Squared()
-    weights = {"up": block.up.weight, "down": block.down.weight}
-    constants = [numpy_helper.from_array(weight.detach().t().half().numpy(), name) for name, weight in weights.items()]
-    nodes = [
-        helper.make_node("MatMul", ["x", "up"], ["z"]), helper.make_node("Relu", ["z"], ["a"]),
-        helper.make_node("Mul", ["a", "a"], ["h"]), helper.make_node("MatMul", ["h", "down"], ["y"]),
-    ]  # fmt: skip
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT16, ["n", 64]) for name in "xy"]
-    graph = helper.make_graph(nodes, "g", values[:1], values[1:], constants)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    onnx.save(model, tmp_path / "m.onnx")
-    result = checked(tmp_path / "m.onnx", compiled(tmp_path / "m.onnx"))
+    block, model = Squared(), tmp_path / "m.onnx"
+    onnx.save(squared_graph(block.up.weight.half(), block.down.weight.half(), TensorProto.FLOAT16), model)
+    result = run_check(model, compiled(model))
     (output,) = result.outputs
     assert isinstance(output, OutputAccuracy)
     assert (result.within, result.causes, output.compared) == (False, ["low_precision"], 0)
@@ -111,10 +107,10 @@ def test_an_onnx_file_that_overflows(tmp_path: Path) -> None:
 def test_one_output_that_overflows(ends: str, tmp_path: Path) -> None:
     """Others that are right excuse nothing."""
     model = save(Ends(ends), tmp_path / "m.pt2")
-    result = checked(model, compiled(model, "fp16"))
+    result = run_check(model, compiled(model, "fp16"))
     y, other = result.outputs
     assert (result.within, y.within, other.within) == (False, False, True)
-    assert checked(model, compiled(model, "bf16")).within
+    assert run_check(model, compiled(model, "bf16")).within
 
 
 def test_a_candidate_that_is_right_where_the_plain_model_is_not(tmp_path: Path) -> None:
@@ -123,20 +119,10 @@ def test_a_candidate_that_is_right_where_the_plain_model_is_not(tmp_path: Path) 
     model = save(module, tmp_path / "m.pt2")
     settings = json.dumps({"settings": {"dtype": "fp16"}})
     for scale, within in ((1.0, True), (1.02, False)):
-        constants = [
-            numpy_helper.from_array((weight * factor).detach().t().numpy(), name)
-            for name, weight, factor in (("up", module.up.weight, 1.0), ("down", module.down.weight, scale))
-        ]
-        nodes = [
-            helper.make_node("MatMul", ["x", "up"], ["z"]), helper.make_node("Relu", ["z"], ["a"]),
-            helper.make_node("Mul", ["a", "a"], ["h"]), helper.make_node("MatMul", ["h", "down"], ["output"]),
-        ]  # fmt: skip
-        values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 64]) for name in ("x", "output")]
-        graph = helper.make_graph(nodes, "g", values[:1], values[1:], constants)
-        candidate = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+        candidate = squared_graph(module.up.weight, module.down.weight * scale, TensorProto.FLOAT, "output")
         helper.set_model_props(candidate, {METADATA_KEY: settings})
         onnx.save(candidate, tmp_path / "c.onnx")
-        result = checked(model, tmp_path / "c.onnx")
+        result = run_check(model, tmp_path / "c.onnx")
         (output,) = result.outputs
         assert isinstance(output, OutputAccuracy)
         assert (result.within, output.stray, output.plain_stray) == (within, 0, output.elements)
@@ -146,17 +132,17 @@ def test_a_candidate_that_is_right_where_the_plain_model_is_not(tmp_path: Path) 
 def test_a_discrete_output_of_what_overflows(tmp_path: Path) -> None:
     """The argmax of NaN is the first place, in the candidate and in the plain model."""
     model = save(Ends("argmax"), tmp_path / "m.pt2")
-    result = checked(model, compiled(model, "fp16"))
+    result = run_check(model, compiled(model, "fp16"))
     (output,) = result.outputs
     assert isinstance(output, DiscreteAccuracy) and output.lacks_yardstick
     assert not output.within and not result.within
     assert any("cannot be used as a reference" in note for note in result.notes)
-    assert checked(model, compiled(model, "bf16")).within
+    assert run_check(model, compiled(model, "bf16")).within
 
 
 def test_an_output_without_elements(tmp_path: Path) -> None:
     model = save(Ends("empty"), tmp_path / "m.pt2")
-    result = checked(model, compiled(model, layers="none"))
+    result = run_check(model, compiled(model, layers="none"))
     assert result.within
     assert result.outputs[1].elements == 0
     assert any("has no elements for these inputs" in note for note in result.notes)
@@ -170,12 +156,12 @@ def test_inputs_that_are_not_finite(value: float, tmp_path: Path) -> None:
     x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
     x[1, 5] = value
     np.savez(tmp_path / "some.npz", x=x)
-    result = checked(model, graph, tmp_path / "some.npz")
+    result = run_check(model, graph, arrays=tmp_path / "some.npz")
     (output,) = result.outputs
     assert isinstance(output, OutputAccuracy)
     assert (result.within, output.not_finite, output.compared, output.stray) == (True, 64, 128, 0)
     np.savez(tmp_path / "all.npz", x=np.full_like(x, np.nan))
-    result = checked(model, graph, tmp_path / "all.npz")
+    result = run_check(model, graph, arrays=tmp_path / "all.npz")
     (output,) = result.outputs
     assert isinstance(output, OutputAccuracy)
     assert (result.within, output.compared, result.causes) == (False, 0, [])

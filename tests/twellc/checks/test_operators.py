@@ -60,19 +60,44 @@ def largest(x: Tensor) -> Tensor:
 
 # Operator, version, operands, attributes, and what comes out.
 Case = tuple[str, int, tuple[Tensor | None, ...], dict[str, Any], Tensor]
+PADDED = F.pad(F.pad(X, (-2, 1), value=2.5), (0, 0, 0, 0, 3, 0), value=2.5)
+GRID, HOT = torch.tanh(numbers(2, 3, 3, 2)), F.one_hot(torch.tensor([[1, 3]]), 4).float()
+PICKED = torch.tensor([[3, -1], [5, 0]])
+
+
+def quantised(opset: int) -> list[Case]:
+    one, plane = torch.tensor(1, dtype=torch.int8), BYTES[:, :, 0]
+    made = ((X * 4).round() + 1).clamp(-128, 127).to(torch.int8)
+    by_channel = (BYTES.float() - BYTES[0, :, :1]) * SCALES[:, None]
+    axes = () if opset < 13 else (1, -2)
+    operator = "DequantizeLinear"
+    return [
+        (operator, opset, (plane, torch.tensor(0.5), one), {}, (plane.float() - 1) / 2),
+        (operator, opset, (BYTES, torch.tensor(0.5)), {}, BYTES.float() / 2),
+        *((operator, opset, (BYTES, SCALES, BYTES[0, :, 0]), {"axis": axis}, by_channel) for axis in axes),
+        ("QuantizeLinear", opset, (X, torch.tensor(0.25), one), {}, made),
+    ]
+
+
+def transposed(groups: int) -> Case:
+    bias, options = numbers(3 * groups), {"strides": [2, 2], "pads": [1, 1, 1, 1], "group": groups}
+    return (
+        *("ConvTranspose", 11, (IMAGE, KERNEL, bias), options),
+        F.conv_transpose2d(IMAGE, KERNEL, bias, 2, 1, groups=groups),
+    )
+
+
+NORMAL = F.batch_norm(IMAGE, MEAN, VARIANCE, MEAN, ONE)
+RESIZED = F.interpolate(IMAGE, size=(12, 5), mode="bilinear")
+NEAREST = F.grid_sample(IMAGE, GRID, mode="nearest", align_corners=False)
+GATHERED = numbers(40, 70)[:2].gather(1, torch.tensor([[3, 69], [5, 0]]))
 CASES: list[Case] = [
     # Pads that cut off
     ("Pad", 17, (X, integers(0, 1, -1, 0, -1, 2)), {}, F.pad(X, (-1, 2, 1, -1))),
     ("Pad", 17, (X, integers(-1, 0, 0, 0, -5, 0)), {}, X[1:, :0]),
     ("Pad", 17, (X[:, :1], integers(0, 1, 0, 0, -1, 0)), {}, torch.zeros(2, 1, 7)),
     ("Pad", 18, (X, integers(-2, 3), None, integers(-1)), {}, F.pad(X, (-2, 3))),
-    (
-        "Pad",
-        21,
-        (X, integers(-2, 3, 1, 0), torch.tensor(2.5), integers(2, 0)),
-        {},
-        F.pad(F.pad(X, (-2, 1), value=2.5), (0, 0, 0, 0, 3, 0), value=2.5),
-    ),
+    ("Pad", 21, (X, integers(-2, 3, 1, 0), torch.tensor(2.5), integers(2, 0)), {}, PADDED),
     ("Pad", 11, (X, integers(0, 1, 0, 0, 0, -2), torch.tensor([2.5])), {}, F.pad(X, (0, -2, 1, 0), value=2.5)),
     ("Pad", 10, (X,), {"pads": [0, 1, 0, 0, 0, -2], "value": 2.5}, F.pad(X, (0, -2, 1, 0), value=2.5)),
     ("Pad", 17, (X, integers(0, 0, 3, 0, 0, -2)), {"mode": "edge"}, F.pad(X, (3, -2), mode="replicate")),
@@ -90,38 +115,7 @@ CASES: list[Case] = [
     ("Hardmax", 11, (X,), {}, rows(largest, 2)),
     ("Hardmax", 13, (X,), {}, largest(X)),
     # Quantised
-    *(
-        (
-            "DequantizeLinear",
-            opset,
-            (BYTES[:, :, 0], torch.tensor(0.5), torch.tensor(1, dtype=torch.int8)),
-            {},
-            (BYTES[:, :, 0].float() - 1) / 2,
-        )
-        for opset in (10, 13, 17, 19, 21)
-    ),
-    *(("DequantizeLinear", opset, (BYTES, torch.tensor(0.5)), {}, BYTES.float() / 2) for opset in (10, 13, 17, 19, 21)),
-    *(
-        (
-            "DequantizeLinear",
-            opset,
-            (BYTES, SCALES, BYTES[0, :, 0]),
-            {"axis": axis},
-            (BYTES.float() - BYTES[0, :, :1]) * SCALES[:, None],
-        )
-        for opset in (13, 17, 19, 21)
-        for axis in (1, -2)
-    ),
-    *(
-        (
-            "QuantizeLinear",
-            opset,
-            (X, torch.tensor(0.25), torch.tensor(1, dtype=torch.int8)),
-            {},
-            ((X * 4).round() + 1).clamp(-128, 127).to(torch.int8),
-        )
-        for opset in (10, 13, 17, 19, 21)
-    ),
+    *(case for opset in (10, 13, 17, 19, 21) for case in quantised(opset)),
     # Of versions whose attributes are others than the newest ones
     ("ReduceMean", 13, (X,), {"axes": [-1, 1], "keepdims": 0}, X.mean((1, 2))),
     ("ReduceMax", 13, (NAN,), {"axes": [-1]}, NAN.amax(-1, keepdim=True)),
@@ -135,70 +129,20 @@ CASES: list[Case] = [
     ("Clip", 6, (NAN,), {"min": -1.0, "max": 1.0}, NAN.clamp(-1, 1)),
     ("AveragePool", 11, (IMAGE,), {"kernel_shape": [3, 3], "strides": [2, 2]}, F.avg_pool2d(IMAGE, 3, 2)),
     ("Gemm", 9, (X[0], X[1], SCALES), {"transB": 1}, X[0] @ X[1].t() + SCALES),
-    (
-        "Resize",
-        13,
-        (IMAGE, None, None, integers(2, 4, 12, 5)),
-        {"mode": "linear"},
-        F.interpolate(IMAGE, size=(12, 5), mode="bilinear"),
-    ),
-    (
-        "GridSample",
-        16,
-        (IMAGE, torch.tanh(numbers(2, 3, 3, 2))),
-        {},
-        F.grid_sample(IMAGE, torch.tanh(numbers(2, 3, 3, 2)), align_corners=False),
-    ),
-    (
-        "GridSample",
-        16,
-        (IMAGE, torch.tanh(numbers(2, 3, 3, 2))),
-        {"mode": "nearest"},
-        F.grid_sample(IMAGE, torch.tanh(numbers(2, 3, 3, 2)), mode="nearest", align_corners=False),
-    ),
+    ("Resize", 13, (IMAGE, None, None, integers(2, 4, 12, 5)), {"mode": "linear"}, RESIZED),
+    ("GridSample", 16, (IMAGE, GRID), {}, F.grid_sample(IMAGE, GRID, align_corners=False)),
+    ("GridSample", 16, (IMAGE, GRID), {"mode": "nearest"}, NEAREST),
     # Others
-    *(
-        (
-            "BatchNormalization",
-            opset,
-            (IMAGE, MEAN, ONE, MEAN, VARIANCE),
-            {},
-            F.batch_norm(IMAGE, MEAN, VARIANCE, MEAN, ONE),
-        )
-        for opset in (7, 9, 13, 14, 15)
-    ),
+    *(("BatchNormalization", opset, (IMAGE, MEAN, ONE, MEAN, VARIANCE), {}, NORMAL) for opset in (7, 9, 13, 14, 15)),
+    ("OneHot", 11, (torch.tensor([[1, -1]]), integers(4), torch.tensor([0.0, 1.0])), {}, HOT),
     (
-        "OneHot",
-        11,
-        (torch.tensor([[1, -1]]), integers(4), torch.tensor([0.0, 1.0])),
-        {},
-        F.one_hot(torch.tensor([[1, 3]]), 4).float(),
+        *("OneHot", 11, (torch.tensor([[1, -1]]), torch.tensor(4), torch.tensor([2.0, 1.0])), {"axis": 0}),
+        2 - HOT.permute(2, 0, 1),
     ),
-    (
-        "OneHot",
-        11,
-        (torch.tensor([[1, -1]]), torch.tensor(4), torch.tensor([2.0, 1.0])),
-        {"axis": 0},
-        2 - F.one_hot(torch.tensor([[1, 3]]), 4).float().permute(2, 0, 1),
-    ),
-    *(
-        (
-            "ConvTranspose",
-            11,
-            (IMAGE, KERNEL, numbers(3 * groups)),
-            {"strides": [2, 2], "pads": [1, 1, 1, 1], "group": groups},
-            F.conv_transpose2d(IMAGE, KERNEL, numbers(3 * groups), 2, 1, groups=groups),
-        )
-        for groups in (1, 2, 4)
-    ),
+    *map(transposed, (1, 2, 4)),
     ("LRN", 13, (IMAGE,), {"size": 3, "alpha": 0.5}, F.local_response_norm(IMAGE, 3, 0.5, 0.75, 1.0)),
-    (
-        "GatherElements",
-        13,
-        (numbers(40, 70), torch.tensor([[3, -1], [5, 0]])),
-        {"axis": 1},
-        numbers(40, 70)[:2].gather(1, torch.tensor([[3, 69], [5, 0]])),
-    ),
+    ("GatherElements", 13, (numbers(40, 70), PICKED), {"axis": 1}, GATHERED),
+    ("GatherElements", 20, (numbers(40, 70), PICKED), {"axis": 0}, numbers(40, 70).gather(0, PICKED % 40)),
     ("Gelu", 20, (X,), {"approximate": "tanh"}, F.gelu(X, approximate="tanh")),
 ]
 
@@ -251,11 +195,9 @@ def test_in_a_branch() -> None:
         helper.make_tensor_value_info("c", TensorProto.BOOL, []),
         helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 5, 7]),
     ]
-    graph = helper.make_graph(
-        [helper.make_node("If", ["c"], ["y"], **branches)], "g", inputs,
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        [helper.make_tensor("pads", TensorProto.INT64, [6], [0, 1, 0, 0, -1, 0])],
-    )  # fmt: skip
+    node, output = helper.make_node("If", ["c"], ["y"], **branches), helper.make_tensor_value_info("y", 1, None)
+    pads = helper.make_tensor("pads", TensorProto.INT64, [6], [0, 1, 0, 0, -1, 0])
+    graph = helper.make_graph([node], "g", inputs, [output], [pads])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
     for choice, expected in ((True, F.pad(X, (0, 0, 1, -1))), (False, X)):
         (y,) = OnnxEvaluator(Path("m.onnx"), model).run({"c": torch.tensor(choice), "x": X})

@@ -22,19 +22,15 @@ needs_library = pytest.mark.skipif(attention_library_path() is None, reason="the
 SIZES = ["--kv-cache", 24, "--batch", 3, "--prefill-chunk", 8]
 
 
-def tokenizer_files(model: Path) -> None:
-    """Put files beside a model that are not all there."""
-    (model / "tokenizer_config.json").write_text("{}")
-    (model / "chat_template.jinja").write_text("{{ messages }}")
-    (model / "additional_chat_templates").mkdir()
-    (model / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
-
-
 @pytest.fixture(scope="module")
 def model(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with some of the files that turn text into tokens and back."""
     folder = tmp_path_factory.mktemp("models") / "llama"
     shutil.copytree(llama, folder)
-    tokenizer_files(folder)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     return folder
 
 
@@ -44,16 +40,8 @@ def plan(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if attention_library_path() is None:
         pytest.skip("the attention library was not built")
     path = tmp_path_factory.mktemp("plans") / "llm.plan"
-    twellc.compile(
-        model,
-        path,
-        kv_cache=24,
-        batch=3,
-        prefill_chunk=8,
-        layers="all",
-        backend="tensorrt-rtx",
-        onnx=path.with_suffix(".onnx"),
-    )
+    sizes = {"kv_cache": 24, "batch": 3, "prefill_chunk": 8}
+    twellc.compile(model, path, layers="all", backend="tensorrt-rtx", onnx=path.with_suffix(".onnx"), **sizes)
     return path
 
 
@@ -71,9 +59,8 @@ def test_manifest(plan: Path) -> None:
     shapes = {("bf16", tuple(shape)) for _, shape in (*inputs.values(), *outputs.values())}
     assert shapes == {("bf16", (-1, 2, 24, 8))}
     assert [(pair.input, pair.output) for pair in cache.pairs] == list(zip(inputs, outputs, strict=True))
-    ranges = [
-        (profile["input_ids"].min, profile["input_ids"].opt, profile["input_ids"].max) for profile in manifest.profiles
-    ]
+    ids = [profile["input_ids"] for profile in manifest.profiles]
+    ranges = [(each.min, each.opt, each.max) for each in ids]
     assert ranges == [((1, 1), (1, 8), (3, 8)), ((1, 1), (3, 1), (3, 1)), ((1, 1), (1, 1), (1, 1))]
     assert manifest.plugins.names == ["TwellGatedMlp", "TwellAppendCaches"]
     assert {(block.form, block.mask) for block in manifest.attention} == {("operator", "causal")}
@@ -88,9 +75,9 @@ def test_files_for_text(plan: Path, model: Path) -> None:
     folder = plan.with_name(cache.text)
     kept = {str(file.relative_to(folder)): file for file in folder.rglob("*") if file.is_file()}
     assert sorted(kept) == [
-        "additional_chat_templates/tool_use.jinja", "chat_template.jinja", "config.json", "generation_config.json",
-        "tokenizer_config.json",
-    ]  # fmt: skip
+        *("additional_chat_templates/tool_use.jinja", "chat_template.jinja", "config.json"),
+        *("generation_config.json", "tokenizer_config.json"),
+    ]
     assert all(file.read_bytes() == (model / name).read_bytes() for name, file in kept.items())
 
 
@@ -100,78 +87,59 @@ def test_inspect_shows_the_pairs(cli: Cli, plan: Path) -> None:
     assert "past_key_values.1.value" in shown
     assert "present.1.value" in shown
     found = json.loads(cli("inspect", plan, "--json").stdout)
-    assert found["cache"]["pairs"][0] == {
-        "input": "past_key_values.0.key", "output": "present.0.key", "shape": [-1, 2, 24, 8],
-    }  # fmt: skip
+    ends = {"input": "past_key_values.0.key", "output": "present.0.key"}
+    assert found["cache"]["pairs"][0] == {**ends, "shape": [-1, 2, 24, 8]}
 
 
 def test_report_says_why_attention_is_decomposed(cli: Cli, tmp_path: Path) -> None:
-    model = models.save(FAMILIES["gemma2"](), tmp_path / "gemma2")
-    done = cli("compile", model, "--backend", "none", "--onnx", tmp_path / "m.onnx", *SIZES, "--attention", "cudnn",
-               "--report", tmp_path / "report.json")  # fmt: skip
+    model, report = models.save(FAMILIES["gemma2"](num_hidden_layers=1), tmp_path / "gemma2"), tmp_path / "report.json"
+    options = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--attention", "cudnn", "--report", report]
+    done = cli("compile", model, *SIZES, *options)
     assert done.exit_code == 0, done.output
     assert "as the model has them, since aten.tanh stands between its products" in done.output
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert {block["form"] for block in report["attention"]} == {"as written"}
-    assert report["cache"]["text"] is None
+    found = json.loads(report.read_text())
+    assert {block["form"] for block in found["attention"]} == {"as written"}
+    assert found["cache"]["text"] is None
 
 
+def forms(model: Path, folder: Path, length: int) -> Manifest:
+    path = folder / "m.onnx"
+    options = {"attention": "cudnn", "layers": "none", "overwrite": True}
+    return twellc.compile(model, backend="none", onnx=path, kv_cache=length, batch=3, **options)
+
+
+@pytest.mark.slow
 def test_windows_are_masks(tmp_path: Path) -> None:
-    model = models.save(FAMILIES["phi3-window"](), tmp_path / "phi3")
-    manifest = _onnx(model, tmp_path, attention="cudnn")
+    model = models.save(FAMILIES["phi3-window"](num_hidden_layers=1), tmp_path / "phi3")
+    manifest = forms(model, tmp_path, 24)
     assert {(block.form, block.mask) for block in manifest.attention} == {("matmul", "tensor")}
     assert "no mask that the model computes" in manifest.attention[0].reason
-    # A window that holds the whole cache is none.
-    manifest = _onnx(model, tmp_path, attention="cudnn", kv_cache=5)
+
+
+def test_a_window_that_holds_the_whole_cache_is_none(tmp_path: Path) -> None:
+    model = models.save(FAMILIES["phi3-window"](num_hidden_layers=1), tmp_path / "phi3")
+    manifest = forms(model, tmp_path, 5)
     assert {(block.form, block.mask) for block in manifest.attention} == {("cudnn", "causal")}
-
-
-def test_cudnn(llama: Path, tmp_path: Path) -> None:
-    manifest = _onnx(llama, tmp_path, attention="cudnn", layers="none")
     assert manifest.plugins.names == ["TwellCachedAttention", "TwellAppendCaches"]
 
 
-def _onnx(model: Path, folder: Path, **options: Any) -> Manifest:
-    return twellc.compile(
-        model, backend="none", onnx=folder / "m.onnx", overwrite=True, **{"kv_cache": 24, "batch": 3, **options}
-    )
-
-
-def test_defaults(llama: Path, tmp_path: Path) -> None:
-    manifest = twellc.compile(llama, backend="none", onnx=tmp_path / "m.onnx", kv_cache=64)
-    cache = manifest.cache
-    assert cache is not None
-    assert (cache.batch, cache.prefill_chunk, cache.logits, manifest.settings.logits) == (1, 64, "last", "last")
-    options = compile_options(llama, tmp_path / "m.plan", kv_cache=4096)
-    assert options.cache is not None
-    assert options.cache.chunk == 2048
-
-
-def test_float32_is_compiled_in_bf16(opt: Path, tmp_path: Path) -> None:
-    manifest = _onnx(opt, tmp_path)
-    assert manifest.cache is not None
-    assert manifest.cache.dtype == "bf16"
-    assert "the model is in float32; compiled in bfloat16 (--dtype changes it)" in manifest.notes
+def test_defaults(llama: Path) -> None:
+    for length, chunk in ((64, 64), (4096, 2048)):
+        cache = compile_options(llama, Path("m.plan"), kv_cache=length).cache
+        assert cache is not None
+        assert (cache.batch, cache.chunk) == (1, chunk)
 
 
 # ---- what is refused ----
 
-REFUSED = {
+REFUSED: dict[str, tuple[str, list[Any], str]] = {
     "another kind of model": ("archive", SIZES, "only a Hugging Face directory can be compiled with a cache"),
     "no causal language model": ("t5", SIZES, "the model is not a causal language model"),
     "longer than the model": ("llama", ["--kv-cache", 65], "is longer than what the model was made for; got"),
     "one place": ("llama", ["--kv-cache", 1], "--kv-cache: is too short; got 1; expected 2 at least"),
-    "a chunk that does not fit": (
-        "llama",
-        [*SIZES, "--prefill-chunk", 25],
-        "--prefill-chunk 25: is longer than the cache",
-    ),
-    "a batch without a cache": ("llama", ["--batch", 2], "--batch: only a model with a key-value cache has one"),
-    "a chunk without a cache": (
-        "llama",
-        ["--prefill-chunk", 2],
-        "--prefill-chunk: only a model with a key-value cache",
-    ),
+    "a long chunk": ("llama", [*SIZES, "--prefill-chunk", 25], "--prefill-chunk 25: is longer than the cache"),
+    "a batch alone": ("llama", ["--batch", 2], "--batch: only a model with a key-value cache has one"),
+    "a chunk alone": ("llama", ["--prefill-chunk", 2], "--prefill-chunk: only a model with a key-value cache"),
     "profiles": ("llama", [*SIZES, "--profile", "input_ids:1x1:1x2:1x3"], "--profile: a model with a cache has its"),
     "padding": ("llama", [*SIZES, "--padding", "mask"], "--padding: a model with a cache is told by token_count"),
     "several GPUs": (
@@ -179,11 +147,7 @@ REFUSED = {
         [*SIZES, "--tensor-parallel", 2],
         "--tensor-parallel: a model with a cache is not shared",
     ),
-    "inputs": (
-        "llama",
-        [*SIZES, "--input", "x:float32[1]"],
-        "--input: a model with a cache has inputs of its own",
-    ),
+    "inputs": ("llama", [*SIZES, "--input", "x:float32[1]"], "--input: a model with a cache has inputs of its own"),
     "no tokens": ("llama", ["--kv-cache", 0], "Invalid value for '--kv-cache'"),
 }
 
@@ -219,19 +183,20 @@ def test_files_for_text_are_not_overwritten(cli: Cli, llama: Path, tmp_path: Pat
     assert "the folder is not empty" in done.output
 
 
-@needs_library
-def test_an_old_tensorrt_is_refused(monkeypatch: pytest.MonkeyPatch, cli: Cli, llama: Path, tmp_path: Path) -> None:
-    monkeypatch.setattr("twellc.export.plan._ALIASED", "NOT_THERE")
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        pytest.param("_ALIASED", "NOT_THERE", "this TensorRT cannot write to a cache in place", marks=needs_library),
+        ("attention_library_path", lambda: None, "libtwell_attention.so is not there"),
+    ],
+)
+def test_what_is_installed_lacks_something(
+    monkeypatch: pytest.MonkeyPatch, cli: Cli, llama: Path, tmp_path: Path, name: str, value: Any, message: str
+) -> None:
+    monkeypatch.setattr(f"twellc.export.plan.{name}", value)
     done = cli("compile", llama, "-o", tmp_path / "m.plan", "--backend", "tensorrt-rtx", *SIZES)
     assert (done.exit_code, list(tmp_path.iterdir())) == (2, [])
-    assert "--kv-cache: this TensorRT cannot write to a cache in place" in done.output
-
-
-def test_without_the_library(monkeypatch: pytest.MonkeyPatch, cli: Cli, llama: Path, tmp_path: Path) -> None:
-    monkeypatch.setattr("twellc.export.plan.attention_library_path", lambda: None)
-    done = cli("compile", llama, "-o", tmp_path / "m.plan", "--backend", "tensorrt-rtx", *SIZES)
-    assert (done.exit_code, list(tmp_path.iterdir())) == (2, [])
-    assert "--kv-cache: libtwell_attention.so is not there" in done.output
+    assert f"--kv-cache: {message}" in done.output
 
 
 def test_keywords() -> None:

@@ -144,14 +144,6 @@ def test_a_width_that_was_not_measured_is_rewritten_and_called_a_guess(blocks: l
     )
 
 
-def test_widths_far_from_measured_ones(blocks: list[FfnBlock]) -> None:
-    advise = advisor()
-    layers = decided([replace(blocks[0], d_model=16, d_ff=40, d_out=16)], advise, None)
-    assert advise.notes(layers)[0] == (
-        "no blocks of d_model / d_ff like 16 / 40 were measured: what is expected of them is a guess"
-    )
-
-
 def test_a_guess_leaves_nothing_dense(blocks: list[FfnBlock]) -> None:
     far = replace(blocks[0], d_model=16, d_ff=40, d_out=16)
     (layer,) = decided([far], advisor(), equal(0.5, 40))
@@ -182,23 +174,15 @@ def test_what_is_removed_is_not_counted(blocks: list[FfnBlock]) -> None:
     assert second.reason.startswith("0.3 % of the 4000 neurons left active, expected ")
 
 
-def test_fp16_is_not_split(blocks: list[FfnBlock]) -> None:
-    """Then no neuron has to be moved, and what is expected is the time without a split."""
-    rates = np.random.default_rng(0).permutation(zipf_rates(5632, 0.02))
-    neurons = Staying(np.arange(5632), rates)
-    half, own = decided([replace(blocks[0], dtype=torch.float16), blocks[1]], advisor(), neurons, neurons)
-    assert half.hot == 0 and own.hot >= 128
-    assert half.expectation is not None and own.expectation is not None
-    assert half.expectation.gain < own.expectation.gain
-
-
-def test_neurons_that_must_not_move_are_not_split(blocks: list[FfnBlock]) -> None:
-    """As of a block whose weights something else reads: no time with hot neurons is expected of it."""
+@pytest.mark.parametrize(("dtype", "movable"), [(torch.float16, True), (torch.bfloat16, False)])
+def test_what_is_not_split(blocks: list[FfnBlock], dtype: torch.dtype, movable: bool) -> None:
+    """Blocks in fp16, or whose weights something else reads: what is expected is the time without a split."""
     neurons = Staying(np.arange(5632), np.random.default_rng(0).permutation(zipf_rates(5632, 0.02)))
-    fixed, free = decided(blocks, advisor(), replace(neurons, movable=False), neurons)
-    assert fixed.hot == 0 and free.hot >= 128
-    assert fixed.expectation is not None and free.expectation is not None
-    assert fixed.expectation.gain < free.expectation.gain
+    given = [replace(blocks[0], dtype=dtype), blocks[1]]
+    whole, split = decided(given, advisor(), replace(neurons, movable=movable), neurons)
+    assert whole.hot == 0 and split.hot >= 128
+    assert whole.expectation is not None and split.expectation is not None
+    assert whole.expectation.gain < split.expectation.gain
 
 
 def test_refused_blocks_get_no_advice(blocks: list[FfnBlock]) -> None:

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.conftest import Cli
 from tests.models import Gated, Plain, Residual, export
 from tests.onnx_graphs import gated
+from tests.twellc.checks.runs import changed, twell_nodes
 from tests.twellc.test_cli import failed
 from twellc.inspection.flops import Cost, count_costs, dense_cost, sparse_cost
 from twellc.passes.report import Layer, Neurons
@@ -76,6 +77,7 @@ def test_sparse_bytes(variant: str) -> None:
     one = sparse_cost(layer(variant), 1, 0.25)
     assert one.bytes == always + 4 * (3 + 150) + 2 * 150 * neuron
     assert one.gathered == 2 * 150 * neuron
+    assert sparse_cost(layer(variant), 64, 1.0).flops == dense_cost(layer(variant), 64).flops
     # Of many tokens each neuron fires for some: all rows are needed once, and no more than that.
     many, rows = sparse_cost(layer(variant), 10_000, 0.25), 10_000 * 150
     assert many.gathered == 2 * rows * neuron
@@ -89,11 +91,6 @@ def test_rows_of_several_tokens() -> None:
     bytes_without_rows = 2 * (8 * (D_MODEL + D_OUT) + D_MODEL * D_FF) + 4 * 8 * (60 + 3)
     rows = (sparse_cost(layer("plain"), 8, 0.1).bytes - bytes_without_rows) / (2 * D_OUT)
     assert rows == pytest.approx(float(drawn), rel=0.01)
-
-
-@pytest.mark.parametrize("variant", ["gated", "plain"])
-def test_all_active_costs_as_many_flops_as_dense(variant: str) -> None:
-    assert sparse_cost(layer(variant), 64, 1.0).flops == dense_cost(layer(variant), 64).flops
 
 
 def test_totals_and_blocks_left_dense() -> None:
@@ -127,12 +124,14 @@ def test_inspect_counts_in_every_kind_of_file(cli: Cli, tmp_path: Path) -> None:
     model, plan, graph = tmp_path / "m.pt2", tmp_path / "m.plan", tmp_path / "m.onnx"
     torch.export.save(export(Residual(Gated(d_ff=320)).bfloat16(), torch.randn(4, 16).bfloat16()), model)
     assert cli("compile", model, "-o", plan, "--onnx", graph).exit_code == 0
-    expected = count_costs(
-        [layer("gated", module="ffn", d_model=16, d_ff=320, d_out=16)], tokens=7, density=0.125
-    )  # fmt: skip
+    row = layer("gated", module="ffn", d_model=16, d_ff=320, d_out=16)
+    expected = count_costs([row], tokens=7, density=0.125)
     for target in (model, plan, graph):
         found = json.loads(cli("inspect", target, "--json", "--tokens", 7, "--density", 0.125).stdout)
         assert found["cost"] == expected.to_json()
+    for target, kind in ((plan, "a plan"), (graph, "a rewritten graph")):
+        failed(cli("inspect", target, "--dtype", "bf16"), "--dtype bf16: what is compiled keeps", f"{target}, {kind}")
+        failed(cli("inspect", target, "--input", "x:float32[2]"), "--input: only a pickled module needs", str(target))
     shown = cli("inspect", plan, "--tokens", 7, "--density", 0.125).stdout
     assert "7 tokens a call, at an assumed density of 12.5 %" in shown
     assert "no prediction of time" in shown
@@ -140,51 +139,29 @@ def test_inspect_counts_in_every_kind_of_file(cli: Cli, tmp_path: Path) -> None:
     assert "at an assumed density of 0.5 %" in cli("inspect", graph).stdout
 
 
-def test_what_is_compiled_takes_no_dtype_and_no_inputs(cli: Cli, archive: Path, tmp_path: Path) -> None:
-    plan, graph = tmp_path / "m.plan", tmp_path / "m.onnx"
-    assert cli("compile", archive, "-o", plan, "--onnx", graph).exit_code == 0
-    for target, kind in ((plan, "a plan"), (graph, "a rewritten graph")):
-        failed(cli("inspect", target, "--dtype", "bf16"), "--dtype bf16: what is compiled keeps", f"{target}, {kind}")
-        failed(cli("inspect", target, "--input", "x:float32[2]"), "--input: only a pickled module needs", str(target))
-
-
-def test_graph_with_its_report_beside_it(cli: Cli, tmp_path: Path) -> None:
-    """The report has the name that the manifest of a plan called so would have."""
-    onnx.save(gated(), tmp_path / "m.onnx")
-    graph = tmp_path / "g.onnx"
-    options = ["--backend", "none", "--onnx", graph, "--report", tmp_path / "g.onnx.json"]
-    assert cli("compile", tmp_path / "m.onnx", *options).exit_code == 0
-    result = cli("inspect", graph, "--json")
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["kind"] == "rewritten ONNX file"
-
-
-def test_inspect_shows_the_fields_of_plugin_nodes(cli: Cli, tmp_path: Path) -> None:
+def test_inspect_shows_plugin_nodes(cli: Cli, tmp_path: Path) -> None:
+    """Their fields, and how many neurons are hot in a graph that does not say what its layers were."""
     onnx.save(gated("fp16", biases=True), tmp_path / "m.onnx")
-    graph = tmp_path / "g.onnx"
-    options = ["--backend", "none", "--onnx", graph, "--compression", 4]
+    # The report has the name that the manifest of a plan called so would have.
+    graph, report = tmp_path / "g.onnx", tmp_path / "g.onnx.json"
+    options = ["--backend", "none", "--onnx", graph, "--compression", 4, "--report", report]
     assert cli("compile", tmp_path / "m.onnx", *options).exit_code == 0
-    (node,) = json.loads(cli("inspect", graph, "--json").stdout)["nodes"]
-    assert node["fields"] == {
-        "activation": "relu", "threshold": 0.0, "compression": 4, "hot": 0, "gate_bias": 1, "up_bias": 1,
-        "down_bias": 1, "residual": 0, "plugin_version": "twellc-3", "plugin_namespace": "twell",
-    }  # fmt: skip
+    found = json.loads(cli("inspect", graph, "--json").stdout)
+    assert found["kind"] == "rewritten ONNX file"
+    (node,) = found["nodes"]
+    flags = {"gate_bias": 1, "up_bias": 1, "down_bias": 1, "residual": 0}
+    identity = {"plugin_version": "twellc-3", "plugin_namespace": "twell"}
+    options_of_node = {"activation": "relu", "threshold": 0.0, "compression": 4, "hot": 0}
+    assert node["fields"] == {**options_of_node, **flags, **identity}
     shown = cli("inspect", graph).stdout
-    for name, value in node["fields"].items():
-        assert f"{name}={value}" in shown
+    assert all(f"{name}={value}" in shown for name, value in node["fields"].items())
 
+    def heat(model: onnx.ModelProto) -> None:
+        (hot,) = (each for each in twell_nodes(model)[0].attribute if each.name == "hot")
+        hot.i = 24
+        del model.metadata_props[:]
 
-def test_inspect_shows_how_many_neurons_are_hot(cli: Cli, tmp_path: Path) -> None:
-    """Of a graph that does not say what its layers were."""
-    onnx.save(gated(), tmp_path / "m.onnx")
-    graph = tmp_path / "g.onnx"
-    assert cli("compile", tmp_path / "m.onnx", "--backend", "none", "--onnx", graph).exit_code == 0
-    model = onnx.load(graph)
-    (node,) = (node for node in model.graph.node if node.domain == "twell")
-    (hot,) = (each for each in node.attribute if each.name == "hot")
-    hot.i = 24
-    del model.metadata_props[:]
-    onnx.save(model, tmp_path / "hot.onnx")
+    changed(graph, tmp_path / "hot.onnx", heat)
     assert "rewritten, 24 hot" in cli("inspect", tmp_path / "hot.onnx").stdout
     (row,) = json.loads(cli("inspect", tmp_path / "hot.onnx", "--json").stdout)["layers"]
     assert row["hot"] == 24
@@ -209,11 +186,10 @@ def test_inspect_without_blocks_counts_nothing(cli: Cli, tmp_path: Path) -> None
 
 def test_inspect_a_node_without_known_widths(cli: Cli, tmp_path: Path) -> None:
     """Its weights are inputs of a graph of another origin."""
-    names = ["x", "w_up", "w_down"]
-    node = onnx.helper.make_node("TwellMlp", names, ["y"], "node", domain="twell", activation="relu")
-    inputs = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.BFLOAT16, ["a", "b"]) for name in names]
-    outputs = [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.BFLOAT16, ["a", "b"])]
-    graph = onnx.helper.make_graph([node], "g", inputs, outputs)
+    node = onnx.helper.make_node("TwellMlp", list("xud"), ["y"], "node", domain="twell", activation="relu")
+    kind = onnx.TensorProto.BFLOAT16
+    *inputs, output = (onnx.helper.make_tensor_value_info(name, kind, ["a", "b"]) for name in "xudy")
+    graph = onnx.helper.make_graph([node], "g", inputs, [output])
     opsets = [onnx.helper.make_opsetid("", 20), onnx.helper.make_opsetid("twell", 1)]
     onnx.save(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10), tmp_path / "m.onnx")
     result = cli("inspect", tmp_path / "m.onnx")
