@@ -58,7 +58,7 @@ def test_a_cache_filled_to_its_last_place(llm: LLM, bytelm: Path) -> None:
     assert distance(bytelm, [output]) < NEAR
     with pytest.raises(UserError, match="the prompt: is longer than the cache; got 257 tokens; expected 256 at most"):
         llm.generate([[1] * 257])
-    with pytest.raises(UserError, match=r"does not take so many prompts at once; got 5; expected 4 at most\..*--batch"):
+    with pytest.raises(UserError, match=r"takes at most 4 prompts per call; got 5\..*--batch"):
         llm.generate(["a"] * 5)
 
 

@@ -277,8 +277,8 @@ class LayerState(Protocol):
     """The keys and values of a layer."""
 
     @property
-    def said(self) -> int:
-        """How many tokens the cache says that all rows have: models use it for more than positions."""
+    def reported(self) -> int:
+        """How many tokens the cache reports for all rows: models use it for more than positions."""
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Take new keys and values [batch, heads, tokens, width]; return those that queries attend to."""
@@ -310,7 +310,7 @@ def cache_over(states: Sequence[LayerState] | Callable[[], LayerState]) -> Any:
             return self.state.length(_count(query_length)), 0
 
         def get_seq_length(self) -> int:
-            return self.state.said
+            return self.state.reported
 
         def get_max_length(self) -> int:
             return -1

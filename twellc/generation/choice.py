@@ -46,7 +46,7 @@ _OF_A_LENGTH = (
 )  # fmt: skip
 # How many processors a graph holds at most: as many values there are on the device.
 MOST_VALUES = 8
-# A graph takes the k-th largest score from the largest of so many, or of all: few graphs hold for every k.
+# A graph takes the k-th largest score from this many of the largest, or from all: few graphs hold for every k.
 _LARGEST = (64, 1024)
 
 
@@ -121,7 +121,7 @@ class Choice:
     Attributes:
         key: What makes the choice differ from others in a graph; None where it cannot be in one.
         values: Values of the processors in a graph.
-        may_run_ahead: Whether a step may run before it is known which rows the last one has ended: nobody else's code
+        may_run_ahead: Whether a step may run before it is known which rows the last one has ended: no code of the user
             sees what it computes for these.
     """
 
@@ -161,7 +161,7 @@ class Choice:
             processors: Any = prompts[several[0]].processors
             self._rows.append(_Rows(numbers, torch.tensor(numbers, device=device), known, processors))
 
-    def see(self, tokens: Tensor) -> None:
+    def observe(self, tokens: Tensor) -> None:
         """Take the last tokens of all rows, int64 [batch]; what has ended goes on with padding."""
         if self._rows and any(self._ended):
             over = torch.tensor(self._ended, device=tokens.device)
@@ -241,7 +241,7 @@ def _width(k: int) -> int | None:
 
 @dataclass(frozen=True)
 class _TopK:
-    """`TopKLogitsWarper` with its k on the device; `width` is a k that is no smaller, None the whole vocabulary."""
+    """`TopKLogitsWarper` with its k on the device; `width` is at least k, None is the whole vocabulary."""
 
     width: int | None
     k: Tensor

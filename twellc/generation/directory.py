@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from twellc.base.devices import choose_device
-from twellc.base.errors import UserError, first_line
-from twellc.base.transformers_private import causal_lm_classes, nothing_fetched
+from twellc.base.errors import UserError
+from twellc.base.transformers_private import nothing_fetched
 from twellc.eager.optimization import optimize, optimized_blocks
 from twellc.generation.rows import RowCache
 from twellc.loaders.attention import NextCall, row_attention
 from twellc.loaders.cache_trial import CacheTrial, MadeUpKeys
-from twellc.loaders.huggingface import cache_argument, cached_length, open_directory, other_layers
+from twellc.loaders.huggingface import cache_argument, cached_length, open_directory
 from twellc.passes.graph.program import quiet_torch
 from twellc.plugins.cache_op import attends_by_cudnn
 
-# A cache grows by so many places, so that calls of about one size share it.
+# Cache growth step, in tokens: calls of about one size share a cache.
 _STEP = 256
 # Numbers of rows, and sizes of prompts and caches, that a model is compiled for; torch would go on without compiling
 # after the eighth, and say little.
@@ -52,9 +52,9 @@ class TorchBackend:
                 `static` for each size anew; empty: not.
 
         Raises:
-            UserError: It is not a causal language model of attention layers, or has not so many positions.
+            UserError: It is not a causal language model of attention layers, or has fewer positions.
         """
-        self._cache_argument = _cache_argument(model)
+        self._cache_argument = cache_argument(model, type(model).__name__)
         if getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None:
             model.set_attn_implementation("eager")  # older releases take another, which leaves the cap out
         self.model, self.name, self.notes = model, name, list[str]()
@@ -62,7 +62,7 @@ class TorchBackend:
         self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
         limit = cached_length(model)
         if length is not None and not 1 <= length <= limit:
-            what = "is no length that a cache of the model can have"
+            what = "is out of range for this model's cache"
             expected = f"1 to {limit}, the positions of {type(model).__name__}"
             raise UserError("max_model_len", what, got=str(length), expected=expected)
         self.longest = length or limit
@@ -97,9 +97,9 @@ class TorchBackend:
             raise
         return True
 
-    def _at(self, index: Tensor, fresh: bool = False) -> None:
+    def _at(self, index: Tensor, is_prefill: bool = False) -> None:
         """Say where the next call writes."""
-        self._call.index, self._call.fresh, self._call.by_lengths = index, fresh, self.by_lengths
+        self._call.index, self._call.is_prefill, self._call.by_lengths = index, is_prefill, self.by_lengths
 
     def fill(self, input_ids: Tensor, start: int) -> Tensor:
         """Compute the first tokens of rows; see `Backend`."""
@@ -121,25 +121,20 @@ class TorchBackend:
         Raises:
             UserError: It does, or it cannot be run.
         """
-        trial = CacheTrial(where, self.model, self.longest)
+        trial = CacheTrial(where, self.model, self.longest, self._cache_argument)
         try:
-            self._refuse_other_logits(trial)
-        except UserError:
-            raise
-        except Exception as error:  # transformers raises what it likes for a cache that does not fit
-            what = f"the model cannot be run over a cache of keys and values ({first_line(error)})"
-            expected = "a decoder of attention layers, such as LlamaForCausalLM"
-            raise UserError(where, what, got=type(self.model).__name__, expected=expected) from error
+            trial.refuse_others(self._by_token, self._at_places)
         finally:
             self._cache = None
 
-    def _refuse_other_logits(self, trial: CacheTrial) -> None:
-        self.begin(len(trial.ids), trial.ids.shape[1])
+    def _by_token(self, ids: Tensor) -> Tensor:
+        """Return the logits behind texts [rows, tokens], of which each call takes one token."""
+        self.begin(*ids.shape)
         with self._attention:
-            for place in range(trial.ids.shape[1]):
+            for place in range(ids.shape[1]):
                 self._at(torch.full_like(self._call.index, place), place == 0)
-                found = self._logits(trial.ids[:, place : place + 1], self._call.index[:, None])
-        trial.refuse_others(found, self._at_places)
+                found = self._logits(ids[:, place : place + 1], self._call.index[:, None])
+        return found
 
     def _at_places(self, ids: Tensor, places: Tensor, made_up: MadeUpKeys) -> Tensor:
         """Return the logits behind a token of each row, over keys and values that are made up; see `CacheTrial`."""
@@ -207,10 +202,7 @@ def load_directory(
 
     with nothing_fetched():
         model, _, notes = open_directory(path, in_dtype)
-    try:
-        _cache_argument(model)
-    except UserError as error:
-        raise error.about(type(model).__name__, f"{path}, a {type(model).__name__}") from error
+    cache_argument(model, f"{path}, a {type(model).__name__}")
     if dtype is None and found != [model.dtype]:
         notes.append("the model is in float32; on the GPU it runs in bfloat16")
     model.to(chosen)
@@ -228,22 +220,3 @@ def load_directory(
 
 def _named(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
-
-
-def _cache_argument(model: Any) -> str:
-    """Return what the model's forward calls a cache.
-
-    Raises:
-        UserError: It is not a causal language model of attention layers whose positions can be given.
-    """
-    name, config = type(model).__name__, model.config
-    if name not in causal_lm_classes().values() or config.is_encoder_decoder:
-        raise UserError(name, "is not a causal language model", expected="one such as LlamaForCausalLM")
-    taken = inspect.signature(model.forward).parameters
-    argument = cache_argument(model)
-    others = other_layers(model)
-    if argument is None or "position_ids" not in taken or others:
-        what = "its cache is not one of keys and values alone, at positions that can be given"
-        expected = "a decoder of attention layers, such as LlamaForCausalLM"
-        raise UserError(name, what, got=" and ".join(others), expected=expected)
-    return argument

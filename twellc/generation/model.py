@@ -82,7 +82,7 @@ class CausalModel(GenerationMixin):
     __call__ = forward
 
     def steps(self, input_ids: Tensor, **options: Any) -> Iterator[Step]:
-        """Return the steps of `generate`, one after another, for those who want each token as it comes.
+        """Return the steps of `generate`, one after another, for callers that want each token as it comes.
 
         Args:
             input_ids: Prompts [batch, tokens], padded on the left.

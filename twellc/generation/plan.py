@@ -84,7 +84,7 @@ class PlanBackend:
         return self._run(tokens[:, None], places, 1)
 
     def _run(self, input_ids: Tensor, starts: Tensor, real: int) -> Tensor:
-        """Run the plan for tokens of which so many are real in each row; return the logits behind the last of these."""
+        """Run the plan for tokens of which each row has `real` before its padding; return the logits behind these."""
         counts = self._ones if real == 1 else real * self._ones
         logits = self._calls.run({INPUT_IDS: input_ids, WRITE_INDEX: starts, TOKEN_COUNT: counts})
         return logits if self._cache.logits == "last" else logits[:, real - 1]

@@ -24,7 +24,7 @@ from twellc.loaders.cache_trial import MadeUpKeys
 class RowCache(Cache):
     """Keys and values of rows of at most `length` tokens.
 
-    Nothing that it holds refers to it, so that its memory is free as soon as nobody else does.
+    Nothing that it holds refers to it, so that its memory is free as soon as nothing else does.
 
     Attributes:
         length: The places of a row.
@@ -53,7 +53,7 @@ class _RowLayer(StaticLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         tokens = key_states.shape[2]
-        if self._call.fresh:
+        if self._call.is_prefill:
             self.keys[:, :, :tokens] = key_states
             self.values[:, :, :tokens] = value_states
             return key_states, value_states
@@ -67,13 +67,13 @@ class _RowLayer(StaticLayer):
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         """Return how many keys queries may see, and the place of the first. Older releases give places of queries."""
         tokens: int = len(query_length) if isinstance(query_length, Tensor) else query_length
-        return (tokens if self._call.fresh else self.max_cache_len), 0
+        return (tokens if self._call.is_prefill else self.max_cache_len), 0
 
     def get_seq_length(self) -> int:
         """Return 0, which is true of the first tokens of rows, and else of none.
 
-        Rows have lengths of their own, which no number tells: models are given the positions of tokens. Those that do
-        more with this number compute other logits, see `CacheTrial`.
+        Each row has its own length, which one number cannot express: models are given the positions of tokens. Those
+        that use this number for more compute other logits, see `CacheTrial`.
         """
         return 0
 
@@ -95,4 +95,4 @@ class _MadeUpLayer(_RowLayer):
         return held
 
     def get_seq_length(self) -> int:
-        return self._made_up.said
+        return self._made_up.reported

@@ -68,9 +68,9 @@ class SamplingParams:
         repetition_penalty: Above 1 makes tokens less likely that stand in the prompt or the answer.
         temperature: 0, or less than 1e-5, takes the likeliest token; else logits are divided by it, and a token is
             drawn.
-        top_p: Draw among the likeliest tokens whose probabilities add up to so much.
-        top_k: Draw among the so many likeliest tokens; 0 or -1: among all.
-        min_p: Draw among tokens that are at least so many times as likely as the likeliest.
+        top_p: Draw among the likeliest tokens, as many as it takes for their probabilities to add up to this.
+        top_k: Number of likeliest tokens to draw among; 0 or -1: all.
+        min_p: Draw among tokens whose probability is at least min_p times the largest.
         seed: Seed of what is drawn; None or -1 draws anew in each call.
         stop: Texts that end an answer; they are not part of it.
         stop_token_ids: Tokens that end an answer, besides those of the model.
@@ -80,7 +80,7 @@ class SamplingParams:
         detokenize: Whether answers have texts.
         skip_special_tokens: Whether special tokens are left out of texts.
         include_stop_str_in_output: Whether what ends an answer is part of its text.
-        truncate_prompt_tokens: Take so many of the last tokens of a prompt; -1 for as many as fit, None for all.
+        truncate_prompt_tokens: Number of last tokens of a prompt to take; -1 for as many as fit, None for all.
         logit_bias: What is added to the logits of tokens, by token.
         allowed_token_ids: The tokens that are chosen among; None for all.
         bad_words: Texts that an answer does not have. What stands at the end of the prompt may begin one.

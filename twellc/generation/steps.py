@@ -47,7 +47,7 @@ class Step:
     Attributes:
         tokens: Of each row; that of a row which has ended before means nothing.
         limited: Whether each row takes no more tokens than these.
-        ended: Whether each row has ended, with this token or before. Whoever reads it may end more rows.
+        ended: Whether each row has ended, with this token or before. A reader may end more rows.
     """
 
     tokens: list[int]
@@ -61,7 +61,7 @@ class Decoder:
     Attributes:
         backend: What computes.
         stats: Those of the last call.
-        lock: Held while a step is computed. Whoever holds it over a whole call keeps others from taking its cache.
+        lock: Held while a step is computed; held over a whole call, it keeps other calls from taking the cache.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -147,9 +147,9 @@ class Decoder:
         """Put prompts into the cache, but for their last tokens, which the first step computes."""
         backend, batch, lengths = self.backend, len(rows), [len(row) for row in rows]
         if backend.largest_batch is not None and batch > backend.largest_batch:
-            what = "does not take so many prompts at once"
+            what = f"takes at most {backend.largest_batch} prompts per call"
             fix = "Give fewer, or compile the model with a larger --batch."
-            raise UserError(backend.name, what, got=str(batch), expected=f"{backend.largest_batch} at most", fix=fix)
+            raise UserError(backend.name, what, got=str(batch), fix=fix)
         for row, length in enumerate(lengths):
             if length > backend.longest:
                 raise PromptError(
@@ -195,7 +195,7 @@ class Decoder:
                 if len(slots) < 2:
                     slots.append(torch.zeros(len(self._tokens), dtype=torch.int64, pin_memory=on_gpu))
                 if number:
-                    choice.see(self._tokens)
+                    choice.observe(self._tokens)
                 self._step(choice, watch)
                 running.append(_start_reading(self._tokens, slots[number % 2]))
             if len(running) > (on_gpu and choice.may_run_ahead):
@@ -260,7 +260,7 @@ class Decoder:
 
     def _choose(self, choice: Choice, logits: Tensor) -> None:
         self._tokens.copy_(choice.tokens(logits, self._values, self._generator))
-        # A row that has ended goes on; in the last place of its own cache it harms nobody.
+        # A row that has ended goes on; in the last place of its own cache it changes no other row.
         self._places.copy_(torch.minimum(self._places + 1, self._last))
 
 

@@ -113,7 +113,7 @@ class _PretrainedStream:
 
     A piece is what new tokens add to the text of those of the piece before. The stream of the library tokenizers does
     the same, but fails at bytes that are not a letter, where a tokenizer falls back to bytes. A token that only the
-    model has is no text.
+    model has gives no text.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], skip_special_tokens: bool) -> None:
@@ -144,7 +144,7 @@ class _PretrainedStream:
 
     def _piece(self, whole: str) -> str:
         """Return what new tokens add to the text, where the first ones may end a letter of the prompt."""
-        piece = whole[len(os.path.commonprefix([self._before, whole])) :]  # noqa: RUF071, these are no paths
+        piece = whole[len(os.path.commonprefix([self._before, whole])) :]  # noqa: RUF071, these are not paths
         # Tokens without a text, such as special ones, would leave the next one without the space before it.
         if piece:
             self._given, self._new = self._new, []

@@ -1,4 +1,4 @@
-"""Arguments of vLLM that are not there: which of their values are taken, and what is said of all others.
+"""Arguments of vLLM that are not there: which of their values are taken, and what the message for all others says.
 
 Of each name in vLLM 0.26 to 0.32, and a few of older releases. Importing this imports nothing large.
 """

@@ -96,7 +96,7 @@ def _one_of(path: Path, programs: dict[str, ExportedProgram]) -> tuple[ExportedP
             "the archive does not hold one program",
             got=", ".join(map(repr, sorted(programs))) or "none",
             expected=f"one, or one that is called {_NAME!r}",
-            fix="Write each program to an archive of its own, with torch.export.save(program, FILE).",
+            fix="Write each program to a separate archive, with torch.export.save(program, FILE).",
         )
     ((name, program),) = programs.items()
     return program, [f"the program of the archive is called {name!r}"]
@@ -190,7 +190,7 @@ def _refuse_code(path: Path) -> None:
         raise UserError(str(path), f"the archive is damaged ({first_line(error)})", fix=_AGAIN) from error
     if reason is not None:
         what = f"loading this archive could execute code: {reason}"
-        raise UserError(str(path), what, fix="If you trust whoever made it, add --trust-model.")
+        raise UserError(str(path), what, fix="If you trust its author, add --trust-model.")
 
 
 def _code_in(archive: Any) -> Iterator[str]:

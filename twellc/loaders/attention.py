@@ -69,12 +69,12 @@ class NextCall:
 
     Attributes:
         index: Where it writes in each row: int64 [batch].
-        fresh: Whether it writes from place 0 on in each row: its queries see no older keys.
+        is_prefill: Whether it writes from place 0 on in each row: its queries see no older keys.
         by_lengths: Whether causal attention to older keys goes by lengths, without a mask.
     """
 
     index: Tensor
-    fresh: bool
+    is_prefill: bool
     by_lengths: bool
 
 
@@ -228,7 +228,7 @@ def _row_mask(call: NextCall, causal_is_optional: bool, request: Request) -> Ten
     """
     causal, seen, window = plain_masks().causal, request["mask_function"], request.get("local_size")
     tokens, starts = query_count(request), call.index
-    if call.fresh:
+    if call.is_prefill:
         usual = causal_is_optional and request.get("allow_is_causal_skip", True)
         if usual and (seen is causal or (window is not None and tokens <= window)):
             return None

@@ -22,10 +22,10 @@ from torch import Tensor
 from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_line
 from twellc.base.transformers_private import cache_over
-from twellc.loaders.huggingface import cache_argument
+from twellc.loaders.huggingface import ATTENTION_MODELS
 from twellc.loaders.huggingface_inputs import text_config
 
-# Numbers of a configuration that are no places: widths, counts and token ids.
+# Numbers of a configuration that are not places: widths, counts and token ids.
 _NO_PLACE = re.compile(
     r"(^|_)(vocab|hidden|intermediate|ffn|embd|embed|inner|heads?|layers?|rank|dim|experts?|ids?)(_|$)"
 )
@@ -39,12 +39,12 @@ class MadeUpKeys:
 
     Attributes:
         length: The length of the cache.
-        said: What the cache says of how many tokens all rows have.
+        reported: How many tokens the cache reports for all rows.
     """
 
-    def __init__(self, length: int, said: int = 0) -> None:
+    def __init__(self, length: int, reported: int = 0) -> None:
         """Take the attributes."""
-        self.length, self.said = length, said
+        self.length, self.reported = length, reported
         self._known: dict[Any, Tensor] = {}
 
     def of(self, number: int, new: Tensor) -> Tensor:
@@ -71,6 +71,7 @@ class CacheTrial:
         where: What to name in messages.
         model: The model, as it was loaded.
         longest: The most tokens of a text.
+        argument: What its forward calls a cache.
         ids: Two texts, [2, tokens].
         logits: Those behind them, [2, vocabulary].
         at_places: The logits behind the last tokens of both at places of a cache.
@@ -79,6 +80,7 @@ class CacheTrial:
     where: str
     model: Any
     longest: int
+    argument: str
     ids: Tensor = field(init=False)
     logits: Tensor = field(init=False)
     at_places: dict[int, Tensor] = field(init=False)
@@ -112,33 +114,39 @@ class CacheTrial:
 
     def _behind(self, place: int) -> Tensor:
         """Return the logits behind the last tokens, at a place behind keys and values that are made up."""
-        argument = cache_argument(self.model)
-        assert argument is not None
         layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
         behind = _Behind(MadeUpKeys(place + 1), place)
-        given: dict[str, Any] = {argument: cache_over([behind] * layers), "use_cache": True}
+        given: dict[str, Any] = {self.argument: cache_over([behind] * layers), "use_cache": True}
         ids = self.ids[:, -1:]
         logits: Tensor = self.model(input_ids=ids, position_ids=torch.full_like(ids, place), **given).logits[:, -1]
         return logits
 
-    def refuse_others(self, logits: Tensor, step: Step) -> None:
-        """Fail if the model computes something else over a cache, as it does with masks and positions of its own.
+    def refuse_others(self, run: Callable[[Tensor], Tensor], step: Step) -> None:
+        """Fail if the model computes something else over a cache, as it does with its own masks and positions.
 
         Args:
-            logits: Those behind the texts, over the cache.
+            run: Returns the logits behind texts, over the cache.
             step: Runs it at places.
 
         Raises:
-            UserError: Both texts are off by more than rounding explains.
+            UserError: Both texts are off by more than rounding explains, or it cannot be run.
         """
+        try:
+            with torch.no_grad():
+                self._refuse_others(run(self.ids), step)
+        except UserError:
+            raise
+        except Exception as error:  # transformers raises what it likes for a cache that does not fit
+            raise other_state(self.where, self.model, first_line(error)) from error
+
+    def _refuse_others(self, logits: Tensor, step: Step) -> None:
         self._compare(self.logits, logits, "")
         ids, first = self.ids[:, -1:].repeat(2, 1), min(self.at_places, default=0)
         for place, expected in self.at_places.items():
             places = torch.tensor([first, first, place, place], device=ids.device)
-            # The last time, the cache says once that rows have no tokens, and once that they have as many as these.
-            said = [0, 0, place] if place == max(self.at_places) else [0]
-            with torch.no_grad():
-                found, *others = (step(ids, places, MadeUpKeys(place + 1, each)) for each in said)
+            # At the last place the cache reports no tokens once, and once as many as there are.
+            reported = [0, 0, place] if place == max(self.at_places) else [0]
+            found, *others = (step(ids, places, MadeUpKeys(place + 1, each)) for each in reported)
             self._compare(self.at_places[first], found[:2], f" at place {first} of {place + 1}")
             self._compare(expected, found[2:], f" at place {place}")
             if others and _error(found, others[1]) > 2 * _error(found, others[0]):
@@ -154,6 +162,12 @@ class CacheTrial:
         what = "the model computes other logits over a cache than without one"
         expected = "masks and positions that transformers can be given for it"
         return UserError(self.where, what, got=got, expected=expected)
+
+
+def other_state(where: str, model: Any, reason: str) -> UserError:
+    """Return what to say of a model that cannot be run over a cache."""
+    what = f"the model does not run over a cache of keys and values alone ({reason})"
+    return UserError(where, what, got=type(model).__name__, expected=ATTENTION_MODELS)
 
 
 def _error(expected: Tensor, found: Tensor) -> float:
@@ -181,15 +195,15 @@ class _Behind:
     """Keys and values that are made up, up to a place, the same in all rows: a `LayerState`."""
 
     made_up: MadeUpKeys
-    said: int
+    reported: int
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values with the new ones behind them."""
         return self._with(0, keys), self._with(1, values)
 
     def _with(self, number: int, new: Tensor) -> Tensor:
-        return torch.cat([self.made_up.of(number, new)[:, :, : self.said].expand(len(new), -1, -1, -1), new], 2)
+        return torch.cat([self.made_up.of(number, new)[:, :, : self.reported].expand(len(new), -1, -1, -1), new], 2)
 
     def length(self, tokens: Any) -> Any:
         """Return how many keys there are then."""
-        return self.said + tokens
+        return self.reported + tokens

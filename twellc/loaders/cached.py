@@ -10,7 +10,6 @@ and returns the whole caches; masks and attention over them are in `attention.py
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,12 +22,12 @@ from torch.export import ExportedProgram
 
 from twellc.base.caches import INPUT_IDS, TOKEN_COUNT, WRITE_INDEX, CachePair, KeyValueCache
 from twellc.base.dtypes import DTYPES, dtype_name, option_of, torch_dtype
-from twellc.base.errors import UserError, first_few, first_line
-from twellc.base.transformers_private import cache_over, causal_lm_classes, is_causal, nothing_fetched
+from twellc.base.errors import UserError, first_line
+from twellc.base.transformers_private import cache_over, nothing_fetched
 from twellc.loaders.attention import CacheStep, cached_attention
-from twellc.loaders.cache_trial import CacheTrial, MadeUpKeys
+from twellc.loaders.cache_trial import CacheTrial, MadeUpKeys, other_state
 from twellc.loaders.checkpoint import end_tokens
-from twellc.loaders.huggingface import cache_argument, cached_length, open_directory, other_layers, refuse_experts
+from twellc.loaders.huggingface import cache_argument, cached_length, open_directory, refuse_experts
 from twellc.loaders.huggingface_inputs import text_config
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.tracing import trace
@@ -57,7 +56,7 @@ def load_with_cache(path: Path, options: CacheOptions, logits: str, dtype: torch
         dtype: `bf16` or `fp16`; None takes the model's own, or bf16 where that is neither. A dtype of torch for tests.
 
     Raises:
-        UserError: It is no directory of such a model, or the model cannot be traced or has no room for such a cache.
+        UserError: It is another kind of model, or one that cannot be traced or takes no cache of that length.
     """
     refuse_missing(path, _EXPECTED)
     if not path.is_dir():
@@ -65,19 +64,20 @@ def load_with_cache(path: Path, options: CacheOptions, logits: str, dtype: torch
     if options.batch > _LARGEST_BATCH:
         raise UserError("--batch", "is too large", got=str(options.batch), expected=f"{_LARGEST_BATCH} at most")
     with nothing_fetched():
-        said: list[str] = []
-        model, config, notes = open_directory(path, partial(_in_dtype, dtype, said))
-        notes = notes + said
-        taken = _refuse_other_models(path, model)
+        messages: list[str] = []
+        model, config, notes = open_directory(path, partial(_in_dtype, dtype, messages))
+        notes = notes + messages
+        where = f"--kv-cache: {path}"
+        taken = cache_argument(model, f"{where}, a {type(model).__name__}", "use_cache")
         limit = cached_length(model)
         limit = limit if limit < _NO_LIMIT else 0
         _refuse_length(path, options, limit)
         _refuse_infinite_weights(model)
-        sizes = _probe(path, model, taken)
+        sizes = _probe(where, model, taken)
         precision: torch.dtype = model.dtype
-        trial = CacheTrial(f"--kv-cache: {path}", model, options.length)
+        trial = CacheTrial(where, model, options.length, taken)
         _take_caches(model, taken, logits)
-        _refuse_other_logits(path, model, sizes, trial)
+        _refuse_other_logits(model, sizes, trial)
         traced = _trace(path, model, sizes, options, precision)
         refuse_experts(path, traced, "Its experts would stay dense.")
     names = [f"{layer}.{part}" for layer in range(len(sizes)) for part in ("key", "value")]
@@ -128,34 +128,6 @@ def no_directory(path: Path) -> UserError:
     return UserError("--kv-cache", what, got=str(path), expected=_EXPECTED, fix="Leave it out.")
 
 
-def _refuse_other_models(path: Path, model: Any) -> str:
-    """Return what the model's forward calls its cache.
-
-    Raises:
-        UserError: It is no causal language model whose positions and cache can be given.
-    """
-    name, taken = type(model).__name__, inspect.signature(model.forward).parameters
-    if not is_causal(model) or name not in causal_lm_classes().values():
-        what = "the model is not a causal language model"
-        expected = "a class of transformers that generates text, such as LlamaForCausalLM"
-        raise UserError("--kv-cache", what, got=f"{path}, a {name}", expected=expected, fix="Leave it out.")
-    others = other_layers(model)
-    if others:
-        raise _other_state(path, model, f"it has layers of {first_few(others)}")
-    cache = cache_argument(model)
-    missing = [each for each in ("input_ids", "position_ids", "use_cache") if each not in taken]
-    missing += [] if cache else ["past_key_values"]
-    if missing:
-        raise UserError(
-            "--kv-cache",
-            "the model cannot be given what a cache needs",
-            got=f"{path}, a {name} without {missing[0]}",
-            expected="a model whose forward takes positions and a cache of keys and values",
-        )
-    assert cache is not None
-    return cache
-
-
 def _refuse_length(path: Path, options: CacheOptions, limit: int) -> None:
     if limit and options.length > limit:
         what = "is longer than what the model was made for"
@@ -163,7 +135,7 @@ def _refuse_length(path: Path, options: CacheOptions, limit: int) -> None:
         raise UserError(f"--kv-cache {options.length}", what, got=str(path), expected=expected)
 
 
-def _in_dtype(asked: torch.dtype | str | None, said: list[str], own: torch.dtype) -> torch.dtype:
+def _in_dtype(asked: torch.dtype | str | None, messages: list[str], own: torch.dtype) -> torch.dtype:
     """Return the dtype to compile a model in whose own is given; add what to tell the user about the choice."""
     if isinstance(asked, torch.dtype):
         return asked
@@ -172,7 +144,7 @@ def _in_dtype(asked: torch.dtype | str | None, said: list[str], own: torch.dtype
     wanted = torch_dtype(asked or "bf16")
     if wanted != own:
         changes = "as asked" if asked else "(--dtype changes it)"
-        said.append(f"the model is in {dtype_name(own)}; compiled in {dtype_name(wanted)} {changes}")
+        messages.append(f"the model is in {dtype_name(own)}; compiled in {dtype_name(wanted)} {changes}")
     return wanted
 
 
@@ -221,30 +193,24 @@ def _take_caches(model: Any, cache_name: str, logits: str) -> None:
     model.forward = step
 
 
-def _refuse_other_logits(path: Path, model: Any, sizes: list[_Sizes], trial: CacheTrial) -> None:
+def _refuse_other_logits(model: Any, sizes: list[_Sizes], trial: CacheTrial) -> None:
     """Fail if the model, which takes caches by now, computes other logits than it did before."""
-    rows, tokens = trial.ids.shape
-    counts = torch.full((rows,), tokens)
+
+    def whole(ids: Tensor) -> Tensor:
+        rows, tokens = ids.shape
+        counts = torch.full((rows,), tokens)
+        return at_ends(ids, 0 * counts, counts, _empty_caches(sizes, rows, min(trial.longest, 2 * tokens), model.dtype))
 
     def at_places(ids: Tensor, places: Tensor, made_up: MadeUpKeys) -> Tensor:
-        shapes = (
-            torch.empty(1, heads, 1, width, dtype=model.dtype)
-            for each in sizes
-            for heads, width in (each.key, each.value)
-        )
+        shapes = _empty_caches(sizes, 1, 1, model.dtype)
         caches = [made_up.of(number % 2, new).expand(len(ids), -1, -1, -1) for number, new in enumerate(shapes)]
-        logits: Tensor = model.forward(ids, places, torch.ones_like(places), caches, made_up)[0]
+        return at_ends(ids, places, torch.ones_like(places), caches, made_up)
+
+    def at_ends(*given: Any) -> Tensor:
+        logits: Tensor = model.forward(*given)[0]
         return logits if logits.dim() == 2 else logits[:, -1]
 
-    try:
-        with torch.no_grad():
-            caches = _empty_caches(sizes, rows, min(trial.longest, 2 * tokens), model.dtype)
-            logits, *_ = model.forward(trial.ids, 0 * counts, counts, caches)
-            trial.refuse_others(logits if logits.dim() == 2 else logits[:, -1], at_places)
-    except UserError:
-        raise
-    except Exception as error:  # transformers raises what it likes for a cache that does not fit
-        raise _other_state(path, model, first_line(error)) from error
+    trial.refuse_others(whole, at_places)
 
 
 def _empty_caches(sizes: list[_Sizes], batch: int, length: int, dtype: torch.dtype) -> list[Tensor]:
@@ -279,9 +245,9 @@ class _Appending:
     made_up: MadeUpKeys | None
 
     @property
-    def said(self) -> int:
+    def reported(self) -> int:
         # Without made up keys none: each row has its own length, and models are given positions.
-        return 0 if self.made_up is None else self.made_up.said
+        return 0 if self.made_up is None else self.made_up.reported
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         new = (keys.transpose(1, 2), values.transpose(1, 2))
@@ -297,7 +263,7 @@ class _Appending:
 class _Recording:
     """Notes the sizes of what a layer wants to cache, and caches nothing: a `LayerState`."""
 
-    said = 0
+    reported = 0
     sizes: _Sizes | None = None
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -308,7 +274,7 @@ class _Recording:
         return tokens
 
 
-def _probe(path: Path, model: Any, cache_name: str) -> list[_Sizes]:
+def _probe(where: str, model: Any, cache_name: str) -> list[_Sizes]:
     """Return what each layer caches of a token, by a run on shapes alone.
 
     Raises:
@@ -328,16 +294,11 @@ def _probe(path: Path, model: Any, cache_name: str) -> list[_Sizes]:
             # Buffers that a model replaces as it runs, such as CTRL's table of positions, would be fake from now on.
             torch.func.functional_call(model, dict(model.named_buffers()), (), given)
     except Exception as error:  # transformers raises what it likes for a cache that does not fit
-        raise _other_state(path, model, first_line(error)) from error
+        raise other_state(where, model, first_line(error)) from error
     sizes = [layer.sizes for layer in layers if layer.sizes is not None]
     if not sizes or len(sizes) < len(layers):
-        raise _other_state(path, model, "it caches no keys and values of some layers")
+        raise other_state(where, model, "it caches no keys and values of some layers")
     return sizes
-
-
-def _other_state(path: Path, model: Any, reason: str) -> UserError:
-    what = f"the model does not run over a cache of keys and values alone ({reason})"
-    return UserError("--kv-cache", what, got=f"{path}, a {type(model).__name__}", fix="Compile it without a cache.")
 
 
 def _trace(path: Path, model: Any, sizes: list[_Sizes], options: CacheOptions, dtype: torch.dtype) -> ExportedProgram:

@@ -233,7 +233,7 @@ def _no_weights(path: Path) -> UserError:
             "the weights are missing",
             got=f"{first_few(pickles)}, which may execute code",
             expected=expected,
-            fix="If you trust whoever made them, load the model with transformers and write it with save_pretrained.",
+            fix="If you trust their author, load the model with transformers and write it with save_pretrained.",
         )
     foreign = [name for name in names if name.endswith((".gguf", ".h5", ".msgpack", ".onnx"))]
     return UserError(
@@ -275,7 +275,7 @@ def _unwrapped(stored: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor]
     return {names[name]: tensor for name, tensor in stored.items()}, list(found)
 
 
-# ---- what is no model in full precision ----
+# ---- adapters and quantised checkpoints ----
 
 
 def _only_an_adapter(path: Path) -> UserError:

@@ -26,6 +26,7 @@ from twellc.loaders.tracing import keep_tensor_outputs, trace
 from twellc.options.source import PADDINGS, NoChoiceError, refuse_choices
 from twellc.passes.graph.size_assertions import failing_assertions
 
+ATTENTION_MODELS = "a decoder of attention layers, such as LlamaForCausalLM"
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
 
@@ -167,16 +168,29 @@ def refuse_experts(path: Path, program: ExportedProgram, fix: str) -> None:
         raise UserError(str(path), what, got=f"the operation {experts.target}", fix=fix)
 
 
-def other_layers(model: Any) -> list[str]:
-    """Return the types of the layers of a decoder that are not attention, as its configuration has them."""
-    config = model.config.get_text_config(decoder=True)
-    return sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS)
+def cache_argument(model: Any, where: str, *needed: str) -> str:
+    """Return what the forward of a causal language model calls its cache of keys and values.
 
+    Args:
+        model: A model of transformers.
+        where: What to call it in messages.
+        needed: What its forward must take besides token ids and positions.
 
-def cache_argument(model: Any) -> str | None:
-    """Return what a model's forward calls its cache of keys and values; None where it takes none."""
-    taken = inspect.signature(model.forward).parameters
-    return next((each for each in ("cache", "past_key_values") if each in taken), None)
+    Raises:
+        UserError: It is another kind of model, has layers that are not attention, or takes no positions or cache.
+    """
+    if not is_causal(model) or type(model).__name__ not in causal_lm_classes().values():
+        expected = "a class of transformers that generates text, such as LlamaForCausalLM"
+        raise UserError(where, "is not a causal language model", expected=expected)
+    config, taken = model.config.get_text_config(decoder=True), inspect.signature(model.forward).parameters
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS)
+    others = [f"layers of {kind}" for kind in kinds]
+    others += [f"no {each}" for each in ("input_ids", "position_ids", *needed) if each not in taken]
+    argument = next((each for each in ("cache", "past_key_values") if each in taken), None)
+    if argument is None or others:
+        what = "its cache is not one of keys and values alone, at positions that can be given"
+        raise UserError(where, what, got=first_few(others), expected=ATTENTION_MODELS)
+    return argument
 
 
 def cached_length(model: Any) -> int:
@@ -214,7 +228,7 @@ def _settings(path: Path, model: Any, padding: str | None, logits: str) -> dict[
 
 
 def _fix_arguments(model: Any, settings: dict[str, str]) -> None:
-    """Give the model's forward the arguments that are no inputs of the program."""
+    """Give the model's forward the arguments that are not inputs of the program."""
     forward, fixed = model.forward, {"logits_to_keep": 1} if settings.get("logits") == "last" else {}
 
     def unpadded(input_ids: torch.Tensor) -> Any:

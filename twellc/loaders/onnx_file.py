@@ -48,7 +48,7 @@ def load_onnx(path: Path) -> onnx.ModelProto:
         inputs = [value for value in model.graph.input if value.name not in weights]
         del model.graph.input[:]
         model.graph.input.extend(inputs)
-        model.ir_version = max(model.ir_version, onnx.IR_VERSION_2019_1_22)  # the first in which they are no inputs
+        model.ir_version = max(model.ir_version, onnx.IR_VERSION_2019_1_22)  # the first in which they are not inputs
         if not model.graph.output:
             raise ValueError("it has no outputs")
         model.graph.name = model.graph.name or "graph"  # some tools write none, and the checker asks for one
@@ -56,7 +56,7 @@ def load_onnx(path: Path) -> onnx.ModelProto:
         for tensor in _tensors(model):
             _check_size(tensor)
     except Exception as error:  # the checker's own errors, and what C++ throws at a damaged model
-        raise UserError(str(path), f"is no valid ONNX model ({first_line(error)})") from error
+        raise UserError(str(path), f"is not a valid ONNX model ({first_line(error)})") from error
     return model
 
 
@@ -113,7 +113,7 @@ def _external(path: Path, tensor: onnx.TensorProto) -> _External:
     parts = PurePosixPath(location).parts
     plain = parts and not PurePosixPath(location).is_absolute() and ".." not in parts and "\0" not in location
     if not plain or "\\" in location or ":" in location:
-        raise refuse("has no plain relative location", repr(location))
+        raise refuse("does not have a plain relative location", repr(location))
     file = path.parent
     for index, part in enumerate(parts):
         file = file / part
@@ -123,12 +123,12 @@ def _external(path: Path, tensor: onnx.TensorProto) -> _External:
             raise refuse(f"cannot be found ({error.strerror})", repr(location)) from error
         last = index == len(parts) - 1
         if not (stat.S_ISREG(status.st_mode) if last else stat.S_ISDIR(status.st_mode)):
-            raise refuse("is no regular file", f"{location!r}, where {part!r} is {_kind(status.st_mode)}")
+            raise refuse("is not a regular file", f"{location!r}, where {part!r} is {_kind(status.st_mode)}")
         if last and status.st_nlink > 1:
             raise refuse("is a file with several names (hard links)", repr(location))
     numbers = [fields.get(key, "") for key in ("offset", "length")]
     if not all(number.isascii() and (number.isdigit() or not number) for number in numbers):
-        raise refuse("has an offset or length that is no number", " and ".join(map(repr, numbers)))
+        raise refuse("has an offset or length that is not a number", " and ".join(map(repr, numbers)))
     offset = int(numbers[0] or 0)
     length = int(numbers[1]) if numbers[1] else status.st_size - offset
     if offset > status.st_size or length < 0 or offset + length > status.st_size:
@@ -145,7 +145,7 @@ def _read_external(tensor: onnx.TensorProto, data: _External, path: Path) -> Non
     descriptor = os.open(data.file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as stream:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise UserError(str(path), f"the external data of tensor {tensor.name!r} is no regular file")
+            raise UserError(str(path), f"the external data of tensor {tensor.name!r} is not a regular file")
         stream.seek(data.offset)
         tensor.raw_data = stream.read(data.length)
     del tensor.external_data[:]

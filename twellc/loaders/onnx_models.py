@@ -37,7 +37,7 @@ def model_inputs(path: Path, model: onnx.ModelProto) -> ModelInputs:
     """Return the inputs of an ONNX model; dimensions with the same name share a symbol.
 
     Raises:
-        UserError: An input is no tensor, or of an element type or rank that is not known.
+        UserError: An input is not a tensor, or its element type or rank is not known.
     """
     specs = []
     hints: dict[str, int] = {}
@@ -45,7 +45,7 @@ def model_inputs(path: Path, model: onnx.ModelProto) -> ModelInputs:
         kind = value.type.tensor_type
         dtype = dtype_of(kind.elem_type) if value.type.HasField("tensor_type") else None
         if dtype is None or not kind.HasField("shape"):
-            raise UserError(str(path), f"input {value.name} is no tensor of a known element type and rank")
+            raise UserError(str(path), f"input {value.name} is not a tensor of a known element type and rank")
         shape: list[int | sympy.Expr] = []
         for axis, dim in enumerate(kind.shape.dim):
             if dim.HasField("dim_value") and dim.dim_value > 0:

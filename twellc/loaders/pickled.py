@@ -26,11 +26,11 @@ def load_pickle(path: Path, trust_model: bool, inputs: tuple[InputDeclaration, .
     """Unpickle a module, which executes code of the file's author, and trace it.
 
     Raises:
-        UserError: The user has not said that the file is trusted, it holds no module, or the inputs do not fit it.
+        UserError: The file is not said to be trusted, it does not hold a module, or the inputs do not fit it.
     """
     _refuse_other_pickles(path)
     if not trust_model:
-        fix = "If you trust whoever made it, add --trust-model; or save the model with torch.export.save."
+        fix = "If you trust its author, add --trust-model; or save the model with torch.export.save."
         raise UserError(str(path), "is a pickle, and loading a pickle executes code that is in the file", fix=fix)
     try:
         module = torch.load(path, map_location="cpu", weights_only=False)
@@ -58,7 +58,7 @@ def load_pickle(path: Path, trust_model: bool, inputs: tuple[InputDeclaration, .
 
 
 def _refuse_other_pickles(path: Path) -> None:
-    """Fail for what is no module, as far as that can be said without executing code of the file.
+    """Fail for a file without a module, as far as that can be found out without executing its code.
 
     Raises:
         UserError: It holds an ExportedProgram, or tensors and plain values only.

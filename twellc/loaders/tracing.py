@@ -128,7 +128,7 @@ def keep_tensor_outputs(path: Path, program: ExportedProgram) -> tuple[list[str]
     call = program.module_call_graph[0].signature
     assert call is not None
     call.out_spec = pytree.tree_structure(tuple(kept))
-    note = f"results of the model that are no tensors are left out of the plan: {', '.join(removed)}"
+    note = f"results of the model that are not tensors are left out of the plan: {', '.join(removed)}"
     return distinct, [note, *notes]
 
 

@@ -61,8 +61,10 @@ def untraceable(name: str, error: Exception, inputs: Mapping[str, Any], fix: str
     advice = [text for kind, words, text in _ADVICE if isinstance(error, kind) and words.search(str(error))][:1]
     lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()]
     # Which dimension it is, and why, stands in the second line.
-    said = lines[1] if lines[1:] and lines[0].startswith("Constraints violated") else first_line(error)
-    return UserError(name, f"torch.export cannot trace the model ({said})", fix=" ".join(advice or filter(None, [fix])))
+    reason = lines[1] if lines[1:] and lines[0].startswith("Constraints violated") else first_line(error)
+    return UserError(
+        name, f"torch.export cannot trace the model ({reason})", fix=" ".join(advice or filter(None, [fix]))
+    )
 
 
 def _demands(message: str, inputs: Mapping[str, Any]) -> list[str]:

@@ -41,7 +41,7 @@ def test_objects_have() -> None:
     kept = []
 
     class State:
-        said = 3
+        reported = 3
 
         def update(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             kept.append(keys.shape)

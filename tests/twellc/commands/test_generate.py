@@ -137,7 +137,7 @@ def test_lines_of_standard_input(bytelm: Path, talker: Path) -> None:
     [
         (("--prompt", "a" * 2000), "--prompt: is longer than the cache; got 2001 tokens; expected 1024 at most"),
         (("--prompt", "abcd", "--max-length", 4), "got 5 tokens; expected 4 at most"),
-        (("--prompt", "a", "--max-length", 1025), "--max-length: is no length that a cache of the model can have"),
+        (("--prompt", "a", "--max-length", 1025), "--max-length: is out of range for this model's cache"),
         (("--prompt", "a", "--chat-template"), "has no tokenizer, and so no chat template"),
         (("--prompt", "a", "--prompts-file", "b"), "--prompts-file: there is a prompt already; got --prompt, too"),
         (("--prompt", "a", "--temperature", "nan"), "temperature: is out of its range; got nan"),

@@ -134,7 +134,7 @@ def test_defaults(llama: Path) -> None:
 
 REFUSED: dict[str, tuple[str, list[Any], str]] = {
     "another kind of model": ("archive", SIZES, "only a Hugging Face directory can be compiled with a cache"),
-    "no causal language model": ("t5", SIZES, "the model is not a causal language model"),
+    "no causal language model": ("t5", SIZES, "is not a causal language model"),
     "longer than the model": ("llama", ["--kv-cache", 65], "is longer than what the model was made for; got"),
     "one place": ("llama", ["--kv-cache", 1], "--kv-cache: is too short; got 1; expected 2 at least"),
     "a long chunk": ("llama", [*SIZES, "--prefill-chunk", 25], "--prefill-chunk 25: is longer than the cache"),

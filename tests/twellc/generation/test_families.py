@@ -27,7 +27,13 @@ from twellc.options.source import CacheOptions
 Pair = tuple[CausalModel, Any]
 
 
-@pytest.mark.parametrize("name", IN_TORCH)
+# Others are like these to twellc: what differs stands in their own code.
+QUICK = ("llama", "opt", "smollm3", "qwen3-window", "phi3-window", "gemma2", "falcon-alibi", "deepseek-v2")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in IN_TORCH]
+)
 def test_tokens_are_those_of_transformers(name: str, family: Family) -> None:
     """With prompts in chunks; of some families also at once, and with attention by lengths as on a GPU.
 
@@ -47,7 +53,7 @@ def test_tokens_are_those_of_transformers(name: str, family: Family) -> None:
 
 def compare(ours: CausalModel, model: Any) -> None:
     input_ids, seen = prompts()
-    given = {"attention_mask": seen, "max_new_tokens": 20}
+    given = {"attention_mask": seen, "max_new_tokens": 14}
     greedy = ours.generate(input_ids, **given)
     assert torch.equal(greedy, model.generate(input_ids, **given, do_sample=False))
     assert greedy[:, 12:].unique().numel() > 5, "a model that says one thing shows little"
@@ -55,7 +61,7 @@ def compare(ours: CausalModel, model: Any) -> None:
         {"temperature": 1.3, "top_k": 20, "top_p": 0.9},
         {"temperature": 0.7, "top_k": 0, "min_p": 0.1, "repetition_penalty": 1.3},
     ):
-        expected = generate_alone(model, input_ids, seen, 5, max_new_tokens=20, do_sample=True, **drawn)
+        expected = generate_alone(model, input_ids, seen, 5, max_new_tokens=14, do_sample=True, **drawn)
         assert torch.equal(ours.generate(input_ids, **given, do_sample=True, seed=5, **drawn), expected)
 
 
@@ -106,13 +112,14 @@ class OutOfMemory(TorchDispatchMode):  # type: ignore[misc]
         return function(*arguments, **(named or {}))
 
 
-def test_memory_that_ends(family: Family) -> None:
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_memory_that_ends(family: Family, step: int) -> None:
     """Wherever a call fails, the next one is right, with as many rows as the failed one or as one before."""
     folder, model = family("llama")
-    fails_anywhere(made(folder, model, 4))
+    fails_anywhere(made(folder, model, 4), step)
 
 
-def fails_anywhere(ours: CausalModel) -> None:
+def fails_anywhere(ours: CausalModel, step: int) -> None:
     """Check that it answers as before after calls that end at one operation or another."""
     batches = [torch.randint(3, 96, (batch, 6)) for batch in (2, 3)]
     two, three = ({"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 3} for ids in batches)
@@ -121,7 +128,7 @@ def fails_anywhere(ours: CausalModel) -> None:
     with OutOfMemory(0) as counted:
         ours.generate(**three)
     assert counted.count > 200
-    for last in [*range(1, 60), *range(60, counted.count, counted.count // 10)]:
+    for last in [*range(1, 60, step), *range(60, counted.count, counted.count // 10)]:
         ours.generate(**two)
         with OutOfMemory(last), pytest.raises(torch.OutOfMemoryError):
             ours.generate(**three)
@@ -171,7 +178,7 @@ def test_rotary_frequencies_that_change(name: str, kind: str, room: int, family:
     assert torch.equal(tokens[:, :-1], expected[:, :-1])
 
 
-@pytest.mark.parametrize("name", ["GPTNeo", "Roberta"])
+@pytest.mark.parametrize("name", ["GPTNeo", pytest.param("Roberta", marks=pytest.mark.slow)])
 def test_other_logits_over_a_cache(name: str, family: Family) -> None:
     """GPT-Neo has windows by masks of its own; RoBERTa's positions begin behind that of padding."""
     windows = {"attention_types": [[["global", "local"], 1]], "window_size": 6, "num_layers": 2, "num_heads": 4}
@@ -193,7 +200,7 @@ def llama4(**changes: Any) -> Any:
     return models._seeded(transformers.Llama4ForCausalLM, config)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_one_number_for_the_length_of_all_rows(dtype: torch.dtype, tmp_path: Path) -> None:
     """It is right for none of several rows: refused, also where its effect is smaller than rounding."""
     folder = models.save(llama4(floor_scale=16), tmp_path / "model", dtype)
@@ -215,7 +222,7 @@ def test_scales_by_position_behind_the_last_place(changes: dict[str, Any], tmp_p
     torch.testing.assert_close(logits, model(input_ids, use_cache=False).logits[:, -1:], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [1100, 3000])
+@pytest.mark.parametrize("window", [pytest.param(1100, marks=pytest.mark.slow), 3000])
 def test_a_window_of_its_own_behind_thousands_of_places(window: int, family: Family) -> None:
     options = {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4}
     folder, _ = family("GPTNeo", **options, window_size=window, max_position_embeddings=4096)

@@ -355,7 +355,7 @@ def test_a_prompt_that_does_not_fit(llm: LLM, talker: Path) -> None:
         small.generate([[1] * 9])
     answer = small.generate([[1] * 8], SamplingParams(max_tokens=5, ignore_eos=True))[0].outputs[0]
     assert (len(answer.token_ids), answer.finish_reason) == (1, "length")
-    with pytest.raises(UserError, match="max_model_len: is no length that a cache of the model can have; got 257; "):
+    with pytest.raises(UserError, match="max_model_len: is out of range for this model's cache; got 257; "):
         LLM(talker, device="cpu", max_model_len=257)
 
 

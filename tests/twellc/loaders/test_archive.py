@@ -302,7 +302,7 @@ def test_results_that_are_no_tensors(case: str, tmp_path: Path) -> None:
     torch.export.save(export(module, x, dynamic=(({0: Dim("b", max=8)},),)), path)
     model = load_model(TracingOptions(path))
     assert model.output_names == names
-    assert model.notes == [f"results of the model that are no tensors are left out of the plan: {', '.join(removed)}"]
+    assert model.notes == [f"results of the model that are not tensors are left out of the plan: {', '.join(removed)}"]
     wanted = [leaf for leaf in tree_leaves(module(x)) if isinstance(leaf, Tensor)]
     program = functionalize(model.program)
     assert [node.op for node in program.graph.output_node().args[0]] == ["call_function"] * len(names)

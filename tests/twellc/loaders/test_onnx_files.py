@@ -63,19 +63,19 @@ def test_external_data_in_a_subfolder(external: Path) -> None:
 @pytest.mark.parametrize(
     ("location", "message"),
     [
-        ("../secret.bin", "has no plain relative location"),
-        ("data/../../secret.bin", "has no plain relative location"),
-        ("{outside}/secret.bin", "has no plain relative location"),
-        ("..\\secret.bin", "has no plain relative location"),
-        ("", "has no plain relative location"),
-        (".", "has no plain relative location"),
-        ("file:secret.bin", "has no plain relative location"),
+        ("../secret.bin", "does not have a plain relative location"),
+        ("data/../../secret.bin", "does not have a plain relative location"),
+        ("{outside}/secret.bin", "does not have a plain relative location"),
+        ("..\\secret.bin", "does not have a plain relative location"),
+        ("", "does not have a plain relative location"),
+        (".", "does not have a plain relative location"),
+        ("file:secret.bin", "does not have a plain relative location"),
         ("missing.bin", "cannot be found"),
         ("link.bin", "is a link"),
         ("folder/secret.bin", "'folder' is a link"),
         ("chain.bin", "is a link"),
         ("hard.bin", "is a file with several names"),
-        ("pipe.bin", "is no regular file"),
+        ("pipe.bin", "is not a regular file"),
         ("data", "is a folder"),
     ],
 )
@@ -111,10 +111,10 @@ def test_data_outside_of_the_folder_is_not_read(
     [
         ({"offset": "999999999"}, "ends behind its file"),
         ({"length": "999999999"}, "ends behind its file"),
-        ({"offset": "-1"}, "has an offset or length that is no number"),
-        ({"length": "0x10"}, "has an offset or length that is no number"),
-        ({"offset": "²"}, "has an offset or length that is no number"),
-        ({"length": "1"}, "is no valid ONNX model"),
+        ({"offset": "-1"}, "has an offset or length that is not a number"),
+        ({"length": "0x10"}, "has an offset or length that is not a number"),
+        ({"offset": "²"}, "has an offset or length that is not a number"),
+        ({"length": "1"}, "is not a valid ONNX model"),
         ({"basepath": "/etc"}, "has unknown or repeated fields"),
     ],
 )
@@ -133,7 +133,7 @@ def test_data_of_constants_in_subgraphs_is_checked_too(tmp_path: Path) -> None:
     model.graph.node.append(onnx.helper.make_node("If", ["x"], ["unused"], then_branch=inner, else_branch=inner))
     path = tmp_path / "model.onnx"
     path.write_bytes(model.SerializeToString())
-    with pytest.raises(UserError, match="'hidden' has no plain relative location"):
+    with pytest.raises(UserError, match="'hidden' does not have a plain relative location"):
         load_onnx(path)
 
 
@@ -188,7 +188,7 @@ def test_weights_as_inputs(cli: Cli, tmp_path: Path, layers: str) -> None:
 def test_a_model_without_outputs(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(onnx.ModelProto(ir_version=8, graph=onnx.GraphProto()).SerializeToString())
-    with pytest.raises(UserError, match="no valid ONNX model \\(it has no outputs\\)"):
+    with pytest.raises(UserError, match="not a valid ONNX model \\(it has no outputs\\)"):
         load_onnx(path)
 
 
@@ -197,12 +197,12 @@ def test_invalid_graphs_are_refused(tmp_path: Path) -> None:
     model = gated()
     model.graph.node[1].input[0] = "nowhere"
     path.write_bytes(model.SerializeToString())
-    with pytest.raises(UserError, match="is no valid ONNX model"):
+    with pytest.raises(UserError, match="is not a valid ONNX model"):
         load_onnx(path)
     model = gated()
     model.graph.initializer[1].dims[0] = 2**40  # far more than its bytes
     path.write_bytes(model.SerializeToString())
-    with pytest.raises(UserError, match="is no valid ONNX model"):
+    with pytest.raises(UserError, match="is not a valid ONNX model"):
         load_onnx(path)
 
 
