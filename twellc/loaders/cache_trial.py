@@ -103,7 +103,7 @@ class CacheTrial:
             what = f"the model cannot be run ({first_line(error)})"
             fix = "Check that the numbers in config.json belong together."
             raise UserError(self.where, what, got=type(model).__name__, fix=fix) from error
-        if bool(self.logits.isnan().any()):
+        if any(bool(logits.isnan().any()) for logits in (self.logits, *self.at_places.values())):
             raise UserError(
                 self.where,
                 "the model computes logits that are NaN",

@@ -38,12 +38,8 @@ from twellc.plugins.cache_op import APPEND
 _TRACED_BATCH, _TRACED_TOKENS, _LARGEST_BATCH = 2, 3, 65536
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """What a layer caches of a token: [heads, width] of its key, and of its value."""
-
-    key: tuple[int, int]
-    value: tuple[int, int]
+# What layers cache of a token: [heads, width] of the key of the first, of its value, of the key of the second, …
+_Sizes = list[tuple[int, int]]
 
 
 def load_with_cache(path: Path, options: CacheOptions, logits: str, dtype: torch.dtype | str | None) -> LoadedModel:
@@ -80,11 +76,10 @@ def load_with_cache(path: Path, options: CacheOptions, logits: str, dtype: torch
         _refuse_other_logits(model, sizes, trial)
         traced = _trace(path, model, sizes, options, precision)
         refuse_experts(path, traced, "Its experts would stay dense.")
-    names = [f"{layer}.{part}" for layer in range(len(sizes)) for part in ("key", "value")]
-    shapes = [shape for each in sizes for shape in (each.key, each.value)]
+    names = [f"{number // 2}.{('key', 'value')[number % 2]}" for number in range(len(sizes))]
     pairs = [
         CachePair(f"past_key_values.{name}", f"present.{name}", [-1, heads, options.length, width])
-        for name, (heads, width) in zip(names, shapes, strict=True)
+        for name, (heads, width) in zip(names, sizes, strict=True)
     ]
     inputs = [INPUT_IDS, WRITE_INDEX, TOKEN_COUNT, *(pair.input for pair in pairs)]
     placeholders = list(user_inputs(traced))
@@ -107,9 +102,9 @@ def load_with_cache(path: Path, options: CacheOptions, logits: str, dtype: torch
             prefill_chunk=options.chunk,
             logits=logits,
             pairs=pairs,
-            layers=len(sizes),
-            kv_heads=sizes[0].key[0],
-            head_dim=sizes[0].key[1],
+            layers=len(sizes) // 2,
+            kv_heads=sizes[0][0],
+            head_dim=sizes[0][1],
             dtype=option_of(dtype_name(precision)),
             vocabulary=_vocabulary(traced),
             end_tokens=end_tokens(path, model.config),
@@ -182,7 +177,8 @@ def _take_caches(model: Any, cache_name: str, logits: str) -> None:
         places = torch.minimum(torch.arange(input_ids.shape[1], device=input_ids.device), last[0][:, None])
         positions = write_index[:, None] + places
         length = past_key_values[0].shape[2]
-        layers = _cache_of(past_key_values, starts, counts, made_up)
+        pairs = zip(past_key_values[::2], past_key_values[1::2], strict=True)
+        layers = [_Appending(*pair, starts, counts, made_up) for pair in pairs]
         with cached_attention(model, CacheStep(starts, counts, positions, length)):
             given = {"input_ids": input_ids, "position_ids": positions, cache_name: cache_over(layers)}
             result = forward(**given, use_cache=True, return_dict=True)
@@ -193,7 +189,7 @@ def _take_caches(model: Any, cache_name: str, logits: str) -> None:
     model.forward = step
 
 
-def _refuse_other_logits(model: Any, sizes: list[_Sizes], trial: CacheTrial) -> None:
+def _refuse_other_logits(model: Any, sizes: _Sizes, trial: CacheTrial) -> None:
     """Fail if the model, which takes caches by now, computes other logits than it did before."""
 
     def whole(ids: Tensor) -> Tensor:
@@ -213,25 +209,13 @@ def _refuse_other_logits(model: Any, sizes: list[_Sizes], trial: CacheTrial) -> 
     trial.refuse_others(whole, at_places)
 
 
-def _empty_caches(sizes: list[_Sizes], batch: int, length: int, dtype: torch.dtype) -> list[Tensor]:
-    return [
-        torch.zeros(batch, heads, length, width, dtype=dtype)
-        for each in sizes
-        for heads, width in (each.key, each.value)
-    ]
+def _empty_caches(sizes: _Sizes, batch: int, length: int, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.zeros(batch, heads, length, width, dtype=dtype) for heads, width in sizes]
 
 
 def _row_by_row(hidden: Tensor, places: Tensor) -> Tensor:
     """Return [batch, 1, width]: of each row of [batch, tokens, width] that at its place."""
     return hidden.gather(1, places[:, None, None].expand(-1, 1, hidden.shape[-1]))
-
-
-def _cache_of(tensors: list[Tensor], starts: Tensor, counts: Tensor, made_up: MadeUpKeys | None) -> list[_Appending]:
-    """Return the states of layers over caches of keys and values, in turn; made up ones do not keep what is new."""
-    return [
-        _Appending(keys, values, starts, counts, made_up)
-        for keys, values in zip(tensors[::2], tensors[1::2], strict=True)
-    ]
 
 
 @dataclass
@@ -242,7 +226,7 @@ class _Appending:
     values: Tensor
     starts: Tensor
     counts: Tensor
-    made_up: MadeUpKeys | None
+    made_up: MadeUpKeys | None  # in place of the caches; they do not keep what is new
 
     @property
     def reported(self) -> int:
@@ -267,14 +251,14 @@ class _Recording:
     sizes: _Sizes | None = None
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        self.sizes = _Sizes((keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]))
+        self.sizes = [(each.shape[1], each.shape[3]) for each in (keys, values)]
         return keys, values
 
     def length(self, tokens: Any) -> Any:
         return tokens
 
 
-def _probe(where: str, model: Any, cache_name: str) -> list[_Sizes]:
+def _probe(where: str, model: Any, cache_name: str) -> _Sizes:
     """Return what each layer caches of a token, by a run on shapes alone.
 
     Raises:
@@ -295,13 +279,12 @@ def _probe(where: str, model: Any, cache_name: str) -> list[_Sizes]:
             torch.func.functional_call(model, dict(model.named_buffers()), (), given)
     except Exception as error:  # transformers raises what it likes for a cache that does not fit
         raise other_state(where, model, first_line(error)) from error
-    sizes = [layer.sizes for layer in layers if layer.sizes is not None]
-    if not sizes or len(sizes) < len(layers):
+    if not layers or any(layer.sizes is None for layer in layers):
         raise other_state(where, model, "it caches no keys and values of some layers")
-    return sizes
+    return [size for layer in layers for size in layer.sizes or ()]
 
 
-def _trace(path: Path, model: Any, sizes: list[_Sizes], options: CacheOptions, dtype: torch.dtype) -> ExportedProgram:
+def _trace(path: Path, model: Any, sizes: _Sizes, options: CacheOptions, dtype: torch.dtype) -> ExportedProgram:
     batch = torch.export.Dim("batch", min=1, max=_LARGEST_BATCH)
     tokens = torch.export.Dim("tokens", min=1, max=options.length)
     example = min(_TRACED_TOKENS, options.length)

@@ -21,7 +21,9 @@ from tests.models import VOCABULARY
 from tests.twellc.eager.test_optimize import Ops
 from twellc import LLM, SamplingParams, UserError
 from twellc.generation.vllm_names import ENGINE, SAMPLING
+from twellc.loaders.cached import load_with_cache
 from twellc.loaders.checkpoint import end_tokens
+from twellc.options.source import CacheOptions
 
 PROMPTS = ["the quick brown", "größer", "fox"]
 
@@ -111,25 +113,22 @@ def test_end_tokens(talker: Path, tmp_path: Path) -> None:
     assert (stopped.token_ids, stopped.stop_reason) == (tokens[: place + 1], third)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("generation_config.json", value) for value in ("</s>", 1.0, [[1]], True)] + [("config.json", "</s>")],
-)
-def test_damaged_end_tokens(name: str, value: Any, talker: Path, tmp_path: Path) -> None:
-    """The same message where a plan is compiled."""
-    shutil.copytree(talker, tmp_path / "m")
-    file = tmp_path / "m" / name
-    known = json.loads(file.read_text()) if name == "config.json" else {}
-    file.write_text(json.dumps({**known, "eos_token_id": value}))
-    if name == "config.json":
-        (tmp_path / "m" / "generation_config.json").unlink(missing_ok=True)
-    for call in (
-        lambda: LLM(tmp_path / "m", device="cpu"),
-        lambda: twellc.compile(tmp_path / "m", onnx=tmp_path / "m.onnx", backend="none", kv_cache=32),
-    ):
-        with pytest.raises(UserError, match=r"config\.json"):
-            call()
-    assert not (tmp_path / "m.onnx").exists()
+def test_damaged_end_tokens(talker: Path, tmp_path: Path) -> None:
+    """Of either file, in a model and in a plan."""
+    folder = Path(shutil.copytree(talker, tmp_path / "m"))
+    config = PreTrainedConfig.from_dict(json.loads((talker / "config.json").read_text()))
+    for value in ("</s>", 1.0, [[1]], True):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+        with pytest.raises(UserError, match=r"generation_config\.json: eos_token_id is not a token"):
+            end_tokens(folder, config)
+    with pytest.raises(UserError, match=r"generation_config\.json: eos_token_id is not a token"):
+        LLM(folder, device="cpu")
+    with pytest.raises(UserError, match=r"generation_config\.json: eos_token_id is not a token"):
+        load_with_cache(folder, CacheOptions(32), "last", None)
+    (folder / "generation_config.json").unlink()
+    (folder / "config.json").write_text(json.dumps({**config.to_dict(), "eos_token_id": "</s>"}))
+    with pytest.raises(UserError, match=r"config\.json"):
+        LLM(folder, device="cpu")
 
 
 def test_no_end_tokens(talker: Path, tmp_path: Path) -> None:
@@ -393,18 +392,12 @@ def test_bad_prompts(llm: LLM, prompts: Any, message: str) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        np.array([5, 6, 7]),
-        torch.tensor([5, 6, 7], dtype=torch.int32),
-        [np.int64(5), 6, np.uint8(7)],
-        (5, 6, 7),
-        np.array([[5, 6, 7]], np.uint16),
-        [torch.tensor([5, 6, 7])],
-        [np.array([5, 6, 7])],
-        range(5, 8),
+        np.array([5, 6, 7]), torch.tensor([5, 6, 7], dtype=torch.int32), [np.int64(5), 6, np.uint8(7)], (5, 6, 7),
+        np.array([[5, 6, 7]], np.uint16), [torch.tensor([5, 6, 7])], [np.array([5, 6, 7])], range(5, 8),
         {"prompt": None, "prompt_token_ids": np.array([5, 6, 7])},
         {"prompt": "said", "prompt_token_ids": [5, 6, 7], "multi_modal_data": None, "cache_salt": "x"},
     ],
-)
+)  # fmt: skip
 def test_prompts_as_arrays(llm: LLM, given: Any) -> None:
     params = SamplingParams(max_tokens=3)
     (expected,) = llm.generate([[5, 6, 7]], params)
@@ -505,15 +498,8 @@ def test_what_changes_the_scores_or_ends_an_answer(llm: LLM) -> None:
 def test_bad_conversations(llm: LLM) -> None:
     user = {"role": "user", "content": "a"}
     several: list[Any] = [
-        "a",
-        user,
-        None,
-        [[]],
-        [[user], []],
-        [{"role": "user"}],
-        [{"content": "a"}],
-        [{**user, "role": 1}],
-    ]
+        "a", user, None, [[]], [[user], []], [{"role": "user"}], [{"content": "a"}], [{**user, "role": 1}],
+    ]  # fmt: skip
     for given in several:
         with pytest.raises(UserError, match=r"^(a conversation|messages\[1\]): is not a list of messages; got "):
             llm.chat(given)
@@ -526,45 +512,16 @@ def test_bad_conversations(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        {"stop": 5},
-        {"stop": ["a", ""]},
-        {"stop": b"a"},
-        {"stop_token_ids": 5},
-        {"stop_token_ids": [-1]},
-        {"stop_token_ids": ["a"]},
-        {"ignore_eos": "no"},
-        {"skip_special_tokens": 1},
-        {"max_tokens": 0},
-        {"top_k": 2.0},
-        {"stop": iter("ab")},
-        {"stop_token_ids": iter([3])},
-        {"seed": 1 << 63},
-        {"seed": "1"},
-        {"seed": True},
-        {"temperature": 10**400},
-        {"repetition_penalty": 10**400},
-        {"min_tokens": 200},
-        {"seed": -2},
-        {"logit_bias": {"a": 1}},
-        {"logit_bias": {1: math.nan}},
-        {"allowed_token_ids": []},
-        {"bad_words": "a"},
-        {"bad_words": [""]},
-        {"truncate_prompt_tokens": 0},
-        {"detokenize": 0},
-        {"include_stop_str_in_output": None},
-        {"max_tokens": True},
-        {"temperature": -1},
-        {"temperature": math.nan},
-        {"top_k": -2},
-        {"top_p": 0},
-        {"top_p": 1.1},
-        {"min_p": -0.1},
-        {"repetition_penalty": 0},
-        {"stop": ""},
-        {"stop": [3]},
+        {"stop": 5}, {"stop": ["a", ""]}, {"stop": b"a"}, {"stop_token_ids": 5}, {"stop_token_ids": [-1]},
+        {"stop_token_ids": ["a"]}, {"ignore_eos": "no"}, {"skip_special_tokens": 1}, {"max_tokens": 0},
+        {"top_k": 2.0}, {"stop": iter("ab")}, {"stop_token_ids": iter([3])}, {"seed": 1 << 63}, {"seed": "1"},
+        {"seed": True}, {"temperature": 10**400}, {"repetition_penalty": 10**400}, {"min_tokens": 200}, {"seed": -2},
+        {"logit_bias": {"a": 1}}, {"logit_bias": {1: math.nan}}, {"allowed_token_ids": []}, {"bad_words": "a"},
+        {"bad_words": [""]}, {"truncate_prompt_tokens": 0}, {"detokenize": 0}, {"include_stop_str_in_output": None},
+        {"max_tokens": True}, {"temperature": -1}, {"temperature": math.nan}, {"top_k": -2}, {"top_p": 0},
+        {"top_p": 1.1}, {"min_p": -0.1}, {"repetition_penalty": 0}, {"stop": ""}, {"stop": [3]},
     ],
-)
+)  # fmt: skip
 def test_bad_parameters(values: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"{next(iter(values))}: is out of its range; got "):
         SamplingParams(**values)

@@ -555,30 +555,6 @@ def test_older_format_behind_a_broken_archive(harmless: Path, tmp_path: Path) ->
     assert marker.is_dir(), "the payload is no payload: this test shows nothing"
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "s0.__class__",
-        "s0.subs('x', 1)",
-        "eval(s0)",
-        # Letters that Python reads as e, v, a, l and n, a, m, e.
-        "\uff45\uff56\uff41\uff4c(s0)",
-        "s0.\uff4e\uff41\uff4d\uff45",
-        "(lambda: s0)()",
-        "[s0]",
-        "s0\nimport os",
-        "L['x'].size().__class__",
-        "L['x'].data()[0]",
-        "Symbol('s0;x')",
-    ],
-)
-def test_expressions_that_are_no_arithmetic(code: str, harmless: Path, tmp_path: Path) -> None:
-    path = tmp_path / "model.pt2"
-    path.write_bytes(write_records(code_in_an_expression(read_records(harmless), tmp_path, code)))
-    with pytest.raises(UserError, match="its graph holds the expression"):
-        load_model(TracingOptions(path))
-
-
 def test_extra_records(harmless: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.pt2"
     for name in (

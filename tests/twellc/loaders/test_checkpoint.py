@@ -134,6 +134,14 @@ def test_results_are_those_of_the_model(state: str, llama: Path, folder: Path) -
     assert torch.equal(logits(folder), logits(llama))
 
 
+def test_weights_that_the_model_has_no_place_for(folder: Path) -> None:
+    """Layers that the configuration does not count would be missed in silence."""
+    edit(folder, num_hidden_layers=1)
+    (note,) = load_model(TracingOptions(folder)).notes
+    assert note.startswith("9 tensors of the checkpoint have no place in the model: model.layers.1.input_layernorm")
+    assert note.endswith(", …")
+
+
 def test_weights_that_are_tied(tmp_path: Path) -> None:
     """The file holds one of them."""
     folder = models.save(models.llama(tie_word_embeddings=True), tmp_path / "tied")
@@ -187,6 +195,44 @@ def test_an_adapter_where_peft_is_installed(llama: Path, folder: Path, tmp_path:
 # ---- what is refused ----
 
 
+def without(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def writing(name: str, text: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).write_text(text)
+
+    return change
+
+
+def configuring(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: edit(folder, **changes)
+
+
+def writing_index(text: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+        (folder / "model.safetensors.index.json").write_text(text)
+
+    return change
+
+
+def index(weight_map: object) -> Callable[[Path], None]:
+    return writing_index(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def lose_a_weight(folder: Path) -> None:
+    tensors = stored(folder)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+
+
 def quantising(place: str = "", **settings: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         edit(folder, **({place: {"quantization_config": settings}} if place else {"quantization_config": settings}))
@@ -232,6 +278,37 @@ def twice(folder: Path) -> None:
 UP = "model.layers.0.mlp.up_proj"
 QUANTISED = "quantised checkpoints are not read; got "
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (without("config.json"), "no config.json in this folder"),
+    "config is no JSON": (writing("config.json", "{"), "cannot be read as JSON"),
+    "config is a list": (writing("config.json", "[]"), "is not a JSON object"),
+    "no architectures": (configuring(architectures=None), "no such architecture; got None"),
+    "empty architectures": (configuring(architectures=[]), "no such architecture; got None"),
+    "unknown architecture": (
+        configuring(architectures=["FooForCausalLM"]),
+        "no such architecture; got 'FooForCausalLM'",
+    ),
+    "architecture is no class": (configuring(architectures=["pipeline"]), "no such architecture; got 'pipeline'"),
+    "architectures is a number": (configuring(architectures=3), "no such architecture; got None"),
+    "remote code": (configuring(auto_map={"AutoModel": "x.Y"}), "the model needs remote code (auto_map)"),
+    "no weights": (without("model.safetensors"), "model.safetensors: the weights are missing"),
+    "one position": (configuring(max_position_embeddings=1), "too few tokens to trace it; got at most 1; expected 2"),
+    "a number as text": (
+        configuring(max_position_embeddings="64"),
+        "Validation error for field 'max_position_embeddings': TypeError",
+    ),
+    "truncated weights": (truncate, "model.safetensors: is not a whole safetensors file"),
+    "a weight is missing": (lose_a_weight, "1 weights are missing; got model.layers.1.mlp.up_proj.weight"),
+    "other shapes": (
+        configuring(intermediate_size=64),
+        "have other shapes than the config says; got model.layers.0.mlp.down_proj.weight [32, 320] for [32, 64]",
+    ),
+    "a shard is missing": (index({"x": "model-00001-of-00002.safetensors"}), "the weights are missing"),
+    "index is no index": (writing_index("[]"), "is not an index of weights"),
+    "index without a map": (writing_index("{}"), "is not an index of weights"),
+    "index maps to numbers": (index({"x": 3}), "the weights are missing"),
+    "a shard outside": (index({"x": "../secret.safetensors"}), "names a file outside of its folder; got '../secret"),
+    "a shard elsewhere": (index({"x": "/etc/passwd"}), "names a file outside of its folder"),
+    "a shard that is the folder": (index({"x": ".."}), "names a file outside of its folder"),
     "gptq": (quantising(quant_method="gptq", bits=4), f"{QUANTISED}quantization_config of gptq; expected weights in"),
     "fp8": (quantising(quant_method="fp8"), f"{QUANTISED}quantization_config of fp8"),
     "no method": (quantising(load_in_8bit=True), f"{QUANTISED}quantization_config; expected"),
@@ -282,6 +359,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("state", REFUSED)
 def test_refused(state: str, folder: Path) -> None:
     change, message = REFUSED[state]
+    (folder.parent / "secret.safetensors").write_bytes(b"x")
     change(folder)
     with pytest.raises(UserError) as refusal:
         load_model(TracingOptions(folder))
@@ -303,3 +381,22 @@ def test_a_shard_that_is_a_pipe(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
     with pytest.raises(UserError, match=r"a\.safetensors: the weights are missing"):
         load_model(TracingOptions(folder))
+
+
+def test_empty_directory(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no config\.json in this folder; expected a Hugging Face directory"):
+        load_model(TracingOptions(tmp_path))
+
+
+def test_weights_that_may_not_be_read(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may read all; safetensors says that such a file is missing."""
+    really = os.open
+
+    def refuse(path: Path, *rest: Any, **options: Any) -> int:
+        if str(path).endswith(".safetensors"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return really(path, *rest, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(PermissionError, match=r"model\.safetensors"):
+        read_checkpoint(llama)

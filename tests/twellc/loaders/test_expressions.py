@@ -10,20 +10,13 @@ import sympy
 from twellc.loaders.expressions import is_size_expression
 
 SIZES = [
-    "s0",
-    "-s0 + 2*u1",
-    "2*(s77//2) + Mod(s0, 3)",
-    "Max(1, Min(s0, 64)) <= 2**5",
-    "And(Ne(s0, 1), Eq(Mod(s1, 2), 0))",
-    "Symbol('s0', positive=True, integer=True)",
-    "Float('1.5', precision=53)",
-    "IntTrueDiv(s0, 2) + 1.5e3",
+    "s0", "-s0 + 2*u1", "2*(s77//2) + Mod(s0, 3)", "Max(1, Min(s0, 64)) <= 2**5", "And(Ne(s0, 1), Eq(Mod(s1, 2), 0))",
+    "Symbol('s0', positive=True, integer=True)", "Float('1.5', precision=53)", "IntTrueDiv(s0, 2) + 1.5e3",
     "min(16*L['past'][0].size()[2], 8*L['past'][0].size()[2]) == 8*L['past'][0].size()[2]",
     "max(1, L['x']['y-z.0'].stride()[0]) >= 2 and not (L['x'].storage_offset() % 2)",
-    "math.floor(1.5*L['x'].size()[0]) != 3 or L['n'] < math.inf",
-    "(s0 if s0 > 1 else 2)",
+    "math.floor(1.5*L['x'].size()[0]) != 3 or L['n'] < math.inf", "(s0 if s0 > 1 else 2)",
     "((-1)*L['x'].size()[1]) + ((-1)*L['past'][0].size()[2]) > -32",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", SIZES)
@@ -51,6 +44,17 @@ CODE = [
     "L[0:1]",
     "M['x'].size()[0]",
     "eval('s0')",
+    "eval(s0)",
+    # Letters that Python reads as e, v, a, l and n, a, m, e.
+    "\uff45\uff56\uff41\uff4c(s0)",
+    "s0.\uff4e\uff41\uff4d\uff45",
+    "s0.__class__",
+    "s0.subs('x', 1)",
+    "[s0]",
+    "s0\nimport os",
+    "L['x'].size().__class__",
+    "L['x'].data()[0]",
+    "Symbol('s0;x')",
     "getattr(s0, 's1')",
     "__import__('os')",
     "min.__self__",

@@ -220,21 +220,10 @@ def test_code_beside_a_model_is_not_run(bytelm: Path, tmp_path: Path) -> None:
 
 
 NAMES = [
-    "notes.json",
-    "generation_config.json",
-    "processor_config.json",
-    "adapter_config.json",
-    "extra.safetensors",
-    "model.safetensors.index.json",
-    "tokenizer_config.json",
-    "tokenizer.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-    "README.md",
-]
+    "notes.json", "generation_config.json", "processor_config.json", "adapter_config.json", "extra.safetensors",
+    "model.safetensors.index.json", "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.jinja", "vocab.json", "merges.txt", "README.md",
+]  # fmt: skip
 
 
 @pytest.mark.timeout(60)

@@ -67,18 +67,12 @@ def test_external_data_in_a_subfolder(external: Path) -> None:
         ("data/../../secret.bin", "does not have a plain relative location"),
         ("{outside}/secret.bin", "does not have a plain relative location"),
         ("..\\secret.bin", "does not have a plain relative location"),
-        ("", "does not have a plain relative location"),
-        (".", "does not have a plain relative location"),
-        ("file:secret.bin", "does not have a plain relative location"),
-        ("missing.bin", "cannot be found"),
-        ("link.bin", "is a link"),
-        ("folder/secret.bin", "'folder' is a link"),
-        ("chain.bin", "is a link"),
-        ("hard.bin", "is a file with several names"),
-        ("pipe.bin", "is not a regular file"),
-        ("data", "is a folder"),
+        ("", "does not have a plain relative location"), (".", "does not have a plain relative location"),
+        ("file:secret.bin", "does not have a plain relative location"), ("missing.bin", "cannot be found"),
+        ("link.bin", "is a link"), ("folder/secret.bin", "'folder' is a link"), ("chain.bin", "is a link"),
+        ("hard.bin", "is a file with several names"), ("pipe.bin", "is not a regular file"), ("data", "is a folder"),
     ],
-)
+)  # fmt: skip
 def test_data_outside_of_the_folder_is_not_read(
     external: Path, location: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

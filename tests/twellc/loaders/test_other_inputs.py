@@ -79,7 +79,9 @@ MODELS: dict[str, tuple[Callable[[], Any], set[str], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("deit", "clip") else []) for name in MODELS]
+)
 def test_compile_and_check(cli: Cli, tmp_path: Path, name: str) -> None:
     make, inputs, rewritten = MODELS[name]
     torch.manual_seed(0)
@@ -94,7 +96,7 @@ def test_compile_and_check(cli: Cli, tmp_path: Path, name: str) -> None:
     assert checked.exit_code == 0, checked.output
 
 
-@pytest.mark.parametrize("name", ["vit", "whisper"])
+@pytest.mark.parametrize("name", ["vit", pytest.param("whisper", marks=pytest.mark.slow)])
 def test_plan(cli: Cli, tmp_path: Path, name: str) -> None:
     folder = models.save(MODELS[name][0](), tmp_path / "model", torch.float32)
     done = cli("compile", folder, "-o", tmp_path / "m.plan", "--backend", "tensorrt-rtx")
