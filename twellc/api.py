@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -25,7 +25,7 @@ from twellc.options.keywords import (
     CompileKeywords,
     InspectKeywords,
     ProfileKeywords,
-    TracingKeywords,
+    RewriteKeywords,
 )
 from twellc.options.option import given_path, taken
 from twellc.options.source import TracingOptions
@@ -53,9 +53,9 @@ Progress = Callable[[str], None]
 class _Example:
     """Example inputs of a module, as torch.export takes them."""
 
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any] | None
-    dynamic_shapes: Any
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] | None = None
+    dynamic_shapes: Any = None
 
 
 def rewrite(
@@ -65,10 +65,7 @@ def rewrite(
     compression: int | None = None,
     tensor_parallel: int = 1,
     rank: int = 0,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    dynamic_shapes: Any = None,
-    **options: Unpack[TracingKeywords],
+    **options: Unpack[RewriteKeywords],
 ) -> Rewritten:
     """Rewrite the feed-forward blocks of a model into `twell` ops, and run nothing else of the compiler.
 
@@ -80,10 +77,8 @@ def rewrite(
         tensor_parallel: How many ranks share the model. Their programs run in as many processes of torch.distributed's
             default group, and reduce what they compute.
         rank: The rank whose program to make.
-        args: Example inputs of a module, as `torch.export.export` takes them.
-        kwargs: Those by name.
-        dynamic_shapes: Their dynamic dimensions, likewise.
-        options: The fields of `twellc.options.source.TracingOptions`; `inputs` as on the command line, too.
+        options: The fields of `twellc.options.source.TracingOptions`, and `ExampleKeywords`; `inputs` as on the command
+            line, too.
 
     Returns:
         The program before and after, and what became of each block. `result.program.module()` runs it.
@@ -99,36 +94,24 @@ def rewrite(
     taken(CompileOptions, "tensor_parallel", tensor_parallel)
     if type(rank) is not int or not 0 <= rank < tensor_parallel:
         raise UserError("rank", "there is no such rank", got=repr(rank), expected=f"0 to {tensor_parallel - 1}")
-    given = _parsed(TracingOptions, options, "")
+    example, _, given = _parsed(TracingOptions, options)
     import_modules(given.get("import_modules", ()))
     if isinstance(model, str | os.PathLike):
         source = TracingOptions(Path(model), **given)
         return rewrite_model(source, load_for_rewriting(source), layers, compression, Part(rank, tensor_parallel))
     source = TracingOptions(Path(type(model).__name__), **given)
-    in_memory = loaded(model, _Example(args, kwargs, dynamic_shapes))
+    in_memory = loaded(model, example)
     return rewrite_model(source, in_memory, layers, compression, Part(rank, tensor_parallel))
 
 
-def compile(
-    model: Model,
-    output: str | os.PathLike[str] | None = None,
-    *,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    dynamic_shapes: Any = None,
-    progress: Progress = lambda step: None,
-    **options: Unpack[CompileKeywords],
-) -> Manifest:
+def compile(model: Model, output: str | os.PathLike[str] | None = None, **options: Unpack[CompileKeywords]) -> Manifest:
     """Compile a model into a TensorRT plan, as `twellc compile` does.
 
     Args:
         model: A path, as `twellc compile` takes it; an ExportedProgram; or a module in eval mode with example inputs.
         output: Where the plan goes; its manifest stands beside it.
-        args: Example inputs of a module, as `torch.export.export` takes them.
-        kwargs: Those by name.
-        dynamic_shapes: Their dynamic dimensions, likewise.
-        progress: Receives the name of each step.
-        options: The other fields of `twellc.CompileOptions`; `profiles` and `inputs` as on the command line, too.
+        options: The other fields of `twellc.CompileOptions`, and `RunKeywords`; `profiles` and `inputs` as on the
+            command line, too.
 
     Returns:
         The manifest, as it stands beside the plan.
@@ -138,8 +121,7 @@ def compile(
     """
     from twellc.compiling.compiler import compile_model
 
-    with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
-        given = _parsed(CompileOptions, options, in_memory)
+    with _given(CompileOptions, model, options) as (path, progress, given):
         made = compile_options(path, _output(output), **given)
         if made.html is not None and made.calibration is not None:
             from twellc.benchmarking.plot import require_matplotlib
@@ -149,55 +131,29 @@ def compile(
         return compile_model(made, progress, lambda manifest: report(profile=made.calibration, decisions=manifest))
 
 
-def inspect(
-    model: Model,
-    *,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    dynamic_shapes: Any = None,
-    progress: Progress = lambda step: None,
-    **options: Unpack[InspectKeywords],
-) -> Inspection:
+def inspect(model: Model, **options: Unpack[InspectKeywords]) -> Inspection:
     """Show the feed-forward blocks of a model or a plan, and what becomes of each, as `twellc inspect` does.
 
     Args:
         model: As in `compile`, or a plan with its manifest, or a rewritten ONNX file.
-        args: Example inputs of a module, as `torch.export.export` takes them.
-        kwargs: Those by name.
-        dynamic_shapes: Their dynamic dimensions, likewise.
-        progress: Receives the name of each step.
-        options: The other fields of `twellc.InspectOptions`; `inputs` as on the command line, too.
+        options: The other fields of `twellc.InspectOptions`, and `RunKeywords`; `inputs` as on the command line, too.
 
     Raises:
         UserError: It is neither a model nor a plan, or an option does not fit it.
     """
     from twellc.inspection.inspection import inspect_model
 
-    with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
-        given = _parsed(InspectOptions, options, in_memory)
+    with _given(InspectOptions, model, options) as (path, progress, given):
         return inspect_model(InspectOptions(path, **given), progress)
 
 
-def check(
-    model: Model,
-    candidate: str | os.PathLike[str],
-    *,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    dynamic_shapes: Any = None,
-    progress: Progress = lambda step: None,
-    **options: Unpack[CheckKeywords],
-) -> CheckResult:
+def check(model: Model, candidate: str | os.PathLike[str], **options: Unpack[CheckKeywords]) -> CheckResult:
     """Compare a plan or a rewritten ONNX file with the model that it was made from, as `twellc check` does.
 
     Args:
         model: As in `compile`.
         candidate: A rewritten ONNX file, or a plan with its manifest.
-        args: Example inputs of a module, as `torch.export.export` takes them.
-        kwargs: Those by name.
-        dynamic_shapes: Their dynamic dimensions, likewise.
-        progress: Receives the name of each step.
-        options: The other fields of `twellc.CheckOptions`; `inputs` as on the command line, too.
+        options: The other fields of `twellc.CheckOptions`, and `RunKeywords`; `inputs` as on the command line, too.
 
     Raises:
         UserError: Something cannot be read, or model, candidate and inputs do not belong together.
@@ -205,8 +161,7 @@ def check(
     with uninterrupted():  # native modules do not survive an interrupt while they are imported
         from twellc.checks.checking import check
 
-    with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
-        given = _parsed(CheckOptions, options, in_memory)
+    with _given(CheckOptions, model, options) as (path, progress, given):
         return check(CheckOptions(path, Path(given_path("candidate", candidate)), **given), progress)
 
 
@@ -215,10 +170,6 @@ def profile(
     data: Data | Sequence[Data],
     output: str | os.PathLike[str] | None = None,
     *,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    dynamic_shapes: Any = None,
-    progress: Progress = lambda step: None,
     advance: Callable[[int, int], None] = lambda read, total: None,
     **options: Unpack[ProfileKeywords],
 ) -> FiringProfile:
@@ -229,12 +180,8 @@ def profile(
         data: A file, as `twellc profile --inputs` takes it, or tensors or arrays by the names of the model's inputs;
             or several of these.
         output: Where the profile goes; None keeps it in memory.
-        args: Example inputs of a module, as `torch.export.export` takes them.
-        kwargs: Those by name.
-        dynamic_shapes: Their dynamic dimensions, likewise.
-        progress: Receives the name of each step.
         advance: Receives how many bytes of the files were read, of how many.
-        options: The other fields of `twellc.ProfileOptions`; `inputs` as on the command line, too.
+        options: The other fields of `twellc.ProfileOptions`, and `RunKeywords`; `inputs` as on the command line, too.
 
     Raises:
         UserError: The model or the data cannot be read or do not fit each other, or activations are NaN; nothing was
@@ -248,12 +195,13 @@ def profile(
     for each in several:
         if not isinstance(each, kinds):
             raise UserError(
-                "data", "is no data to run a model on", got=type(each).__name__,
+                "data",
+                "is not data to run a model on",
+                got=type(each).__name__,
                 expected="a path, tensors or arrays by the names of inputs, or several of these",
-            )  # fmt: skip
+            )
     sources = [each if isinstance(each, Mapping) else Path(each) for each in several]
-    with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
-        given = _parsed(ProfileOptions, options, in_memory)
+    with _given(ProfileOptions, model, options) as (path, progress, given):
         made = ProfileOptions(path, _output(output), **given)
         return profile_model(made, sources, progress, advance)
 
@@ -283,24 +231,13 @@ def merge_profiles(
     return merged
 
 
-def bench(
-    model: Model,
-    *,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    dynamic_shapes: Any = None,
-    progress: Progress = lambda step: None,
-    **options: Unpack[BenchKeywords],
-) -> BenchResult:
+def bench(model: Model, **options: Unpack[BenchKeywords]) -> BenchResult:
     """Measure a model on the GPU at hand, as it is and rewritten, as `twellc bench` does.
 
     Args:
         model: As in `compile`, but no ONNX file.
-        args: Example inputs of a module, as `torch.export.export` takes them.
-        kwargs: Those by name.
-        dynamic_shapes: Their dynamic dimensions, likewise.
-        progress: Receives the name of each step.
-        options: The other fields of `twellc.BenchOptions`; `shapes` and `inputs` as on the command line, too.
+        options: The other fields of `twellc.BenchOptions`, and `RunKeywords`; `shapes` and `inputs` as on the
+            command line, too.
 
     Raises:
         UserError: There is no GPU, the model or its inputs cannot be read, or none of its blocks is rewritten.
@@ -308,8 +245,7 @@ def bench(
     with uninterrupted():  # native modules do not survive an interrupt while they are imported
         from twellc.benchmarking.bench import bench_model
 
-    with _on_disk(model, _Example(args, kwargs, dynamic_shapes)) as (path, in_memory):
-        given = _parsed(BenchOptions, options, in_memory)
+    with _given(BenchOptions, model, options) as (path, progress, given):
         return bench_model(BenchOptions(path, **given), progress)
 
 
@@ -361,10 +297,16 @@ def report(
     return make_page(gather(profile, decided, bench, training), page, overwrite=overwrite)
 
 
-def _parsed(kind: type[Any], options: Mapping[str, Any], in_memory: str) -> dict[str, Any]:
-    """Return options as the options class `kind` holds them; twellc's own archive, see `_on_disk`, is trusted."""
-    parsed = {name: taken(kind, name, value) for name, value in options.items()}
-    return parsed | {"trust_model": True, "in_memory": in_memory} if in_memory else parsed
+def _parsed(kind: type[Any], options: Mapping[str, Any]) -> tuple[_Example, Progress, dict[str, Any]]:
+    """Return example inputs, what receives the steps, and the options as the options class `kind` holds them."""
+    names = [field.name for field in fields(_Example)]
+    example = _Example(**{name: options[name] for name in names if name in options})
+    progress = options.get("progress", lambda step: None)
+    return (
+        example,
+        progress,
+        {name: taken(kind, name, value) for name, value in options.items() if name not in (*names, "progress")},
+    )
 
 
 def _output(value: object) -> Path | None:
@@ -372,18 +314,21 @@ def _output(value: object) -> Path | None:
 
 
 @contextmanager
-def _on_disk(model: Model, example: _Example) -> Iterator[tuple[Path, str]]:
-    """Yield the path of a model, and what to call one that is in memory: it is in a temporary archive for so long."""
+def _given(
+    kind: type[Any], model: Model, options: Mapping[str, Any]
+) -> Iterator[tuple[Path, Progress, dict[str, Any]]]:
+    """Yield the path of a model, which is in a temporary archive for this long if it is in memory; see `_parsed`."""
+    example, progress, given = _parsed(kind, options)
     if isinstance(model, str | os.PathLike):
-        if example.args or example.kwargs or example.dynamic_shapes is not None:
+        if example != _Example():
             raise UserError("args, kwargs, dynamic_shapes", "only a module needs example inputs", got=str(model))
-        yield Path(model), ""
+        yield Path(model), progress, given
         return
     from twellc.loaders.in_memory import IN_MEMORY, save
 
     with temporary_folder() as folder:
         path = save(model, example, folder)
         try:
-            yield path, IN_MEMORY
+            yield path, progress, {**given, "trust_model": True, "in_memory": IN_MEMORY}
         except UserError as error:
             raise error.about(str(path), path.stem) from error.__cause__

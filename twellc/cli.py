@@ -25,12 +25,7 @@ from twellc.commands.inspect import inspect
 from twellc.commands.plugins import plugins
 from twellc.commands.profile import profile
 from twellc.commands.report import report
-from twellc.commands.terminal import (
-    InterruptedBySignal,
-    discard_output,
-    never_failing,
-    verbosity_options,
-)
+from twellc.commands.terminal import InterruptedBySignal, discard_output, never_failing, verbosity_options
 
 _FAULT = 70  # EX_SOFTWARE of sysexits.h
 
@@ -50,7 +45,7 @@ def _open_closed_streams() -> None:
 
 @contextmanager
 def _ended_by_broken_pipe() -> Iterator[None]:
-    """End with the status of SIGPIPE, which Python ignores, where nobody reads on. click would end with 1."""
+    """End with the status of SIGPIPE, which Python ignores, where a pipe lost its reader. click would end with 1."""
     try:
         yield
     except BrokenPipeError as error:
@@ -59,7 +54,7 @@ def _ended_by_broken_pipe() -> Iterator[None]:
 
 
 class _Group(click.Group):
-    """The commands. A fault of twellc itself is a traceback and an exit status of its own."""
+    """The commands. A fault of twellc itself is a traceback and another exit status."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -55,10 +55,12 @@ def register() -> None:
                 put(convert)
     except (ImportError, AttributeError, TypeError) as error:  # another release
         raise UserError(
-            TORCH_TENSORRT.user, f"{TORCH_TENSORRT.title} does not take converters of twellc ({first_line(error)})",
-            got=TORCH_TENSORRT.version(), expected=TORCH_TENSORRT.tried(),
+            TORCH_TENSORRT.user,
+            f"{TORCH_TENSORRT.title} does not take converters of twellc ({first_line(error)})",
+            got=TORCH_TENSORRT.version(),
+            expected=TORCH_TENSORRT.tried(),
             fix=f"Install it: pip install 'twellc[{TORCH_TENSORRT.extra}]'.",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def takes(node: Node, _settings: object = None) -> bool:

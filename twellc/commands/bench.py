@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +25,11 @@ if TYPE_CHECKING:
 @click.argument("model", type=FilePath(), required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @click.option(
-    "--measure-gpu", is_flag=True,
+    "--measure-gpu",
+    is_flag=True,
     help="Measure no model, but what blocks of many sizes take on the GPU at hand, for --target-gpu of compile and "
     "inspect; takes less than four minutes.",
-)  # fmt: skip
+)
 @click.option("--calibrate", is_flag=True, hidden=True, help="The old name of --measure-gpu.")
 @click.option("-o", "--output", type=OutputPath(), metavar="FILE", help="With --measure-gpu: the data file to write.")
 @options_of(BenchOptions)
@@ -49,8 +52,8 @@ def bench(
     plans where full TensorRT is installed. The model is rewritten as compile would for these shapes. Speed-ups are over
     the fastest dense one in torch that is not in FP8.
 
-    Results are compared with float64 before they are timed; who is too far off is named and left out. Exit status 2:
-    the input is bad, or there is no GPU.
+    Results are compared with float64 before they are timed; a contestant that is too far off is named and left out.
+    Exit status 2: the input is bad, or there is no GPU.
     """
     if calibrate:
         say("Note:", "--calibrate is called --measure-gpu now; the next version does not know the old name.")
@@ -102,11 +105,12 @@ def print_bench(result: BenchResult) -> None:
     for title, own in (("whole model", models), ("blocks alone", blocks)):
         if any(each.joules_per_token for each in own):
             console.print(_energy(f"energy a token in mJ, {title}", shapes, own))
-    table = _table("share of gate activations that are not zero", shapes)
     densities = [each.densities for each in result.results]
-    table.add_row("mean of the blocks", *(f"{sum(own) / len(own):.2%}" for own in densities))
-    table.add_row("least and most", *(f"{min(own):.2%}, {max(own):.2%}" for own in densities))
-    console.print(table)
+    rows = {
+        "mean of the blocks": [f"{sum(own) / len(own):.2%}" for own in densities],
+        "least and most": [f"{min(own):.2%}, {max(own):.2%}" for own in densities],
+    }
+    console.print(_table("share of gate activations that are not zero", shapes, rows))
     for each in result.results:
         for title, standings in (("whole model", each.model), ("blocks alone", each.blocks)):
             for label, why in standings.failed.items():
@@ -115,30 +119,29 @@ def print_bench(result: BenchResult) -> None:
         say("Warning:", "no dense contestant is left to compare with.", "bold yellow")
 
 
-def _table(title: str, shapes: list[str]) -> Table:
+def _table(title: str, shapes: list[str], rows: Mapping[str, Iterable[str]]) -> Table:
     table = Table("", title=title)
     for shape in shapes:
         table.add_column(shape, justify="right")
+    for label, cells in rows.items():
+        table.add_row(label, *cells)
     return table
 
 
 def _times(title: str, shapes: list[str], standings: list[Standings]) -> Table:
-    table = _table(f"{title}: milliseconds (speed-up)", shapes)
-    for label in dict.fromkeys(label for each in standings for label in each.times):
-        table.add_row(label, *(_time(each, label) for each in standings))
-    return table
+    labels = dict.fromkeys(label for each in standings for label in each.times)
+    rows = {label: [_time(each, label) for each in standings] for label in labels}
+    return _table(f"{title}: milliseconds (speed-up)", shapes, rows)
 
 
 def _by_block(result: BenchResult, shapes: list[str]) -> Table:
-    table = _table("each block by itself: microseconds, fastest dense one and twell (speed-up)", shapes)
-    found = [{times.module: times for times in each.by_block} for each in result.results]
-    for module in dict.fromkeys(module for each in found for module in each):
-        cells = [each.get(module) for each in found]
-        table.add_row(
-            module,
-            *("-" if own is None else f"{own.dense_us:.1f}, {own.twell_us:.1f} ({own.gain:.2f})" for own in cells),
-        )
-    return table
+    found = [
+        {own.module: f"{own.dense_us:.1f}, {own.twell_us:.1f} ({own.gain:.2f})" for own in each.by_block}
+        for each in result.results
+    ]
+    rows = {module: [each.get(module, "-") for each in found] for module in dict.fromkeys(itertools.chain(*found))}
+    title = "each block by itself: microseconds, fastest dense one and twell (speed-up)"
+    return _table(title, shapes, rows)
 
 
 def _time(standings: Standings, label: str) -> str:
@@ -152,8 +155,6 @@ def _time(standings: Standings, label: str) -> str:
 
 
 def _energy(title: str, shapes: list[str], standings: list[Standings]) -> Table:
-    table = _table(title, shapes)
-    for label in dict.fromkeys(label for each in standings for label in each.joules_per_token):
-        cells = [each.joules_per_token.get(label) for each in standings]
-        table.add_row(label, *("-" if joules is None else f"{joules * 1e3:.2f}" for joules in cells))
-    return table
+    joules = [{label: f"{own * 1e3:.2f}" for label, own in each.joules_per_token.items()} for each in standings]
+    rows = {label: [each.get(label, "-") for each in joules] for label in dict.fromkeys(itertools.chain(*joules))}
+    return _table(title, shapes, rows)

@@ -23,26 +23,15 @@ def print_layers(layers: list[Layer]) -> None:
         "block", "variant", "activation", "d_model", "d_ff", "result", *(["expected"] if shown else []), "why"
     )
     for layer in layers:
-        rewritten = layer.decision == "twell"
+        became = f"rewritten{' + residual' if layer.residual else ''}{f', {layer.hot} hot' if layer.hot else ''}"
+        neurons = str(layer.d_ff) if layer.kept == layer.d_ff else f"{layer.kept} of {layer.d_ff}"
         gain = "" if layer.expectation is None else f"{layer.expectation.gain:.2f} x"
-        table.add_row(
-            layer.module, layer.variant, layer.activation, str(layer.d_model), _neurons(layer),
-            Text(_rewritten(layer), "green") if rewritten else "dense",
-            *([gain] if shown else []), layer.reason,
-        )  # fmt: skip
+        result = Text(became, "green") if layer.decision == "twell" else "dense"
+        cells = [layer.module, layer.variant, layer.activation, str(layer.d_model), neurons, result]
+        table.add_row(*cells, *([gain] if shown else []), layer.reason)
     console.print(table)
     count = sum(layer.decision == "twell" for layer in layers)
     console.print(f"{count} of {len(layers)} feed-forward blocks rewritten")
-
-
-def _rewritten(layer: Layer) -> str:
-    """Say what a block became."""
-    return f"rewritten{' + residual' if layer.residual else ''}{f', {layer.hot} hot' if layer.hot else ''}"
-
-
-def _neurons(layer: Layer) -> str:
-    """Return how many neurons a block has, and how many of the model's these are if it has lost some."""
-    return str(layer.d_ff) if layer.kept == layer.d_ff else f"{layer.kept} of {layer.d_ff}"
 
 
 def print_attention(blocks: list[Attention]) -> None:
@@ -56,16 +45,12 @@ def print_attention(blocks: list[Attention]) -> None:
     console.print(
         f"{len(blocks) - written} of {len(blocks)} attention blocks rewritten{': ' if counts else ''}{counts}"
     )
-    for reason, modules in _by_reason(blocks).items():
-        console.print(f"  {reason}: {first_few(modules)}", soft_wrap=True)
-
-
-def _by_reason(blocks: list[Attention]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    reasons: dict[str, list[str]] = {}
     for block in blocks:
         if block.reason:
-            found.setdefault(f"{_FORMS[block.form]}, since {block.reason}", []).append(block.module)
-    return found
+            reasons.setdefault(f"{_FORMS[block.form]}, since {block.reason}", []).append(block.module)
+    for reason, modules in reasons.items():
+        console.print(f"  {reason}: {first_few(modules)}", soft_wrap=True)
 
 
 _FORMS = {

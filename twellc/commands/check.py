@@ -185,10 +185,15 @@ def _print_blocks(console: Console, blocks: list[BlockAccuracy]) -> None:
         separation = block.accuracy.separation
         assert separation is not None
         table.add_row(
-            block.module, f"{block.density:.2%}", _figure(block.accuracy.candidate.relative),
-            _figure(block.accuracy.relative_tolerance), _figure(separation.low_precision.relative),
-            _figure(separation.rewrite.relative), _figure(separation.kernels.relative, "+.3e"), _verdict(block),
-        )  # fmt: skip
+            block.module,
+            f"{block.density:.2%}",
+            _figure(block.accuracy.candidate.relative),
+            _figure(block.accuracy.relative_tolerance),
+            _figure(separation.low_precision.relative),
+            _figure(separation.rewrite.relative),
+            _figure(separation.kernels.relative, "+.3e"),
+            _verdict(block),
+        )
     console.print(table)
     densities = [block.density for block in blocks]
     console.print(

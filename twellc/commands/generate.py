@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,10 @@ import click
 
 from twellc.base.errors import UserError, first_line
 from twellc.base.files import read_file
-from twellc.commands.options import FilePath, Share
+from twellc.commands.options import FilePath, options_of
 from twellc.commands.terminal import Command, say, show_progress
-from twellc.generation.sampling import DEFAULT_TOKENS, PromptError, SamplingParams
-from twellc.options.option import LARGEST_SEED
+from twellc.generation.sampling import PromptError, SamplingParams
+from twellc.options.commands import GenerateOptions
 
 if TYPE_CHECKING:
     from twellc.generation.llm import LLM
@@ -25,115 +26,54 @@ if TYPE_CHECKING:
 
 # What the command line calls arguments of `LLM` and `SamplingParams`; others have the same name.
 _OPTIONS = {"max_model_len": "--max-length", "compiled": "--compile", "max_tokens": "--max-new-tokens"}
-_NUMBER = click.FloatRange(0, min_open=False)
 
 
 @click.command(cls=Command)
 @click.argument("model", type=FilePath())
-@click.option("--prompt", metavar="TEXT", help="What to answer. Without any prompt each line of standard input is one.")
+@options_of(GenerateOptions)
 @click.option(
-    "--prompts-file", type=FilePath(), metavar="FILE",
-    help="Prompts to answer at once: a line each; of FILE.jsonl a JSON object each, with the text as prompt or the "
-    "conversation as messages.",
-)  # fmt: skip
-@click.option(
-    "--max-new-tokens", "max_tokens", type=click.IntRange(1), default=DEFAULT_TOKENS, show_default=True, metavar="N",
-    help="Tokens of an answer at most.",
-)  # fmt: skip
-@click.option(
-    "--temperature", type=_NUMBER, default=0.0, show_default=True, metavar="X",
-    help="0 takes the likeliest token. Above, tokens are drawn from the logits divided by it.",
-)  # fmt: skip
-@click.option("--top-k", type=click.IntRange(0), default=0, metavar="N", help="Draw among the N likeliest tokens.")
-@click.option(
-    "--top-p", type=Share(), default=1.0, metavar="X",
-    help="Draw among the likeliest tokens whose probabilities add up to X.",
-)  # fmt: skip
-@click.option(
-    "--min-p", type=Share(), default=0.0, metavar="X",
-    help="Draw among tokens at least X times as likely as the likeliest.",
-)  # fmt: skip
-@click.option(
-    "--repetition-penalty", type=_NUMBER, default=1.0, metavar="X",
-    help="Above 1: make tokens less likely that stand in the prompt or the answer.",
-)  # fmt: skip
-@click.option(
-    "--seed",
-    type=click.IntRange(0, LARGEST_SEED),
-    metavar="N",
-    help="Seed of what is drawn; default: another each time.",
-)
-@click.option("--stop", multiple=True, metavar="TEXT", help="A text that ends an answer; several may be given.")
-@click.option(
-    "--chat-template/--no-chat-template", "template", default=None,
+    "--chat-template/--no-chat-template",
+    "template",
+    default=None,
     help="Whether a prompt is a message to write down by the tokenizer's chat template. Default: where it has one.",
-)  # fmt: skip
-@click.option("--stream", is_flag=True, help="Print each piece of an answer as it comes; so are answers to lines.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; with --stream an object a line.")
-@click.option("--stats", is_flag=True, help="Say more of how long it took, on standard error.")
-@click.option(
-    "--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:N]",
-    help="Where the model runs, a plan on a GPU. auto: on the GPU, where torch sees one.",
-)  # fmt: skip
-@click.option(
-    "--max-length", "max_model_len", type=click.IntRange(1), metavar="N",
-    help="Tokens of a prompt and its answer together, but for the answer's last. Default: as many as are needed, or "
-    "the cache of a plan.",
-)  # fmt: skip
-@click.option(
-    "--compile",
-    "compiled",
-    is_flag=True,
-    help="Let torch.compile compile a directory: it takes minutes, then it is faster.",
 )
-def generate(
-    model: Path,
-    prompt: str | None,
-    prompts_file: Path | None,
-    template: bool | None,
-    stream: bool,
-    as_json: bool,
-    stats: bool,
-    device: str,
-    max_model_len: int | None,
-    compiled: bool,
-    **sampling: Any,
-) -> None:
+def generate(model: Path, template: bool | None, **options: Any) -> None:
     """Answer prompts by MODEL: a Hugging Face directory of a causal language model, or a plan with a key-value cache.
 
     A directory runs in torch, its feed-forward blocks by the kernels. Without --prompt and --prompts-file it answers
     standard input line by line; with a chat template as a conversation.
     """
-    if prompt is not None and prompts_file is not None:
+    given = GenerateOptions(**options)
+    if given.prompt is not None and given.prompts_file is not None:
         raise UserError("--prompts-file", "there is a prompt already", got="--prompt, too", fix="Leave one out.")
+    sampling = {field.name: options[field.name] for field in fields(SamplingParams) if field.name in options}
     with _as_typed(*sampling):
         params = SamplingParams(**sampling)
-    requests = None if prompts_file is None else _read_prompts(prompts_file)
-    if prompt is not None:
-        requests = [("--prompt", prompt)]
+    requests = None if given.prompts_file is None else _read_prompts(given.prompts_file)
+    if given.prompt is not None:
+        requests = [("--prompt", given.prompt)]
     with show_progress() as progress:
         progress("loading the model")
         from twellc.generation.llm import LLM, joined
 
-        options: dict[str, Any] = {"device": device, "max_model_len": max_model_len, "compiled": compiled}
-        with _as_typed(*options):
-            llm = LLM(model, **options)
+        with _as_typed("device", "max_model_len", "compiled"):
+            llm = LLM(model, device=given.device, max_model_len=given.max_model_len, compiled=given.compiled)
     for note in llm.notes:
         say("Note:", f"{note}.")
     writes = llm.has_chat_template if template is None else template
     if requests is None:
-        _converse(llm, params, writes, as_json)
+        _converse(llm, params, writes, given.as_json)
     else:
         outputs = _answer(llm, requests, params, writes)
-        if stream and as_json:
+        if given.stream and given.as_json:
             for output in outputs:
                 click.echo(json.dumps(output.to_json()))
             click.echo(json.dumps({"stats": llm.stats.to_json()}))
-        elif as_json:
+        elif given.as_json:
             whole = joined(outputs)
             found = {"answers": [each.to_json() for each in whole], "stats": llm.stats.to_json()}
             click.echo(json.dumps(found, indent=2))
-        elif stream and len(requests) == 1:
+        elif given.stream and len(requests) == 1:
             for output in outputs:
                 _show(output.outputs[0].text, end="")
             click.echo()
@@ -143,7 +83,7 @@ def generate(
                     click.echo(f"--- {number} of {len(requests)} ---")
                 _show(output.outputs[0].text)
     if llm.stats.new_tokens:
-        _say_stats(llm.stats, stats)
+        _say_stats(llm.stats, given.stats)
 
 
 @contextmanager
@@ -251,15 +191,17 @@ def _show(text: str, end: str = "\n") -> None:
 def _say_stats(stats: GenerationStats, all_of_them: bool) -> None:
     """Say how fast it was, of the last call."""
     say(
-        "Note:", f"prefill {stats.prefill_tokens_per_second:.0f} tokens/s, decode "
+        "Note:",
+        f"prefill {stats.prefill_tokens_per_second:.0f} tokens/s, decode "
         f"{stats.decode_tokens_per_second:.0f} tokens/s.",
-    )  # fmt: skip
+    )
     if all_of_them:
         gap = (
             "" if stats.gap_us is None else f"; between steps {stats.gap_us:.1f} us, {stats.gap_share:.1%} of the time"
         )
         say(
-            "Note:", f"{stats.backend}; prompts: {stats.sequences} of {stats.prompt_tokens} tokens; new tokens: "
+            "Note:",
+            f"{stats.backend}; prompts: {stats.sequences} of {stats.prompt_tokens} tokens; new tokens: "
             f"{stats.new_tokens} in {stats.steps} steps{', each one CUDA graph' if stats.graph else ''}; first "
             f"tokens after {stats.first_token_seconds:.3f} s, the others in {stats.decode_seconds:.3f} s{gap}.",
-        )  # fmt: skip
+        )

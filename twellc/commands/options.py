@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from twellc.base.errors import UserError
 from twellc.base.files import output_path
-from twellc.options.option import OUTPUT, SHARE, Number, declared, descriptions, option_of
+from twellc.options.option import OUTPUT, Number, declared, descriptions, option_of
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -45,18 +45,15 @@ class OutputPath(FilePath):
         return path
 
 
-class Share(click.FloatRange):
-    """A number from 0 to 1. Any range of click's takes NaN."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 1)
+class _FloatRange(click.FloatRange):
+    """A range of numbers. click's own takes NaN."""
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> float:
         """Return the number of a text, or fail."""
-        share: float = super().convert(value, parameter, context)
-        if math.isnan(share):
-            self.fail(f"{value} is not in the range 0<=x<=1.", parameter, context)
-        return share
+        number: float = super().convert(value, parameter, context)
+        if math.isnan(number):
+            self.fail(f"{value} is not in the range {self._describe_range()}.", parameter, context)
+        return number
 
 
 class _Choice(click.Choice[str]):
@@ -106,7 +103,8 @@ def _type(kind: Any) -> click.ParamType[Any] | None:
     if isinstance(kind, tuple):
         return _Choice(kind)
     if isinstance(kind, Number):
-        return Share() if kind is SHARE else click.IntRange(kind.least, kind.most)
+        ranges = click.IntRange if isinstance(kind.least, int) else _FloatRange
+        return ranges(kind.least, kind.most)
     return FilePath() if kind is Path else OutputPath() if kind == OUTPUT else None
 
 

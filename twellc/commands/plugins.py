@@ -18,9 +18,9 @@ from twellc.commands.terminal import Command
 def plugins(context: click.Context, check: bool, as_json: bool) -> None:
     """Show the plugin libraries: where they are, their version and their plugins.
 
-    TwellAttention is in a library of its own, which is there where cuDNN's headers were found when twellc was built.
+    TwellAttention is in a separate library, which is there where cuDNN's headers were found when twellc was built.
 
-    With --check, register them in every TensorRT of this machine, each in a process of its own: in its Python modules,
+    With --check, register them in every TensorRT of this machine, each in a separate process: in its Python modules,
     and in the libraries that the dynamic linker finds. Exit status 1 if one of them does not take them.
     """
     from twellc.plugins import library

@@ -22,11 +22,15 @@ if TYPE_CHECKING:
 @click.command(cls=Command)
 @click.argument("paths", nargs=-1, required=True, type=FilePath(), metavar="MODEL [DATA]...")
 @click.option(
-    "--inputs", "data", multiple=True, type=FilePath(), metavar="DATA",
+    "--inputs",
+    "data",
+    multiple=True,
+    type=FilePath(),
+    metavar="DATA",
     help="What to run the model on; more files may follow. FILE.jsonl, FILE.ndjson, FILE.json: a text, or token ids as "
     "input_ids, in each object; FILE.csv, FILE.tsv: a text in each row; FILE.npz: arrays named as the model's inputs; "
     "FILE.npy: token ids; any other file is a text in UTF-8.",
-)  # fmt: skip
+)
 @click.option("-o", "--output", required=True, type=OutputPath(), metavar="FILE", help="The profile to write.")
 @click.option("--merge", is_flag=True, help="Make one profile of several of one model: the arguments are profiles.")
 @click.option("--json", "as_json", is_flag=True, help="Print the statistics as JSON instead of a table.")
@@ -72,7 +76,7 @@ def print_profile(profile: FiringProfile) -> None:
         say("Note:", f"{note}.")
     statistics: Any = profile.to_json()["blocks"]
     hottest = [count for count in ("128", "512") if all(count in each["carried_by_hottest"] for each in statistics)]
-    table = Table(title="non-zeros a token, and who has them")
+    table = Table(title="non-zeros a token, and which neurons have them")
     table.add_column("block", no_wrap=True)
     for column in ("tokens", "density", "mean", "99 %", "most", "tiles > 31", *(f"hottest {n}" for n in hottest)):
         table.add_column(column, justify="right")
@@ -80,11 +84,16 @@ def print_profile(profile: FiringProfile) -> None:
     for each in statistics:
         active = each["nonzeros_per_token"]
         table.add_row(
-            each["module"], str(each["tokens"]), f"{each['density']:.2%}", f"{active['mean']:.1f}", str(active["p99"]),
-            str(active["largest"]), f"{each['tiles_over']['31']:.2%}",
+            each["module"],
+            str(each["tokens"]),
+            f"{each['density']:.2%}",
+            f"{active['mean']:.1f}",
+            str(active["p99"]),
+            str(active["largest"]),
+            f"{each['tiles_over']['31']:.2%}",
             *(f"{each['carried_by_hottest'][count]:.0%}" for count in hottest),
             f"{each['never_fired']} of {each['d_ff']}",
-        )  # fmt: skip
+        )
     console = open_console()
     console.print(table)
     bound = max(each["never_fired_rate_bound"] for each in statistics)

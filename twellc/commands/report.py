@@ -14,9 +14,11 @@ from twellc.commands.terminal import Command, never_failing, open_console
 @click.command(cls=Command)
 @click.argument("profile", required=False, type=FilePath())
 @click.option(
-    "--decisions", type=FilePath(), metavar="FILE",
+    "--decisions",
+    type=FilePath(),
+    metavar="FILE",
     help="What became of the blocks: a plan, its manifest, or JSON of compile --report or inspect --json.",
-)  # fmt: skip
+)
 @click.option("--bench", type=FilePath(), metavar="FILE.json", help="What was measured, as twellc bench --json prints.")
 @click.option(
     "--training", type=FilePath(), metavar="FILE.jsonl", help="The log of a training run, by twellc.training."

@@ -95,8 +95,9 @@ class Command(click.Command):
                 raise
             raise click.UsageError(
                 "MODEL is missing. trtexec's --onnx=FILE is the argument MODEL here: twellc compile FILE -o PLAN. "
-                "--onnx FILE is where the rewritten graph is kept.", ctx=None,
-            ) from error  # fmt: skip
+                "--onnx FILE is where the rewritten graph is kept.",
+                ctx=None,
+            ) from error
 
     def invoke(self, context: click.Context) -> Any:
         """Run the command."""
@@ -141,14 +142,20 @@ def verbosity_options() -> list[click.Parameter]:
 
     return [
         click.Option(
-            ["-v", "--verbose"], is_flag=True, expose_value=False, callback=louder,
+            ["-v", "--verbose"],
+            is_flag=True,
+            expose_value=False,
+            callback=louder,
             help="Say more on standard error: what is logged, how long each step takes, and where an error was raised.",
         ),
         click.Option(
-            ["-q", "--quiet"], is_flag=True, expose_value=False, callback=quieter,
+            ["-q", "--quiet"],
+            is_flag=True,
+            expose_value=False,
+            callback=quieter,
             help="Say nothing on standard error but warnings and errors.",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _level() -> int:

@@ -12,7 +12,7 @@ from twellc.base.errors import UserError
 from twellc.export.shapes import Shape, ShapeRange, parse_profile, parse_sizes
 from twellc.export.triton import PLAN_NAME, VERSION, model_folder
 from twellc.options.decisions import DecisionOptions
-from twellc.options.option import COUNT, OUTPUT, SHARE, SIZE, option
+from twellc.options.option import COUNT, NOT_NEGATIVE, OUTPUT, SEED, SHARE, SIZE, Number, option
 from twellc.options.source import CacheOptions, SampleOptions, SourceOptions, TracingOptions
 from twellc.plugins.library import GPUS
 
@@ -196,6 +196,49 @@ class ProfileOptions(TracingOptions):
     overwrite: bool = option(False)
 
 
+@dataclass(frozen=True)
+class GenerateOptions:
+    """What `twellc generate` was asked to do; `LLM` and `SamplingParams` take what is named as here.
+
+    Attributes:
+        prompt: What to answer. Without any prompt each line of standard input is one.
+        prompts_file: Prompts to answer at once: a line each; of FILE.jsonl a JSON object each, with the text as prompt
+            or the conversation as messages.
+        max_tokens: Tokens of an answer at most.
+        temperature: 0 takes the likeliest token. Above, tokens are drawn from the logits divided by it.
+        top_k: Draw among the N likeliest tokens.
+        top_p: Draw among the likeliest tokens whose probabilities add up to X.
+        min_p: Draw among tokens at least X times as likely as the likeliest.
+        repetition_penalty: Above 1: make tokens less likely that stand in the prompt or the answer.
+        seed: Seed of what is drawn; default: another each time.
+        stop: A text that ends an answer; several may be given.
+        stream: Print each piece of an answer as it comes; so are answers to lines.
+        as_json: Print JSON; with --stream an object a line.
+        stats: Say more of how long it took, on standard error.
+        device: Where the model runs, a plan on a GPU. auto: on the GPU, where torch sees one.
+        max_model_len: Tokens of a prompt and its answer together, but for the answer's last. Default: as many as are
+            needed, or the cache of a plan.
+        compiled: Let torch.compile compile a directory: it takes minutes, then it is faster.
+    """
+
+    prompt: str | None = option(None, "TEXT")
+    prompts_file: Path | None = option(None, "FILE", Path)
+    max_tokens: int = option(128, "N", COUNT, names=("--max-new-tokens",))
+    temperature: float = option(0.0, "X", NOT_NEGATIVE)
+    top_k: int = option(0, "N", Number("number", 0))
+    top_p: float = option(1.0, "X", SHARE)
+    min_p: float = option(0.0, "X", SHARE)
+    repetition_penalty: float = option(1.0, "X", NOT_NEGATIVE)
+    seed: int | None = option(None, "N", SEED)
+    stop: tuple[str, ...] = option((), "TEXT")
+    stream: bool = option(False)
+    as_json: bool = option(False, names=("--json",))
+    stats: bool = option(False)
+    device: str = option("auto", "auto|cpu|cuda[:N]")
+    max_model_len: int | None = option(None, "N", COUNT, names=("--max-length",))
+    compiled: bool = option(False, names=("--compile",))
+
+
 def compile_options(
     model: Path, output: Path | None, *, onnx: Path | None = None, triton: Path | None = None, **options: Any
 ) -> CompileOptions:
@@ -218,9 +261,10 @@ def compile_options(
         triton = model_folder(triton, model)
     if options.get("backend") == "none":
         given_options = {
-            "triton": triton, "embed-plugins": options.get("embed_plugins"),
+            "triton": triton,
+            "embed-plugins": options.get("embed_plugins"),
             "plugin-library": options.get("plugin_libraries"),
-        }  # fmt: skip
+        }
         for name, given in given_options.items():
             if given:
                 raise UserError(f"--{name}", "no plan is built", got="--backend none")
@@ -228,9 +272,11 @@ def compile_options(
             onnx, output = output, None
         if onnx is None:
             raise UserError(
-                "--backend none", "stops at ONNX, and no ONNX file is named", got="" if output is None else str(output),
+                "--backend none",
+                "stops at ONNX, and no ONNX file is named",
+                got="" if output is None else str(output),
                 fix="Add --onnx FILE." if output is None else "Call it FILE.onnx, or build a plan.",
-            )  # fmt: skip
+            )
         if output is not None:
             raise UserError("--output", "no plan is built", got="--backend none", fix="Leave one out.")
     elif output is None:
@@ -247,11 +293,7 @@ def compile_options(
 
 
 def _refuse_cache(options: CompileOptions) -> None:
-    """Fail if options of a key-value cache contradict others, or each other.
-
-    Raises:
-        UserError: They do.
-    """
+    """Raise `UserError` if options of a key-value cache contradict others, or each other."""
     cache = options.cache
     if cache is None:
         for name, given in (("--batch", options.batch != 1), ("--prefill-chunk", options.prefill_chunk is not None)):

@@ -37,36 +37,27 @@ class DecisionOptions:
 
 
 def refuse_pruning(options: DecisionOptions) -> None:
-    """Fail if pruning is asked for without a profile.
-
-    Raises:
-        UserError: It is.
-    """
+    """Raise `UserError` if pruning is asked for without a profile."""
     for name, given in (("--prune-dead", options.prune_dead), ("--prune-check", options.prune_check)):
         if given:
             raise UserError(name, "needs a profile of the model", fix="Add --calibration PROFILE.")
 
 
 def refuse_calibration(options: DecisionOptions, target: str) -> None:
-    """Fail if a calibration is given for something that has no use for one.
-
-    Raises:
-        UserError: It is.
-    """
+    """Raise `UserError` if a calibration is given for something that has no use for one."""
     refuse_pruning(options)
     if options.calibration is not None:
         raise UserError(
-            f"--calibration {options.calibration}", "only a model that twellc traces can be calibrated", got=target,
-            expected="a torch.export archive, a Hugging Face directory or a pickled module", fix="Leave it out.",
-        )  # fmt: skip
+            f"--calibration {options.calibration}",
+            "only a model that twellc traces can be calibrated",
+            got=target,
+            expected="a torch.export archive, a Hugging Face directory or a pickled module",
+            fix="Leave it out.",
+        )
 
 
 def refuse_decisions(options: DecisionOptions, target: str) -> None:
-    """Fail if something is asked for that decides about blocks, of a model that is compiled already.
-
-    Raises:
-        UserError: It is.
-    """
+    """Raise `UserError` if something is asked for that decides about blocks, of a model that is compiled already."""
     refuse_calibration(options, target)
     for name, given in (("--layers", options.layers != "auto"), ("--compression", options.compression is not None)):
         if given:

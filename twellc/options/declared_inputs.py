@@ -29,9 +29,11 @@ def parse_input(text: str) -> InputDeclaration:
     found = re.fullmatch(r"([A-Za-z_]\w*):(\w+)\[([\w, ]*)\]", text)
     if found is None or found[2] not in _DTYPES:
         raise UserError(
-            "--input", "not an input", got=repr(text),
+            "--input",
+            "not an input",
+            got=repr(text),
             expected=f"NAME:DTYPE[DIM,...] with a dtype of {', '.join(_DTYPES)} and dims that are sizes or names",
-        )  # fmt: skip
+        )
     dims = [dim.strip() for dim in found[3].split(",")] if found[3].strip() else []
     shape = tuple(parse_size(dim) if re.fullmatch("[0-9]+", dim) else dim for dim in dims)
     if not all(dim.isidentifier() if isinstance(dim, str) else 1 <= dim <= LARGEST_SIZE for dim in shape):
@@ -40,10 +42,6 @@ def parse_input(text: str) -> InputDeclaration:
 
 
 def refuse_inputs(declared: tuple[InputDeclaration, ...], target: str) -> None:
-    """Fail if inputs are declared for something that knows its own.
-
-    Raises:
-        UserError: There are some.
-    """
+    """Raise `UserError` if inputs are declared for something that knows its own."""
     if declared:
         raise UserError("--input", "only a pickled module needs its inputs declared", got=target, fix="Leave it out.")

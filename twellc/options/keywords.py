@@ -6,13 +6,27 @@ They mean what the fields of the same name mean in `CompileOptions` and the othe
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict
 
 from twellc.export.shapes import Shape, ShapeRange
 from twellc.options.declared_inputs import InputDeclaration
 
 AnyPath = str | os.PathLike[str]
+
+
+class ExampleKeywords(TypedDict, total=False):
+    """Example inputs of a module, as `torch.export.export` takes them: by position, by name, and what is dynamic."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] | None
+    dynamic_shapes: Any
+
+
+class RunKeywords(ExampleKeywords, total=False):
+    """Example inputs, and what receives the name of each step."""
+
+    progress: Callable[[str], None]
 
 
 class SourceKeywords(TypedDict, total=False):
@@ -50,7 +64,7 @@ class SampleKeywords(TypedDict, total=False):
     text: AnyPath | None
 
 
-class CompileKeywords(TracingKeywords, DecisionKeywords, total=False):
+class CompileKeywords(TracingKeywords, DecisionKeywords, RunKeywords, total=False):
     """See `CompileOptions`; a profile may be a text such as `x:1x64:16x64:512x64`."""
 
     onnx: AnyPath | None
@@ -71,7 +85,7 @@ class CompileKeywords(TracingKeywords, DecisionKeywords, total=False):
     plugin_libraries: Sequence[AnyPath]
 
 
-class InspectKeywords(TracingKeywords, DecisionKeywords, total=False):
+class InspectKeywords(TracingKeywords, DecisionKeywords, RunKeywords, total=False):
     """See `InspectOptions`."""
 
     density: float
@@ -79,13 +93,13 @@ class InspectKeywords(TracingKeywords, DecisionKeywords, total=False):
     gpu: str | None
 
 
-class CheckKeywords(SourceKeywords, SampleKeywords, total=False):
+class CheckKeywords(SourceKeywords, SampleKeywords, RunKeywords, total=False):
     """See `CheckOptions`."""
 
     calibration: AnyPath | None
 
 
-class ProfileKeywords(TracingKeywords, total=False):
+class ProfileKeywords(TracingKeywords, RunKeywords, total=False):
     """See `ProfileOptions`."""
 
     device: str
@@ -96,7 +110,7 @@ class ProfileKeywords(TracingKeywords, total=False):
     overwrite: bool
 
 
-class BenchKeywords(TracingKeywords, DecisionKeywords, SampleKeywords, total=False):
+class BenchKeywords(TracingKeywords, DecisionKeywords, SampleKeywords, RunKeywords, total=False):
     """See `BenchOptions`; a shape may be a text such as `1x512`."""
 
     shapes: Sequence[str | Shape]
@@ -105,3 +119,7 @@ class BenchKeywords(TracingKeywords, DecisionKeywords, SampleKeywords, total=Fal
     tensorrt: bool
     plot: AnyPath | None
     overwrite: bool
+
+
+class RewriteKeywords(TracingKeywords, ExampleKeywords, total=False):
+    """See `TracingOptions`."""

@@ -41,6 +41,7 @@ COUNT = Number("count", 1)
 SIZE = Number("count", 1, LARGEST_SIZE)
 SEED = Number("seed", 0, LARGEST_SEED)
 SHARE = Number("share", 0.0, 1.0)
+NOT_NEGATIVE = Number("number", 0.0)
 OUTPUT = "output"
 
 

@@ -13,7 +13,7 @@ from twellc.options.option import SEED, option
 
 PADDINGS = ("none", "mask")
 LOGITS = ALL_LOGITS, LAST_LOGITS = ("all", "last")
-# The most tokens of a sequence in a call of a model with a cache, where nobody says.
+# The most tokens of a sequence in a call of a model with a cache, unless --prefill-chunk says it.
 DEFAULT_CHUNK = 2048
 
 
@@ -104,11 +104,7 @@ class NoChoiceError(UserError):
 
 
 def refuse_choices(padding: str | None, logits: str | None, target: str) -> None:
-    """Fail if a choice is made that only causal Hugging Face models leave.
-
-    Raises:
-        NoChoiceError: It is.
-    """
+    """Raise `NoChoiceError` if a choice is made that only causal Hugging Face models leave."""
     chosen = [f"--padding {padding}"] if padding is not None else []
     chosen += [f"--logits {logits}"] if logits not in (None, ALL_LOGITS) else []
     if chosen:
@@ -118,21 +114,20 @@ def refuse_choices(padding: str | None, logits: str | None, target: str) -> None
 
 
 def refuse_tracing(options: TracingOptions, target: str) -> None:
-    """Fail if something is asked for of a model that is compiled already and is not traced.
-
-    Raises:
-        UserError: It is.
-    """
+    """Raise `UserError` if something is asked for of a model that is compiled already and is not traced."""
     if options.dtype is not None:
         raise UserError(
-            f"--dtype {options.dtype}", "what is compiled keeps its precision", got=target, expected="a model",
+            f"--dtype {options.dtype}",
+            "what is compiled keeps its precision",
+            got=target,
+            expected="a model",
             fix="Leave it out.",
-        )  # fmt: skip
+        )
     refuse_choices(options.padding, options.logits, target)
 
 
 def refuse_missing(path: Path, expected: str) -> None:
-    """Fail if there is no such file or folder; a name of Hugging Face's hub, such as `org/name`, is no path.
+    """Fail if there is no such file or folder; a name of Hugging Face's hub, such as `org/name`, is not a path.
 
     Raises:
         UserError: There is none.
