@@ -14,7 +14,7 @@ from twellc.base.arrays import to_numpy
 from twellc.decisions.times import zipf_rates
 from twellc.passes.block_profile import hot_first
 
-# So many standard deviations from zero a gate value is active, or is not, whatever else is drawn.
+# A gate value this many standard deviations from zero is active, or is not, whatever else is drawn.
 CERTAIN = 30.0
 _SPREAD = 0.8  # of the tokens' activity, log-normal
 _MOST_ACTIVE = 0.9  # share of neurons

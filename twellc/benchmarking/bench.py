@@ -2,7 +2,7 @@
 
 At each shape there are two contests, in CUDA graphs, of contestants that take turns. In the first everybody runs the
 whole model, in the second the rewritten blocks alone, one after the other, on what they see in the model. Before that,
-results are compared with float64: whoever is more than twice as wrong as the eager model is named and left out, but for
+results are compared with float64: a contestant whose error exceeds twice the eager model's is left out, but for
 FP8, and what lacks pruned neurons, which are as wrong as they are. At last each block is timed by itself.
 """
 
@@ -115,11 +115,7 @@ class _Bench:
     """One run of the command."""
 
     def __init__(
-        self,
-        options: BenchOptions,
-        calibrated: LoadedCalibration | None,
-        folder: Path,
-        progress: Callable[[str], None],
+        self, options: BenchOptions, calibrated: LoadedCalibration | None, folder: Path, progress: Callable[[str], None]
     ) -> None:
         self._options, self._folder, self._progress = options, folder, progress
         progress("loading and tracing the model")
@@ -131,10 +127,11 @@ class _Bench:
         if not any(layer.decision == "twell" for layer in self._rewritten.layers):
             reasons = [f"{layer.module}: {layer.reason}" for layer in self._rewritten.layers]
             raise UserError(
-                str(options.model), "no feed-forward block is rewritten, so there is nothing to compare",
+                str(options.model),
+                "no feed-forward block is rewritten, so there is nothing to compare",
                 got=first_few(reasons, "; "),
                 fix="`--layers all` takes those that are left dense, too; `twellc inspect` shows the blocks.",
-            )  # fmt: skip
+            )
         self._meter: EnergyMeter | None = None
         try:
             self._meter = EnergyMeter()
@@ -163,8 +160,10 @@ class _Bench:
             self._progress(f"measuring: {shape}")
             measured = _Shape(self._options, self._rewritten.layers, self._draw, self._meter, self._notes)
             args, kwargs = call_arguments(dense, _on_device(sample))
-            own = {label: functools.partial(add_plan, plan=plan, inputs=_on_device(sample), profile=index)
-                   for label, plan in plans.items()}  # fmt: skip
+            own = {
+                label: functools.partial(add_plan, plan=plan, inputs=_on_device(sample), profile=index)
+                for label, plan in plans.items()
+            }
             with torch.no_grad():
                 found = measured.run(shape, truths[shape], args, kwargs, dense, ours, whole, own)
             found.model.failed.update(failed)
@@ -238,7 +237,7 @@ class _Shape:
         chosen = [layer for layer in layers if layer.decision == "twell"]
         self._modules = [layer.module for layer in chosen]
         pruned = any(layer.neurons is not None and layer.neurons.dead for layer in chosen)
-        # Who may be as wrong as it is: what is pruned lacks what its neurons would add.
+        # Their error has no limit: what is pruned lacks what its neurons would add.
         self._lossy = {FP8, *((TWELL, TWELL_EAGER, TWELL_COMPILED, PLAN_TWELL) if pruned else ())}
 
     def run(
@@ -259,8 +258,9 @@ class _Shape:
         densities = [float(each.block.active(each.x).double().mean()) for each in seen]
         forms = [dense_forms(each.block, each.x, self._options.compiled) for each in seen]
         modules: dict[str, Any] = {
-            EAGER: dense.module(check_guards=False), TWELL_EAGER: ours.module(check_guards=False)
-        }  # fmt: skip
+            EAGER: dense.module(check_guards=False),
+            TWELL_EAGER: ours.module(check_guards=False),
+        }
         if self._options.compiled:
             modules |= {COMPILED: _compiled(modules[EAGER]), TWELL_COMPILED: _compiled(modules[TWELL_EAGER])}
         models = dense_models(whole, forms)

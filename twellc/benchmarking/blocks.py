@@ -180,7 +180,12 @@ def _block(op: Any, arguments: dict[str, Any]) -> Block:
     operands, options = call_of(VARIANT_OF[op], (), arguments)
     (gate, gate_bias), gated = operands.first, operands.w_gate is not None
     return Block(
-        gate=gate, up=operands.w_up if gated else None, down=operands.w_down.t().contiguous(),
-        gate_bias=gate_bias, up_bias=operands.b_up if gated else None,
-        down_bias=operands.b_down, activation=options.activation, threshold=options.threshold,
-    )  # fmt: skip
+        gate=gate,
+        up=operands.w_up if gated else None,
+        down=operands.w_down.t().contiguous(),
+        gate_bias=gate_bias,
+        up_bias=operands.b_up if gated else None,
+        down_bias=operands.b_down,
+        activation=options.activation,
+        threshold=options.threshold,
+    )

@@ -38,7 +38,7 @@ from twellc.plugins.block import BlockOptions, Operands
 from twellc.plugins.library import limits
 from twellc.plugins.ops import run_block
 
-# No other size is begun after so long.
+# Seconds after which no other size is begun.
 _SECONDS = 200
 _MANY_TOKENS = 8192  # beyond it activations push weights out of L2 anyway
 # Where calls are not split hot neurons matter less, only by their order: measured at these numbers of tokens.
@@ -168,7 +168,7 @@ def draw_weights(grid: Grid, columns: dict[Distribution, int], device: str = "cu
 def draw_rows(
     tokens: int, d_model: int, distribution: Distribution, columns: dict[Distribution, int], device: str = "cuda"
 ) -> Tensor:
-    """Draw x [tokens, d_model] for which so many neurons are active."""
+    """Draw x [tokens, d_model] for which as many neurons are active as the distribution says."""
     density = distribution[0]
     x = torch.randn((tokens, d_model), device=device)
     x[:, 0] = thresholds(draw_activity(tokens, density, device), density) * d_model**0.5

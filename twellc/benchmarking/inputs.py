@@ -36,7 +36,7 @@ def make_samples(options: BenchOptions, model: LoadedModel) -> tuple[dict[str, S
         raise UserError(sources[0], "the inputs are given twice", got=f"{sources[1]}, too", fix="Leave one out.")
     if options.arrays is not None:
         if options.shapes:
-            raise UserError("--shapes", "the arrays have shapes of their own", got="--inputs, too")
+            raise UserError("--shapes", "the shapes are those of the arrays", got="--inputs, too")
         sample = read_arrays(options.arrays, limits)
         name = " ".join("x".join(map(str, tensor.shape)) or "1" for tensor in sample.values())
         return {name: sample}, f"the arrays in {options.arrays.name}"

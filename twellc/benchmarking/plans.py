@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -15,6 +16,8 @@ from twellc.export.runner import OpenPlan, open_plan, prepare
 from twellc.export.shapes import ShapeRange
 from twellc.export.tensorrt_host import has_gpu, load_host, python_module
 from twellc.options.commands import BenchOptions, CompileOptions
+from twellc.options.decisions import DecisionOptions
+from twellc.options.source import TracingOptions
 from twellc.samples.samples import Sample
 
 TENSORRT = "tensorrt"
@@ -49,19 +52,14 @@ def build_plans(
         The plans by the contestants' names, and why others could not be built.
     """
     plans, failed = {}, {}
+    kinds = (TracingOptions, DecisionOptions)
+    shared = {field.name: getattr(options, field.name) for kind in kinds for field in fields(kind)}
     for label, layers in ((PLAN_DENSE, "none"), (PLAN_TWELL, options.layers)):
         progress(f"building plans: {label}")
         path = folder / f"{label.replace(' ', '-')}.plan"
+        given = shared | {"output": path, "backend": TENSORRT, "profiles": tuple(profiles), "layers": layers}
         try:
-            compile_model(
-                CompileOptions(
-                    options.model, path, backend=TENSORRT, profiles=tuple(profiles), layers=layers,
-                    compression=options.compression, target_gpu=options.target_gpu, calibration=options.calibration,
-                    prune_dead=options.prune_dead, dtype=options.dtype, padding=options.padding, logits=options.logits,
-                    trust_model=options.trust_model, inputs=options.inputs, in_memory=options.in_memory,
-                ),
-                lambda step: None,
-            )  # fmt: skip
+            compile_model(CompileOptions(**given), lambda step: None)
             host = load_host(TENSORRT)
             plans[label] = open_plan(host, path, host.version)
         except UserError as error:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from twellc.base.errors import UserError
 from twellc.base.files import writing
-from twellc.benchmarking.result import SHOWN, BenchResult, Standings
+from twellc.benchmarking.result import SHOWN, BenchResult, Standings, gains_of
 
 _FORMATS = ("svg", "png", "pdf")
 
@@ -49,12 +49,9 @@ def write_plot(result: BenchResult, path: Path) -> None:
     for axes, (title, own) in zip(panels, standings.items(), strict=True):
         axes.axhline(1, color="gray", linewidth=1)
         for name, labels in SHOWN.items():
-            points = [
-                (count, each.speed_ups[best]) for count, each in zip(tokens, own, strict=True)
-                if (best := each.fastest(labels)) is not None and each.speed_ups
-            ]  # fmt: skip
+            points = gains_of(labels, tokens, own)
             if points:
-                axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
+                axes.plot(*zip(*points, strict=True), marker="o", label=name)
         axes.set(title=title, xscale="log", xlabel="tokens a call", xticks=sorted(set(tokens)))
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.xaxis.set_minor_locator(axes.xaxis.get_minor_locator().__class__(base=10, subs=[]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from twellc.base.records import Amount, Record, Share, Size, Time
@@ -117,7 +118,20 @@ class BenchResult(Record):
     results: list[ShapeResult]
 
 
+def gains_of(labels: tuple[str, ...], tokens: Sequence[int], standings: Sequence[Standings]) -> list[tuple[int, float]]:
+    """Return tokens in a call and how many times as fast as the baseline the fastest of some contestants is."""
+    return sorted(
+        (count, each.speed_ups[best])
+        for count, each in zip(tokens, standings, strict=True)
+        if (best := each.fastest(labels)) is not None and each.speed_ups
+    )
+
+
 # Contestants that a picture shows, by their names in it: the fastest of each tuple.
 TWELL_EAGER, TWELL_COMPILED = "twell eager", "twell compiled"
-SHOWN = {"twell": (TWELL, TWELL_EAGER, TWELL_COMPILED), FP8: (FP8,), "plan twell": ("plan twell",),
-         "plan dense": ("plan dense",)}  # fmt: skip
+SHOWN = {
+    "twell": (TWELL, TWELL_EAGER, TWELL_COMPILED),
+    FP8: (FP8,),
+    "plan twell": ("plan twell",),
+    "plan dense": ("plan dense",),
+}

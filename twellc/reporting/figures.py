@@ -1,4 +1,4 @@
-"""The figures of a report, by matplotlib: SVG without colours and fonts of its own, which the page's style gives.
+"""The figures of a report, by matplotlib: SVG whose colours and fonts the page's style gives.
 
 A figure is as wide as a phone; pages put several side by side. Every function returns one `<svg>` element.
 """
@@ -33,17 +33,37 @@ _STEPS = 255
 # In units of an SVG's view box; a figure that is a phone's screen wide has pixels of that size.
 _WIDTH, _NARROW, _UNIT = 360, 270, 72
 _STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none", "text.parse_math": False, "font.family": "DejaVu Sans", "font.size": 11,
-    "axes.labelsize": 11, "axes.titlesize": 11, "xtick.labelsize": 10, "ytick.labelsize": 10, "legend.fontsize": 10,
-    "text.color": _INK, "axes.labelcolor": _MUTED, "xtick.color": _MUTED, "ytick.color": _MUTED,
-    "axes.edgecolor": _GRID, "grid.color": _GRID, "grid.linewidth": 0.6, "axes.linewidth": 0.8,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.facecolor": "none", "figure.facecolor": "none",
-    "xtick.major.size": 0, "ytick.major.size": 0, "xtick.minor.size": 0, "ytick.minor.size": 0,
-    "legend.frameon": False, "lines.linewidth": 1.6,
-}  # fmt: skip
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "font.family": "DejaVu Sans",
+    "font.size": 11,
+    "axes.labelsize": 11,
+    "axes.titlesize": 11,
+    "xtick.labelsize": 10,
+    "ytick.labelsize": 10,
+    "legend.fontsize": 10,
+    "text.color": _INK,
+    "axes.labelcolor": _MUTED,
+    "xtick.color": _MUTED,
+    "ytick.color": _MUTED,
+    "axes.edgecolor": _GRID,
+    "grid.color": _GRID,
+    "grid.linewidth": 0.6,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.facecolor": "none",
+    "figure.facecolor": "none",
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "xtick.minor.size": 0,
+    "ytick.minor.size": 0,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+}
 # Rates that a firing curve is drawn through.
 _POINTS = 160
-# From so many blocks on rows are narrow.
+# With this many blocks or more, rows are narrow.
 _MANY = 25
 
 
@@ -60,9 +80,13 @@ def density(names: Sequence[str], blocks: Sequence[BlockProfile], limits: Sequen
         axes.scatter(shown, places, marker="|", s=120, linewidths=2, color=_HOT, zorder=3)
         for place, value in zip(places, densities, strict=True):
             axes.annotate(
-                percent(value / 100), (value, place), (6, 0), textcoords="offset points", va="center",
+                percent(value / 100),
+                (value, place),
+                (6, 0),
+                textcoords="offset points",
+                va="center",
                 fontsize=_text_size(names),
-            )  # fmt: skip
+            )
         axes.set(xlim=(0, right), xlabel="activations that are not zero, %")
         axes.grid(axis="x")
     return svg[0]
@@ -125,12 +149,18 @@ def tiles(blocks: Sequence[BlockProfile], compressions: Sequence[int]) -> str:
         for factor in COMPRESSIONS:
             place, chosen = np.log2(TILE // factor), factor in compressions
             color = _HOT if chosen else _MUTED
-            axes.axvline(place, color=color, linewidth=1.6 if chosen else 0.8, zorder=1,
-                         linestyle="-" if chosen else (0, (3, 3)))  # fmt: skip
+            axes.axvline(
+                place, color=color, linewidth=1.6 if chosen else 0.8, zorder=1, linestyle="-" if chosen else (0, (3, 3))
+            )
             axes.annotate(
-                f"{factor}", (place, 1), (0, 3), xycoords=("data", "axes fraction"), textcoords="offset points",
-                ha="center", color=color,
-            )  # fmt: skip
+                f"{factor}",
+                (place, 1),
+                (0, 3),
+                xycoords=("data", "axes fraction"),
+                textcoords="offset points",
+                ha="center",
+                color=color,
+            )
         axes.set_yscale("log")
         ticks = [TILE // 2**power - 1 for power in range(8, -1, -1)]
         axes.set_xticks([np.log2(each + 1) for each in ticks], [str(each) for each in ticks])
@@ -175,28 +205,32 @@ def gains(title: str, tokens: Sequence[int], standings: Sequence[Standings], exp
     Args:
         title: What was measured.
         tokens: Tokens in a call.
-        standings: What was measured with so many.
+        standings: What was measured with each number of tokens.
         expected: What was expected of TwELL, by tokens.
     """
     from matplotlib.ticker import FuncFormatter, NullLocator
 
-    from twellc.benchmarking.result import SHOWN
+    from twellc.benchmarking.result import SHOWN, gains_of
 
     colors = (_WARM, _HOT, _INK, _MUTED)
     with _figure(f"gains {title}", 240) as (axes, svg):
         axes.axhline(1, color=_MUTED, linewidth=1)
         for (name, labels), color, marker in zip(SHOWN.items(), colors, "os^v", strict=True):
-            points = sorted(
-                (count, each.speed_ups[best]) for count, each in zip(tokens, standings, strict=True)
-                if (best := each.fastest(labels)) is not None and each.speed_ups
-            )  # fmt: skip
+            points = gains_of(labels, tokens, standings)
             if points:
                 axes.plot(*zip(*points, strict=True), marker=marker, markersize=5, color=color, label=name)
         if expected:
             axes.scatter(
-                list(expected), list(expected.values()), marker="D", s=34, facecolor="none", linewidths=1.4,
-                edgecolor=_WARM, label="twell, expected", zorder=3,
-            )  # fmt: skip
+                list(expected),
+                list(expected.values()),
+                marker="D",
+                s=34,
+                facecolor="none",
+                linewidths=1.4,
+                edgecolor=_WARM,
+                label="twell, expected",
+                zorder=3,
+            )
         axes.set(xscale="log", xlabel="tokens a call", ylabel="times as fast")
         axes.set_xticks(sorted(set(tokens)))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(round(value))))

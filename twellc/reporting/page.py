@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jinja2
 import numpy as np
@@ -24,14 +24,16 @@ from twellc.reporting.sources import Sources
 from twellc.reporting.words import clean, count, percent, short_names, times
 
 if TYPE_CHECKING:
-    from twellc.benchmarking.result import BenchResult, ShapeResult, Standings
+    from twellc.benchmarking.result import BenchResult, Standings
     from twellc.training.log import TrainingLog
 
-# So many blocks are shown at once, others on demand: rows, firing curves, and stages of the graph.
+# What the template reads of a row, a figure or a step.
+Fields = dict[str, Any]
+# The number of blocks that are shown at once, others on demand: rows, firing curves, and stages of the graph.
 _SHOWN = 8
-# So many warnings, and notes.
+# The number of warnings, and of notes.
 _SHOWN_SAYINGS = 4
-# So many stretches of blocks that a row stands for are named.
+# The number of stretches of blocks that are named in a row which stands for them.
 _NAMED_STRETCHES = 6
 # Where no hot neurons were decided on, the fewest that have this share of the non-zeros are marked.
 _HALF = 0.5
@@ -46,33 +48,11 @@ _FORMS = {
 }
 
 
-@dataclass(frozen=True)
-class Stat:
+class Stat(NamedTuple):
     """A number of the page's head, and what it is."""
 
     value: str
     label: str
-
-
-@dataclass(frozen=True)
-class Curve:
-    """The firing curve of a block: the figure, and what its parts are."""
-
-    module: str
-    svg: Markup
-    hot: int
-    hot_decided: bool
-    hot_share: float
-    never: int
-    d_ff: int
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A question that the page's head answers: the first number is the largest on the page."""
-
-    question: str
-    stats: list[Stat]
 
 
 @dataclass(frozen=True)
@@ -103,82 +83,6 @@ class _Member:
         return form.variant, form.activation, form.d_ff, *sizes, refusal
 
 
-@dataclass(frozen=True)
-class Row:
-    """A block, or several that are alike, in the table of blocks; what is not known is empty.
-
-    Attributes:
-        module: Path of its module; of several blocks how many they are.
-        names: Of several blocks which they are, by what tells them apart.
-        twell: Whether TwELL runs it.
-        density: Share of its activations that are not zero.
-        never: Neurons that never fired.
-        expected: How many times as fast as dense TwELL is expected to be.
-        pays_below: Density below which it pays.
-        measured: How many times as fast as dense it was by itself.
-        form: Variant and activation.
-        sizes: Its widths.
-        why: Why it became what it is; of several blocks, which of them stand out.
-    """
-
-    module: str
-    names: str
-    twell: bool
-    density: str
-    never: str
-    expected: str
-    pays_below: str
-    measured: str
-    form: str
-    sizes: str
-    why: str
-
-
-@dataclass(frozen=True)
-class ShapeSum:
-    """The blocks by themselves at one shape, together.
-
-    Attributes:
-        result: What was measured.
-        dense_us: Sum of the blocks' times by the fastest dense form of each, in microseconds.
-        twell_us: Sum of their times by TwELL.
-        least, most: The block that gains least, and most, with its gain.
-    """
-
-    result: ShapeResult
-    dense_us: float
-    twell_us: float
-    least: str
-    most: str
-
-
-@dataclass(frozen=True)
-class Step:
-    """A block in the drawing of the graph."""
-
-    kind: str
-    before: str
-    after: str
-    plugin: bool
-    why: str
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Steps of the drawing: those of a parent module, and of those after it that are alike."""
-
-    modules: list[str]
-    steps: list[Step]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A contest of `twellc bench`: what it is about, and its figure."""
-
-    title: str
-    svg: Markup
-
-
 def make_page(sources: Sources, output: Path | None, *, overwrite: bool = False) -> str:
     """Return the page of a report, and write it to a file.
 
@@ -205,9 +109,13 @@ def make_page(sources: Sources, output: Path | None, *, overwrite: bool = False)
 def _render(sources: Sources) -> str:
     """Return a page of HTML without scripts that loads nothing."""
     templates = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True, finalize=lambda value: clean(value) if type(value) is str else value,
-    )  # fmt: skip
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: clean(value) if type(value) is str else value,
+    )
     templates.filters |= {"percent": percent, "count": count, "times": times}
     return templates.get_template("page.html").render(_content(sources))
 
@@ -225,9 +133,11 @@ def _content(sources: Sources) -> dict[str, Any]:
     settings = decisions.settings if decisions else None
     training = sources.training
     named = [
-        profile and profile.model.name, decisions and decisions.model and decisions.model.name, bench and bench.model,
+        profile and profile.model.name,
+        decisions and decisions.model and decisions.model.name,
+        bench and bench.model,
         training and training.model,
-    ]  # fmt: skip
+    ]
     dtypes = [settings and settings.dtype, profile and profile.model.dtype, bench and bench.dtype]
     sayings = [each for each in (profile, decisions, bench) if each is not None]
     expected = [layer.expectation for layer in layers.values() if layer.expectation is not None]
@@ -265,7 +175,7 @@ def _content(sources: Sources) -> dict[str, Any]:
     }
 
 
-def _answers(sources: Sources, blocks: Sequence[BlockProfile], short: Sequence[str]) -> list[Answer]:
+def _answers(sources: Sources, blocks: Sequence[BlockProfile], short: Sequence[str]) -> list[Fields]:
     """Say in a few numbers whether the model is sparse, what was done, and what is gained."""
     trained, sparse, done, gained = [], [], [], []
     if sources.training is not None:
@@ -296,19 +206,18 @@ def _answers(sources: Sources, blocks: Sequence[BlockProfile], short: Sequence[s
         if removed:
             done.append(Stat(count(removed), "neurons removed that never fired"))
     if sources.bench is not None:
+        from twellc.benchmarking.result import gains_of
+
         results = sources.bench.results
+        tokens = [result.tokens for result in results]
         contests = (
             ("of the fastest dense blocks", [each.blocks for each in results], ("twell",)),
             ("of the fastest dense model", [each.model for each in results], TWELL_MODELS),
         )
         for what, standings, labels in contests:
-            measured = {
-                result.tokens: own.speed_ups[best]
-                for result, own in zip(results, standings, strict=True)
-                if (best := own.fastest(labels)) is not None and own.speed_ups
-            }
+            measured = gains_of(labels, tokens, standings)
             if measured:
-                gained.append(_span(measured, f"the speed {what}, measured"))
+                gained.append(_span(dict(measured), f"the speed {what}, measured"))
     expected = _expected(sources.layers)
     if expected:
         gained.append(_span(expected, "the speed of dense blocks, expected"))
@@ -318,7 +227,7 @@ def _answers(sources: Sources, blocks: Sequence[BlockProfile], short: Sequence[s
         ("What was done?", done),
         ("What is gained?", gained),
     )
-    return [Answer(question, stats) for question, stats in asked if stats]
+    return [{"question": question, "stats": stats} for question, stats in asked if stats]
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -350,7 +259,7 @@ def _gains_of(module: str, bench: BenchResult | None) -> list[float]:
 # ---- rows of blocks ----
 
 
-def _groups(members: Sequence[_Member], short: Sequence[str]) -> list[Row]:
+def _groups(members: Sequence[_Member], short: Sequence[str]) -> list[Fields]:
     """Return a row for all blocks that are alike, in the order of the first of each."""
     groups: dict[tuple[object, ...], list[_Member]] = {}
     for member in members:
@@ -358,8 +267,13 @@ def _groups(members: Sequence[_Member], short: Sequence[str]) -> list[Row]:
     return [_row(group, short) for group in groups.values()]
 
 
-def _row(members: Sequence[_Member], short: Sequence[str]) -> Row:
-    """Return the row of one block, or of several of one kind; `short` has the names of all blocks."""
+def _row(members: Sequence[_Member], short: Sequence[str]) -> Fields:
+    """Return the row of one block, or of several of one kind, in words; what is not known is empty.
+
+    Args:
+        members: The blocks.
+        short: Names of all blocks.
+    """
     first, layer, form = members[0], members[0].layer, members[0].layer or members[0].block
     assert form is not None
     blocks = [member.block for member in members if member.block is not None]
@@ -370,19 +284,19 @@ def _row(members: Sequence[_Member], short: Sequence[str]) -> Row:
     never = _range([each.never.mean() for each in blocks], percent) if blocks else ""
     if alone and blocks:
         never = f"{count(int(blocks[0].never.sum()))} of {count(form.d_ff)}"
-    return Row(
-        module=first.module if alone else f"{len(members)} blocks",
-        names="" if alone else _stretches([member.place for member in members], short),
-        twell=layer is not None and layer.decision == "twell",
-        density=_range([each.density for each in blocks], percent) if blocks else "",
-        never=never,
-        expected=f"{_range([each.gain for each in expected])}{assumed}" if expected else "",
-        pays_below=_range([each.pays_below for each in expected], _limit) if expected else "",
-        measured=_range(gains) if gains else "",
-        form=f"{form.variant}, {form.activation}",
-        sizes=f"{layer.d_model} → {layer.d_ff}" if layer else "",
-        why=_why(members, short),
-    )
+    return {
+        "module": first.module if alone else f"{len(members)} blocks",
+        "names": "" if alone else _stretches([member.place for member in members], short),
+        "twell": layer is not None and layer.decision == "twell",
+        "density": _range([each.density for each in blocks], percent) if blocks else "",
+        "never": never,
+        "expected": f"{_range([each.gain for each in expected])}{assumed}" if expected else "",
+        "pays_below": _range([each.pays_below for each in expected], _limit) if expected else "",
+        "measured": _range(gains) if gains else "",
+        "form": f"{form.variant}, {form.activation}",
+        "sizes": f"{layer.d_model} → {layer.d_ff}" if layer else "",
+        "why": _why(members, short),
+    }
 
 
 def _why(members: Sequence[_Member], short: Sequence[str]) -> str:
@@ -440,7 +354,7 @@ def _stretches(places: Sequence[int], short: Sequence[str]) -> str:
     return ", ".join(words[:_NAMED_STRETCHES]) + (f" and {others} others" if others else "")
 
 
-def _shape_sums(bench: BenchResult, short: dict[str, str]) -> list[ShapeSum]:
+def _shape_sums(bench: BenchResult, short: dict[str, str]) -> list[Fields]:
     """Sum up what blocks took by themselves, at each shape where they were timed."""
     found = []
     for result in bench.results:
@@ -451,7 +365,8 @@ def _shape_sums(bench: BenchResult, short: dict[str, str]) -> list[ShapeSum]:
                 for each in (pick(own, key=lambda block: block.gain) for pick in (min, max))
             )
             dense_us, twell_us = sum(each.dense_us for each in own), sum(each.twell_us for each in own)
-            found.append(ShapeSum(result, dense_us, twell_us, least, most))
+            sums = {"dense_us": dense_us, "twell_us": twell_us}
+            found.append({"result": result, "least": least, "most": most, **sums})
     return found
 
 
@@ -509,11 +424,20 @@ def _training_figures(log: TrainingLog) -> dict[str, Markup]:
     return {name: Markup(svg) for name, svg in drawn.items()}
 
 
-def _curve(block: BlockProfile, layer: Layer | None, least: float) -> Curve:
+def _curve(block: BlockProfile, layer: Layer | None, least: float) -> Fields:
+    """Return the firing curve of a block: the figure, and what its parts are."""
     decided = layer is not None and layer.hot > 0
     hot = layer.hot if layer is not None and decided else _carrying(block, _HALF)
     svg = Markup(figures.firing(block.module, block, hot, least))
-    return Curve(block.module, svg, hot, decided, block.carried_by(hot), int(block.never.sum()), block.d_ff)
+    return {
+        "module": block.module,
+        "svg": svg,
+        "hot": hot,
+        "hot_decided": decided,
+        "hot_share": block.carried_by(hot),
+        "never": int(block.never.sum()),
+        "d_ff": block.d_ff,
+    }
 
 
 def _carrying(block: BlockProfile, share: float) -> int:
@@ -522,7 +446,7 @@ def _carrying(block: BlockProfile, share: float) -> int:
     return int(np.searchsorted(carried, share * carried[-1])) + 1 if block.nonzeros else 0
 
 
-def _measured(sources: Sources) -> list[Measured]:
+def _measured(sources: Sources) -> list[Fields]:
     if sources.bench is None:
         return []
     results = sources.bench.results
@@ -532,24 +456,25 @@ def _measured(sources: Sources) -> list[Measured]:
         ("the rewritten feed-forward blocks alone", [each.blocks for each in results], expected),
         ("the whole model", [each.model for each in results], {}),
     )
-    return [Measured(title, Markup(figures.gains(title, tokens, own, hoped))) for title, own, hoped in contests]
+    return [{"title": title, "svg": Markup(figures.gains(title, tokens, own, hoped))} for title, own, hoped in contests]
 
 
-def _stages(layers: Sequence[Layer], attention: Sequence[Attention]) -> list[Stage]:
+def _stages(layers: Sequence[Layer], attention: Sequence[Attention]) -> list[Fields]:
     """Return the drawing of the graph: blocks by their parent module, in the order of the model."""
-    parents: dict[str, list[Step]] = {layer.module.rpartition(".")[0]: [] for layer in layers}
+    parents: dict[str, list[Fields]] = {layer.module.rpartition(".")[0]: [] for layer in layers}
     for block in attention:
-        step = Step("attention", "", _FORMS.get(block.form, block.form), block.form == "cudnn", block.reason)
+        after, plugin = _FORMS.get(block.form, block.form), block.form == "cudnn"
+        step = {"kind": "attention", "before": "", "after": after, "plugin": plugin, "why": block.reason}
         parents.setdefault(_owner(block.module, parents), []).append(step)
     for layer in layers:
         parents[layer.module.rpartition(".")[0]].append(_step(layer))
     stages = []
     for steps, alike in groupby(parents.items(), key=lambda item: item[1]):
-        stages.append(Stage([parent for parent, _ in alike], steps))
+        stages.append({"modules": [parent for parent, _ in alike], "steps": steps})
     return stages
 
 
-def _owner(module: str, parents: dict[str, list[Step]]) -> str:
+def _owner(module: str, parents: dict[str, list[Fields]]) -> str:
     """Return the parent module of a feed-forward block that an attention block is beside, or its own parent."""
     path = module
     while path:
@@ -559,13 +484,19 @@ def _owner(module: str, parents: dict[str, list[Step]]) -> str:
     return module.rpartition(".")[0]
 
 
-def _step(layer: Layer) -> Step:
+def _step(layer: Layer) -> Fields:
     gate = f"gate → {layer.activation} ⊙ up" if layer.variant == "gated" else f"up → {layer.activation}"
     residual = " + residual" if layer.residual else ""
     before = f"{gate} → down{residual}, {layer.d_model} → {layer.d_ff} → {layer.d_out}"
-    if layer.decision != "twell":
-        return Step("feed-forward", before, "dense, as the model has it", False, layer.reason)
+    plugin = layer.decision == "twell"
     hot = f", {layer.hot} hot neurons dense" if layer.hot else ""
     kept = layer.d_ff if layer.neurons is None else layer.neurons.kept
     left = f", {kept} of {layer.d_ff} neurons left" if kept < layer.d_ff else ""
-    return Step("feed-forward", before, f"plugin {_PLUGINS.get(layer.variant, layer.variant)}{hot}{left}", True, "")
+    after = f"plugin {_PLUGINS[layer.variant]}{hot}{left}" if plugin else "dense, as the model has it"
+    return {
+        "kind": "feed-forward",
+        "before": before,
+        "after": after,
+        "plugin": plugin,
+        "why": "" if plugin else layer.reason,
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from twellc.base.errors import UserError, first_few
 from twellc.base.files import why_no_file
@@ -18,6 +18,7 @@ from twellc.training.log import TrainingLog
 if TYPE_CHECKING:
     from twellc.benchmarking.result import BenchResult
 
+_Record = TypeVar("_Record", bound=Record)
 DECISIONS, BENCH, TRAINING = "--decisions", "--bench", "--training"
 _EXPECTED = "a plan, its manifest, or JSON of `twellc compile --report` or `twellc inspect --json`"
 
@@ -36,7 +37,7 @@ class Decisions(Record):
 
     Attributes:
         layers: What became of each feed-forward block.
-        attention: What became of each attention block; None where nobody looked.
+        attention: What became of each attention block; None where it was not looked at.
         notes: What the user should know.
         warnings: What the user should worry about.
         model: The model; None where it is not named, as by `inspect`.
@@ -101,16 +102,8 @@ def decisions_of(content: Mapping[str, Json], where: str) -> Decisions:
     """
     if "layers" not in content or "results" in content:
         raise UserError(where, "says nothing of what became of a model's blocks", expected=_EXPECTED)
-    schema = content.get("schema", SCHEMA)
-    if schema != SCHEMA:
-        raise UserError(
-            where, "is of another version", got=f"schema {schema!r}", expected=str(SCHEMA),
-            fix="Use the twellc that made it, or compile the model again.",
-        )  # fmt: skip
-    try:
-        return of_json(Decisions, content)
-    except ValueError as error:
-        raise UserError(where, f"is damaged: {error}", expected=_EXPECTED) from error
+    again = "Use the twellc that made it, or compile the model again."
+    return _record(Decisions, {"schema": SCHEMA, **content}, SCHEMA, where, again)
 
 
 def read_bench(path: Path) -> BenchResult:
@@ -125,18 +118,20 @@ def read_bench(path: Path) -> BenchResult:
     content = _read_json(path, where, expected)
     if "results" not in content:
         raise UserError(where, "holds no measurements", expected=expected)
-    if content.get("schema") != SCHEMA:
-        raise UserError(
-            where, "is of another version", got=f"schema {content.get('schema')!r}", expected=str(SCHEMA),
-            fix="Use the twellc that made it, or run `twellc bench` again.",
-        )  # fmt: skip
-    try:
-        result = of_json(BenchResult, content)
-    except ValueError as error:
-        raise UserError(where, f"is damaged: {error}", fix="Run `twellc bench` again.") from error
+    result = _record(BenchResult, content, SCHEMA, where, "Use the twellc that made it, or run `twellc bench` again.")
     if not result.results:
         raise UserError(where, "nothing was measured: results is empty", fix="Run `twellc bench` again.")
     return result
+
+
+def _record(kind: type[_Record], content: Mapping[str, Json], schema: int, where: str, again: str) -> _Record:
+    found = content.get("schema")
+    if found != schema:
+        raise UserError(where, "is of another version", got=f"schema {found!r}", expected=str(schema), fix=again)
+    try:
+        return of_json(kind, content)
+    except ValueError as error:
+        raise UserError(where, f"is damaged: {error}", fix=again) from error
 
 
 def read_training(path: Path) -> TrainingLog:
@@ -178,9 +173,11 @@ def gather(
     """
     if profile is None and decisions is None and bench is None and training is None:
         raise UserError(
-            "report", "there is nothing to report on", expected=f"a profile, {DECISIONS}, {BENCH} or {TRAINING}",
+            "report",
+            "there is nothing to report on",
+            expected=f"a profile, {DECISIONS}, {BENCH} or {TRAINING}",
             fix="`twellc profile` makes a profile.",
-        )  # fmt: skip
+        )
     if profile is not None and decisions is not None and decisions.model is not None:
         refuse_other_model("the profile", profile, decisions.model.sha256, decisions.model.name)
     widths = {} if profile is None else {module: block.d_ff for module, block in profile.blocks.items()}
@@ -192,12 +189,8 @@ def gather(
         widths = widths or {layer.module: layer.d_ff for layer in bench.layers}
     for block in training.run.blocks if training is not None and widths else []:
         if widths.get(block.module) != block.d_ff:
-            raise UserError(
-                TRAINING, "is of another model than the rest of the report",
-                got=f"{block.module} with d_ff {block.d_ff}",
-                expected=first_few([f"{module} with {d_ff}" for module, d_ff in widths.items()]),
-                fix="Give files of one model.",
-            )  # fmt: skip
+            known = first_few([f"{module} with {d_ff}" for module, d_ff in widths.items()])
+            raise _of_another_model(TRAINING, f"{block.module} with d_ff {block.d_ff}", known)
     return Sources(profile, decisions, bench, training)
 
 
@@ -208,7 +201,9 @@ def _refuse_other_blocks(where: str, layers: list[Layer], widths: dict[str, int]
     if missing:
         module = missing[0]
         got = f"d_ff {own[module]} of {module}" if module in own else f"blocks {first_few(list(own)) or 'none'}"
-        raise UserError(
-            where, "is of another model than the rest of the report", got=got,
-            expected=f"{module} with d_ff {widths[module]}", fix="Give files of one model.",
-        )  # fmt: skip
+        raise _of_another_model(where, got, f"{module} with d_ff {widths[module]}")
+
+
+def _of_another_model(where: str, got: str, expected: str) -> UserError:
+    what = "is of another model than the rest of the report"
+    return UserError(where, what, got=got, expected=expected, fix="Give files of one model.")

@@ -64,7 +64,7 @@ def short_names(modules: Sequence[str]) -> Names:
 
 
 def _common(paths: list[list[str]], most: int) -> int:
-    """Return how many parts all paths begin with, of so many at most."""
+    """Return how many parts all paths begin with, `most` at most."""
     length = 0
     while length < most and len({path[length] for path in paths}) == 1:
         length += 1

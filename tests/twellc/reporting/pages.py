@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from twellc.firing.profile import DataSource, FiringProfile, ProfiledModel
 from twellc.passes.block_profile import BlockProfile
 from twellc.plugins.library import TILE
+from twellc.training.log import LoggedBlock, LoggedStep, LogWriter
 
 SHA256 = "0" * 64
 MODULES = tuple(f"model.layers.{index}.mlp" for index in range(3))
@@ -28,9 +30,14 @@ def block(module: str, activity: float) -> BlockProfile:
     for index in np.unique(bins):
         positions[index] = (bins == index).sum(), rows[bins == index].sum()
     return BlockProfile(
-        module, "gated", "relu", fired.sum(0), np.bincount(rows, minlength=D_FF + 1),
-        np.bincount(tiles.ravel(), minlength=TILE + 1), positions,
-    )  # fmt: skip
+        module,
+        "gated",
+        "relu",
+        fired.sum(0),
+        np.bincount(rows, minlength=D_FF + 1),
+        np.bincount(tiles.ravel(), minlength=TILE + 1),
+        positions,
+    )
 
 
 def profile(modules: Sequence[str] = MODULES, name: str = "tiny") -> FiringProfile:
@@ -56,8 +63,14 @@ def layers(modules: Sequence[str] = MODULES, assumed: bool = False) -> list[dict
             "residual": index == 1, "reason": REFUSAL if refused else "matches", "hot": 0 if index else 128,
         }  # fmt: skip
         if not refused:
-            found["expectation"] = {"gpu": "H100", "assumed": assumed, "density": 0.02, "gain": 1.25,
-                                    "pays_below": 0.123, "times": times}  # fmt: skip
+            found["expectation"] = {
+                "gpu": "H100",
+                "assumed": assumed,
+                "density": 0.02,
+                "gain": 1.25,
+                "pays_below": 0.123,
+                "times": times,
+            }
         return found
 
     return [layer(index, module) for index, module in enumerate(modules)]
@@ -96,8 +109,13 @@ def bench_result(modules: Sequence[str] = MODULES) -> dict[str, Any]:
     """What `twellc bench --json` prints, of calls of 1 and 2048 tokens."""
 
     def standings(gain: float) -> dict[str, Any]:
-        times = {"dense eager": 130.0, "dense packed": 100.0, "dense FP8": 80.0, "twell": 100 / gain,
-                 "twell eager": 100 / gain}  # fmt: skip
+        times = {
+            "dense eager": 130.0,
+            "dense packed": 100.0,
+            "dense FP8": 80.0,
+            "twell": 100 / gain,
+            "twell eager": 100 / gain,
+        }
         return {
             "times": {label: {"median_us": us, "p10_us": us - 1, "p90_us": us + 1} for label, us in times.items()},
             "errors": dict.fromkeys(times), "failed": {"dense compiled": "it was left out"}, "joules_per_token": {},
@@ -118,3 +136,22 @@ def bench_result(modules: Sequence[str] = MODULES) -> dict[str, Any]:
             for tokens, gain in ((1, 2.0), (2048, 1.5))
         ],
     }  # fmt: skip
+
+
+def write_log(path: Path, modules: list[str], widths: list[int], steps: int = 3, **changes: Any) -> Path:
+    writer = LogWriter(path, "tiny", "ab", [LoggedBlock(*each) for each in zip(modules, widths, strict=True)], 0)
+    for step in range(1, steps + 1):
+        shares = [0.9 / (step + place) for place in range(len(modules))]
+        values: dict[str, Any] = {
+            "step": 1000 * step,
+            "loss": 6.0 / step,
+            "l1": 1.0,
+            "coefficient": 0.1,
+            "tokens": 64,
+            "density": shares,
+            "dead": [share / 3 for share in shares],
+            "relu": 1.0,
+            "reinitialised": 0,
+        }
+        writer.add(LoggedStep(**{**values, **changes}))
+    return path

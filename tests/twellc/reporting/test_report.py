@@ -15,8 +15,10 @@ import pytest
 
 import twellc
 from tests.conftest import Cli
-from tests.twellc.reporting.pages import MODULES, REFUSAL, bench_result, decisions, profile, varied_layers
+from tests.twellc.reporting.pages import MODULES, REFUSAL, bench_result, decisions, profile, varied_layers, write_log
 from tests.twellc.test_cli import failed, files_in
+
+pytestmark = pytest.mark.usefixtures("remembered_models")
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 
@@ -65,16 +67,35 @@ def test_whole_page(cli: Cli, files: dict[str, Path], tmp_path: Path) -> None:
     page = Page((tmp_path / "page.html").read_text())
     never = profile().blocks[MODULES[0]].never.sum()
     for expected in (
-        "2 of 3 feed-forward blocks run by TwELL", REFUSAL, "plugin TwellGatedMlp, 128 hot neurons",
-        f"1.25 to 3.00 {TIMES} the speed of dense blocks, expected at 1 to 2048 tokens a call", f"1.25 {TIMES}",
-        f"1.50 to 2.00 {TIMES} the speed of the fastest dense blocks, measured at 1 to 2048", "12.3 %",
-        "compression 8, as compiled", "128 hot neurons, computed densely, have", f"{never} never fired",
-        "half of the non-zeros", "NVIDIA H100", "Over 400 tokens of a.txt, in bf16", "energy was not measured",
-        "the text is short", "400 tokens are few", "Left dense", "tensorrt 10.6", "down + residual", "twell, expected",
-        f"12.3 % 1.25 {TIMES} matches", f"12.3 % 1.28 {TIMES} matches", "dense packed 41.0 32.0 1.28",
-        "Is it sparse?", "What was done?", "1 left dense: 2", "What is gained?",
+        "2 of 3 feed-forward blocks run by TwELL",
+        REFUSAL,
+        "plugin TwellGatedMlp, 128 hot neurons",
+        f"1.25 to 3.00 {TIMES} the speed of dense blocks, expected at 1 to 2048 tokens a call",
+        f"1.25 {TIMES}",
+        f"1.50 to 2.00 {TIMES} the speed of the fastest dense blocks, measured at 1 to 2048",
+        "12.3 %",
+        "compression 8, as compiled",
+        "128 hot neurons, computed densely, have",
+        f"{never} never fired",
+        "half of the non-zeros",
+        "NVIDIA H100",
+        "Over 400 tokens of a.txt, in bf16",
+        "energy was not measured",
+        "the text is short",
+        "400 tokens are few",
+        "Left dense",
+        "tensorrt 10.6",
+        "down + residual",
+        "twell, expected",
+        f"12.3 % 1.25 {TIMES} matches",
+        f"12.3 % 1.28 {TIMES} matches",
+        "dense packed 41.0 32.0 1.28",
+        "Is it sparse?",
+        "What was done?",
+        "1 left dense: 2",
+        "What is gained?",
         f"1.25 to 1.50 {TIMES} the speed of the fastest dense model, measured at 1 to 2048",
-    ):  # fmt: skip
+    ):
         assert expected in page.text
     assert page.tags.count("svg") == 2 + 4 + 3
     assert not {"script", "img", "iframe", "object"} & set(page.tags)
@@ -89,23 +110,25 @@ def test_many_blocks(tmp_path: Path) -> None:
     modules = [f"model.layers.{index}.mlp" for index in range(32)]
     layers = {"layers": varied_layers(modules), "warnings": [f"layer {module} is odd" for module in modules]}
     page = twellc.report(
-        profile=profile(modules), decisions=write(tmp_path / "d.json", decisions(modules) | layers),
+        profile=profile(modules),
+        decisions=write(tmp_path / "d.json", decisions(modules) | layers),
         bench=write(tmp_path / "b.json", bench_result(modules) | layers),
-    )  # fmt: skip
+    )
     folded = re.compile(r"<details>(?:(?!<details>).)*?</details>", re.DOTALL)
     seen = page
     while folded.search(seen):
         seen = folded.sub("", seen)
     at_once, whole = Page(seen), Page(page)
     for expected in (
-        "28 of 32 feed-forward blocks run by TwELL", "4 left dense: 7, 15, 23, 31",
+        "28 of 32 feed-forward blocks run by TwELL",
+        "4 left dense: 7, 15, 23, 31",
         "0.222 to 7.31 % by block",
         "28 blocks: 0 to 6, 8 to 14, 16 to 22, 24 to 30",
         f"gains least: 0 (1.25 {TIMES}), most: 30 (2.19 {TIMES}); densest: 0 (7.31 %)",
         "4 blocks: 7, 15, 23, 31",
         "such as 7: 0.9 % active, pays below 0.2 % at 2048 tokens",
         "32 blocks, those that are alike in one row. They are named by what differs in model.layers.….mlp",
-    ):  # fmt: skip
+    ):
         assert expected in at_once.text
     # Rows of blocks, warnings and stages of the graph are on the page, but folded.
     assert at_once.tags.count("tr") == 1 + 2
@@ -265,14 +288,76 @@ def test_compile_writes_a_page(cli: Cli, archive: Path, tmp_path: Path) -> None:
     failed(cli(*arguments, tmp_path / "m.onnx", "--overwrite"), "is the same file as --onnx")
 
 
-@pytest.mark.usefixtures("remembered_models")
+@pytest.mark.slow
 def test_compile_shows_its_calibration(cli: Cli, llama: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "ids.npy", np.arange(64).reshape(4, 16) + 3)
     twellc.profile(llama, tmp_path / "ids.npy", tmp_path / "p", device="cpu")
     result = cli(
-        "compile", llama, "--backend", "none", "--onnx", tmp_path / "m.onnx", "--calibration", tmp_path / "p",
-        "--layers", "all", "--html", tmp_path / "m.html",
-    )  # fmt: skip
+        "compile",
+        llama,
+        "--backend",
+        "none",
+        "--onnx",
+        tmp_path / "m.onnx",
+        "--calibration",
+        tmp_path / "p",
+        "--layers",
+        "all",
+        "--html",
+        tmp_path / "m.html",
+    )
     assert result.exit_code == 0, result.output
     page = Page((tmp_path / "m.html").read_text())
     assert "Density by layer" in page.text and "The rewritten graph" in page.text and "expected" in page.text
+
+
+# ---- training ----
+
+
+def test_a_training_run(cli: Cli, tmp_path: Path) -> None:
+    log = write_log(tmp_path / "t.jsonl", ["a.0.mlp", "a.1.mlp"], [64, 128], eval_loss=2.5)
+    result = cli("report", "--training", log, "-o", tmp_path / "page.html")
+    assert result.exit_code == 0, result.output
+    page = Page((tmp_path / "page.html").read_text())
+    for expected in (
+        "How did it train? 2 loss at step 3000, 6 at 1000",
+        "26.2 % of the activations are not zero, 67.5 % at step 1000",
+        "8.75 % of the neurons did not fire in the last steps",
+        "2 blocks, 3000 steps",
+        "on held-out data",
+        "a.0.mlp 64 30 % 10 %",
+        "a.1.mlp 128 22.5 % 7.5 %",
+        "How the model was trained",
+    ):
+        assert expected in page.text, page.text
+    assert page.tags.count("svg") == 3
+    assert twellc.report(training=log) == (tmp_path / "page.html").read_text()
+
+
+def test_one_record_and_a_loss_that_is_not_known(tmp_path: Path) -> None:
+    log = write_log(tmp_path / "t.jsonl", ["a"], [64], steps=1, loss=float("nan"), density=[0.0], dead=[1.0])
+    page = Page(twellc.report(training=log))
+    assert "100 % of the neurons did not fire" in page.text and page.tags.count("svg") == 3
+
+
+def test_a_training_run_beside_a_profile(tmp_path: Path) -> None:
+    own = profile()
+    widths = [own.blocks[module].d_ff for module in MODULES]
+    log = write_log(tmp_path / "t.jsonl", list(MODULES), widths)
+    page = Page(twellc.report(profile=own, training=log))
+    assert "How did it train?" in page.text and "Is it sparse?" in page.text
+    other = write_log(tmp_path / "o.jsonl", list(MODULES), [width + 8 for width in widths])
+    with pytest.raises(twellc.UserError, match="--training: is of another model than the rest of the report"):
+        twellc.report(profile=own, training=other)
+
+
+def test_refuses_a_training_log(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    failed(cli("report", "--training", path, "-o", tmp_path / "p.html"), "there is no such file")
+    path.write_text(json.dumps({"a": 1}))
+    failed(cli("report", "--training", path, "-o", tmp_path / "p.html"), "is not a log of training")
+    path.unlink()  # a log replaces no other file
+    write_log(path, ["a"], [64], steps=0)
+    failed(cli("report", "--training", path, "-o", tmp_path / "p.html"), "has no record of a step yet")
+    failed(cli("report", "--training", path, "-o", path), str(path))
+    assert not (tmp_path / "p.html").exists()
