@@ -33,7 +33,7 @@ class Batch:
             others are padding. An input that is not named here has no padding.
         source: The number of the data that it is from.
         sequences: How many sequences it holds.
-        tokens: How many tokens; of inputs that are no tokens, 0.
+        tokens: How many tokens; of inputs that are not tokens, 0.
         read: How many bytes of all data have been read.
     """
 
@@ -107,16 +107,20 @@ def _token_batches(source: int, path: Path, intake: Intake) -> Iterator[Batch]:
     kinds = (torch.int32, torch.int64)
     if IDS not in specs or foreign or len(specs[IDS].shape) != 2 or specs[IDS].dtype not in kinds:
         raise UserError(
-            where, "the model takes other inputs than token ids", got=", ".join(specs), expected=IDS,
+            where,
+            "the model takes other inputs than token ids",
+            got=", ".join(specs),
+            expected=IDS,
             fix="Give the arrays of all inputs with --inputs FILE.npz.",
-        )  # fmt: skip
+        )
     spec = specs[IDS]
     (fewest, most), (shortest, longest) = intake.limits.sizes(spec, 0), intake.limits.sizes(spec, 1)
     if intake.sequence is not None and not shortest <= intake.sequence <= longest:
         raise UserError(
-            f"--sequence {intake.sequence}", "the model does not take sequences of this length",
+            f"--sequence {intake.sequence}",
+            "the model does not take sequences of this length",
             expected=f"{shortest} to {longest}" if longest > shortest else f"{longest}",
-        )  # fmt: skip
+        )
     length = intake.sequence or max(min(longest, _DEFAULT_SEQUENCE), shortest)
     rows = max(min(intake.batch, most), fewest)
     pads = intake.pads_right or _MASK in specs
@@ -175,10 +179,12 @@ def _check_range(where: str, ids: list[int], spec: InputSpec, vocabulary: int | 
     largest = torch.iinfo(spec.dtype).max if vocabulary is None else vocabulary - 1
     if not 0 <= min(ids) <= max(ids) <= largest:
         raise UserError(
-            where, "has token ids that the model has not", got=f"{min(ids)} to {max(ids)}",
+            where,
+            "has token ids that the model has not",
+            got=f"{min(ids)} to {max(ids)}",
             expected=f"0 to {largest}",
             fix="Check that the tokenizer is that of the model.",
-        )  # fmt: skip
+        )
 
 
 def _sequences(path: Path, where: str, intake: Intake, length: int) -> Iterator[tuple[list[int], int, str]]:
@@ -215,10 +221,11 @@ def _sequences(path: Path, where: str, intake: Intake, length: int) -> Iterator[
 def _tokenizer(where: str, intake: Intake) -> Tokenizer:
     if intake.tokenizer is None:
         raise UserError(
-            where, "text needs a language model in a Hugging Face directory, with its tokenizer",
+            where,
+            "text needs a language model in a Hugging Face directory, with its tokenizer",
             fix="Turn the text into token ids yourself and give them with --inputs FILE.npz, FILE.npy, or as input_ids "
             "in FILE.jsonl.",
-        )  # fmt: skip
+        )
     return intake.tokenizer()
 
 
@@ -277,17 +284,20 @@ def _right_padding(where: str, mask: Array, ids: Array | None) -> torch.Tensor:
     """Return the mask of a model that takes none, since no token of it sees a later one: padding must come last."""
     if mask.dtype.kind not in "biu":
         raise UserError(
-            f"{where}, array {_MASK}", "holds no whole numbers", got=str(mask.dtype),
+            f"{where}, array {_MASK}",
+            "holds no whole numbers",
+            got=str(mask.dtype),
             expected="1 for tokens, 0 for padding",
-        )  # fmt: skip
+        )
     tensor = torch.from_numpy(np.array(mask) != 0)
     if ids is None or tensor.shape != ids.shape or tensor.dim() != 2:
         raise UserError(f"{where}, array {_MASK}", "has another shape than input_ids", got=str(list(tensor.shape)))
     if (tensor[:, 1:] & ~tensor[:, :-1]).any():
         raise UserError(
-            f"{where}, array {_MASK}", "has padding before tokens, and the model is traced without a mask",
+            f"{where}, array {_MASK}",
+            "has padding before tokens, and the model is traced without a mask",
             fix="Add --padding mask.",
-        )  # fmt: skip
+        )
     return tensor
 
 

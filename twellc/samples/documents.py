@@ -7,6 +7,8 @@ import csv
 import json
 import sys
 from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,17 @@ IDS = "input_ids"
 _CHUNK = 1 << 16
 _HEAD = 1 << 12
 _KINDS = {
-    ".jsonl": "lines of JSON", ".ndjson": "lines of JSON", ".json": "JSON", ".csv": "table", ".tsv": "table",
-    ".npz": "arrays", ".npy": "token ids",
-}  # fmt: skip
+    ".jsonl": "lines of JSON",
+    ".ndjson": "lines of JSON",
+    ".json": "JSON",
+    ".csv": "table",
+    ".tsv": "table",
+    ".npz": "arrays",
+    ".npy": "token ids",
+}
 _EXPECTED = "a text, or a .jsonl, .json, .csv, .tsv, .npz or .npy file"
 _AS_LINES = 'Write its texts to FILE.jsonl, one {"text": "…"} in each line.'
-# Files that are no text, with what to do about them.
+# Files that are not texts, with what to do about them.
 _REFUSED = {
     **dict.fromkeys((".gz", ".tgz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".tar", ".7z", ".rar"), "Unpack it first."),
     **dict.fromkeys((".parquet", ".arrow", ".feather", ".orc", ".avro", ".tfrecord", ".sqlite", ".db"), _AS_LINES),
@@ -128,9 +135,11 @@ def read_ids(path: Path, where: str, pad: int | None) -> Iterator[tuple[NDArray[
         raise UserError(where, f"cannot be read as an .npy file ({first_line(error)})") from error
     if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu" or ids.ndim not in (1, 2):
         raise UserError(
-            where, "holds no token ids", got=f"{ids.dtype} {list(ids.shape)}",
+            where,
+            "holds no token ids",
+            got=f"{ids.dtype} {list(ids.shape)}",
             expected="integers: a vector, or a matrix with a sequence in each row",
-        )  # fmt: skip
+        )
     size = path.stat().st_size
     if ids.ndim == 1:
         for start in range(0, len(ids), _CHUNK):
@@ -142,28 +151,31 @@ def read_ids(path: Path, where: str, pad: int | None) -> Iterator[tuple[NDArray[
             yield np.asarray(row[kept[0] : kept[-1] + 1]), size * (index + 1) // len(ids)
 
 
+def _texts(parts: Iterable[bytes], where: str, encoding: str = "utf-8") -> Iterator[tuple[str, int]]:
+    """Yield parts of a file as texts, each with the number of bytes read so far."""
+    decoder, read = codecs.getincrementaldecoder(encoding)(), 0
+    for part in chain(parts, (b"",)):
+        pending = len(decoder.getstate()[0])
+        try:
+            text = decoder.decode(part, final=not part)
+        except UnicodeDecodeError as error:
+            place = read - pending + error.start
+            raise UserError(where, f"is not UTF-8 at byte {place}", expected="a text in UTF-8") from error
+        read += len(part)
+        yield text, read
+
+
 def _pieces(path: Path, where: str) -> Iterator[tuple[str, int]]:
     """Yield a text piece by piece; pieces end with a line, or before a space, if there is one."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
     waiting, read = "", 0
     with open_file(path) as file:
-        while True:
-            chunk = file.read(_CHUNK)
-            pending = len(decoder.getstate()[0])
-            try:
-                waiting += decoder.decode(chunk, final=not chunk)
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    where, f"is no UTF-8 at byte {read - pending + error.start}", expected="a text in UTF-8"
-                ) from error
-            read += len(chunk)
-            cut = waiting.rfind("\n") + 1 or waiting.rfind(" ")
-            cut = cut if chunk and cut > 0 else len(waiting)
+        for text, read in _texts(iter(partial(file.read, _CHUNK), b""), where):
+            waiting += text
+            cut = (waiting.rfind("\n") + 1 or waiting.rfind(" ")) if text else len(waiting)
+            cut = cut if cut > 0 else len(waiting)
             if waiting[:cut]:
                 yield waiting[:cut], read
             waiting = waiting[cut:]
-            if not chunk:
-                return
 
 
 # ---- JSON ----
@@ -220,10 +232,12 @@ def _content(place: str, record: object, field: str) -> str | list[int]:
         held = type(content).__name__ + (" with others than integers" if isinstance(content, list) else "")
         raise UserError(place, f"the field {name!r} is neither a text nor a list of token ids", got=held)
     raise UserError(
-        place, f"has no text in the field {field!r}", got=_shown(record),
+        place,
+        f"has no text in the field {field!r}",
+        got=_shown(record),
         expected=f'{{"{field}": "a text"}}, or token ids in the field {IDS!r}',
         fix="Name the field with --field.",
-    )  # fmt: skip
+    )
 
 
 def _characters(place: str, what: str, content: str) -> str:
@@ -248,18 +262,11 @@ def _documents_of_table(path: Path, where: str, field: str) -> Iterator[tuple[st
 
     def lines() -> Iterator[str]:
         nonlocal read, number
-        decoder = codecs.getincrementaldecoder("utf-8-sig")()
         with open_file(path) as file:
-            for line in file:
-                number += 1
-                try:
-                    text = decoder.decode(line)
-                except UnicodeDecodeError as error:
-                    raise UserError(
-                        where, f"is no UTF-8 at byte {read + error.start}", expected="a text in UTF-8"
-                    ) from error
-                read += len(line)
-                yield text
+            for text, so_far in _texts(file, where, "utf-8-sig"):
+                if text:
+                    read, number = so_far, number + 1
+                    yield text
 
     separator = "\t" if path.suffix.lower() == ".tsv" else ","
     before = csv.field_size_limit(sys.maxsize)
@@ -268,16 +275,21 @@ def _documents_of_table(path: Path, where: str, field: str) -> Iterator[tuple[st
         columns = rows.fieldnames or ()
         if field not in columns:
             raise UserError(
-                where, f"has no column {field!r}", got=f"in its first row {first_few([*map(repr, columns)])}",
-                expected="a row with the names of the columns", fix="Name the column of the text with --field.",
-            )  # fmt: skip
+                where,
+                f"has no column {field!r}",
+                got=f"in its first row {first_few([*map(repr, columns)])}",
+                expected="a row with the names of the columns",
+                fix="Name the column of the text with --field.",
+            )
         for row in rows:
             place = f"{where}, line {number}"
             if row[field] is None or None in row:
                 raise UserError(
-                    place, "the row has another number of cells than the first row has names",
-                    expected=str(len(columns)), fix=_AS_LINES,
-                )  # fmt: skip
+                    place,
+                    "the row has another number of cells than the first row has names",
+                    expected=str(len(columns)),
+                    fix=_AS_LINES,
+                )
             yield place, [(row[field], read)]
     except csv.Error as error:
         raise UserError(f"{where}, line {number}", f"cannot be read as a table ({error})", fix=_AS_LINES) from error

@@ -44,7 +44,7 @@ class Limits:
     token_ids: int | None
 
     def sizes(self, spec: InputSpec, axis: int) -> tuple[int, int]:
-        """Return the least and the largest size of a dimension that is fixed or a symbol of its own."""
+        """Return the least and the largest size of a dimension that is fixed or a symbol."""
         dim = spec.shape[axis]
         return (dim, dim) if isinstance(dim, int) else self.symbol_values(spec, axis, dim)
 
@@ -122,7 +122,7 @@ def read_arrays(path: Path, limits: Limits) -> Sample:
     are values like others.
 
     Raises:
-        UserError: It is no such file, or holds other names, kinds of dtypes, values or shapes than the model takes.
+        UserError: It is not such a file, or holds other names, kinds of dtypes, values or shapes than the model takes.
     """
     return as_sample(f"--inputs {path}", load_npz(path), limits)
 
@@ -132,11 +132,14 @@ def as_sample(where: str, arrays: dict[str, Array], limits: Limits) -> Sample:
     specs = {spec.name: spec for spec in limits.inputs.specs}
     missing, unknown = sorted(specs.keys() - arrays.keys()), sorted(arrays.keys() - specs.keys())
     if missing or unknown:
-        what = f"has no array {missing[0]}" if missing else f"has an array {unknown[0]}, which is no input"
+        what = f"has no array {missing[0]}" if missing else f"has an array {unknown[0]}, which is not an input"
         raise UserError(
-            where, what, got=", ".join(sorted(arrays)) or "no arrays", expected=", ".join(sorted(specs)),
+            where,
+            what,
+            got=", ".join(sorted(arrays)) or "no arrays",
+            expected=", ".join(sorted(specs)),
             fix="Name each array as the model's input: numpy.savez(FILE, NAME=array, ...).",
-        )  # fmt: skip
+        )
     sample = {name: _as_input(where, spec, arrays[name], limits.token_ids) for name, spec in specs.items()}
     _check_shapes(where, limits, sample)
     return sample
@@ -146,7 +149,7 @@ def load_npz(path: Path) -> dict[str, Array]:
     """Read the arrays of an `.npz` file.
 
     Raises:
-        UserError: It is no such file.
+        UserError: It is not such a file.
     """
     if not path.is_file():
         raise UserError(f"--inputs {path}", why_no_file(path), expected="an .npz file")
@@ -154,44 +157,51 @@ def load_npz(path: Path) -> dict[str, Array]:
         loaded = np.load(path, allow_pickle=False)
         if not isinstance(loaded, np.lib.npyio.NpzFile):
             raise UserError(
-                f"--inputs {path}", "is a single array", expected="an .npz file with an array for each input",
+                f"--inputs {path}",
+                "is a single array",
+                expected="an .npz file with an array for each input",
                 fix="Write it with numpy.savez(FILE, NAME=array, ...).",
-            )  # fmt: skip
+            )
         with loaded:
             arrays = {name: loaded[name] for name in loaded.files}
     except UserError:
         raise
     except Exception as error:  # numpy, zipfile and zlib raise what they like for a damaged file
         raise UserError(
-            f"--inputs {path}", f"cannot be read as an .npz file ({first_line(error)})",
+            f"--inputs {path}",
+            f"cannot be read as an .npz file ({first_line(error)})",
             expected="arrays of numbers as numpy.savez writes them; pickled objects are never loaded",
-        ) from error  # fmt: skip
+        ) from error
     foreign = sorted(name for name, array in arrays.items() if not isinstance(array, np.ndarray))
     if foreign:
-        raise UserError(f"--inputs {path}", f"{foreign[0]!r} in it is no array")
+        raise UserError(f"--inputs {path}", f"{foreign[0]!r} in it is not an array")
     return arrays
 
 
 def _as_input(where: str, spec: InputSpec, array: Array, token_ids: int | None) -> torch.Tensor:
     where = f"{where}, array {spec.name}"
     if array.dtype == ml_dtypes.bfloat16 and spec.dtype.is_floating_point:
-        array = array.astype(np.float32)  # to numpy it is no floating-point dtype
+        array = array.astype(np.float32)  # to numpy it is not a floating-point dtype
     if array.dtype == np.dtype("V2") and spec.dtype == torch.bfloat16:
         return to_torch(array.view(ml_dtypes.bfloat16))  # how numpy.savez stores what it does not know
     kinds = "f" if spec.dtype.is_floating_point else "b" if spec.dtype == torch.bool else "iu"
     if array.dtype.kind not in kinds:
         meant = {"f": "a floating-point dtype", "b": "bool", "iu": "an integer dtype"}[kinds]
         raise UserError(
-            where, "has another dtype than the input", got=str(array.dtype),
+            where,
+            "has another dtype than the input",
+            got=str(array.dtype),
             expected=f"{dtype_name(spec.dtype)}, or {meant} that fits" if kinds != "b" else meant,
-        )  # fmt: skip
+        )
     if kinds == "f":
         tensor = to_torch(array.astype(np.float64)).to(spec.dtype)
         if not np.array_equal(np.isinf(array), to_numpy(tensor.isinf())):
             raise UserError(
-                where, f"has values that overflow {dtype_name(spec.dtype)}", got=f"{np.nanmax(np.abs(array)):.3g}",
+                where,
+                f"has values that overflow {dtype_name(spec.dtype)}",
+                got=f"{np.nanmax(np.abs(array)):.3g}",
                 expected=f"at most {torch.finfo(spec.dtype).max:.3g}",
-            )  # fmt: skip
+            )
         return tensor
     if kinds == "iu" and array.size:
         info = torch.iinfo(spec.dtype)
@@ -200,15 +210,13 @@ def _as_input(where: str, spec: InputSpec, array: Array, token_ids: int | None) 
             low, high = 0, token_ids - 1
         least, largest = int(array.min()), int(array.max())
         if least < low or largest > high:
-            raise UserError(
-                where, "has values out of range", got=f"{least} to {largest}", expected=f"{low} to {high}"
-            )  # fmt: skip
+            raise UserError(where, "has values out of range", got=f"{least} to {largest}", expected=f"{low} to {high}")
         return to_torch(array.astype(np.int64)).to(spec.dtype)
     return to_torch(array.astype(bool if kinds == "b" else np.int64)).to(spec.dtype)
 
 
 def places_of_tokens(sample: Sample) -> torch.Tensor | None:
-    """Return which places of outputs [batch, tokens, …] are no padding, bool [batch, tokens]; None if all are none.
+    """Return which places of outputs [batch, tokens, …] are not padding, bool [batch, tokens]; None if all are none.
 
     The mask of a decoder says it, if the model has one.
     """
@@ -246,15 +254,19 @@ def _check_shapes(source: str, limits: Limits, sample: Sample) -> None:
             if size is None or not low <= size <= high:
                 limit = "the plan's profile and the model" if limits.profile is not None else "the model"
                 raise UserError(
-                    where, f"dimension {axis} leaves what {limit} can take", got=_text(shape),
+                    where,
+                    f"dimension {axis} leaves what {limit} can take",
+                    got=_text(shape),
                     expected=_sizes(limits, spec, axis),
-                )  # fmt: skip
+                )
             before, owner = fixed.setdefault(symbol, (size, spec.name))
             if before != size:
                 raise UserError(
-                    where, f"dimension {axis} contradicts {owner}, which shares it", got=_text(shape),
+                    where,
+                    f"dimension {axis} contradicts {owner}, which shares it",
+                    got=_text(shape),
                     expected=f"{_size(dim, {symbol: before})}",
-                )  # fmt: skip
+                )
     shapes = {name: tuple(tensor.shape) for name, tensor in sample.items()}
     refuse_unrelated(source, relations_of(limits.inputs), shapes)
 
@@ -316,15 +328,17 @@ def read_text(path: Path, model: Path, language_model: bool, limits: Limits) -> 
     specs = {spec.name: spec for spec in limits.inputs.specs}
     foreign = sorted(specs.keys() - {"input_ids", "attention_mask"})
     if not model.is_dir() or not language_model or foreign or limits.token_ids is None:
-        reason = f"its input {foreign[0]} is no text" if foreign else "the model is none"
+        reason = f"its input {foreign[0]} is not a text" if foreign else "the model is none"
         raise UserError(
-            f"--text {path}", "needs a language model in a Hugging Face directory, with its tokenizer",
-            got=f"{model}: {reason}", fix=FIX,
-        )  # fmt: skip
+            f"--text {path}",
+            "needs a language model in a Hugging Face directory, with its tokenizer",
+            got=f"{model}: {reason}",
+            fix=FIX,
+        )
     try:
         text = read_file(path).decode()
     except UnicodeDecodeError as error:
-        raise UserError(f"--text {path}", f"is no UTF-8 at byte {error.start}", expected="a text in UTF-8") from error
+        raise UserError(f"--text {path}", f"is not UTF-8 at byte {error.start}", expected="a text in UTF-8") from error
     if not text:
         raise UserError(f"--text {path}", "the file is empty")
     config = json.loads(read_file(model / "config.json"))
@@ -334,16 +348,21 @@ def read_text(path: Path, model: Path, language_model: bool, limits: Limits) -> 
         raise UserError(f"--text {path}", "the tokenizer makes no token of it")
     if max(ids) >= limits.token_ids:
         raise UserError(
-            str(model), "its tokenizer is of another model", got=f"the token id {max(ids)}",
+            str(model),
+            "its tokenizer is of another model",
+            got=f"the token id {max(ids)}",
             expected=f"less than {limits.token_ids}, the size of the vocabulary",
-        )  # fmt: skip
+        )
     spec = specs["input_ids"]
     (rows, _), (shortest, longest) = limits.sizes(spec, 0), limits.sizes(spec, 1)
     if rows > 1 or len(ids) < shortest:
         raise UserError(
-            f"--text {path}", "does not fit into the plan's profile", got=f"1x{len(ids)} tokens",
-            expected=f"from {rows}x{shortest}", fix=FIX,
-        )  # fmt: skip
+            f"--text {path}",
+            "does not fit into the plan's profile",
+            got=f"1x{len(ids)} tokens",
+            expected=f"from {rows}x{shortest}",
+            fix=FIX,
+        )
     length = max(min(longest, _LARGEST_WINDOW), shortest)
     windows = [ids[start : start + length] for start in range(0, len(ids), length)]
     if len(windows[-1]) < shortest:

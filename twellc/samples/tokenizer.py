@@ -17,9 +17,14 @@ from twellc.loaders.checkpoint import read_config
 # Text is bytes to a model with this many token ids and without a tokenizer.
 BYTES = 256
 _FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
     "sentencepiece.bpe.model",
-)  # fmt: skip
+)
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 FIX = "Turn the text into token ids yourself and give the arrays with --inputs FILE.npz."
 
@@ -60,10 +65,12 @@ def load_tokenizer(model: Path, vocabulary: int) -> Tokenizer:
     if not has_tokenizer(model):
         if vocabulary != BYTES:
             raise UserError(
-                str(model), "has no tokenizer", expected=_FILES[0],
+                str(model),
+                "has no tokenizer",
+                expected=_FILES[0],
                 fix="Put the files of the model's tokenizer beside its config.json, or turn the text into token ids "
                 "yourself and give the arrays with --inputs FILE.npz.",
-            )  # fmt: skip
+            )
         first = read_config(model).get("bos_token_id")
         before = [first] if isinstance(first, int) else []
         note = "the model has 256 token ids and no tokenizer: the text is read as bytes"
@@ -127,7 +134,8 @@ def token_ids(model: Path, tokenizer: Any, text: str, *, special: bool = False) 
 
 def _broken(model: Path, error: Exception) -> UserError:
     return UserError(
-        str(model), f"transformers cannot load the tokenizer ({first_line(error)})",
+        str(model),
+        f"transformers cannot load the tokenizer ({first_line(error)})",
         fix="Mend its files, or turn the text into token ids yourself: check and bench take --inputs FILE.npz, and LLM "
         "takes lists of ids.",
-    )  # fmt: skip
+    )

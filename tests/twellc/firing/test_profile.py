@@ -220,7 +220,7 @@ def test_numbers_that_count_nothing(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("data", [5, None, [5], [None]])
 def test_what_is_no_data(data: Any) -> None:
-    with pytest.raises(twellc.UserError, match=r"^data: is no data to run a model on; got (int|NoneType);"):
+    with pytest.raises(twellc.UserError, match=r"^data: is not data to run a model on; got (int|NoneType);"):
         twellc.profile("m", data)
 
 
@@ -301,7 +301,7 @@ def test_few_tokens_are_warned_of(cli: Cli, bytelm: Path, tmp_path: Path) -> Non
 DATA = {
     "missing.txt": (None, "there is no such file"),
     "empty.txt": (b"", "the file is empty"),
-    "binary.txt": (b"abc\n" + b"\xff\xfe", "is no UTF-8 at byte 4"),
+    "binary.txt": (b"abc\n" + b"\xff\xfe", "is not UTF-8 at byte 4"),
     "empty.jsonl": (b"\n \n", "nothing in it becomes a token"),
     "no-text.jsonl": (b'{"text": ""}\n', "nothing in it becomes a token"),
     "damaged.jsonl": (b'{"text": "a"}\n{"text": \n', "line 2: cannot be read as JSON"),

@@ -82,7 +82,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "long.tsv": (b"text\na\tb\n", "line 2: the row has another number of cells"),
     "quotes.tsv": (b'text\n"no" he said\n', r"line 2: cannot be read as a table \('\t' expected after '\"'\)"),
     "open.csv": (b'text\n"no\n', r"cannot be read as a table \(unexpected end of data\)"),
-    "bytes.csv": (b"text\nab\nc\xff\n", "is no UTF-8 at byte 9"),
+    "bytes.csv": (b"text\nab\nc\xff\n", "is not UTF-8 at byte 9"),
     "damaged.json": (b'[{"text": "a"},\n', "cannot be read as JSON"),
     "numbers.json": (b"[1]", "element 0: has no text in the field 'text'; got int"),
     "nested.json": (b'{"data": [{"text": "a"}]}', "has no text in the field 'text'; got the fields 'data'"),

@@ -17,13 +17,17 @@ import pytest
 import sympy
 import torch
 
+import twellc
 from tests.conftest import Cli
 from tests.models import Gated, export
 from twellc.base.errors import UserError
+from twellc.commands.check import print_accuracy
 from twellc.compiling.translate import translate_to_file
 from twellc.export.profiles import InputSpec, ModelInputs
 from twellc.options.commands import CompileOptions
 from twellc.samples.samples import Limits, draw_samples, read_arrays, read_text
+
+pytestmark = pytest.mark.usefixtures("remembered_models")
 
 BATCH, HALF = (sympy.Symbol(name, positive=True, integer=True) for name in ("batch", "half"))
 SPECS = {
@@ -72,7 +76,7 @@ def test_every_float_is_taken_nan_and_infinity_too(tmp_path: Path, dtype: Any) -
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a name is missing": ({"x": None}, "has no array x; got input_ids, mask, position, scale; expected"),
-    "a name is too many": ({"y": np.zeros(2)}, "has an array y, which is no input"),
+    "a name is too many": ({"y": np.zeros(2)}, "has an array y, which is not an input"),
     "integers for floats": ({"x": np.zeros((2, 3), int)}, r"array x: has another dtype .*got int64; expected bfloat16"),
     "floats for integers": ({"input_ids": np.zeros((2, 4))}, "array input_ids: has another dtype .*got float64"),
     "integers for bool": ({"mask": np.ones(4, int)}, "array mask: has another dtype .*got int64; expected bool"),
@@ -259,11 +263,11 @@ def test_refused_texts(bytelm: Path, llama: Path, tmp_path: Path) -> None:
     limits = text_limits(256)
     refused(None, bytelm, "there is no such file", limits)
     refused(b"", bytelm, "the file is empty", limits)
-    refused(b"ab\xff", bytelm, "is no UTF-8 at byte 2", limits)
+    refused(b"ab\xff", bytelm, "is not UTF-8 at byte 2", limits)
     refused(b"a", llama, "has no tokenizer; expected tokenizer.json. Put the files of", text_limits(96))
     refused(b"a", bytelm, "needs a language model in a Hugging Face directory", limits, language_model=False)
     refused(b"a", tmp_path / "m.onnx", "needs a language model in a Hugging Face directory", text_limits(None))
-    refused(b"a", bytelm, "its input mask is no text", Limits(INPUTS, None, 256))
+    refused(b"a", bytelm, "its input mask is not a text", Limits(INPUTS, None, 256))
     refused(
         b"abc", bytelm, "does not fit into the plan's profile; got 1x4 tokens; expected from 1x5", text_limits(256, 5)
     )
@@ -280,16 +284,16 @@ def bytelm_graph(bytelm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return path
 
 
-def test_check_on_text(cli: Cli, bytelm: Path, bytelm_graph: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_check_on_text(bytelm: Path, bytelm_graph: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The likelihood of real text, against transformers' own loss in float64; and the density of a trained model."""
     import transformers
 
     content = Path(shutil.__file__).read_bytes()[:700]
     (tmp_path / "shutil.py").write_bytes(content)
-    result = cli("check", bytelm, bytelm_graph, "--text", tmp_path / "shutil.py", "--json")
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    assert found["inputs"] == "shutil.py: 701 tokens in 2 windows"
+    result = twellc.check(bytelm, bytelm_graph, text=tmp_path / "shutil.py")
+    found: Any = result.to_json()
+    assert result.within and found["inputs"] == "shutil.py: 701 tokens in 2 windows"
     model = transformers.AutoModelForCausalLM.from_pretrained(bytelm, dtype=torch.float64)
     ids, total = torch.tensor([[0, *content]]), 0.0
     for window in (ids[:, :512], ids[:, 512:]):
@@ -303,7 +307,8 @@ def test_check_on_text(cli: Cli, bytelm: Path, bytelm_graph: Path, tmp_path: Pat
     assert text["truth_bits"] < 3, "it was trained on such text"
     densities = [block["density"] for block in found["blocks"]]
     assert 0.005 < min(densities) < max(densities) < 0.15, "random bytes make it denser"
-    shown = cli("check", bytelm, bytelm_graph, "--text", tmp_path / "shutil.py").stdout
+    print_accuracy(result)
+    shown = capsys.readouterr().out
     assert "Note: the model has 256 token ids and no tokenizer" in shown
     assert f"699 tokens of text predicted: {text['candidate_bits']:.4f} bits a token" in shown
     assert f"perplexity {2 ** text['candidate_bits']:.4f}" in shown
@@ -317,13 +322,10 @@ def test_check_on_arrays(cli: Cli, archive: Path, tmp_path: Path) -> None:
     x = np.random.default_rng(0).normal(size=(3, 3, 16)).astype(np.float32)
     x[1, 2, 5] = np.nan
     np.savez(given, x=x)
-    for candidate in (plan, graph):
-        result = cli("check", archive, candidate, "--inputs", given, "--json")
-        assert result.exit_code == 0, result.output
-        assert json.loads(result.stdout)["inputs"] == "the arrays in x.npz"
-    first = json.loads(cli("check", archive, graph, "--inputs", given, "--json").stdout)
-    again = json.loads(cli("check", archive, graph, "--inputs", given, "--json").stdout)
-    assert first == again, "nothing is random"
+    results = [cli("check", archive, candidate, "--inputs", given, "--json") for candidate in (plan, graph, graph)]
+    assert [result.exit_code for result in results] == [0, 0, 0], results[0].output
+    _, first, again = (json.loads(result.stdout) for result in results)
+    assert first["inputs"] == "the arrays in x.npz" and first == again, "nothing is random"
     np.savez(given, x=np.zeros((5, 3, 16)))
     assert cli("check", archive, graph, "--inputs", given).exit_code == 0
     result = cli("check", archive, plan, "--inputs", given)
