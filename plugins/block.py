@@ -186,7 +186,7 @@ class Option:
         name: Its name: of the argument of the ops, the attribute of a node, the field of a plugin and the member of
             `twell_problem`.
         kind: str, float or int.
-        default: What it is where nothing is said; None where something has to be said.
+        default: What it is where it is not given; None where it must be given.
         meaning: What it is.
         choices: The values that there are; empty where a range says it.
         least: The least value.
@@ -244,11 +244,7 @@ class BlockOptions:
         return list(self.named().values())
 
     def check(self, variant: Variant, d_ff: int) -> None:
-        """Fail if one of them has a value that it cannot have.
-
-        Raises:
-            ValueError: One has.
-        """
+        """Raise ValueError if one of them has a value that it cannot have."""
         for each in OPTIONS:
             value = getattr(self, each.name)
             choices = variant.activations if each.name == "activation" else each.choices
@@ -267,9 +263,9 @@ _OPTIONS = tuple(each.name for each in OPTIONS)
 DEFAULT_COMPRESSION = BlockOptions.compression
 
 
-def compression_of(*wishes: int | None) -> int:
-    """Return the first compression factor that somebody wishes, or the default."""
-    return next((wish for wish in wishes if wish is not None), DEFAULT_COMPRESSION)
+def compression_of(*candidates: int | None) -> int:
+    """Return the first compression factor that is given, or the default."""
+    return next((each for each in candidates if each is not None), DEFAULT_COMPRESSION)
 
 
 # ---- calls ----

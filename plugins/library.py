@@ -22,7 +22,7 @@ PLUGIN_NAMESPACE = "twell"
 # In what TensorRT prints where it does not find the plugins, only this names twellc.
 PLUGIN_VERSION = "twellc-3"
 PLUGIN_NAMES = ("TwellGatedMlp", "TwellMlp")
-# In a library of their own, which is not everywhere.
+# In a separate library, which is not built everywhere.
 ATTENTION_NAMES = ("TwellAttention", "TwellCachedAttention", "TwellAppendCaches")
 ATTENTION_NAME, CACHED_ATTENTION_NAME, APPEND_NAME = ATTENTION_NAMES
 

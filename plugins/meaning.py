@@ -34,12 +34,7 @@ def widths_of(operands: Operands[Tensor]) -> dict[str, int]:
 
 
 def check_call(operands: Operands[Tensor], options: BlockOptions) -> None:
-    """Fail if a tensor has another shape or dtype than the block's, or an option a value that it cannot have.
-
-    Raises:
-        ValueError: A shape or an option.
-        TypeError: A dtype.
-    """
+    """Raise ValueError for a shape that is not the block's or an option out of range, TypeError for another dtype."""
     widths, given, dtype = widths_of(operands), operands.named(), operands.first[0].dtype
     leading = operands.x.shape[:-1]
     for each in TENSORS:
@@ -86,12 +81,7 @@ def output_of(h: Tensor, operands: Operands[Tensor]) -> Tensor:
 
 
 def check_on_gpu(operands: Operands[Tensor]) -> None:
-    """Fail if the kernels do not take these tensors.
-
-    Raises:
-        TypeError: They have another dtype.
-        ValueError: They are not all on one device.
-    """
+    """Raise TypeError if the kernels do not take the dtype, ValueError if tensors are not all on one device."""
     dtype, device = dtype_name(operands.x.dtype), operands.x.device
     if dtype not in library.DTYPES:
         raise TypeError(f"twell: the CUDA kernels take {' or '.join(library.DTYPES)}, got {dtype}")

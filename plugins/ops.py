@@ -15,7 +15,7 @@ the plugin library, so it takes bfloat16 and float16 only.
 `activation` is one of relu, relu2 (relu squared), fatrelu (z where z > threshold, else 0) and, for gated blocks, drelu
 (relu of both gate and up). `compression` is the TwELL compression factor; it changes speed and memory, never results.
 `hot`, 0 to d_ff, is a hint about speed, where the neurons that are active most often come first: calls with many
-tokens compute so many, the first ones, as a dense product. It changes no result but for rounding.
+tokens compute that many, the first ones, as a dense product. Results stay the same within rounding.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class OtherLibrary:
 
 
 def check_libraries(paths: tuple[Path, ...]) -> None:
-    """Fail if a file is no whole shared library; opens none of them.
+    """Fail if a file is not a whole shared library; no file is opened as one.
 
     Raises:
         UserError: There is no such file, it is of another kind or cut off, or it is given twice.
@@ -45,7 +45,7 @@ def check_libraries(paths: tuple[Path, ...]) -> None:
             raise UserError(where, "there is no such file", expected="a shared library with TensorRT plugins")
         expected, size = expected_size(path), path.stat().st_size
         if expected is None:
-            raise UserError(where, "is no shared library", expected="a 64-bit ELF file with TensorRT plugins")
+            raise UserError(where, "is not a shared library", expected="a 64-bit ELF file with TensorRT plugins")
         if expected > size:
             raise UserError(where, "is cut off", got=f"{size} bytes", expected=f"{expected} bytes")
         if any(path.samefile(other) for other in paths[:index]):
@@ -61,7 +61,7 @@ def register_libraries(module: ModuleType, version: str, paths: list[Path]) -> l
         paths: The libraries.
 
     Raises:
-        UserError: One is no plugin library, cannot be loaded, or brings no plugin that this TensorRT takes.
+        UserError: One is not a plugin library, cannot be loaded, or brings no plugin that this TensorRT takes.
     """
     return [_register(module, version, path.resolve()) for path in paths]
 
@@ -78,7 +78,7 @@ def _register(module: ModuleType, version: str, path: Path) -> OtherLibrary:
     if _creators(registry) == before:  # else it has registered them itself, as it was opened
         for names in _ENTRY_POINTS:
             if not any(hasattr(library, name) for name in names):
-                raise UserError(where, f"is no library of TensorRT plugins: it has no function {names[0]}")
+                raise UserError(where, f"is not a library of TensorRT plugins: it has no function {names[0]}")
         registry.load_library(str(path))
     brought = sorted(name for name, *_ in _creators(registry) - before)
     if not brought:

@@ -210,7 +210,7 @@ def _load_rtx_shim() -> None:
 
 
 def check_installed() -> list[Registration]:
-    """Register in every TensorRT that is installed, each in a process of its own, and say what happened.
+    """Register in every TensorRT that is installed, each in a separate process, and say what happened.
 
     A Python module is registered in with `register`. A library that the dynamic linker finds by its name is registered
     in as trtexec and Triton do it: by opening the plugin library beside it.

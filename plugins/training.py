@@ -26,7 +26,7 @@ from twellc.plugins.gradients.ops import TRAIN_FORWARD
 # an H100 (benchmarks/LOG.md). Other GPUs are taken to be alike, as products and gathers grow with the same widths.
 _PAIR_COST = 77.0
 _GATE_COST = 0.11
-# What a call costs beside that: as much as the dense products take for so many tokens.
+# What a call costs beside that: as much as the dense products take for this number of tokens.
 _CALL_TOKENS = 700
 # A call is computed sparsely if that takes at most this part of the dense time.
 _MOST_COST = 0.95
@@ -38,7 +38,7 @@ _SPARE_FACTOR, _SPARE_PAIRS = 3, 64
 _FIRST_CALLS = (2, 4, 8)
 _INTERVAL = 16
 _DELAY = 2
-# Calls for which a block is dense after one that found too little place: so many, then twice as many, and so on.
+# Calls for which a block is dense after one that found too little place: at first, and at most; it doubles each time.
 _REST, _MOST_REST = 32, 1024
 
 
@@ -98,7 +98,7 @@ class TrainingState:
     """
 
     def __init__(self, d_ff: int, device: torch.device) -> None:
-        """Make one for a block with so many neurons."""
+        """Make one for a block with `d_ff` neurons."""
         self.counts = torch.zeros(d_ff, dtype=torch.int64, device=device)
         self.tokens = torch.zeros((), dtype=torch.int64, device=device)
         self.step = self._chosen = self._dense = Step(hot=d_ff, pairs=0)
@@ -118,11 +118,11 @@ class TrainingState:
         self.tokens.zero_()
 
     def begin(self, tokens: int) -> Step:
-        """Begin a call of so many tokens, and return how it computes the block."""
+        """Begin a call, and return how it computes the block."""
         if not _is_captured(self.counts):
             self._calls += 1
             self._read()
-            self._unfinished = [each for each in self._unfinished if _awaits_backward(each())]
+            self._unfinished = [each for each in self._unfinished if (node := each()) and not node.is_done]
             # Activation checkpointing computes calls a second time, which has to keep what the first one kept.
             if not self._unfinished:
                 self._change()
@@ -130,7 +130,7 @@ class TrainingState:
         return self.step
 
     def step_of(self, tokens: int) -> Step:
-        """Return how a call of so many tokens computes the block: the same until the backward of all calls has run."""
+        """Return how a call computes the block: the same until the backward of all calls has run."""
         pays = (_MOST_COST - self._cost) * tokens >= _CALL_TOKENS or not self.counts.is_cuda
         return self._chosen if pays and not self._is_resting else self._dense
 
@@ -181,10 +181,6 @@ class TrainingState:
             self._rates = rates
             self._recent.zero_()
             self._recent_tokens.zero_()
-
-
-def _awaits_backward(node: Any) -> bool:
-    return node is not None and not node.is_done
 
 
 def _is_captured(tensor: Tensor) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from twellc.plugins.block import OPTIONS, TENSORS, BlockOptions, Operands
 
-# Places for pairs, for each token on average, where nobody says otherwise: the width of the reference's format.
+# Places for pairs, for each token on average, by default: the width of the reference's format.
 DEFAULT_PAIRS = 128
 
 
@@ -20,7 +20,7 @@ class Kept(NamedTuple):
     """What a forward leaves for the backward, see docs/format.md. All are empty on a CPU, which computes again.
 
     Attributes:
-        row_begin: int64 [tokens + 2]: where each token's pairs begin, in numbers that do not know of the limit; the
+        row_begin: int64 [tokens + 2]: where each token's pairs begin, counted as if there were no limit; the
             last one says how many tokens, the first ones, have found place for all of theirs.
         pairs: int32 [tokens * pairs]: the neuron and the bits of g of each pair, a word of TwELL.
         ups: int16 [tokens * pairs]: the bits of its u, of dReLU after the ReLU; empty in a plain block.
@@ -38,7 +38,7 @@ KEPT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int16)
 
 
 class Gradients(NamedTuple):
-    """What a backward gives; those that nobody has asked for are empty."""
+    """What a backward gives; those that are not wanted are empty."""
 
     x: Tensor
     w_gate: Tensor
@@ -97,7 +97,7 @@ class Call:
         ]
 
 
-# How many neurons are hot is said by the step.
+# The step says how many neurons are hot.
 _OPTIONS = tuple(each for each in OPTIONS if each.name not in {each.name for each in fields(Step)})
 
 

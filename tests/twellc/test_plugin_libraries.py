@@ -125,9 +125,9 @@ def test_what_is_no_plugin_library(model: Path, library: Path, compile_library: 
     before = set(tmp_path.iterdir())
     for name, message in {
         "gone.so": "gone.so: there is no such file; expected a shared library with TensorRT plugins",
-        "text.so": "text.so: is no shared library",
+        "text.so": "text.so: is not a shared library",
         "cut.so": f"cut.so: is cut off; got {len(whole) // 2} bytes; expected {expected_size(library)} bytes",
-        "empty.so": "empty.so: is no library of TensorRT plugins: it has no function getCreators",
+        "empty.so": "empty.so: is not a library of TensorRT plugins: it has no function getCreators",
         "none.so": "none.so: brings no plugin that tensorrt_rtx",
         "missing.so": "missing.so: cannot be loaded",
     }.items():

@@ -9,6 +9,7 @@ computed as ever, and then `down` does not call the op.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,61 +19,61 @@ from torch.utils._pytree import tree_map
 
 # Each activation as what is computed one after the other.
 STEPS = {"relu": ("relu",), "relu2": ("relu", "square")}
-_FUNCTIONS: dict[Any, str] = {
-    functional.relu: "relu",
-    torch.relu: "relu",
-    torch.relu_: "relu",
-    torch.square: "square",
-}
-
-
-_OWN = {"_dense", "_compute", "_down", "_activation", "_done", "_blends", "_blended", "_value"}
+_FUNCTIONS: dict[Any, str] = dict.fromkeys((functional.relu, torch.relu, torch.relu_), "relu")
+_FUNCTIONS[torch.square] = "square"
+_OWN = {"_deferred", "_done", "_blended", "_value"}
 
 # An activation on its way to ReLU.
 Blended = Callable[[Tensor], Tensor]
 
 
+@dataclass(frozen=True)
+class Deferred:
+    """An up projection that is not computed yet.
+
+    Attributes:
+        dense: Computes the up projection.
+        compute: Computes the block, with an activation that is on its way to ReLU, or None; returns None where that is
+            not what the projections compute now.
+        down: The down projection of the block.
+        activation: The activation of the block.
+        blends: Whether `compute` takes an activation that is on its way.
+    """
+
+    dense: Callable[[], Tensor]
+    compute: Callable[[Blended | None], Tensor | None]
+    down: nn.Module
+    activation: str
+    blends: bool
+
+
 class Hidden:
     """Stands for what an up projection gives, and for its activation."""
 
-    def __init__(
-        self,
-        dense: Callable[[], Tensor],
-        compute: Callable[[Blended | None], Tensor | None],
-        down: nn.Module,
-        activation: str,
-        blends: bool,
-        done: tuple[str, ...] = (),
-        blended: Blended | None = None,
-    ) -> None:
-        """Defer it.
+    def __init__(self, deferred: Deferred, done: tuple[str, ...] = (), blended: Blended | None = None) -> None:
+        """Make one.
 
         Args:
-            dense: Computes the up projection.
-            compute: Computes the block, with an activation that is on its way to ReLU, or None; returns None where
-                that is not what the projections compute now.
-            down: The down projection of the block.
-            activation: The activation of the block.
-            blends: Whether `compute` takes an activation that is on its way.
-            done: What was applied to the up projection.
+            deferred: The up projection.
+            done: What was applied to it.
             blended: What was applied in the place of ReLU.
         """
-        self._dense, self._compute, self._down, self._activation, self._done = dense, compute, down, activation, done
-        self._blends, self._blended = blends, blended
+        self._deferred, self._done, self._blended = deferred, done, blended
         self._value: Tensor | None = None
 
     def result(self, down: nn.Module) -> Tensor | None:
         """Return what the block gives, if `down` is its down projection and this is what that shall read."""
-        return self._compute(self._blended) if self.is_whole(down) else None
+        return self._deferred.compute(self._blended) if self.is_whole(down) else None
 
     def is_whole(self, down: nn.Module) -> bool:
         """Whether `down` is the down projection of the block, and this is what that shall read, not computed yet."""
-        return self._done == STEPS[self._activation] and down is self._down and self._value is None
+        whole = self._done == STEPS[self._deferred.activation]
+        return whole and down is self._deferred.down and self._value is None
 
     def value(self) -> Tensor:
         """Return the tensor itself: [..., d_ff]."""
         if self._value is None:
-            value = self._dense()
+            value = self._deferred.dense()
             for step in self._done:
                 value = (self._blended or torch.relu)(value) if step == "relu" else torch.square(value)
             self._value = value
@@ -97,32 +98,30 @@ class Hidden:
             p, training, _ = _dropout(*args, **named)
             return None if training and p > 0 else self
         done = (*self._done, _FUNCTIONS.get(func, ""))
-        if done != STEPS[self._activation][: len(done)]:
+        if done != STEPS[self._deferred.activation][: len(done)]:
             return None
         if func is torch.relu_ or (args[0] if args else named.get("inplace", False)):
             self._done = done
             return self
-        return self._with(done, self._blended)
-
-    def _with(self, done: tuple[str, ...], blended: Blended | None) -> Hidden:
-        return Hidden(self._dense, self._compute, self._down, self._activation, self._blends, done, blended)
+        return Hidden(self._deferred, done, self._blended)
 
     def blended(self, activation: Blended) -> Any:
         """Do what an activation on its way to ReLU does."""
-        if self._value is None and not self._done and self._blends and STEPS[self._activation] == ("relu",):
-            return self._with(("relu",), activation)
+        block = self._deferred
+        if self._value is None and not self._done and block.blends and STEPS[block.activation] == ("relu",):
+            return Hidden(block, ("relu",), activation)
         return activation(self.value())
 
     def relu(self) -> Any:
-        """Do what this method of a tensor does."""
+        """As of a tensor, like the two below."""
         return torch.relu(self)  # type: ignore[arg-type]
 
     def relu_(self) -> Any:
-        """Do what this method of a tensor does."""
+        """Do it in place."""
         return torch.relu_(self)  # type: ignore[arg-type]
 
     def square(self) -> Any:
-        """Do what this method of a tensor does."""
+        """Square it."""
         return torch.square(self)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
@@ -166,39 +165,9 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 # Python looks for these in the class.
-for _name in (
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "mul",
-    "rmul",
-    "truediv",
-    "rtruediv",
-    "floordiv",
-    "rfloordiv",
-    "mod",
-    "rmod",
-    "pow",
-    "rpow",
-    "matmul",
-    "rmatmul",
-    "neg",
-    "abs",
-    "iadd",
-    "isub",
-    "imul",
-    "itruediv",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "eq",
-    "ne",
-    "getitem",
-    "setitem",
-    "len",
-    "iter",
-    "bool",
-):
+_OPERATORS = (
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg abs "
+    "iadd isub imul itruediv lt le gt ge eq ne getitem setitem len iter bool"
+)
+for _name in _OPERATORS.split():
     setattr(Hidden, f"__{_name}__", _operator(f"__{_name}__"))

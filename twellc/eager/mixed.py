@@ -15,7 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from twellc.base.errors import UserError
-from twellc.eager.hidden import Blended, Hidden, holds_hidden, real
+from twellc.eager.hidden import Blended, Deferred, Hidden, holds_hidden, real
 from twellc.eager.module_blocks import Operand, Optimized, has_global_hooks, has_hooks
 from twellc.eager.sharded import is_sharded, local_of, sum_over_ranks
 from twellc.eager.training_block import BlockInTraining, blended_of
@@ -222,15 +222,15 @@ class Projection(Mixed):
                     whole = block.training is None or saving == _saving()
                     weights = _weights(container, block, given) if whole else None
                     if weights is not None:
-                        deferred = _Deferred(container, block, self, given, weights)
+                        read = _UpProjection(container, block, self, given, weights)
                         activation, blends = block.options.activation, block.training is not None
-                        return Hidden(deferred.dense, deferred.compute, down, activation, blends)
+                        return Hidden(Deferred(read.dense, read.compute, down, activation, blends))
                 elif down is self:
                     _miss(container, block)
         return super().forward(*arguments, **named)
 
 
-class _Deferred:
+class _UpProjection:
     """An up projection that was deferred: what it would have read, and how."""
 
     def __init__(

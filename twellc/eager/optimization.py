@@ -183,11 +183,7 @@ def optimized_blocks(module: nn.Module) -> list[Layer]:
 
 
 def refuse_other_than_modules(where: str, module: object) -> None:
-    """Fail for what is not a module; `where` names what it was given to.
-
-    Raises:
-        UserError: It is not one.
-    """
+    """Raise a UserError for what is not a module; `where` names what it was given to."""
     if not isinstance(module, nn.Module):
         raise UserError(where, "takes a torch.nn.Module", got=repr(module), fix="Load the model first.")
 

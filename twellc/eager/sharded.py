@@ -22,7 +22,7 @@ _COLUMNS, _ROWS = "ColwiseParallel", "RowwiseParallel"
 
 def is_sharded(parameter: Tensor) -> bool:
     """Whether a parameter is spread over ranks."""
-    module = sys.modules.get("torch.distributed.tensor")  # which whoever has sharded it has loaded
+    module = sys.modules.get("torch.distributed.tensor")  # loaded where something is sharded
     return module is not None and isinstance(parameter, module.DTensor)
 
 

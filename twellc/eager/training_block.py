@@ -42,8 +42,8 @@ class BlendedActivation(nn.Module):
         if self.share >= 1:
             return torch.relu(z)
         if isinstance(z, Hidden):
-            put_off: Tensor = z.blended(self)
-            return put_off
+            deferred: Tensor = z.blended(self)
+            return deferred
         if self.share <= 0:  # of infinite z the sum below is NaN
             original: Tensor = self.original(z)
             return original
@@ -83,17 +83,17 @@ class BlockInTraining:
 
     Attributes:
         options: How the block is computed.
-        terms: The L1 terms of calls since they were taken; None where nobody asks for them.
+        terms: The L1 terms of calls since they were taken; None where they are not wanted.
         misses: Calls since then for which the original forward ran, which notes nothing.
         without_gradients: Calls since then without gradients, as activation checkpointing with reentry makes them.
-        see: Receives what the activation is applied to, z [..., d_ff], of each call; None where nobody asks for it.
+        observer: Receives what the activation is applied to, z [..., d_ff], of each call; None for none.
     """
 
     def __init__(self, options: BlockOptions, d_ff: int) -> None:
         self.options = options
         self.terms: list[Term] | None = None
         self.misses = self.without_gradients = 0
-        self.see: Callable[[Tensor], None] | None = None
+        self.observer: Callable[[Tensor], None] | None = None
         self._d_ff = d_ff
         self._state: TrainingState | None = None
 
@@ -149,9 +149,9 @@ class BlockInTraining:
                 self.without_gradients += 1
             elif self.terms is not None:
                 self.terms.append(Term(l1, tokens))
-            if self.see is not None:
+            if self.observer is not None:
                 with torch.no_grad():
-                    self.see(functional.linear(x, *operands.first))
+                    self.observer(functional.linear(x, *operands.first))
         return y
 
     def _dense(self, operands: Operands[Tensor], blended: Blended | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from twellc.base.errors import first_line
-from twellc.eager.hidden import Hidden, holds_hidden, real
+from twellc.eager.hidden import Deferred, Hidden, holds_hidden, real
 from twellc.eager.module_blocks import FoundBlock
 from twellc.eager.tracing import LOG, in_mode, traced
 from twellc.passes.graph.program import quiet_torch
@@ -29,7 +29,8 @@ def passes_hidden(found: FoundBlock, *, training: bool) -> bool:
     received: list[Hidden] = []
 
     def defer(x: Tensor) -> Hidden:
-        return Hidden(lambda: nn.Linear.forward(up, x), lambda _: None, down, found.block.activation, False)
+        dense = functools.partial(nn.Linear.forward, up, x)
+        return Hidden(Deferred(dense, lambda _: None, down, found.block.activation, blends=False))
 
     def receive(hidden: Any) -> Tensor:
         if isinstance(hidden, Hidden) and hidden.is_whole(down):

@@ -36,11 +36,7 @@ class LoadedCalibration:
         return {"calibration": self.sha256, **pruned}
 
     def refuse_other_blocks(self, layers: list[Layer]) -> None:
-        """Fail if the profile has counts of blocks that the model has not, as from another version of twellc.
-
-        Raises:
-            UserError: It has.
-        """
+        """Raise a UserError if the model lacks a block of the profile, as of one from another version of twellc."""
         blocks = self.profile.blocks
         missing = missing_blocks(layers, {module: block.d_ff for module, block in blocks.items()})
         if missing:

@@ -171,11 +171,7 @@ class FiringProfile:
 
 
 def refuse_other_model(where: str, profile: FiringProfile, sha256: str, name: str) -> None:
-    """Fail if a profile is of another model than the one with this fingerprint.
-
-    Raises:
-        UserError: It is.
-    """
+    """Raise a UserError if a profile is of another model than the one with this fingerprint."""
     if profile.model.sha256 != sha256:
         raise UserError(
             where,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -108,7 +108,8 @@ def _profile(
     notes = [*model.notes, *notes, *notes_on(each for each in data if isinstance(each, Path))]
     intake = _intake(options, model, notes)
     progress("running the model")
-    observer = _observed(program, blocks, device)
+    with _memory_of(device, "Use --device cpu, or a GPU with more memory."):
+        observer = ProgramObserver(program, blocks, device)
     sources = _run(observer, read_batches(data, intake), data, options.tokens, device, advance)
     if observer.unplaced:
         notes.append(f"padding counts as tokens in {first_few(sorted(observer.unplaced))}: it is not known where it is")
@@ -122,11 +123,13 @@ def _profile(
     )
 
 
-def _observed(program: Any, blocks: Any, device: torch.device) -> ProgramObserver:
+@contextmanager
+def _memory_of(device: torch.device, fix: str) -> Iterator[None]:
+    """Turn a lack of memory into a message."""
     try:
-        return ProgramObserver(program, blocks, device)
+        yield
     except torch.OutOfMemoryError as error:
-        raise _no_memory(device, "Use --device cpu, or a GPU with more memory.") from error
+        raise UserError(f"--device {device}", "its memory ran out", fix=fix) from error
 
 
 def _run(
@@ -137,7 +140,7 @@ def _run(
     device: torch.device,
     advance: Advance,
 ) -> list[DataSource]:
-    """Run batches until there are none, or the blocks have seen so many tokens; return what was read of the data."""
+    """Run batches until there are none, or the blocks have seen `tokens` tokens; return what was read of the data."""
     total = sum(each.stat().st_size for each in data if isinstance(each, Path))
     sources: dict[int, DataSource] = {}
     for batch in batches:
@@ -147,9 +150,8 @@ def _run(
         )
         where = f"--inputs {source}" if isinstance(source, Path) else name
         try:
-            observer.run(batch.inputs, batch.counted, where)
-        except torch.OutOfMemoryError as error:
-            raise _no_memory(device, "Use a smaller --batch or --sequence.") from error
+            with _memory_of(device, "Use a smaller --batch or --sequence."):
+                observer.run(batch.inputs, batch.counted, where)
         except (IndexError, RuntimeError) as error:  # torch's own
             raise UserError(
                 where,
@@ -164,10 +166,6 @@ def _run(
         if tokens is not None and observer.tokens >= tokens:
             break
     return list(sources.values())
-
-
-def _no_memory(device: torch.device, fix: str) -> UserError:
-    return UserError(f"--device {device}", "its memory ran out", fix=fix)
 
 
 def _intake(options: ProfileOptions, model: LoadedModel, notes: list[str]) -> Intake:

@@ -111,7 +111,7 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             self.window = FiringWindow(self._model)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """See to it that somebody takes what the blocks note."""
+        """Make sure that what the blocks note is taken."""
         if self.penalty.value is not None:
             return
         if self.penalty.coefficient(state.max_steps) > 0:

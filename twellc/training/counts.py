@@ -1,4 +1,4 @@
-"""Which neurons fire in training: counted in each call, read when somebody asks."""
+"""Which neurons fire in training: counted in each call, read on request."""
 
 from __future__ import annotations
 
@@ -89,12 +89,12 @@ class FiringWindow:
         self._sequences = 0
         self._dtype = ""
         for path, block in self._blocks.items():
-            block.training.see = self._seer(path)
+            block.training.observer = self._observer(path)
 
-    def _seer(self, path: str) -> Callable[[Tensor], None]:
+    def _observer(self, path: str) -> Callable[[Tensor], None]:
         first = path == next(iter(self._blocks))
 
-        def see(z: Tensor) -> None:
+        def observe(z: Tensor) -> None:
             counter = self._counter(path, z.device)
             self._dtype = dtype_name(z.dtype)
             bins = None
@@ -104,7 +104,7 @@ class FiringWindow:
                 self._sequences += z.shape[:-2].numel() if first else 0
             counter.add(z.reshape(-1, z.shape[-1]), bins)
 
-        return see
+        return observe
 
     def _counter(self, path: str, device: torch.device) -> FiringCounter:
         if path not in self._counters:
@@ -115,7 +115,7 @@ class FiringWindow:
     def close(self) -> None:
         """Count no more."""
         for block in self._blocks.values():
-            block.training.see = None
+            block.training.observer = None
 
     def profile(self, directory: str | os.PathLike[str], data: str) -> FiringProfile:
         """Return what was counted, over all processes; all of them have to call this.

@@ -196,11 +196,7 @@ class LogWriter:
 
 
 def refuse_other_run(found: LoggedRun, run: LoggedRun, where: str) -> None:
-    """Fail if a log is of another model.
-
-    Raises:
-        UserError: It is.
-    """
+    """Raise a UserError if a log is of another model."""
     for what, read in _IDENTITY.items():
         if read(found) != read(run):
             raise UserError(

@@ -122,11 +122,7 @@ class L1Penalty:
 
 
 def refuse_other_counts(**counts: object) -> None:
-    """Fail for what is no number of steps.
-
-    Raises:
-        UserError: One is no integer from 0 on.
-    """
+    """Raise a UserError if one of these is not an integer from 0 on."""
     for name, count in counts.items():
         if not isinstance(count, (int, np.integer)) or isinstance(count, bool) or count < 0:
             raise UserError(name, "is out of range", got=repr(count), expected="an integer from 0 on")

@@ -81,7 +81,7 @@ def sparsify(model: nn.Module, *, steps: int = 0) -> Blend:
     `twellc.optimize(model, training=True)`.
 
     Args:
-        model: The model. Its blocks are submodules of their own, or written out in a larger module without a gate;
+        model: The model. Its blocks are submodules, or written out in a larger module without a gate;
             their activation is a submodule.
         steps: Over how many steps the activation becomes a ReLU: (1 - t) act(z) + t relu(z), t from 0 to 1. Until
             then blocks are computed densely. 0: at once.
@@ -145,7 +145,7 @@ def _is_silu_or_gelu(module: nn.Module) -> bool:
     try:
         with torch.no_grad():
             y = module(z)
-    except Exception:  # it is no function of one tensor
+    except Exception:  # it is not a function of one tensor
         return False
     if not isinstance(y, torch.Tensor) or y.shape != z.shape:
         return False

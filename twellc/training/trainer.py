@@ -44,7 +44,7 @@ class SparseTrainerMixin:
         loss, outputs = trainer.compute_loss(model, inputs, return_outputs=True, **options)
         if model.training:
             scaled = self._is_scaled(options.get("num_items_in_batch"))
-            share = 1 / self._accumulation()
+            share = 1 / self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
             term = self._sparsity.penalty(self.state.global_step)  # type: ignore[attr-defined]
             self._sparsity.note(loss if scaled else loss.detach() * share, share)
             loss = loss + (term * share if scaled else term)
@@ -57,10 +57,6 @@ class SparseTrainerMixin:
         if told is not None:
             return told
         return (trainer.model_accepts_loss_kwargs and items is not None) or trainer.compute_loss_func is not None
-
-    def _accumulation(self) -> int:
-        steps: int = self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
-        return steps
 
 
 class SparseTrainer(SparseTrainerMixin, Trainer):  # type: ignore[misc]

@@ -16,7 +16,7 @@ ARCHITECTURE = "TwellForCausalLM"
 # What config.json of a SparseLM names; there is no other class for it.
 SPARSELM = "SparseLlamaForCausalLM"
 VLLM = Extra("twellc.vllm", "vllm", "vLLM", "vllm", tested=((0, 26), (0, 32)))
-# Below vLLM's own logger, so that its log shows what is said here.
+# Below vLLM's own logger, so that its log shows these messages.
 LOG = logging.getLogger("vllm.twellc")
 
 
