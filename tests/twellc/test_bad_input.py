@@ -272,7 +272,7 @@ def test_name_that_is_no_text(tmp_path: Path) -> None:
     process = twellc("inspect", os.fsdecode(b"/tmp/\xff.pt2"))
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert "is no UTF-8" in errors
+    assert "is not UTF-8" in errors
 
 
 def test_text_in_any_locale(tmp_path: Path) -> None:

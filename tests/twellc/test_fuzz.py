@@ -24,7 +24,7 @@ from tests import models, onnx_graphs
 from tests.fork_server import ForkServer, Run
 from tests.mutations import damaged_json, damaged_lines, damaged_onnx, damaged_safetensors, damaged_zip
 from tests.processes import environment
-from tests.twellc.reporting.test_training import write_log
+from tests.twellc.reporting.pages import write_log
 
 LONGER = os.environ.get("TWELLC_FUZZ_EXAMPLES")
 

@@ -34,10 +34,10 @@ def pairs(family: Family) -> Callable[[str, bool], Pair]:
         return folder, model
 
     @functools.cache
-    def load(name: str, by_a_plan: bool) -> Pair:
+    def load(name: str, in_a_plan: bool) -> Pair:
         folder, model = saved(name)
         llm = LLM(folder, device="cpu", max_model_len=LENGTH)
-        if by_a_plan:
+        if in_a_plan:
             llm.model = by_a_plan(folder, ROWS, llm.model.generation_config, models.VOCABULARY)
         return model, llm
 
