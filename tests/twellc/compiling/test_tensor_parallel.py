@@ -31,7 +31,8 @@ def shown(text: str) -> str:
     return " ".join(text.split())
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_a_plan_for_each_rank(cli: Cli, tmp_path: Path, ranks: int) -> None:
     pytest.importorskip("tensorrt_rtx_bindings")
     model = models.save(models.llama(num_key_value_heads=4, num_hidden_layers=1), tmp_path / "llama")
@@ -76,11 +77,11 @@ def test_nothing_is_overwritten_unasked(cli: Cli, llama: Path, tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["m.rank1.onnx"]
 
 
-def test_graphs_alone(cli: Cli, llama: Path, tmp_path: Path) -> None:
-    done = cli("compile", llama, "--backend", "none", "--onnx", tmp_path / "m.onnx", "--tensor-parallel", 2)
+def test_graphs_alone(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    done = cli("compile", archive, "--backend", "none", "--onnx", tmp_path / "m.onnx", "--tensor-parallel", 2)
     assert done.exit_code == 0, done.output
     assert f"{tmp_path}/m.rank0.onnx: ONNX, bf16, in 2 graphs, one a GPU; no plan was built" in done.stdout
-    made = twellc.compile(llama, backend="none", onnx=tmp_path / "m.onnx", tensor_parallel=2, overwrite=True)
+    made = twellc.compile(archive, backend="none", onnx=tmp_path / "m.onnx", tensor_parallel=2, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.rank0.onnx", "m.rank1.onnx"]
     assert made.ranks is not None and [each.onnx.file for each in made.ranks] == ["m.rank0.onnx", "m.rank1.onnx"]
     assert made.plan is None and made.warnings == []
@@ -98,6 +99,7 @@ def test_a_model_that_keeps_parts_whole_says_so(tmp_path: Path) -> None:
     assert [note for note in made.notes if note.startswith("block 0 stays whole on every rank: ")]
 
 
+@pytest.mark.slow
 def test_all_reduces_that_are_not_in_order(t5: Path, tmp_path: Path) -> None:
     """The decoder begins beside the encoder."""
     made = twellc.compile(t5, backend="none", onnx=tmp_path / "m.onnx", tensor_parallel=2)
@@ -105,17 +107,17 @@ def test_all_reduces_that_are_not_in_order(t5: Path, tmp_path: Path) -> None:
     assert warning.startswith("not every all-reduce depends on the one before it")
 
 
-def test_triton(cli: Cli, llama: Path, tmp_path: Path) -> None:
+def test_triton(cli: Cli, archive: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx_bindings")
     options = ("--triton", tmp_path, "--tensor-parallel", 2, "--backend", "tensorrt-rtx")
-    two = ("--profile", "input_ids:1x1:1x1:1x1", "--profile", "input_ids:1x2:1x8:1x16")
-    refused = cli("compile", llama, *options, *two)
+    two = ("--profile", "x:1x3x16:1x3x16:1x3x16", "--profile", "x:2x3x16:2x3x16:4x3x16")
+    refused = cli("compile", archive, *options, *two)
     assert refused.exit_code == 2
     message = "--profile: Triton runs plans for several GPUs with one optimization profile; got 2 profiles"
     assert message in shown(refused.stderr)
     assert list(tmp_path.iterdir()) == []
-    assert cli("compile", llama, *options).exit_code == 0
-    folder = tmp_path / "llama"
+    assert cli("compile", archive, *options).exit_code == 0
+    folder = tmp_path / "gated"
     names = ["1", "config.pbtxt", "model.plan", "model.plan.json", "model.plan.rank0", "model.plan.rank1"]
     assert sorted(path.name for path in folder.rglob("*")) == names
     assert (folder / "1" / "model.plan").readlink() == Path("model.plan.rank0")
@@ -123,8 +125,8 @@ def test_triton(cli: Cli, llama: Path, tmp_path: Path) -> None:
     assert "KIND_MODEL" in config and 'key: "multi_device_gpus" value: { string_value: "0,1" }' in config
 
 
-def test_graphs_of_ranks_that_are_no_more(cli: Cli, llama: Path, tmp_path: Path) -> None:
-    command = ["compile", llama, "--backend", "none", "--onnx", tmp_path / "m.onnx", "--layers", "none"]
+def test_graphs_of_ranks_that_are_no_more(cli: Cli, archive: Path, tmp_path: Path) -> None:
+    command = ["compile", archive, "--backend", "none", "--onnx", tmp_path / "m.onnx", "--layers", "none"]
     assert cli(*command, "--tensor-parallel", 2).exit_code == 0
     (tmp_path / "m.rank7.onnx").write_text("mine")
     refused = cli(*command)
@@ -137,11 +139,10 @@ def test_graphs_of_ranks_that_are_no_more(cli: Cli, llama: Path, tmp_path: Path)
     assert sorted(path.name for path in tmp_path.glob("m.*")) == ["m.onnx", "m.rank7.onnx"]
 
 
-def test_plans_of_ranks_that_are_no_more(cli: Cli, llama: Path, tmp_path: Path) -> None:
+def test_plans_of_ranks_that_are_no_more(cli: Cli, archive: Path, tmp_path: Path) -> None:
     """Those that were written here go; a file that is not as it was written may belong to another program."""
     pytest.importorskip("tensorrt_rtx_bindings")
-    model = models.save(models.llama(num_key_value_heads=4, num_hidden_layers=1), tmp_path / "llama")
-    command = ["compile", model, "-o", tmp_path / "m.plan", "--backend", "tensorrt-rtx", "--layers", "none"]
+    command = ["compile", archive, "-o", tmp_path / "m.plan", "--backend", "tensorrt-rtx", "--layers", "none"]
 
     def plans(*options: object) -> tuple[list[str], str]:
         done = cli(*command, *options)
@@ -163,6 +164,7 @@ def test_plans_of_ranks_that_are_no_more(cli: Cli, llama: Path, tmp_path: Path) 
     assert not (tmp_path / "m.plan").is_symlink()
 
 
+@pytest.mark.slow
 def test_calibrated_ranks_have_equal_activity(llama: Path, tmp_path: Path) -> None:
     """The neurons that fire are dealt out: by their numbers, the first rank would have all of the hot ones."""
     ids = torch.randint(3, 96, (8, 32), generator=torch.Generator().manual_seed(0))
