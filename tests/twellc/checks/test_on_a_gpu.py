@@ -13,10 +13,9 @@ from torch.export import Dim, ExportedProgram
 
 import twellc
 from tests.models import Gated, Residual
+from tests.twellc.checks.runs import graph_of
 from tests.twellc.checks.test_not_finite import Squared
 from twellc.checks.accuracy import OutputAccuracy
-from twellc.compiling.translate import translate_to_file
-from twellc.options.commands import CompileOptions
 
 pytestmark = pytest.mark.gpu
 
@@ -46,9 +45,7 @@ def compiled(module: nn.Module, to: Path, *inputs: Tensor, shapes: Any = SHAPES,
     """Compile a copy of the module on the CPU, so that only `check` sees the one on the GPU."""
     model, graph = to / "cpu.pt2", to / "m.onnx"
     torch.export.save(traced(copy.deepcopy(module).cpu(), *inputs, shapes=shapes), model)
-    options = CompileOptions(model=model, backend="none", dtype=dtype)
-    translate_to_file(options, graph, lambda step: None)
-    return graph
+    return graph_of(model, graph, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
