@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -63,6 +64,11 @@ IN_TORCH: dict[str, Callable[..., Any]] = {
         v_head_dim=12,
     ),
 }
+
+
+def mostly_slow(names: Iterable[str], *quick: str) -> list[Any]:
+    """Return names as parameters, of which the quick ones run by default: the others are like these to twellc."""
+    return [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in names]
 
 
 @dataclass(frozen=True)

@@ -152,16 +152,9 @@ class LLM:
         Raises:
             UserError: A prompt is empty or longer than the cache, or there are more than the model takes at once.
         """
+        given = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria, **others}
         with self.model.decoder.lock:
-            return joined(
-                self.generate_stream(
-                    prompts,
-                    sampling_params,
-                    logits_processor=logits_processor,
-                    stopping_criteria=stopping_criteria,
-                    **others,
-                )
-            )
+            return joined(self.generate_stream(prompts, sampling_params, **given))
 
     def generate_stream(
         self,
@@ -202,16 +195,9 @@ class LLM:
         Raises:
             UserError: There is no chat template, or see `generate`.
         """
+        given = {"chat_template": chat_template, "chat_template_kwargs": chat_template_kwargs, **others}
         with self.model.decoder.lock:
-            return joined(
-                self.chat_stream(
-                    messages,
-                    sampling_params,
-                    chat_template=chat_template,
-                    chat_template_kwargs=chat_template_kwargs,
-                    **others,
-                )
-            )
+            return joined(self.chat_stream(messages, sampling_params, **given))
 
     def chat_stream(
         self,

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, GenerationConfig
 
 from tests import models
-from tests.caches import IN_TORCH
+from tests.caches import IN_TORCH, mostly_slow
 from tests.twellc.generation.conftest import Family
 from tests.twellc.generation.shared import LENGTHS, generate_alone, made, prompts
 from twellc.base.errors import UserError
@@ -27,12 +27,11 @@ from twellc.options.source import CacheOptions
 Pair = tuple[CausalModel, Any]
 
 
-# Others are like these to twellc: what differs stands in their own code.
-QUICK = ("llama", "opt", "smollm3", "qwen3-window", "phi3-window", "gemma2", "falcon-alibi", "deepseek-v2")
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in IN_TORCH]
+    "name",
+    mostly_slow(
+        IN_TORCH, "llama", "opt", "smollm3", "qwen3-window", "phi3-window", "gemma2", "falcon-alibi", "deepseek-v2"
+    ),
 )
 def test_tokens_are_those_of_transformers(name: str, family: Family) -> None:
     """With prompts in chunks; of some families also at once, and with attention by lengths as on a GPU.

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 
 from tests import models
-from tests.caches import FAMILIES, calling, feed, steps, transformers_own
+from tests.caches import FAMILIES, calling, feed, mostly_slow, steps, transformers_own
 from tests.tolerance import assert_as_accurate, assert_same
 from tests.twellc.loaders.test_sparselm import sparselm
 from twellc.base.errors import UserError
@@ -60,13 +60,7 @@ def check_steps(loaded: LoadedModel, own: object, tmp_path: Path | None = None, 
         assert_same(feed(calling(evaluator.run, loaded.cache, len(tokens), torch.float32), tokens, taken), expected)
 
 
-# Others are like these to twellc: what differs stands in their own code.
-QUICK = ("llama", "phi3-window", "opt", "falcon", "gemma2", "nanochat")
-
-
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, "llama", "phi3-window", "opt", "falcon", "gemma2", "nanochat"))
 def test_families(tmp_path: Path, family: str) -> None:
     model = FAMILIES[family]()
     check_steps(load(models.save(model, tmp_path / "model", torch.float32)), model, tmp_path)

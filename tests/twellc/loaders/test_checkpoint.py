@@ -128,6 +128,7 @@ def logits(folder: Path) -> torch.Tensor:
     return Runner(load_model(TracingOptions(folder)).program)({"input_ids": ids})[0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("state", ["an index of shards that are gone", "compiled layers", "dtype by its old name"])
 def test_results_are_those_of_the_model(state: str, llama: Path, folder: Path) -> None:
     TAKEN[state][0](folder)
@@ -178,8 +179,8 @@ def test_an_adapter_where_peft_is_installed(llama: Path, folder: Path, tmp_path:
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: peft\nVersion: 0.19.0\n")
     script = (
-        "import sys, pathlib\nfrom twellc.loaders.huggingface import load_directory\n"
-        "print(load_directory(pathlib.Path(sys.argv[1])).notes)"
+        "import sys, pathlib\nfrom twellc.loaders.huggingface import nothing_fetched, open_directory\n"
+        "with nothing_fetched():\n    print(open_directory(pathlib.Path(sys.argv[1]))[2])"
     )
     run = subprocess.run(
         [sys.executable, "-P", "-c", script, str(folder)],

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from tests import models
+from tests.caches import mostly_slow
 from tests.conftest import Cli
 from tests.models import canonicalize
 from twellc.base.errors import UserError
@@ -77,14 +78,11 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-def some(*quick: str) -> list[Any]:
-    """Return all families, of which these are traced by default."""
-    return [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in CAUSAL]
-
-
-@pytest.mark.parametrize("family", some("llama", "gemma2", "smollm3", "a window that is none", "gpt2", "new falcon"))
-def test_causal_without_a_mask(family: str, tmp_path: Path) -> None:
-    """Every place at several sizes, one token included, and it looks at none behind it."""
+@pytest.mark.parametrize(
+    "family", mostly_slow(CAUSAL, "llama", "gemma2", "phi3", "opt", "a window that is none", "falcon with alibi")
+)
+def test_causal(family: str, tmp_path: Path) -> None:
+    """Every place at several sizes, one token included; with a mask real places, as transformers computes them."""
     model = build(*CAUSAL[family])
     loaded = load(model, tmp_path)
     assert list(example_inputs(loaded.program)) == ["input_ids"]
@@ -95,12 +93,9 @@ def test_causal_without_a_mask(family: str, tmp_path: Path) -> None:
         expected = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
         assert_same(Runner(loaded.program)({"input_ids": ids})[0], expected)
         assert_same(Runner(canonical)({"input_ids": ids})[0], expected)
-
-
-@pytest.mark.parametrize("family", some("qwen3", "phi3", "opt", "gpt-neox", "falcon with alibi"))
-def test_causal_with_a_mask(family: str, tmp_path: Path) -> None:
-    """Padding on the right, on the left and none, in rows of one batch: real places as transformers computes them."""
-    model = build(*CAUSAL[family])
+    if family in ("llama", "opt", "gpt-neox", "a window that is none"):
+        check_no_mask(canonical.graph, CAUSAL[family][1])
+    # Padding on the right, on the left and none, in rows of one batch.
     loaded = load(model, tmp_path, "mask")
     assert list(example_inputs(loaded.program)) == ["input_ids", "attention_mask"]
     assert loaded.settings == {"padding": "mask", "logits": "all"}
@@ -112,54 +107,38 @@ def test_causal_with_a_mask(family: str, tmp_path: Path) -> None:
     assert_same(found[mask == 1], expected[mask == 1])
     one = {"input_ids": ids[:1, :1], "attention_mask": mask[:1, :1]}
     assert_same(Runner(loaded.program)(one)[0], model(**one, use_cache=False).logits)
+    if family == "llama":
+        check_one_small_mask(attentions(loaded))
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", pytest.param("gpt-neox", marks=pytest.mark.slow)])
-def test_no_mask_is_in_the_graph(family: str, tmp_path: Path) -> None:
-    name, options, _ = CAUSAL[family]
-    loaded = load(build(name, options), tmp_path)
-    graph = canonicalize(loaded.program).graph
+def check_no_mask(graph: Graph, options: dict[str, Any]) -> None:
+    """Check that attention is causal without a mask, and that nothing is of tokens x tokens."""
     nodes = attentions_in(graph)
     assert len(nodes) == options["num_hidden_layers"]
     assert masks_of(nodes) == {None}
     for node in nodes:
-        arguments = {
-            **dict(zip(("q", "k", "v", "attn_mask", "dropout_p", "is_causal"), node.args, strict=False)),
-            **node.kwargs,
-        }
+        names = ("q", "k", "v", "attn_mask", "dropout_p", "is_causal")
+        arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         assert arguments["is_causal"] is True
         assert arguments.get("dropout_p", 0.0) == 0.0
         heads, groups = (node.args[i].meta["val"].shape[1] for i in (0, 1))
         assert (heads, groups) == (4, options.get("num_key_value_heads", 4))
         assert arguments.get("enable_gqa", False) == (heads != groups)
-    ids = next(node for node in graph.nodes if node.name == "input_ids").meta["val"]
-    sequence = str(ids.shape[1])
-    squares = [
-        node
-        for node in graph.nodes
-        if isinstance(node.meta.get("val"), Tensor)
-        and [str(size) for size in node.meta["val"].shape].count(sequence) > 1
-    ]
-    assert squares == [], "nothing of tokens x tokens"
+    sequence = str(next(node for node in graph.nodes if node.name == "input_ids").meta["val"].shape[1])
+    shapes = [node.meta["val"].shape for node in graph.nodes if isinstance(node.meta.get("val"), Tensor)]
+    assert all([str(size) for size in shape].count(sequence) < 2 for shape in shapes)
 
 
-def test_one_small_mask_for_all_layers(tmp_path: Path) -> None:
-    loaded = load(build("LlamaForCausalLM", GROUPED), tmp_path, "mask")
-    (mask,) = masks_of(attentions(loaded))
-    assert mask is not None
+def check_one_small_mask(nodes: list[Node]) -> None:
+    """Check that all layers share one mask of causal places and padding."""
+    (mask,) = masks_of(nodes)
     causal, padding = mask.args
     assert mask.meta["val"].dtype == torch.bool
     assert [str(size) for size in causal.meta["val"].shape[:2]] == ["1", "1"]
     assert str(padding.meta["val"].shape[2]) == "1"
-    squares = [
-        node
-        for node in mask.graph.nodes
-        if isinstance(node.meta.get("val"), Tensor)
-        and node.meta["val"].dtype != torch.float32
-        and node.meta["val"].dim() == 4
-        and node.meta["val"].shape[2] == node.meta["val"].shape[3]
-    ]
-    assert squares == [causal, mask]
+    values = [(node, node.meta["val"]) for node in mask.graph.nodes if isinstance(node.meta.get("val"), Tensor)]
+    masks = [(node, value.shape) for node, value in values if value.dtype != torch.float32 and value.dim() == 4]
+    assert [node for node, shape in masks if shape[2] == shape[3]] == [causal, mask]
 
 
 def test_masks_of_windows_are_shared_by_kind(tmp_path: Path) -> None:
