@@ -152,14 +152,8 @@ def test_what_is_known(llama: Path) -> None:
     assert [layer.module for layer in layers] == ["model.layers.0.mlp", "model.layers.1.mlp"]
 
 
-def mixture() -> Any:
-    options = {**models.WIDE, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
-    return models._seeded(transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig(**options))
-
-
-def hybrid() -> Any:
-    options = {**models.WIDE, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1}
-    return models._seeded(transformers.BambaForCausalLM, transformers.BambaConfig(**options))
+EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+MAMBA = {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1}
 
 
 @pytest.mark.parametrize(
@@ -168,8 +162,11 @@ def hybrid() -> Any:
         (models.t5, r"--kv-cache: .*, a T5ForConditionalGeneration: is not a causal language model"),
         (models.rwkv, r"--kv-cache: .*, a RwkvForCausalLM: its cache is not one of keys and values alone"),
         (functools.partial(FAMILIES["falcon"], alibi=True), "does not run over a cache"),
-        (mixture, "mixture-of-experts models cannot be compiled as they are"),
-        (hybrid, "got layers of linear_attention"),
+        (
+            models.family("Qwen3Moe", **models.WIDE, **EXPERTS),
+            "mixture-of-experts models cannot be compiled as they are",
+        ),
+        (models.family("Bamba", **models.WIDE, **MAMBA), "got layers of linear_attention"),
     ],
     ids=["t5", "rwkv", "alibi", "mixture", "hybrid"],
 )
@@ -197,18 +194,12 @@ def test_a_weight_that_does_not_fit(tmp_path: Path) -> None:
         load(models.save(model, tmp_path / "model", torch.float32), "fp16")
 
 
-def xglm() -> Any:
-    options = {"vocab_size": 96, "d_model": 32, "ffn_dim": 96, "num_layers": 2, "attention_heads": 4}
-    config = transformers.XGLMConfig(**options, activation_function="relu", max_position_embeddings=64)
-    return models._seeded(transformers.XGLMForCausalLM, config)
+SIZES = {"vocab_size": 96, "num_layers": 2, "attention_heads": 4, "max_position_embeddings": 64}
+xglm = models.family("XGLM", **SIZES, d_model=32, ffn_dim=96, activation_function="relu")
+ctrl = models.family("CTRL", "LMHeadModel", vocab_size=96, n_embd=32, dff=96, n_layer=2, n_head=4, n_positions=64)
 
 
-def ctrl() -> Any:
-    options = {"vocab_size": 96, "n_embd": 32, "dff": 96, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    return models._seeded(transformers.CTRLLMHeadModel, transformers.CTRLConfig(**options))
-
-
-@pytest.mark.parametrize("make", [xglm, pytest.param(ctrl, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make", [xglm, pytest.param(ctrl, marks=pytest.mark.slow)], ids=["xglm", "ctrl"])
 def test_tables_have_the_dtype_of_the_weights(tmp_path: Path, make: Callable[[], Any]) -> None:
     """Sinusoids are a buffer: XGLM's make all behind them float32 unless they are converted, which CTRL does itself."""
     model = make()

@@ -146,24 +146,6 @@ def test_sharded_safetensors(llama: Path, tmp_path: Path, load_once: Callable[..
     )
 
 
-def test_images(tmp_path: Path) -> None:
-    """The size of images is that of the configuration; their number is dynamic."""
-    config = transformers.ViTConfig(
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        intermediate_size=64,
-        image_size=32,
-        patch_size=8,
-        hidden_act="relu",
-    )
-    eager = transformers.ViTForImageClassification(config).eval()
-    model = load_model(TracingOptions(models.save(eager, tmp_path, torch.float32)))
-    assert (set(model.dimension_names.values()), model.vocabulary) == ({"batch"}, None)
-    images = torch.randn(5, 3, 32, 32)
-    torch.testing.assert_close(logits_of(model, pixel_values=images), eager(images).logits)
-
-
 BART = {"d_model": 32, "num_layers": 1} | {
     f"{part}_{key}": value
     for part in ("encoder", "decoder")
@@ -215,17 +197,6 @@ def test_models_that_cannot_be_traced(case: str, tmp_path: Path, capsys: pytest.
 
 def test_mixture_of_experts(tmp_path: Path) -> None:
     """It can be traced, but its experts are an operation that ONNX does not have."""
-    config = transformers.MixtralConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        num_local_experts=4,
-        max_position_embeddings=64,
-        hidden_act="relu",
-    )
-    models.save(transformers.MixtralForCausalLM(config), tmp_path)
+    models.save(models.mixtral(), tmp_path)
     with pytest.raises(UserError, match=r"mixture-of-experts models cannot be compiled.*batched_mm"):
         load_model(TracingOptions(tmp_path))

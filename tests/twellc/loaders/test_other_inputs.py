@@ -15,6 +15,7 @@ from tests.conftest import Cli
 from twellc.base.errors import UserError
 from twellc.loaders.model import load_model
 from twellc.options.source import TracingOptions
+from twellc.passes.graph.execution import Runner
 
 TEXT: dict[str, Any] = {
     "hidden_size": 32,
@@ -90,6 +91,11 @@ def test_compile_and_check(cli: Cli, tmp_path: Path, name: str) -> None:
     assert done.exit_code == 0, done.output
     assert f"{rewritten} of {rewritten} feed-forward blocks rewritten" in done.output
     model = load_model(TracingOptions(folder))
+    if name == "vit":  # images have the size of the configuration; their number is dynamic
+        assert (set(model.dimension_names.values()), model.vocabulary) == ({"batch"}, None)
+        images = torch.randn(5, 3, 32, 32)
+        eager = transformers.ViTForImageClassification.from_pretrained(folder)
+        torch.testing.assert_close(Runner(model.program)({"pixel_values": images})[0], eager(images).logits)
     names = {spec.arg.name for spec in model.program.graph_signature.input_specs if spec.kind.name == "USER_INPUT"}
     assert names == inputs
     checked = cli("check", folder, graph)
