@@ -66,7 +66,7 @@ IN_TORCH: dict[str, Callable[..., Any]] = {
 }
 
 
-def mostly_slow(names: Iterable[str], *quick: str) -> list[Any]:
+def mostly_slow(names: Iterable[Any], *quick: Any) -> list[Any]:
     """Return names as parameters, of which the quick ones run by default: the others are like these to twellc."""
     return [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in names]
 

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, OPTForCausalLM, PreTra
 
 import twellc
 from tests import models
+from tests.caches import mostly_slow
 from tests.models import VOCABULARY
 from tests.twellc.eager.test_optimize import Ops
 from twellc import LLM, SamplingParams, UserError
@@ -31,6 +32,11 @@ PROMPTS = ["the quick brown", "größer", "fox"]
 @pytest.fixture(scope="module")
 def llm(talker: Path) -> LLM:
     return LLM(talker, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def of_bytes(bytelm: Path) -> LLM:
+    return LLM(bytelm, device="cpu")
 
 
 def test_greedy_answers_are_those_of_transformers(llm: LLM, talker: Path) -> None:
@@ -151,7 +157,7 @@ def test_padding_is_that_of_the_model(talker: Path, tmp_path: Path) -> None:
     assert torch.equal(LLM(tmp_path / "m", device="cpu").model.generate(ids, max_new_tokens=6), expected)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", None])
+@pytest.mark.parametrize("dtype", mostly_slow(("bf16", "fp16", "fp32", None), "bf16", None))
 def test_what_transformers_keeps_in_float32(dtype: str | None, talker: Path) -> None:
     """Such as frequencies of rotary positions: rounded, they are off the more the longer the text is."""
     model: Any = LLM(talker, device="cpu", dtype=dtype).model.decoder.backend
@@ -164,12 +170,10 @@ def test_what_transformers_keeps_in_float32(dtype: str | None, talker: Path) -> 
         assert {name: each.dtype for name, each in ours} == {name: each.dtype for name, each in expected}
 
 
-def test_a_folder_with_a_tokenizer_alone(bytelm: Path) -> None:
-    answers = [
-        LLM(bytelm, tokenizer=tokenizer, device="cpu").generate("def ", SamplingParams(max_tokens=4))[0].outputs[0]
-        for tokenizer in (bytelm / "tokenizer", None)
-    ]
-    assert answers[0].token_ids == answers[1].token_ids
+def test_a_folder_with_a_tokenizer_alone(of_bytes: LLM, bytelm: Path) -> None:
+    llm, params = LLM(bytelm, tokenizer=bytelm / "tokenizer", device="cpu"), SamplingParams(max_tokens=4)
+    answers = [each.generate("def ", params)[0].outputs[0].token_ids for each in (llm, of_bytes)]
+    assert answers[0] == answers[1]
     with pytest.raises(UserError, match="/nope: there is no such folder"):
         LLM(bytelm, tokenizer="/nope", device="cpu")
 
@@ -287,8 +291,8 @@ def test_a_call_behind_one_that_failed(llm: LLM, monkeypatch: pytest.MonkeyPatch
 # ---- bytes ----
 
 
-def test_bytelm_answers(bytelm: Path) -> None:
-    llm = LLM(bytelm, device="cpu")
+def test_bytelm_answers(of_bytes: LLM, bytelm: Path) -> None:
+    llm = of_bytes
     assert llm.notes == ["the model has 256 token ids and no tokenizer: text is bytes"]
     assert "4 feed-forward blocks by the twell ops" in llm.model.decoder.backend.name
     output = llm.generate("import os\n\n\ndef ", SamplingParams(max_tokens=48))[0]
@@ -302,6 +306,7 @@ def test_bytelm_answers(bytelm: Path) -> None:
     assert float((logits.max(-1).values - chosen).max()) < 0.15
 
 
+@pytest.mark.slow
 def test_bytelm_in_float32_is_transformers(bytelm: Path) -> None:
     llm = LLM(bytelm, device="cpu", dtype="fp32")
     model = LlamaForCausalLM.from_pretrained(bytelm, dtype=torch.float32)
@@ -311,19 +316,17 @@ def test_bytelm_in_float32_is_transformers(bytelm: Path) -> None:
         assert output.prompt_token_ids + output.outputs[0].token_ids == expected
 
 
-def test_sparselm(tmp_path: Path, bytelm: Path) -> None:
+def test_sparselm(tmp_path: Path, talker: Path, llm: LLM) -> None:
     """A ReLU Llama whose configuration says silu, as SparseLM's."""
-    shutil.copytree(bytelm, tmp_path / "m")
-    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    folder = Path(shutil.copytree(talker, tmp_path / "m"))
+    config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "llama_sparse_relu", "architectures": ["LlamaSparseReluForCausalLM"], "hidden_act": "silu"}
-    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config))
     params = SamplingParams(max_tokens=24)
-    assert LLM(tmp_path / "m", device="cpu").generate("def ", params) == LLM(bytelm, device="cpu").generate(
-        "def ", params
-    )
+    assert LLM(folder, device="cpu").generate("fox", params) == llm.generate("fox", params)
 
 
-@pytest.mark.parametrize("layers", ["auto", "none"])
+@pytest.mark.parametrize("layers", ["auto", pytest.param("none", marks=pytest.mark.slow)])
 def test_opt(tmp_path: Path, layers: str) -> None:
     """Its blocks are written out in its decoder layers."""
     folder = models.save(models.opt(vocab_size=VOCABULARY, pad_token_id=0, eos_token_id=2), tmp_path, torch.float32)
@@ -588,9 +591,9 @@ def test_no_tokenizer(llama: Path, talker: Path) -> None:
     assert LLM(llama, tokenizer=talker, device="cpu").generate([[1, 2]], SamplingParams(max_tokens=1))
 
 
-def test_no_chat_template(bytelm: Path, llm: LLM) -> None:
+def test_no_chat_template(of_bytes: LLM, llm: LLM) -> None:
     with pytest.raises(UserError, match="has no tokenizer, and so no chat template"):
-        LLM(bytelm, device="cpu").chat([{"role": "user", "content": "a"}])
+        of_bytes.chat([{"role": "user", "content": "a"}])
     with pytest.raises(UserError, match="a conversation: the chat template cannot write it"):
         llm.chat([{"role": "user", "content": "a"}], chat_template="{{ raise_exception('no') }}")
 

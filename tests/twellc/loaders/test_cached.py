@@ -60,13 +60,13 @@ def check_steps(loaded: LoadedModel, own: object, tmp_path: Path | None = None, 
         assert_same(feed(calling(evaluator.run, loaded.cache, len(tokens), torch.float32), tokens, taken), expected)
 
 
-@pytest.mark.parametrize("family", mostly_slow(FAMILIES, "llama", "phi3-window", "opt", "falcon", "gemma2", "nanochat"))
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, "llama", "phi3-window", "falcon", "gemma2"))
 def test_families(tmp_path: Path, family: str) -> None:
     model = FAMILIES[family]()
     check_steps(load(models.save(model, tmp_path / "model", torch.float32)), model, tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+@pytest.mark.parametrize("kind", mostly_slow(("longrope", "dynamic"), "longrope"))
 def test_rotary_frequencies_that_change(tmp_path: Path, kind: str) -> None:
     """They stay as they are up to the length at which they would change."""
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": LENGTH}
@@ -79,6 +79,7 @@ def test_rotary_frequencies_that_change(tmp_path: Path, kind: str) -> None:
             load_with_cache(folder, CacheOptions(LENGTH + 1), "last", None)
 
 
+@pytest.mark.slow
 def test_bytelm(bytelm: Path) -> None:
     own = transformers.AutoModelForCausalLM.from_pretrained(bytelm, dtype=torch.float32)
     check_steps(load(bytelm), own, vocabulary=256)
@@ -90,7 +91,7 @@ def test_sparselm(llama: Path, tmp_path: Path) -> None:
 
 
 # What the forms need for their own kernels: the low precision.
-@pytest.mark.parametrize("family", ["llama", "gemma2", pytest.param("falcon", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", mostly_slow(("llama", "gemma2", "falcon"), "llama"))
 def test_forms_in_low_precision(tmp_path: Path, family: str) -> None:
     model = FAMILIES[family]()
     folder = models.save(model, tmp_path / "model", torch.bfloat16)

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from tests import models
+from tests.caches import mostly_slow
 from tests.conftest import Cli
 from twellc.base.errors import UserError
 from twellc.loaders.model import load_model
@@ -80,9 +81,7 @@ MODELS: dict[str, tuple[Callable[[], Any], set[str], int]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("deit", "clip") else []) for name in MODELS]
-)
+@pytest.mark.parametrize("name", mostly_slow(MODELS, "vit", "whisper"))
 def test_compile_and_check(cli: Cli, tmp_path: Path, name: str) -> None:
     make, inputs, rewritten = MODELS[name]
     torch.manual_seed(0)
