@@ -386,7 +386,7 @@ def _saying_which(argument: str, count: int, index: int | None = None) -> Iterat
 
 
 def _refuse_other_tokens(vocabulary: int, prompt: list[int]) -> None:
-    """Fail if a prompt is empty, or has a token that is none of the vocabulary."""
+    """Fail if a prompt is empty, or has a token outside of the vocabulary."""
     if not prompt:
         raise PromptError("a prompt", "is empty", fix="Give at least one token.")
     if not 0 <= min(prompt) <= max(prompt) < vocabulary:
@@ -403,7 +403,7 @@ def _conversations(given: Any) -> list[Messages]:
 
 
 def _refuse_other_messages(given: Any) -> None:
-    """Fail for what is no conversation."""
+    """Fail for anything but a conversation."""
     listed = isinstance(given, Sequence) and not isinstance(given, str)
     if not listed or not given or not all(map(_is_message, given)):
         expected = '[{"role": "user", "content": "…"}]'

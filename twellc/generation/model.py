@@ -188,7 +188,7 @@ class CausalModel(GenerationMixin):
         vocabulary = self.decoder.backend.vocabulary
         least, most = int(sequences.min()), int(sequences.max())
         if least < 0 or most >= vocabulary:
-            what = "a token is none of the vocabulary"
+            what = "a token is outside of the vocabulary"
             raise UserError("generate", what, got=str(least if least < 0 else most), expected=f"0 to {vocabulary - 1}")
         if streamer is not None:
             streamer.put(sequences)

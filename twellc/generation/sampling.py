@@ -206,7 +206,7 @@ def _number(value: object) -> bool:
 
 
 def _several(values: object, kind: type) -> bool:
-    """Whether these are several of a kind; a text is one of itself, and None is none."""
+    """Whether these are several of a kind; a text counts as several texts, and so does None."""
     if values is None or (kind is str and isinstance(values, str)):
         return True
     return isinstance(values, Collection) and all(type(each) is kind for each in values)

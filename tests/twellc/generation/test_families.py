@@ -179,7 +179,7 @@ def test_rotary_frequencies_that_change(name: str, kind: str, room: int, family:
 
 @pytest.mark.parametrize("name", ["GPTNeo", pytest.param("Roberta", marks=pytest.mark.slow)])
 def test_other_logits_over_a_cache(name: str, family: Family) -> None:
-    """GPT-Neo has windows by masks of its own; RoBERTa's positions begin behind that of padding."""
+    """GPT-Neo has windows by its own masks; RoBERTa's positions begin behind that of padding."""
     windows = {"attention_types": [[["global", "local"], 1]], "window_size": 6, "num_layers": 2, "num_heads": 4}
     folder, _ = family(name, **(windows if name == "GPTNeo" else {"is_decoder": True}))
     message = r"computes other logits over a cache than without one; got \w+, off by"

@@ -180,7 +180,7 @@ def test_a_folder_with_a_tokenizer_alone(of_bytes: LLM, bytelm: Path) -> None:
 
 @pytest.mark.parametrize("token", [-1, 1 << 20])
 def test_tokens_that_the_vocabulary_lacks(token: int, llm: LLM) -> None:
-    with pytest.raises(UserError, match=f"generate: a token is none of the vocabulary; got {token}"):
+    with pytest.raises(UserError, match=f"generate: a token is outside of the vocabulary; got {token}"):
         llm.model.generate(torch.tensor([[1, token]]), max_new_tokens=2)
 
 

@@ -174,7 +174,7 @@ def test_a_tokenizer_without_an_incremental_decoder(text: str, cut: int) -> None
 
 
 def test_tokens_that_only_the_model_has(tmp_path: Path, talker: Path) -> None:
-    """Models have more token ids than their tokenizers: these are no text."""
+    """Models have more token ids than their tokenizers: these give no text."""
     from transformers import ByT5Tokenizer
 
     ByT5Tokenizer(extra_ids=2).save_pretrained(tmp_path)

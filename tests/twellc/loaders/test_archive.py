@@ -295,7 +295,7 @@ RETURNED: dict[str, tuple[Callable[[Tensor], Any], list[str], list[str]]] = {
 
 @pytest.mark.parametrize("case", RETURNED)
 def test_results_that_are_no_tensors(case: str, tmp_path: Path) -> None:
-    """Model, ONNX graph and their names agree: without what is no tensor."""
+    """Model, ONNX graph and their names agree: without what is not a tensor."""
     change, names, removed = RETURNED[case]
     module = Written(lambda self, x: change(self.ffn(x)), ffn=Gated())
     path, x = tmp_path / "m.pt2", torch.randn(4, 3, 16)
@@ -347,7 +347,7 @@ def test_a_buffer_that_the_model_writes_stays(tmp_path: Path) -> None:
 
 
 def test_what_the_model_writes_is_not_kept(tmp_path: Path) -> None:
-    """A plan has no state. Whoever compiles a model with a cache hears of it, and a check compares calls from anew."""
+    """A plan has no state: compiling a model with a cache says so, and a check compares calls from anew."""
 
     class Cached(nn.Module):
         def __init__(self) -> None:
@@ -476,7 +476,7 @@ def test_hostile_archive(attack: str, harmless: Path, tmp_path: Path, monkeypatc
     assert not marker.exists(), "the payload ran"
     with contextlib.suppress(UserError):  # torch may stumble over what the payload leaves behind
         load_model(TracingOptions(path, trust_model=True))
-    assert marker.is_dir(), "the payload is no payload: this test shows nothing"
+    assert marker.is_dir(), "the payload does not work: this test shows nothing"
 
 
 def two_archives_in_one(shown: bytes, hidden: bytes) -> bytes:
@@ -552,7 +552,7 @@ def test_older_format_behind_a_broken_archive(harmless: Path, tmp_path: Path) ->
     assert not marker.exists(), "the payload ran"
     with contextlib.suppress(Exception):
         torch.export.load(path)
-    assert marker.is_dir(), "the payload is no payload: this test shows nothing"
+    assert marker.is_dir(), "the payload does not work: this test shows nothing"
 
 
 def test_extra_records(harmless: Path, tmp_path: Path) -> None:

@@ -280,7 +280,7 @@ UP = "model.layers.0.mlp.up_proj"
 QUANTISED = "quantised checkpoints are not read; got "
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (without("config.json"), "no config.json in this folder"),
-    "config is no JSON": (writing("config.json", "{"), "cannot be read as JSON"),
+    "config is not JSON": (writing("config.json", "{"), "cannot be read as JSON"),
     "config is a list": (writing("config.json", "[]"), "is not a JSON object"),
     "no architectures": (configuring(architectures=None), "no such architecture; got None"),
     "empty architectures": (configuring(architectures=[]), "no such architecture; got None"),
@@ -288,7 +288,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         configuring(architectures=["FooForCausalLM"]),
         "no such architecture; got 'FooForCausalLM'",
     ),
-    "architecture is no class": (configuring(architectures=["pipeline"]), "no such architecture; got 'pipeline'"),
+    "architecture is not a class": (configuring(architectures=["pipeline"]), "no such architecture; got 'pipeline'"),
     "architectures is a number": (configuring(architectures=3), "no such architecture; got None"),
     "remote code": (configuring(auto_map={"AutoModel": "x.Y"}), "the model needs remote code (auto_map)"),
     "no weights": (without("model.safetensors"), "model.safetensors: the weights are missing"),
@@ -304,7 +304,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         "have other shapes than the config says; got model.layers.0.mlp.down_proj.weight [32, 320] for [32, 64]",
     ),
     "a shard is missing": (index({"x": "model-00001-of-00002.safetensors"}), "the weights are missing"),
-    "index is no index": (writing_index("[]"), "is not an index of weights"),
+    "index is not an index": (writing_index("[]"), "is not an index of weights"),
     "index without a map": (writing_index("{}"), "is not an index of weights"),
     "index maps to numbers": (index({"x": 3}), "the weights are missing"),
     "a shard outside": (index({"x": "../secret.safetensors"}), "names a file outside of its folder; got '../secret"),
@@ -336,7 +336,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a base layer": (storing(f"{UP}.base_layer.weight", torch.ones(4, 4)), "hold an adapter beside the model's own"),
     "a name twice": (twice, "several of its weights have the same name"),
-    "an activation of its own": (
+    "an unknown activation": (
         lambda folder: edit(folder, hidden_act="fatrelu", hidden_act_param=0.01),
         "config.json: transformers has no such activation; got hidden_act 'fatrelu'. Export the model with",
     ),

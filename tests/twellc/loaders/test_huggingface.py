@@ -98,7 +98,7 @@ def tiny(name: str, **changes: Any) -> Any:
         pytest.param("XLMRobertaForSequenceClassification", {}, 64, marks=pytest.mark.slow),
         pytest.param("CamembertModel", {}, 64, marks=pytest.mark.slow),
         pytest.param("MPNetForMaskedLM", {}, 64, marks=pytest.mark.slow),
-        pytest.param("IBertForMaskedLM", {}, 64, marks=pytest.mark.slow),  # its table is no torch.nn.Embedding
+        pytest.param("IBertForMaskedLM", {}, 64, marks=pytest.mark.slow),  # its table is not a torch.nn.Embedding
         ("RobertaModel", {"pad_token_id": 4}, 61),
         # Positions from 0 on, beside a table of words with padding and as many rows; or a table with more rows.
         ("BertForMaskedLM", {"max_position_embeddings": 96}, 96),
@@ -183,7 +183,7 @@ UNTRACEABLE: dict[str, tuple[str, dict[str, Any], str, str]] = {
 
 @pytest.mark.parametrize("case", mostly_slow(UNTRACEABLE, "control flow", "lengths"))
 def test_models_that_cannot_be_traced(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The cause alone is said, in words of the inputs; the graph so far is no part of the message."""
+    """The cause alone is said, in words of the inputs; the message leaves out the graph so far."""
     name, options, reason, fix = UNTRACEABLE[case]
     model_class = getattr(transformers, name)
     models.save(model_class(model_class.config_class(vocab_size=96, **options)), tmp_path, torch.float32)

@@ -115,7 +115,7 @@ def stand_in(folder: Path) -> Path:
 
 
 def asked(script: str, tmp_path: Path, *arguments: str | Path) -> list[str]:
-    """Return what a script in a process of its own asks the stand-in for."""
+    """Return what a script in a separate process asks the stand-in for."""
     packages = tmp_path / "packages"
     if not packages.exists():
         stand_in(packages)

@@ -22,7 +22,7 @@ SECRET = b"\x40\x40" * 4096
 
 @pytest.fixture
 def external(tmp_path: Path) -> Path:
-    """A model in a folder of its own, with its weights in weights.bin beside it."""
+    """A model in a separate folder, with its weights in weights.bin beside it."""
     (tmp_path / "model").mkdir()
     return save_external(gated(), tmp_path / "model" / "model.onnx")
 

@@ -1,4 +1,4 @@
-"""Sizes that models take: of parts with configurations of their own, and of models that do not take every size."""
+"""Sizes that models take: of parts, each with its configuration, and of models that do not take every size."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def save(model: Any, folder: Path) -> Path:
 
 
 def test_an_encoder_and_a_decoder_of_different_sizes(tmp_path: Path) -> None:
-    """Token ids and places of each input are those of its own part."""
+    """Token ids and places of each input are those of its part."""
     encoder = transformers.BertConfig(**SMALL | {"vocab_size": 80}, max_position_embeddings=24)
     decoder = transformers.BertConfig(
         **SMALL, max_position_embeddings=40, is_decoder=True, add_cross_attention=True, pad_token_id=0
