@@ -227,15 +227,21 @@ def remembered_models(
     monkeypatch.setitem(STEPS, Stage.FUNCTIONAL, functional_once)
 
 
+def run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let compiling do in this process what it would do in others."""
+
+    def run(function: Callable[..., Any], *arguments: Any, progress: Callable[[str], None]) -> Any:
+        return function(*arguments, progress)
+
+    monkeypatch.setattr("twellc.compiling.compiler.run_isolated", run)
+
+
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch) -> Cli:
     """Return a function that runs the command line in this process, and what it would do in others, too."""
     from twellc.cli import main
 
-    def run_here(function: Callable[..., Any], *arguments: Any, progress: Callable[[str], None]) -> Any:
-        return function(*arguments, progress)
-
-    monkeypatch.setattr("twellc.compiling.compiler.run_isolated", run_here)
+    run_here(monkeypatch)
 
     def run(*arguments: object) -> click.testing.Result:
         result = click.testing.CliRunner().invoke(main, [str(argument) for argument in arguments])

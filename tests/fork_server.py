@@ -42,9 +42,13 @@ class ForkServer:
         # One thread: those of a pool would be missing after a fork.
         single = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**environment, **single}, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-P", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**environment, **single},
+            start_new_session=True,
+        )
         self._ask({"warm_up": warm_up})
 
     def __enter__(self) -> ForkServer:
@@ -55,10 +59,9 @@ class ForkServer:
         self._process.stdin.close()
         self._process.wait(timeout=SECONDS)
 
-    def run(self, *arguments: object, folder: Path, file_size: int = -1) -> Run:
-        """Run `twellc ARGUMENTS` in a folder; no file may grow above `file_size` bytes, if that is given."""
-        question = {"arguments": list(map(str, arguments)), "folder": str(folder), "file_size": file_size}
-        return Run(**self._ask(question))
+    def run(self, *arguments: object, folder: Path) -> Run:
+        """Run `twellc ARGUMENTS` in a folder."""
+        return Run(**self._ask({"arguments": list(map(str, arguments)), "folder": str(folder)}))
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -100,11 +103,11 @@ def warm_up(commands: list[list[str]]) -> dict[str, Any]:
     return {}
 
 
-def answer_to(arguments: list[str], folder: str, file_size: int) -> dict[str, Any]:
+def answer_to(arguments: list[str], folder: str) -> dict[str, Any]:
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         child = os.fork()
         if child == 0:
-            run_forked(arguments, folder, file_size, stdout.fileno(), stderr.fileno())
+            run_forked(arguments, folder, stdout.fileno(), stderr.fileno())
         deadline = time.monotonic() + SECONDS
         late = False
         while True:
@@ -122,7 +125,7 @@ def answer_to(arguments: list[str], folder: str, file_size: int) -> dict[str, An
     return {"status": os.waitstatus_to_exitcode(status), "late": late, "stdout": texts[0], "stderr": texts[1]}
 
 
-def run_forked(arguments: list[str], folder: str, file_size: int, stdout: int, stderr: int) -> None:
+def run_forked(arguments: list[str], folder: str, stdout: int, stderr: int) -> None:
     """Run the command line and end this process as Python would."""
     status = 1
     try:
@@ -133,7 +136,6 @@ def run_forked(arguments: list[str], folder: str, file_size: int, stdout: int, s
         limit = pages * os.sysconf("SC_PAGE_SIZE") + MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
         import twellc.cli
 
         try:

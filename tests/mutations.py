@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import struct
+import warnings
 import zipfile
 from collections.abc import Callable
 from typing import Any
@@ -31,49 +32,33 @@ def damaged_bytes(draw: Draw, content: bytes) -> bytes:
         )
         start = draw(st.one_of(near, st.integers(0, len(content) - 1)))
         stop = min(len(content), start + draw(st.sampled_from((1, 2, 4, 8, 64, 512, 1 << 20))))
-        kind = draw(st.sampled_from(("flip", "set", "zero", "cut", "end", "repeat", "insert")))
-        if kind == "flip":
-            content = content[:start] + bytes([content[start] ^ (1 << draw(st.integers(0, 7)))]) + content[start + 1 :]
-        elif kind == "set":
-            content = (
-                content[:start]
-                + draw(st.sampled_from((b"\xff", b"\x7f", b"\x80", b"\0"))) * (stop - start)
-                + content[stop:]
-            )
-        elif kind == "zero":
-            content = content[:start] + bytes(stop - start) + content[stop:]
-        elif kind == "cut":
-            content = content[:start] + content[stop:]
-        elif kind == "end":
-            content = content[:start]
-        elif kind == "repeat":
-            content = content[:stop] + content[start:]
-        else:
-            content = content[:start] + draw(st.binary(min_size=1, max_size=16)) + content[start:]
+        bit, fill = draw(st.integers(0, 7)), draw(st.sampled_from((b"\xff", b"\x7f", b"\x80", b"\0")))
+        # What comes in the place of what, by its end.
+        changes = {
+            "flip": (bytes([content[start] ^ 1 << bit]), start + 1),
+            "set": (fill * (stop - start), stop),
+            "zero": (bytes(stop - start), stop),
+            "cut": (b"", stop),
+            "end": (b"", len(content)),
+            "repeat": (content[start:stop], start),
+            "insert": (draw(st.binary(min_size=1, max_size=16)), start),
+        }
+        new, end = changes[draw(st.sampled_from(tuple(changes)))]
+        content = content[:start] + new + content[end:]
     return content
 
 
 # ---- JSON ----
 
-STRANGE_NUMBERS = (-1, 0, 1, 2, 7, 255, 65537, 2**31, -(2**31) - 1, 2**32, 2**63 - 1, 2**63, 2**64, -(2**63), 10**30)
 DEEP = "DEEP"
-
-
-def _strange(draw: Draw, documents: list[Any]) -> Any:
-    kind = draw(st.sampled_from(("number", "float", "constant", "text", "container", "other", "deep")))
-    if kind == "number":
-        return draw(st.sampled_from(STRANGE_NUMBERS))
-    if kind == "float":
-        return draw(st.sampled_from((0.5, -1e308, 1e-320, float("inf"), float("nan"))))
-    if kind == "constant":
-        return draw(st.sampled_from((None, True, False)))
-    if kind == "text":
-        return draw(st.sampled_from(("", "\0", "../x", "a" * 70000, "\ud800", "1", "é", "%s{}", "[bold]", "\n")))
-    if kind == "container":
-        return draw(st.sampled_from(([], {}, [None], [[]], {"": ""}, {"a": 1}, [0, -1])))
-    if kind == "deep":
-        return DEEP
-    return draw(st.sampled_from(documents))
+STRANGE: dict[str, tuple[Any, ...]] = {
+    "number": (-1, 0, 1, 2, 7, 255, 65537, 2**31, -(2**31) - 1, 2**32, 2**63 - 1, 2**63, 2**64, -(2**63), 10**30),
+    "float": (0.5, -1e308, 1e-320, float("inf"), float("nan")),
+    "constant": (None, True, False),
+    "text": ("", "\0", "../x", "a" * 70000, "\ud800", "1", "é", "%s{}", "[bold]", "\n"),
+    "container": ([], {}, [None], [[]], {"": ""}, {"a": 1}, [0, -1]),
+    "deep": (DEEP,),
+}
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
@@ -101,7 +86,8 @@ def damaged_json(draw: Draw, text: bytes) -> bytes:
         if kind == "replace":
             values = [places[i][0][places[i][1]] for i in range(0, len(places), 1 + len(places) // 50)]
             # A copy: a value inside of itself would have no end.
-            container[key] = copy.deepcopy(_strange(draw, values))
+            strange = {**STRANGE, "other": values}
+            container[key] = copy.deepcopy(draw(st.sampled_from(strange[draw(st.sampled_from(tuple(strange)))])))
         elif kind == "remove":
             del container[key]
         elif isinstance(container, list):
@@ -172,8 +158,6 @@ def damaged_zip(draw: Draw, content: bytes) -> bytes:
             records[index] = renamed, record
     buffer = io.BytesIO()
     method = draw(st.sampled_from((zipfile.ZIP_STORED, zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)))
-    import warnings
-
     with warnings.catch_warnings(), zipfile.ZipFile(buffer, "w", method) as archive:
         warnings.simplefilter("ignore")  # a name that is there twice
         for name, record in records:
@@ -231,28 +215,23 @@ def damaged_onnx(draw: Draw, content: bytes) -> bytes:
     return model.SerializeToString()
 
 
+_SIZES = (-1, 0, 1, 2, 3, 17, 2**31, 2**40, 2**62, 2**63 - 1)
+_FLOATS = (0.0, -1.0, float("nan"), float("inf"), 1e30)
+_NAMES = ("", "x", "Relu", "MatMul", "If", "Loop", "Scan", "Reshape", "a" * 3000, "é", "\0", "../x", "[bold]")
+
+
 def _strange_scalar(draw: Draw, descriptor: Any, value: Any) -> Any:
     kinds = type(descriptor)
-    if descriptor.cpp_type in (kinds.CPPTYPE_INT64, kinds.CPPTYPE_UINT64):
-        return draw(
-            st.sampled_from(
-                (-1, 0, 1, 2, 3, 17, 2**31, 2**40, 2**62, 2**63 - 1)[
-                    1 if descriptor.cpp_type == kinds.CPPTYPE_UINT64 else 0 :
-                ]
-            )
-        )
-    if descriptor.cpp_type == kinds.CPPTYPE_INT32:
-        return draw(st.sampled_from((-1, 0, 1, 2, 3, 8, 16, 22, 99, 2**31 - 1)))
-    if descriptor.cpp_type in (kinds.CPPTYPE_FLOAT, kinds.CPPTYPE_DOUBLE):
-        return draw(st.sampled_from((0.0, -1.0, float("nan"), float("inf"), 1e30)))
-    if descriptor.cpp_type == kinds.CPPTYPE_ENUM:
-        return draw(st.sampled_from([each.number for each in descriptor.enum_type.values]))
     if descriptor.cpp_type == kinds.CPPTYPE_STRING and isinstance(value, bytes):
         return draw(damaged_bytes(value))
-    if descriptor.cpp_type == kinds.CPPTYPE_STRING:
-        return draw(
-            st.sampled_from(
-                ("", "x", "Relu", "MatMul", "If", "Loop", "Scan", "Reshape", "a" * 3000, "é", "\0", "../x", "[bold]")
-            )
-        )
-    return None
+    if descriptor.cpp_type == kinds.CPPTYPE_ENUM:
+        return draw(st.sampled_from([each.number for each in descriptor.enum_type.values]))
+    strange: dict[int, tuple[Any, ...]] = {
+        kinds.CPPTYPE_INT64: _SIZES,
+        kinds.CPPTYPE_UINT64: _SIZES[1:],
+        kinds.CPPTYPE_INT32: (-1, 0, 1, 2, 3, 8, 16, 22, 99, 2**31 - 1),
+        kinds.CPPTYPE_FLOAT: _FLOATS,
+        kinds.CPPTYPE_DOUBLE: _FLOATS,
+        kinds.CPPTYPE_STRING: _NAMES,
+    }
+    return draw(st.sampled_from(strange[descriptor.cpp_type])) if descriptor.cpp_type in strange else None

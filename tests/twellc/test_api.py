@@ -14,6 +14,7 @@ import transformers
 from torch import nn
 
 import twellc
+from tests.conftest import run_here
 from tests.models import Gated, Plain, Residual, export
 from tests.processes import environment
 
@@ -28,9 +29,11 @@ def example() -> tuple[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path, twellc.Manifest]:
-    """A module in memory, and its plan, which was built in processes of their own."""
+    """A module in memory, and its plan."""
     plan, model = tmp_path_factory.mktemp("api") / "m.plan", module()
-    return model, plan, twellc.compile(model, plan, args=example())
+    with pytest.MonkeyPatch.context() as patch:
+        run_here(patch)
+        return model, plan, twellc.compile(model, plan, args=example())
 
 
 def imported_by(code: str) -> set[str]:
@@ -171,17 +174,23 @@ def test_refuses(tmp_path: Path, case: str) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_script_without_a_guard(tmp_path: Path) -> None:
+SCRIPTS = {
+    "a process": "from twellc.base.isolation import run_isolated\nrun_isolated(print, 'child', progress=print)",
+    "compile": "import torch, twellc\n"
+    "model = torch.nn.Sequential(torch.nn.Linear(16, 40), torch.nn.ReLU(), torch.nn.Linear(40, 16)).eval()\n"
+    "twellc.compile(model, backend='none', onnx='m.onnx', args=(torch.randn(2, 16),))\nprint('child')",
+}
+
+
+@pytest.mark.parametrize("script", ["a process", pytest.param("compile", marks=pytest.mark.slow)])
+def test_script_without_a_guard(tmp_path: Path, script: str) -> None:
     """Processes that compile do not run the user's script again."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import torch, twellc\nprint('once')\n"
-        "model = torch.nn.Sequential(torch.nn.Linear(16, 40), torch.nn.ReLU(), torch.nn.Linear(40, 16)).eval()\n"
-        f"twellc.compile(model, backend='none', onnx={str(tmp_path / 'm.onnx')!r}, args=(torch.randn(2, 16),))\n"
-    )
-    done = subprocess.run([sys.executable, script], env=environment(), capture_output=True, text=True, check=True)
-    assert done.stdout == "once\n" and "once" not in done.stderr
-    assert (tmp_path / "m.onnx").is_file()
+    (tmp_path / "script.py").write_text(f"print('once')\n{SCRIPTS[script]}\n")
+    command = [sys.executable, tmp_path / "script.py"]
+    done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, check=True)
+    said = done.stdout + done.stderr
+    assert said.count("once") == said.count("child") == 1
+    assert (tmp_path / "m.onnx").is_file() == (script == "compile")
 
 
 def test_mistakes_in_example_inputs() -> None:
@@ -229,9 +238,13 @@ def test_files_that_would_be_folders(tmp_path: Path) -> None:
 
 def test_a_model_of_transformers_keeps_its_cache_switched_on() -> None:
     config = transformers.LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=320, num_hidden_layers=1, num_attention_heads=4,
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=320,
+        num_hidden_layers=1,
+        num_attention_heads=4,
         hidden_act="relu",
-    )  # fmt: skip
+    )
     model = transformers.LlamaForCausalLM(config).eval()
     found = twellc.inspect(model, args=(torch.ones(1, 7, dtype=torch.int64),))
     assert [layer.decision for layer in found.description.layers] == ["twell"]

@@ -17,7 +17,6 @@ import onnx
 import pytest
 
 from tests.conftest import Cli
-from tests.fork_server import ForkServer
 from tests.onnx_graphs import gated
 from tests.processes import PACKAGE_FOLDER, TWELLC, environment
 from tests.twellc.test_cli import failed, files_in, group_lives, twellc
@@ -40,6 +39,7 @@ STAGES = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", STAGES)
 def test_signal_in_any_stage(archive: Path, tmp_path: Path, stage: str) -> None:
     """An interrupt goes to the whole group, as from a terminal; what kill sends, to twellc alone."""
@@ -150,22 +150,16 @@ def test_folder_that_takes_no_files(cli: Cli, archive: Path) -> None:
     failed(cli("compile", archive, "-o", "/proc/m.plan"), "/proc/m.", "cannot be written: No such file or directory")
 
 
-@pytest.fixture(scope="module")
-def server(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    graph = tmp_path_factory.mktemp("warm") / "m.onnx"
-    with ForkServer(environment(), [["compile", str(archive), "--backend", "none", "--onnx", str(graph)]]) as running:
-        yield running
-
-
-@pytest.mark.parametrize("limit", [4 << 10, 100 << 10])
-def test_file_that_cannot_grow(server: ForkServer, archive: Path, tmp_path: Path, limit: int) -> None:
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kilobytes", [4, 100])
+def test_file_that_cannot_grow(archive: Path, tmp_path: Path, kilobytes: int) -> None:
     """A limit of file size stands for a disk that fills up at another step: the calls fail with another number.
 
     The smaller one stops at the graph, which nobody asked for: the message names the plan all the same.
     """
-    run = server.run("compile", archive, "-o", "m.plan", folder=tmp_path, file_size=limit)
-    assert run.status == 2, run.stderr
-    assert "Error: m.plan: cannot be written: File too large. Make room" in run.stderr.replace(f"{tmp_path}/", "")
+    done = in_shell(f'ulimit -f {kilobytes}; exec "$@"', "compile", archive, "-o", "m.plan", folder=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "Error: m.plan: cannot be written: File too large. Make room" in done.stderr.replace(f"{tmp_path}/", "")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -178,6 +172,7 @@ def test_full_standard_output(archive: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "script", ['"$@" --help > /dev/full', '"$@" inspect m.pt2 2> /dev/full', '"$@" inspect nothing 2> /dev/full']
 )
@@ -198,6 +193,7 @@ def in_shell(script: str, *arguments: object, folder: Path) -> subprocess.Comple
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("arguments", [["plugins"], ["inspect", "m.pt2"], ["--help"]])
 def test_pipe_that_nobody_reads(archive: Path, tmp_path: Path, arguments: list[str]) -> None:
     """Status 1 would say that a check failed."""
@@ -207,6 +203,7 @@ def test_pipe_that_nobody_reads(archive: Path, tmp_path: Path, arguments: list[s
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "script", ['"$@" > /dev/full', '"$@" | true; exit ${PIPESTATUS[0]}', '"$@" >&-', '"$@" >&- 2>&-']
 )
@@ -220,6 +217,7 @@ def test_summary_that_cannot_be_printed(graph: Path, tmp_path: Path, script: str
     assert manifest["plan"]["bytes"] == (tmp_path / "m.plan").stat().st_size
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("script", ['"$@" >&-', '"$@" 2>&-', '"$@" <&- >&- 2>&-'])
 def test_closed_streams(graph: Path, tmp_path: Path, script: str) -> None:
     done = in_shell(script, "inspect", graph, folder=tmp_path)
@@ -299,6 +297,7 @@ def test_text_in_any_locale(tmp_path: Path) -> None:
 # ---- the plugin library ----
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.2, 0.7, 0.999])
 def test_library_that_is_cut_off(tmp_path: Path, share: float) -> None:
     """Opening such a file ends the process with SIGBUS."""
@@ -332,9 +331,7 @@ def compile_with(library: Path, *options: str) -> str:
     model.write_bytes(b"no model")
     command = [*TWELLC, "compile", str(model), "-o", str(library.parent / "m.plan"), "--backend", "tensorrt-rtx"]
     settings = environment(TWELLC_LIBRARY=str(library))
-    done = subprocess.run(
-        [*command, *options], env=settings, capture_output=True, text=True, check=False, timeout=120
-    )  # fmt: skip
+    done = subprocess.run([*command, *options], env=settings, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 2, done.stderr
     return done.stderr
 
@@ -428,10 +425,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "attention": ({"attention": [{"module": "m"}]}, r"damaged: attention\[0\] has no heads"),
     "no profile": ({"profiles": []}, "damaged: profiles is empty"),
     "profile of another input": ({"profiles": [{}]}, r"damaged: profiles\[0\] lacks the input 'x'"),
-    "profile of another rank": (
-        {"profiles": [{"x": {"min": [1], "opt": [1], "max": [1]}}]},
-        "has impossible shapes",
-    ),
+    "profile of another rank": ({"profiles": [{"x": {"min": [1], "opt": [1], "max": [1]}}]}, "has impossible shapes"),
     "graph elsewhere": ({"onnx": {"file": "../m.onnx", "sha256": ""}}, "not the name of a file beside the plan"),
     "another plan": (
         {"plan": {"file": "", "bytes": 0, "sha256": "", "inputs": [], "outputs": [], "plugin_layers": []}},

@@ -1,6 +1,7 @@
 """Random command lines and damaged files: each run works, or ends with one message and exit status 2.
 
-`TWELLC_FUZZ_EXAMPLES=1000 pytest tests/twellc/test_fuzz.py` runs longer, and with other examples each time.
+By default a few of each. `TWELLC_FUZZ_EXAMPLES=1000 pytest -m "" tests/twellc/test_fuzz.py` runs longer, and with other
+examples each time.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,23 +63,30 @@ def samples(archive: Path, talker: Path, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def server(samples: Path) -> Iterator[ForkServer]:
-    outputs = ["-o", str(samples / "m.plan"), "--onnx", str(samples / "rewritten.onnx")]
+    warm = samples.parent / "warm.onnx"
     warm_up = [
-        ["inspect", str(samples / "llama")],
         ["inspect", str(samples / "plain.onnx")],
-        ["compile", str(samples / "model.pt2"), "--backend", "none", "--onnx", str(samples / "warm.onnx")],
+        ["compile", str(samples / "model.pt2"), "--backend", "none", "--onnx", str(warm)],
     ]
     with ForkServer(environment(), warm_up) as running:
-        cache = ("--kv-cache", "16", "--batch", "2")
-        for arguments in (
-            ("compile", "model.pt2", *outputs),
-            ("compile", "talker", "-o", "cached.plan", "--onnx", "cached.onnx", *cache),
-            ("profile", "talker", "data.jsonl", "-o", "talker.profile"),
-        ):
-            made = running.run(*arguments, folder=samples)
-            assert made.status == 0, made.stderr
-        (samples / "warm.onnx").unlink()
+        prepare(running, samples, "compile", "model.pt2", "-o", "m.plan", "--onnx", "rewritten.onnx")
         yield running
+
+
+@pytest.fixture(scope="module")
+def with_cache(server: ForkServer, samples: Path) -> None:
+    cached = ("-o", "cached.plan", "--onnx", "cached.onnx", "--kv-cache", "16", "--batch", "2")
+    prepare(server, samples, "compile", "talker", *cached)
+
+
+@pytest.fixture(scope="module")
+def with_profile(server: ForkServer, samples: Path) -> None:
+    prepare(server, samples, "profile", "talker", "data.jsonl", "-o", "talker.profile")
+
+
+def prepare(server: ForkServer, folder: Path, *arguments: str) -> None:
+    made = server.run(*arguments, folder=folder)
+    assert made.status == 0, made.stderr
 
 
 def judge(run: Run, before: set[Path], folder: Path, *, may_differ: bool) -> None:
@@ -156,17 +164,29 @@ def command_lines(draw: Callable[..., Any]) -> list[str]:
     return [command, *(word for part in draw(st.permutations(parts)) for word in part)]
 
 
-@pytest.mark.slow
-@examples(150)
-@given(arguments=command_lines())
-def test_command_lines(server: ForkServer, samples: Path, arguments: list[str]) -> None:
+@pytest.mark.parametrize("count", [5, pytest.param(150, marks=pytest.mark.slow)])
+def test_command_lines(server: ForkServer, samples: Path, count: int) -> None:
+    @examples(count)
+    @given(arguments=command_lines())
+    def run_them(arguments: list[str]) -> None:
+        run_damaged(server, samples, {}, arguments, may_differ=True)
+
+    run_them()
+
+
+def run_damaged(
+    server: ForkServer, samples: Path, damaged: dict[str, bytes], arguments: Sequence[str], *, may_differ: bool
+) -> None:
+    """Run a command in a copy of the folder with damaged files, and judge what it did."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "run"
         shutil.copytree(samples, folder)
+        for victim, content in damaged.items():
+            (folder / victim).write_bytes(content)
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         everything = set(folder.rglob("*"))
         run = server.run(*arguments, folder=folder)
-        judge(run, everything, folder, may_differ=True)
+        judge(run, everything, folder, may_differ=may_differ)
         assert list(Path(name).iterdir()) == [folder]
         if run.status:
             assert {path: path.read_bytes() for path in before} == before, "a file was changed"
@@ -207,18 +227,30 @@ DAMAGE: dict[str, tuple[str, Callable[[bytes], Any], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", DAMAGE)
-@examples(8)
-@given(data=st.data())
-def test_damaged_files(server: ForkServer, samples: Path, kind: str, data: st.DataObject) -> None:
+# What is damaged in another kind, too, for another way through the same file.
+AGAIN = {
+    "trusted archive", "compiled archive", "untrusted pickle", "plan of an ONNX file", "rewritten ONNX", "weights",
+    "checked ONNX with a cache", "checked manifest", "checked manifest with a cache", "settings of a tokenizer",
+    "answering configuration", "reported profile", "reported manifest",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [(kind, 1) for kind in DAMAGE if kind not in AGAIN]
+    + [pytest.param(kind, 8, marks=pytest.mark.slow) for kind in DAMAGE],
+)
+def test_damaged_files(
+    request: pytest.FixtureRequest, server: ForkServer, samples: Path, kind: str, count: int
+) -> None:
     victim, damage, arguments = DAMAGE[kind]
-    content = data.draw(damage((samples / victim).read_bytes()))
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "run"
-        shutil.copytree(samples, folder)
-        (folder / victim).write_bytes(content)
-        before = set(folder.rglob("*"))
-        run = server.run(*arguments, folder=folder)
-        judge(run, before, folder, may_differ=arguments[0] == "check")
-        assert list(Path(name).iterdir()) == [folder]
+    for file, fixture in (("cached.", "with_cache"), ("talker.profile", "with_profile")):
+        if file in victim:
+            request.getfixturevalue(fixture)
+
+    @examples(count)
+    @given(content=damage((samples / victim).read_bytes()))
+    def run_them(content: bytes) -> None:
+        run_damaged(server, samples, {victim: content}, arguments, may_differ=arguments[0] == "check")
+
+    run_them()

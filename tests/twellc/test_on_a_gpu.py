@@ -18,13 +18,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
+from torch.export.passes import move_to_device_pass
 
 import twellc
 from tests import models
+from tests.conftest import ROOT
 from tests.processes import TWELLC, environment
 from tests.runtimes import tensorrt
 from tests.tolerance import assert_as_accurate
+from twellc.checks.accuracy import measure
+from twellc.checks.checking import check
+from twellc.compiling.translate import translate_to_file
 from twellc.export.tensorrt_host import Host
+from twellc.loaders.model import load_model
+from twellc.options.commands import CheckOptions, CompileOptions
+from twellc.options.source import TracingOptions
+from twellc.passes.graph.execution import Runner
+from twellc.passes.pipeline import PassOptions, run_passes
+from twellc.passes.precision import widen
 
 __all__ = ["tensorrt"]
 
@@ -33,9 +44,7 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 D_MODEL, D_FF, TOKENS = 64, 512, 40
 MOST_TOKENS = 600
-CASES = [
-    (variant, dtype) for variant in ("gated", "plain", "llama") for dtype in (torch.float32, torch.bfloat16)
-]  # fmt: skip
+CASES = [(variant, dtype) for variant in ("gated", "plain", "llama") for dtype in (torch.float32, torch.bfloat16)]
 SOURCES = ["program", "module"]
 
 
@@ -257,9 +266,13 @@ def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def command(*arguments: object, **settings: str) -> str:
     """Run a command in a process of its own, and return what it prints."""
     done = subprocess.run(
-        [*TWELLC, *map(str, arguments)], capture_output=True, text=True, check=False, env=environment(**settings),
+        [*TWELLC, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment(**settings),
         timeout=500,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, f"{arguments}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -315,3 +328,54 @@ def test_several_devices(what: str, tmp_path: Path) -> None:
             call()
         assert "cpu" in str(caught.value) and "cuda" in str(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+# ---- the trained example, against float64 on the CPU ----
+
+TEXT = b'def main(arguments: list[str]) -> int:\n    """Parse the command line."""\n    return 0\n'
+
+
+def on_gpu(program: ExportedProgram, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    moved = move_to_device_pass(program, "cuda")
+    return Runner(moved)({name: tensor.cuda() for name, tensor in inputs.items()})[0].cpu()
+
+
+@pytest.mark.parametrize(("dtype", "compression"), [(torch.bfloat16, 8), (torch.bfloat16, 1), (torch.float16, 4)])
+def test_example_model(dtype: torch.dtype, compression: int) -> None:
+    model = load_model(TracingOptions(ROOT / "examples" / "bytelm"))
+    result = run_passes(model.program, PassOptions(dtype, "all", compression))
+    assert [layer.decision for layer in result.layers] == ["twell"] * 4
+    ids = torch.frombuffer(bytearray(TEXT * 3), dtype=torch.uint8).long().repeat(2, 1)
+    inputs = {"input_ids": ids}
+    # One token alone, too. Moving a program to the GPU moves its weights: the truth comes first.
+    one = {name: tensor[:1, :1] for name, tensor in inputs.items()}
+    wide = widen(result.dense)
+    truth, truth_of_one = Runner(wide)(inputs)[0], Runner(wide)(one)[0]
+    plain, ours = on_gpu(result.dense, inputs), on_gpu(result.program, inputs)
+    accuracy = measure("logits", ours, plain, truth, language_model=True)
+    assert accuracy.within, accuracy
+    assert torch.equal(ours, on_gpu(result.program, inputs))
+    accuracy = measure(
+        "logits", on_gpu(result.program, one), on_gpu(result.dense, one), truth_of_one, language_model=True
+    )
+    assert accuracy.within, accuracy
+
+
+def test_check_runs_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, text = tmp_path / "bytelm.onnx", tmp_path / "text.py"
+    text.write_bytes(TEXT * 8)
+    translate_to_file(CompileOptions(model=ROOT / "examples" / "bytelm", backend="none"), graph, lambda step: None)
+    options = CheckOptions(ROOT / "examples" / "bytelm", graph, text=text)
+    result = check(options, lambda step: None)
+    assert "its plugin nodes by the CUDA kernels on NVIDIA" in result.executed
+    assert result.within, result
+    for each in (*result.outputs, *(block.accuracy for block in result.blocks)):
+        assert each.separation is not None
+        assert each.separation.rewrite.relative < 1e-13
+        assert each.separation.kernels_within
+    # The kernels add in another order than the CPU implementation does: their last bits tell them apart.
+    monkeypatch.setattr("twellc.checks.evaluator.runs_kernels", lambda: False)
+    other = check(options, lambda step: None)
+    for ours, cpu in zip(result.blocks, other.blocks, strict=True):
+        assert ours.accuracy.plain == cpu.accuracy.plain
+        assert ours.accuracy.candidate != cpu.accuracy.candidate

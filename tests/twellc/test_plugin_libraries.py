@@ -103,11 +103,13 @@ def test_without_its_library(model: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_api(model: Path, library: Path, tmp_path: Path) -> None:
     manifest = twellc.compile(model, tmp_path / "m.plan", backend="tensorrt-rtx", plugin_libraries=[str(library)])
     assert [each.names for each in manifest.plugins.libraries or ()] == [["OtherCopy"]]
 
 
+@pytest.mark.slow
 def test_what_is_no_plugin_library(model: Path, library: Path, compile_library: Compile, tmp_path: Path) -> None:
     """Each is one message, and nothing is written."""
     (tmp_path / "text.so").write_text("no library")

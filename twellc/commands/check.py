@@ -134,12 +134,12 @@ def _print_generation(console: Console, generation: GenerationAccuracy) -> None:
         table.add_row(str(index), _figure(step.error), _figure(step.plain_error), *shares)
     console.print(table)
 
-    def said(first: int | None) -> str:
+    def first_step(first: int | None) -> str:
         return "in no step" if first is None else f"first in step {first}"
 
     console.print(
-        f"another token than float64's is chosen {said(generation.first_difference)} (plain low precision "
-        f"{said(generation.plain_first_difference)})"
+        f"another token than float64's is chosen {first_step(generation.first_difference)} (plain low precision "
+        f"{first_step(generation.plain_first_difference)})"
     )
 
 

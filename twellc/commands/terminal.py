@@ -222,7 +222,7 @@ def show_data() -> Iterator[tuple[Progressing, Advancing]]:
     if _level() < 0:
         yield lambda text: None, lambda read, total: None
     elif not console.is_terminal:
-        with _said(step) as progress:
+        with _printed(step) as progress:
             yield progress, lambda read, total: None
     else:
         bar = Progress(
@@ -248,7 +248,7 @@ def show_data() -> Iterator[tuple[Progressing, Advancing]]:
 
 
 @contextmanager
-def _said(step: _Step) -> Iterator[Progressing]:
+def _printed(step: _Step) -> Iterator[Progressing]:
     """Print steps, each once, and again while one takes long."""
     shown: set[str] = set()
     over = threading.Event()

@@ -308,7 +308,7 @@ def _why(members: Sequence[_Member], short: Sequence[str]) -> str:
     def named(member: _Member, value: str) -> str:
         return f"{short[member.place]} ({value})"
 
-    said = []
+    parts = []
     if members[0].layer is not None and members[0].layer.decision != "twell":
         chosen = max(members, key=_density)
         assert chosen.layer is not None
@@ -317,14 +317,14 @@ def _why(members: Sequence[_Member], short: Sequence[str]) -> str:
     known = [member for member in members if gain[member.module]]
     if known:
         least, most = (pick(known, key=lambda member: gain[member.module]) for pick in (min, max))
-        said.append(
+        parts.append(
             f"gains least: {named(least, times(gain[least.module]))}, most: {named(most, times(gain[most.module]))}"
         )
     seen = [member for member in members if member.block is not None]
     if seen:
         densest = max(seen, key=_density)
-        said.append(f"densest: {named(densest, percent(_density(densest)))}")
-    return "; ".join(said)
+        parts.append(f"densest: {named(densest, percent(_density(densest)))}")
+    return "; ".join(parts)
 
 
 def _gain(member: _Member) -> float:

@@ -9,27 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
-from click.testing import Result
 
 import twellc
+from tests import onnx_graphs
 from tests.conftest import Cli
 from tests.models import Gated, Plain, Residual, export
+from tests.twellc.test_cli import failed
 from twellc.benchmarking import blocks
 from twellc.benchmarking.forms import FP8
 
-CONTESTANTS = [
-    "dense eager", "twell eager", "dense compiled", "twell compiled", "dense packed", "dense FP8",
-]  # fmt: skip
+CONTESTANTS = ["dense eager", "twell eager", "dense compiled", "twell compiled", "dense packed", "dense FP8"]
 BLOCKS = ["dense eager", "dense compiled", "dense packed", "dense FP8", "twell"]
 
-
-def failed(result: Result, *texts: str) -> None:
-    assert result.exit_code == 2, result.output
-    assert result.stderr.count("Error: ") == 1 and "Traceback" not in result.output
-    for text in texts:
-        assert text in result.stderr
+pytestmark = pytest.mark.usefixtures("remembered_models")
 
 
 # ---- without a GPU ----
@@ -58,8 +53,8 @@ def test_refuses_before_it_loads(cli: Cli, bytelm: Path, arguments: tuple[str, .
     failed(cli("bench", *(bytelm if each == "bytelm" else each for each in arguments)), *texts)
 
 
-def test_an_onnx_file(cli: Cli, tmp_path: Path, bytelm: Path) -> None:
-    assert cli("compile", bytelm, "--backend", "none", "--onnx", tmp_path / "m.onnx").exit_code == 0
+def test_an_onnx_file(cli: Cli, tmp_path: Path) -> None:
+    onnx.save(onnx_graphs.gated(), tmp_path / "m.onnx")
     failed(cli("bench", tmp_path / "m.onnx"), "is an ONNX file, which torch does not run")
 
 
@@ -119,6 +114,7 @@ def test_tables(cli: Cli, bytelm: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_gpu_needed")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("variant", ["gated", "plain"])
 def test_any_program(variant: str, tmp_path: Path) -> None:
     """A block with biases and a residual, inputs that are no tokens, and a dynamic dimension of another name."""
@@ -178,6 +174,7 @@ def test_blocks_are_timed_by_themselves(monkeypatch: pytest.MonkeyPatch, bytelm:
             torch.testing.assert_close(y, results[0], rtol=0.05, atol=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_gpu_needed")
 def test_a_profile(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
     """What is measured is what compile makes: blocks that do not pay are dense, and dead neurons are gone."""

@@ -10,21 +10,11 @@ import torch
 from click.testing import CliRunner
 
 from twellc.benchmarking import calibrate
-from twellc.benchmarking.calibrate import (
-    Activity,
-    Grid,
-    draw_rows,
-    draw_weights,
-    place_columns,
-    twell,
-)
+from twellc.benchmarking.calibrate import Activity, Grid, draw_rows, draw_weights, place_columns, twell
 from twellc.cli import main
 from twellc.decisions.times import read_times, zipf_rates
 
-ACTIVITIES = (
-    *(Activity(density) for density in (0.005, 0.1, 1.0)),
-    *(Activity(0.02, "zipf", hot) for hot in (0, 100)),
-)
+ACTIVITIES = (*(Activity(density) for density in (0.005, 0.1, 1.0)), *(Activity(0.02, "zipf", hot) for hot in (0, 100)))
 
 
 @pytest.mark.parametrize("activity", ACTIVITIES)
@@ -76,8 +66,11 @@ def test_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert times.complete
     assert times.gpu == torch.cuda.get_device_name()
     assert [(point.variant, point.tokens) for point in times.dense] == [
-        ("gated", 300), ("gated", 1), ("plain", 8), ("gated", 8),
-    ]  # fmt: skip
+        ("gated", 300),
+        ("gated", 1),
+        ("plain", 8),
+        ("gated", 8),
+    ]
     # Three hundred tokens of so narrow a block are not split: hot neurons are not measured there.
     assert [point.tokens for point in times.twell] == [300] * (len(ACTIVITIES) - 1) + [1] * len(ACTIVITIES)
     assert list(tmp_path.iterdir()) == [path]

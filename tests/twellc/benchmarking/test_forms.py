@@ -9,17 +9,7 @@ import torch
 from torch import Tensor
 
 from twellc.benchmarking import forms
-from twellc.benchmarking.forms import (
-    BASELINES,
-    EAGER,
-    FP8,
-    PACKED,
-    Block,
-    Packed,
-    dense_forms,
-    fused_dense,
-    many_sizes,
-)
+from twellc.benchmarking.forms import BASELINES, EAGER, FP8, PACKED, Block, Packed, dense_forms, fused_dense, many_sizes
 
 
 def block(variant: str, activation: str, biases: bool, device: str = "cpu") -> Block:
@@ -27,16 +17,25 @@ def block(variant: str, activation: str, biases: bool, device: str = "cpu") -> B
         return (torch.randn(shape) * shape[-1] ** -0.5).to(torch.bfloat16).to(device)
 
     return Block(
-        draw(96, 32), draw(96, 32) if variant == "gated" else None, draw(48, 96),
-        draw(96) if biases else None, draw(96) if biases and variant == "gated" else None,
-        draw(48) if biases else None, activation, 0.1,
-    )  # fmt: skip
+        draw(96, 32),
+        draw(96, 32) if variant == "gated" else None,
+        draw(48, 96),
+        draw(96) if biases else None,
+        draw(96) if biases and variant == "gated" else None,
+        draw(48) if biases else None,
+        activation,
+        0.1,
+    )
 
 
 CASES = [
-    ("gated", "relu", False), ("gated", "relu", True), ("gated", "fatrelu", False), ("gated", "drelu", True),
-    ("plain", "relu", True), ("plain", "relu2", False),
-]  # fmt: skip
+    ("gated", "relu", False),
+    ("gated", "relu", True),
+    ("gated", "fatrelu", False),
+    ("gated", "drelu", True),
+    ("plain", "relu", True),
+    ("plain", "relu2", False),
+]
 
 
 @pytest.fixture
