@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from twellc.base.dtypes import CODES
 from twellc.base.errors import UserError
@@ -141,6 +141,10 @@ class Limits(_Sized):
         *_each(_I32, "few_tokens few_tokens_generic few_tokens_sm90 narrow_gated narrow_plain dense_block_tokens"),
         *_each(_I32, "dense_block_tokens_if_split fewest_hot most_hot chunk_tokens"),
     )
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> int: ...
 
 
 class Device(ctypes.Structure):

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 LIBRARY = torch.library.Library("twell", "DEF")
+_Function = Callable[..., Any]
 
 
-def define(schema: str, cpu: Callable[..., Any], cuda: Callable[..., Any], infer: Callable[..., Any]) -> Any:
+def define(schema: str, cpu: _Function, cuda: _Function, infer: _Function, *, by_device: bool = False) -> Any:
     """Define an op, and return it.
 
     Args:
@@ -18,9 +19,14 @@ def define(schema: str, cpu: Callable[..., Any], cuda: Callable[..., Any], infer
         cpu: Computes it on a CPU: its meaning.
         cuda: Computes it on a GPU.
         infer: Gives shapes and dtypes of its results, for tracing.
+        by_device: Whether these depend on the device.
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
-    for key, run in (("CPU", cpu), ("CUDA", cuda), ("Meta", infer)):
+    for key, run in (("CPU", cpu), ("CUDA", cuda)):
         LIBRARY.impl(name, run, key)
+    if by_device:
+        torch.library.register_fake(f"twell::{name}", infer, lib=LIBRARY)
+    else:
+        LIBRARY.impl(name, infer, "Meta")
     return getattr(torch.ops.twell, name).default

@@ -28,7 +28,7 @@ from twellc.plugins.gradients import cpu, cuda
 from twellc.plugins.gradients.call import KEPT_DTYPES, Call, Gradients, Kept, Step, call_of, schemas
 from twellc.plugins.gradients.modes import NO_SECOND, refuse_forward_mode, refuse_torch_func, register_autocast
 from twellc.plugins.meaning import check_call, math_dtype, widths_of
-from twellc.plugins.torch_library import LIBRARY
+from twellc.plugins.torch_library import LIBRARY, define
 
 _NUM_KEPT = len(Kept._fields)
 # The tensors that may have gradients, in the order of the ops' arguments.
@@ -84,21 +84,13 @@ def _backward_by(run: Callable[..., Any]) -> Callable[..., Any]:
     return backward
 
 
-for _schema, _by, _directions in zip(
-    schemas(),
-    (_forward_by, _backward_by),
-    ((cpu.forward, cuda.forward, _infer_forward), (cpu.backward, cuda.backward, _infer_backward)),
-    strict=True,
-):
-    _name = _schema.partition("(")[0]
-    LIBRARY.define(_schema, tags=torch.Tag.pt2_compliant_tag)
-    for _key, _run in zip(("CPU", "CUDA"), _directions, strict=False):
-        LIBRARY.impl(_name, _by(_run), _key)
-    # Not a kernel for "Meta": what is kept depends on the device.
-    torch.library.register_fake(f"twell::{_name}", _by(_directions[2]), lib=LIBRARY)
-
-TRAIN_FORWARD: torch._ops.OpOverload = torch.ops.twell.train_forward.default
-TRAIN_BACKWARD: torch._ops.OpOverload = torch.ops.twell.train_backward.default
+_FORWARD, _BACKWARD = schemas()
+TRAIN_FORWARD: torch._ops.OpOverload = define(
+    _FORWARD, *(_forward_by(run) for run in (cpu.forward, cuda.forward, _infer_forward)), by_device=True
+)
+TRAIN_BACKWARD: torch._ops.OpOverload = define(
+    _BACKWARD, *(_backward_by(run) for run in (cpu.backward, cuda.backward, _infer_backward)), by_device=True
+)
 
 
 # ---- what is differentiable ----
