@@ -72,7 +72,7 @@ class ProgramObserver:
         """
         placed: dict[str, _Places] = {}
 
-        def see(name: str, z: torch.Tensor) -> None:
+        def observe(name: str, z: torch.Tensor) -> None:
             reading = self._rows[name]
             if reading is None and any(not mask.all() for mask in counted.values()):
                 self.unplaced.add(self._modules[name])
@@ -84,7 +84,7 @@ class ProgramObserver:
             self.counters[name].add(z if places.rows is None else z.index_select(0, places.rows), places.bins)
 
         with torch.no_grad():
-            self._interpreter.see(_arguments(self._program, inputs, self._device), see)
+            self._interpreter.run_observed(_arguments(self._program, inputs, self._device), observe)
         flags = torch.stack([counter.nan for counter in self.counters.values()]).tolist()
         for module, is_nan in zip(self._modules.values(), flags, strict=True):
             if is_nan:
@@ -188,8 +188,8 @@ class _Interpreter(Interpreter):
                 self._needed.add(node)
                 pending.extend(node.all_input_nodes)
 
-    def see(self, arguments: list[Any], see: Callable[[str, Any], None]) -> None:
-        self._see = see
+    def run_observed(self, arguments: list[Any], observer: Callable[[str, Any], None]) -> None:
+        self._observer = observer
         self.run(*arguments, enable_io_processing=False)
 
     def run_node(self, node: Node) -> Any:
@@ -197,5 +197,5 @@ class _Interpreter(Interpreter):
             return None
         value = super().run_node(node)
         if node.name in self._names:
-            self._see(node.name, value)
+            self._observer(node.name, value)
         return value

@@ -1,4 +1,4 @@
-"""The callback of transformers' Trainer that looks after sparsity: it logs, and brings dead neurons back."""
+"""The callback of transformers' Trainer for sparsity: it logs, and brings dead neurons back."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self.penalty.close()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Bring dead neurons back, move the activations on, and see to it that nothing that is saved is NaN."""
+        """Bring dead neurons back, move the activations on, and make sure that nothing that is saved is NaN."""
         self.on_substep_end(args, state, control)
         if self._reinitialise:
             moved = reinitialise_dead(self._model, self._take(), step=state.global_step, seed=self._seed)
@@ -132,7 +132,7 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._look(state, control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """See to it that nothing that is saved is NaN: the Trainer may save after each epoch."""
+        """Make sure that nothing that is saved is NaN: the Trainer may save after each epoch."""
         self._look(state, control)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
@@ -188,7 +188,7 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         return fired
 
     def _look(self, state: Any, control: Any) -> None:
-        """Take the counts where something is logged, measured or saved next, and see to it that nothing is NaN."""
+        """Take the counts where something is logged, measured or saved next, and make sure that nothing is NaN."""
         saves = control.should_save or control.should_evaluate or control.should_training_stop
         if self._log is not None and saves:
             control.should_log = True  # a record for the loss on held-out data, for a resume, and for the last steps

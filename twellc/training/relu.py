@@ -156,7 +156,7 @@ def _is_silu_or_gelu(module: nn.Module) -> bool:
 
 
 def _configure(model: Any, replaced: Sequence[tuple[str, nn.Module]]) -> list[tuple[Any, str, str]]:
-    """Find out how the configuration names ReLU, and see to it that the model it then describes is this one.
+    """Find out how the configuration names ReLU, and check that the model it then describes is this one.
 
     Returns:
         What `Blend` takes as `named`. The configuration is as it was.
