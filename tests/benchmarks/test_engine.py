@@ -40,7 +40,8 @@ def network_of(model: Path, layers: str, folder: Path) -> list[Any]:
     return [network.get_layer(i) for i in range(network.num_layers)]
 
 
-@pytest.mark.parametrize("layers", ["all", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", ["all", "none"])
 def test_kinds_of_layers(engine: Any, llama: Path, tmp_path: Path, layers: str) -> None:
     """Each kind is found in the layers that TensorRT's parser makes, by the node that it notes for each of them."""
     found: dict[str, set[str]] = {}

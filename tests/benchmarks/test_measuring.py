@@ -136,6 +136,7 @@ def test_engine(scripts: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) 
     assert "| plan twell | " in engine.shape_table(result)
 
 
+@pytest.mark.slow
 def test_generate(scripts: Callable[[str], Any], tmp_path: Path) -> None:
     generate = scripts("generate")
     wanted = ("--contestants", "dense eager,twell eager", "--only", "decode-2,prefill")

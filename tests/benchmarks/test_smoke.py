@@ -82,6 +82,7 @@ def test_compile(tmp_path: Path) -> None:
     assert result["model"] == "llama-smoke" and result["resident"] > result["private"] > result["plan"] > 0
 
 
+@pytest.mark.slow
 def test_failed_compilation_gives_no_figures(invoke: Invoke, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model, results = tmp_path / "model", tmp_path / "results.json"
     model.mkdir()

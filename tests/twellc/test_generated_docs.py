@@ -59,6 +59,7 @@ def test_reports_are_as_the_schemas_say(cli: Cli, archive: Path, tmp_path: Path)
     refuse("check", json.loads(cli("check", archive, graph, "--json").stdout))
 
 
+@pytest.mark.usefixtures("remembered_models")
 def test_other_reports_are_as_the_schemas_say(cli: Cli, llama: Path, tmp_path: Path) -> None:
     onnx.save(gated(), tmp_path / "g.onnx")
     for model in (llama, tmp_path / "g.onnx"):
