@@ -72,7 +72,7 @@ def refused(result: click.testing.Result, *words: str) -> None:
         assert word in result.stderr, result.stderr
 
 
-def test_the_whole_way(finetune: Finetune, dense: Path, cli: Cli, tmp_path: Path) -> None:
+def test_the_whole_way(finetune: Finetune, dense: Path, tmp_path: Path) -> None:
     held_out = tmp_path / "held_out.txt"
     held_out.write_text("def sub(a, b):\n    return a - b\n" * 20)
     out = tmp_path / "out"
@@ -91,23 +91,23 @@ def test_the_whole_way(finetune: Finetune, dense: Path, cli: Cli, tmp_path: Path
     assert [each.step for each in log.steps if each.eval_loss is not None and 4 < each.eval_loss < 8] == [3, 6]
     profile = FiringProfile.read(out / "firing.profile")
     assert (profile.tokens, list(profile.blocks)) == (3 * 2 * 4 * 16, ["model.layers.0.mlp", "model.layers.1.mlp"])
-    graph = tmp_path / "m.onnx"
-    made = cli("compile", out, "--backend", "none", "--onnx", graph, "--calibration", out / "firing.profile")
-    assert made.exit_code == 0, made.output
-    assert "2 of 2 feed-forward blocks rewritten" in made.stdout
     refused(finetune(**options), "the folder is not empty", "--resume")
 
 
 @pytest.mark.slow
-def test_going_on_changes_nothing(finetune: Finetune, dense: Path, tmp_path: Path) -> None:
+def test_going_on_changes_nothing(finetune: Finetune, dense: Path, cli: Cli, tmp_path: Path) -> None:
     """A run that is broken off, here on the way to ReLU, and goes on gives the weights of one that is not."""
     for name, steps in (("whole", (6,)), ("broken", (3, 6))):
         for count in steps:
             given = ["--reinitialise", *(["--resume"] if count == 6 and name == "broken" else [])]
             # The learning rate depends on the number of steps: it is constant here from the first one on.
             options: dict[str, object] = {"model": dense, "output": tmp_path / name, "steps": count, "blend": 5}
-            done = finetune(*given, "--constant", **options, warm_up=0, l1_warm_up=0)
+            done = finetune(*given, "--constant", **options, warm_up=0, l1_warm_up=0, profile_steps=3)
             assert done.exit_code == 0, done.output
+    whole, graph = tmp_path / "whole", tmp_path / "m.onnx"
+    calibrated = ("--calibration", whole / "firing.profile")
+    made = cli("compile", whole, "--backend", "none", "--onnx", graph, *calibrated)
+    assert made.exit_code == 0 and "2 of 2 feed-forward blocks rewritten" in made.stdout, made.output
     one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "broken"))
     assert one == other
     assert [each.relu for each in TrainingLog.read(tmp_path / "broken" / "training.jsonl").steps] == [0.2, 0.4, 0.6, 1]
