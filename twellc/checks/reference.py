@@ -61,9 +61,11 @@ class CandidateGraph:
 
 @dataclass(frozen=True)
 class BlockRuns:
-    """What a block and its plugin node give for each sample, [..., d_out], on the CPU.
+    """A block of the model with its plugin node, and what both give for each sample, [..., d_out], on the CPU.
 
     Attributes:
+        ends: Names of what the block reads and computes.
+        node: The plugin node that stands for it.
         plain: The block in low precision.
         ours: The plugin node in low precision.
         exact: The block in float64, with the weights of the low precision.
@@ -71,6 +73,8 @@ class BlockRuns:
         active, activations: How many activations of the gate were not zero, and how many there were.
     """
 
+    ends: Ends
+    node: PluginNode
     plain: Outputs = field(default_factory=list)
     ours: Outputs = field(default_factory=list)
     exact: Outputs = field(default_factory=list)
@@ -78,17 +82,28 @@ class BlockRuns:
     active: list[int] = field(default_factory=list)
     activations: list[int] = field(default_factory=list)
 
-    def add_low(self, node: PluginNode, x: torch.Tensor, residual: torch.Tensor | None, plain: torch.Tensor) -> None:
-        """Run the node on what the block reads, in low precision."""
-        self.plain.append(plain.cpu())
-        self.ours.append(node.run(x, residual).cpu())
-        self.active.append(node.active(x))
-        self.activations.append(x.numel() // node.widths[0] * node.widths[1])
+    @property
+    def reads(self) -> list[str]:
+        """Names of x and of the residual, if there is one."""
+        return [self.ends.x] + ([] if self.ends.residual is None else [self.ends.residual])
 
-    def add_wide(self, node: PluginNode, x: torch.Tensor, residual: torch.Tensor | None, exact: torch.Tensor) -> None:
-        """Run the node on what the block reads, in float64."""
+    def run_node(self, values: Sample) -> torch.Tensor:
+        """Run the node on what the block reads, which stands in `values` by its name."""
+        x, *residual = (values[name] for name in self.reads)
+        return self.node.run(x, residual[0] if residual else None)
+
+    def add_low(self, values: Sample, plain: torch.Tensor) -> None:
+        """Run the node in low precision; `plain` is what the block gives."""
+        x = values[self.ends.x]
+        self.plain.append(plain.cpu())
+        self.ours.append(self.run_node(values).cpu())
+        self.active.append(self.node.active(x))
+        self.activations.append(x.numel() // self.node.widths[0] * self.node.widths[1])
+
+    def add_wide(self, values: Sample, exact: torch.Tensor) -> None:
+        """Run the node in float64, for the same values; `exact` is what the block gives."""
         self.exact.append(exact.cpu())
-        self.rewritten.append(node.run(x.double(), None if residual is None else residual.double()).cpu())
+        self.rewritten.append(self.run_node(widen_sample({name: values[name] for name in self.reads})).cpu())
 
 
 @dataclass(frozen=True)
@@ -148,26 +163,10 @@ class Reference(ABC):
         """
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """A block of the model, and the plugin node that stands for it.
-
-    Attributes:
-        ends: What the block reads and computes.
-        node: The plugin node.
-        runs: What both give.
-    """
-
-    ends: Ends
-    node: PluginNode
-    runs: BlockRuns
-
-
-def _start(graph: CandidateGraph | None, ends: list[Ends], exact: bool) -> tuple[Runs, list[_Pair]]:
-    """Return runs to fill, and the blocks to compare; see `Reference.run`."""
+def _runs_of(graph: CandidateGraph | None, ends: list[Ends], exact: bool) -> Runs:
+    """Return runs to fill, with the blocks to compare; see `Reference.run`."""
     nodes = zip(ends, graph.nodes, strict=True) if graph else ()
-    pairs = [_Pair(each, node, BlockRuns()) for each, node in nodes]
-    return Runs([], [], blocks=[pair.runs for pair in pairs], exact=exact), pairs
+    return Runs([], [], blocks=[BlockRuns(each, node) for each, node in nodes], exact=exact)
 
 
 def _counter(progress: Progress, precision: str, blocks: int) -> Callable[[], None]:
@@ -210,14 +209,13 @@ class TorchReference(Reference):
 
     def run(self, samples: list[Sample], graph: CandidateGraph | None, progress: Progress) -> Runs:
         """See `Reference`."""
-        runs, pairs = _start(graph, self._ends, self._with_blocks is self._plain)
-        ends, nodes = [pair.ends for pair in pairs], [pair.node for pair in pairs]
-        inputs: list[dict[str, torch.Tensor]] = []
-        count = _counter(progress, "low precision", 2 * len(samples) * len(pairs))
+        runs = _runs_of(graph, self._ends, self._with_blocks is self._plain)
+        blocks, inputs = runs.blocks, list[Sample]()
+        count = _counter(progress, "low precision", 2 * len(samples) * len(blocks))
         run_blocks = Runner(self._with_blocks)
         run_plain = run_blocks if runs.exact else Runner(self._plain)
         for sample in samples:
-            visitor = _Visitor(ends, count)
+            visitor = _Visitor(blocks, count)
             plain = _on_cpu(run_blocks(sample, visitor)) if graph and runs.exact else _on_cpu(run_plain(sample))
             runs.plain.append(plain)
             if graph is None:
@@ -225,11 +223,11 @@ class TorchReference(Reference):
             if not runs.exact:
                 run_blocks(sample, visitor)
             inputs.append(visitor.read)
-            for index, pair in enumerate(pairs):
-                pair.runs.add_low(pair.node, *_read_by(pair.ends, visitor.read), visitor.y[index])
-            runs.spliced.append(_on_cpu(run_blocks(sample, _Visitor(ends, count, nodes))))
+            for index, block in enumerate(blocks):
+                block.add_low(visitor.read, visitor.y[index])
+            runs.spliced.append(_on_cpu(run_blocks(sample, _Visitor(blocks, count, splice=True))))
         del run_blocks, run_plain
-        count = _counter(progress, "float64", 2 * len(samples) * len(pairs))
+        count = _counter(progress, "float64", 2 * len(samples) * len(blocks))
         wide = Runner(widen(_round_thresholds(self._plain)))
         runs.original.extend(_on_cpu(wide(widen_sample(sample))) for sample in samples)
         if not runs.exact:
@@ -237,11 +235,11 @@ class TorchReference(Reference):
             wide = Runner(widen(_round_thresholds(self._with_blocks)))
         for sample, given in zip(samples, inputs, strict=False):  # without a graph there are no inputs of blocks
             widened = widen_sample(sample)
-            runs.rewritten.append(_on_cpu(wide(widened, _Visitor(ends, count, nodes))))
-            visitor = _Visitor(ends, count, given={name: value.double() for name, value in given.items()})
+            runs.rewritten.append(_on_cpu(wide(widened, _Visitor(blocks, count, splice=True))))
+            visitor = _Visitor(blocks, count, given=widen_sample(given))
             wide(widened, visitor)
-            for index, pair in enumerate(pairs):
-                pair.runs.add_wide(pair.node, *_read_by(pair.ends, given), visitor.y[index])
+            for index, block in enumerate(blocks):
+                block.add_wide(given, visitor.y[index])
         if self._plain is self._source:
             return replace(runs, truth=runs.original)
         del wide
@@ -271,11 +269,6 @@ def _round_thresholds(program: ExportedProgram) -> ExportedProgram:
     return finish(program)
 
 
-def _read_by(ends: Ends, values: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return x and residual of a block."""
-    return values[ends.x], None if ends.residual is None else values[ends.residual]
-
-
 class _Visitor:
     """Notes what blocks read and compute while a program runs.
 
@@ -285,33 +278,28 @@ class _Visitor:
     """
 
     def __init__(
-        self,
-        ends: list[Ends],
-        count: Callable[[], None],
-        nodes: list[PluginNode] | None = None,
-        given: dict[str, torch.Tensor] | None = None,
+        self, blocks: list[BlockRuns], count: Callable[[], None], splice: bool = False, given: Sample | None = None
     ) -> None:
         """Prepare a run.
 
         Args:
-            ends: Names of what each block reads and computes.
+            blocks: The blocks.
             count: Is called when a block is done.
-            nodes: What gives the output of each block instead.
+            splice: Whether the plugin nodes give the output of the blocks.
             given: What blocks read instead of what the program computes.
         """
-        self._ends = ends
-        self._names = {name for each in ends for name in (each.x, each.residual)}
-        self._writers = {each.y: index for index, each in enumerate(ends)}
-        self._count, self._nodes, self._given = count, nodes, given
-        self.read: dict[str, torch.Tensor] = {}
+        self._blocks, self._count, self._splice, self._given = blocks, count, splice, given
+        self._names = {name for block in blocks for name in block.reads}
+        self._writers = {block.ends.y: index for index, block in enumerate(blocks)}
+        self.read: Sample = {}
         self.y: dict[int, torch.Tensor] = {}
 
     def __call__(self, name: str, value: Any) -> Any:
         writer = self._writers.get(name)
         if writer is not None:
             self.y[writer] = value
-            if self._nodes is not None:
-                value = self._nodes[writer].run(*_read_by(self._ends[writer], self.read))
+            if self._splice:
+                value = self._blocks[writer].run_node(self.read)
             self._count()
         if name in self._names:
             if self._given is not None:
@@ -385,34 +373,34 @@ class OnnxReference(Reference):
 
     def run(self, samples: list[Sample], graph: CandidateGraph | None, progress: Progress) -> Runs:
         """See `Reference`."""
-        runs, pairs = _start(graph, self._ends, self._with_blocks is self._plain)
-        count = _counter(progress, "low precision", len(samples) * len(pairs))
-        read = {pair.ends: [name for name in (pair.ends.x, pair.ends.residual) if name is not None] for pair in pairs}
-        needed = {*self.outputs, *(name for names in read.values() for name in names), *(ends.y for ends in read)}
-        inputs: list[Sample] = []
+        runs = _runs_of(graph, self._ends, self._with_blocks is self._plain)
+        blocks, inputs = runs.blocks, list[Sample]()
+        count = _counter(progress, "low precision", len(samples) * len(blocks))
+        read = {name for block in blocks for name in block.reads}
+        needed = {*self.outputs, *read, *(block.ends.y for block in blocks)}
         evaluator = OnnxEvaluator(self._path, self._plain)
         evaluate_blocks = evaluator if runs.exact else OnnxEvaluator(self._path, self._with_blocks)
         for sample in samples:
             found = evaluate_blocks.run_to(sample, needed)
             runs.plain.append([found[name] for name in self.outputs] if runs.exact else evaluator.run(sample))
-            inputs.append({name: found[name] for names in read.values() for name in names})
-            for pair in pairs:
+            inputs.append({name: found[name] for name in read})
+            for block in blocks:
                 # Of a block in float32 the plugin node reads x behind a cast, and its result is cast back.
-                x, residual = _read_by(pair.ends, _cast(inputs[-1], pair.node.dtype))
-                pair.runs.add_low(pair.node, x, residual, found[pair.ends.y].to(pair.node.dtype))
+                dtype = block.node.dtype
+                block.add_low(_cast({name: found[name] for name in block.reads}, dtype), found[block.ends.y].to(dtype))
                 count()
-        count = _counter(progress, "float64", len(samples) * len(pairs))
+        count = _counter(progress, "float64", len(samples) * len(blocks))
         wide = widen_onnx(self._plain)
         evaluator = OnnxEvaluator(self._path, wide)
         runs.original.extend(evaluator.run(widen_sample(sample)) for sample in samples)
         if not runs.exact:
             wide = widen_onnx(self._with_blocks)
-        for pair in pairs:
-            part = OnnxEvaluator(self._path, part_of(wide, list(dict.fromkeys(read[pair.ends])), pair.ends.y))
+        for block in blocks:
+            part = OnnxEvaluator(self._path, part_of(wide, list(dict.fromkeys(block.reads)), block.ends.y))
             for sample, found in zip(samples, inputs, strict=True):
-                given = _cast({name: found[name] for name in read[pair.ends]}, pair.node.dtype)
+                given = _cast({name: found[name] for name in block.reads}, block.node.dtype)
                 (exact,) = part.run({**widen_sample(sample), **widen_sample(given)})
-                pair.runs.add_wide(pair.node, *_read_by(pair.ends, given), exact)
+                block.add_wide(given, exact)
                 count()
         if graph is not None:
             evaluator = OnnxEvaluator(graph.path, graph.model)
