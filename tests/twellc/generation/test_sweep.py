@@ -14,7 +14,7 @@ from transformers import LogitsProcessorList, NoBadWordsLogitsProcessor, NoRepea
 
 from tests import models
 from tests.twellc.generation.conftest import Family
-from tests.twellc.generation.shared import answer_alone, generate_alone
+from tests.twellc.generation.shared import answer_alone, by_a_plan, generate_alone
 from twellc import LLM, SamplingParams
 
 END, LENGTH, ROWS = 0, 40, 4
@@ -34,10 +34,10 @@ def pairs(family: Family) -> Callable[[str, bool], Pair]:
         return folder, model
 
     @functools.cache
-    def load(name: str, in_a_plan: bool) -> Pair:
+    def load(name: str, planned: bool) -> Pair:
         folder, model = saved(name)
         llm = LLM(folder, device="cpu", max_model_len=LENGTH)
-        if in_a_plan:
+        if planned:
             llm.model = by_a_plan(folder, ROWS, llm.model.generation_config, models.VOCABULARY)
         return model, llm
 
