@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.twellc.generation.test_families import fails_anywhere
 from twellc import LLM, SamplingParams, UserError
 from twellc.base.caches import KeyValueCache
 from twellc.generation import llm as llm_module
+from twellc.generation import plan as plan_module
 from twellc.generation.model import CausalModel
 from twellc.generation.plan import PlanBackend, _size, profile_for
 from twellc.loaders.cached import load_with_cache
@@ -66,6 +68,13 @@ def test_few_sizes() -> None:
     assert sorted(set(sizes))[:10] == [16, 20, 24, 28, 32, 40, 48, 56, 64, 80] and len(set(sizes)) == 29
 
 
+def test_the_narrowest_profile() -> None:
+    largest = [(2, 8), (2, 1), (1, 1)]
+    assert [profile_for(*call, largest) for call in ((2, 8), (1, 2), (2, 1), (1, 1))] == [0, 0, 1, 2]
+    of_many = [(32, 8), (32, 1), (8, 1), (1, 1)]
+    assert [profile_for(rows, 1, of_many) for rows in (1, 2, 8, 9, 32)] == [3, 2, 2, 1, 1]
+
+
 def test_limits(backend: PlanBackend) -> None:
     ours = CausalModel(backend, PreTrainedConfig(), GenerationConfig(pad_token_id=0))
     full = ours.generate(torch.randint(3, 99, (1, LENGTH)), max_new_tokens=9)
@@ -112,17 +121,17 @@ def test_llm(loaded: Any, talker: Path, tmp_path: Path, monkeypatch: pytest.Monk
         LLM(plan)
 
 
-def test_plans_that_do_not_answer(archive: Path, tmp_path: Path) -> None:
-    import twellc
-
-    plan = tmp_path / "m.plan"
-    twellc.compile(archive, plan, backend="tensorrt-rtx")
+def test_plans_that_do_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a plan without a cache the manifest alone is read."""
+    (tmp_path / "m.plan").write_bytes(b"")
+    monkeypatch.setattr(plan_module, "read_manifest", lambda path: types.SimpleNamespace(cache=None))
     with pytest.raises(UserError, match=r"m\.plan: has no key-value cache, so it can score a text and not answer"):
-        LLM(plan)
+        LLM(tmp_path / "m.plan")
     with pytest.raises(UserError, match=r"other\.plan: there is no such file or folder"):
         LLM(tmp_path / "other.plan")
 
 
+@pytest.mark.slow
 def test_a_plan_that_cannot_run_here(bytelm: Path, tmp_path: Path) -> None:
     """TensorRT-RTX builds without a GPU, and runs neither without one nor on Hopper."""
     import twellc
@@ -135,9 +144,6 @@ def test_a_plan_that_cannot_run_here(bytelm: Path, tmp_path: Path) -> None:
     assert manifest.cache is not None and manifest.cache.text == "m.plan.text"
     largest = [profile["input_ids"].max for profile in manifest.profiles]
     assert largest == [(2, 8), (2, 1), (1, 1)]
-    assert [profile_for(*call, largest) for call in ((2, 8), (1, 2), (2, 1), (1, 1))] == [0, 0, 1, 2]
-    of_many = [(32, 8), (32, 1), (8, 1), (1, 1)]
-    assert [profile_for(rows, 1, of_many) for rows in (1, 2, 8, 9, 32)] == [3, 2, 2, 1, 1]
     with pytest.raises(UserError, match="--device cpu: a plan runs on a GPU; expected auto, cuda or cuda:N"):
         LLM(plan, device="cpu")
     with pytest.raises(UserError, match=r"m\.plan: the plan cannot run here: .*\. Give the model's directory"):
