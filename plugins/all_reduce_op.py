@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed import _functional_collectives as collectives
 
+from twellc.base.torch_private import OpOverload, collectives, get_default_group
 from twellc.plugins.torch_library import define
 
 
@@ -26,7 +26,7 @@ def _reduce(x: Tensor, ranks: int) -> Tensor:
             f"twell: the program of one of {ranks} ranks needs {ranks} processes in torch.distributed's default group, "
             f"got {got}; start it with torchrun, and call torch.distributed.init_process_group"
         )
-    group = dist.distributed_c10d._get_default_group()
+    group = get_default_group()
     y: Tensor = collectives.wait_tensor(collectives.all_reduce(x, "sum", group))
     return y
 
@@ -36,4 +36,4 @@ def _infer(x: Tensor, ranks: int) -> Tensor:
     return torch.empty_like(x)
 
 
-ALL_REDUCE: torch._ops.OpOverload = define("all_reduce(Tensor x, int ranks) -> Tensor", _reduce, _reduce, _infer)
+ALL_REDUCE: OpOverload = define("all_reduce(Tensor x, int ranks) -> Tensor", _reduce, _reduce, _infer)

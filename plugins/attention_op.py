@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from twellc.base.torch_private import OpOverload
 from twellc.plugins.torch_library import define
 
 # ---- what attention over a cache shares ----
@@ -132,7 +133,7 @@ def _infer(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, scale: float
     return q.new_empty(q.shape)
 
 
-ATTENTION: torch._ops.OpOverload = define(
+ATTENTION: OpOverload = define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? lengths, float scale, bool causal) -> Tensor",
     _compute,
     _launch,

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError
+from twellc.base.torch_private import OpOverload
 from twellc.plugins import library
 from twellc.plugins.attention_op import attend, attend_by_torch, check_counts, check_operands
 from twellc.plugins.registration import load_cudnn
@@ -225,14 +226,14 @@ def _infer_mask(starts: Tensor, counts: Tensor, tokens: int, length: int) -> Ten
 
 
 _OPERANDS = "Tensor new_keys, Tensor new_values, Tensor starts, Tensor counts"
-APPEND: torch._ops.OpOverload = define(
+APPEND: OpOverload = define(
     f"append_caches(Tensor keys, Tensor values, {_OPERANDS}) -> (Tensor, Tensor)",
     _copied(_write),
     _copied(_launch_write),
     _infer_append,
 )
 _ATTENTION = "Tensor q, Tensor keys, Tensor values, Tensor query_counts, Tensor key_counts, float scale"
-CACHED_ATTENTION: torch._ops.OpOverload = define(f"cached_attention({_ATTENTION}) -> Tensor", _compute, _launch, _infer)
-CACHE_MASK: torch._ops.OpOverload = define(
+CACHED_ATTENTION: OpOverload = define(f"cached_attention({_ATTENTION}) -> Tensor", _compute, _launch, _infer)
+CACHE_MASK: OpOverload = define(
     "cache_mask(Tensor starts, Tensor counts, SymInt tokens, SymInt length) -> Tensor", _mask, _mask, _infer_mask
 )

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from twellc.base.dtypes import dtype_name
+from twellc.base.torch_private import OpOverload
 from twellc.plugins import library
 from twellc.plugins.block import (
     GATED,
@@ -91,7 +92,7 @@ def _implementation(variant: Variant, run: Callable[[Operands[Tensor], BlockOpti
     return call
 
 
-OPS: dict[Variant, torch._ops.OpOverload] = {
+OPS: dict[Variant, OpOverload] = {
     variant: define(schema_of(variant), *(_implementation(variant, run) for run in (_compute, _launch, _infer)))
     for variant in (GATED, PLAIN)
 }

@@ -21,9 +21,9 @@ from twellc.base.errors import UserError, first_line
 from twellc.base.modules import Extra
 
 if TYPE_CHECKING:
-    from torch._ops import OpOverload
     from torch.fx import Node
 
+    from twellc.base.torch_private import OpOverload
     from twellc.plugins.block import BlockOptions, Operands
 
 TORCH_TENSORRT = Extra("twellc.torch_tensorrt", "torch_tensorrt", "Torch-TensorRT", "torch-tensorrt", tested=((2, 11),))
@@ -74,9 +74,10 @@ def takes(node: Node, _settings: object = None) -> bool:
 
 def _call(target: Any, args: Any, kwargs: Any) -> tuple[Operands[Any], BlockOptions]:
     """Return the tensors and the options of a call."""
+    from twellc.base.torch_private import schema_of
     from twellc.plugins.block import VARIANTS, call_of
 
-    variant = next(each for each in VARIANTS.values() if each.op == target._schema.name.partition("::")[2])
+    variant = next(each for each in VARIANTS.values() if each.op == schema_of(target).name.partition("::")[2])
     return call_of(variant, args, kwargs)
 
 

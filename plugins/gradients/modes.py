@@ -9,6 +9,16 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from twellc.base.torch_private import (
+    DispatchKey,
+    DispatchKeySet,
+    ExcludeDispatchKeyGuard,
+    OpOverload,
+    are_functorch_transforms_active,
+    forward_mode_level,
+    schema_of,
+)
+
 _FIX = "run the model without the blocks: twellc.restore(model)"
 NO_SECOND = (
     "twell: the blocks have no second derivative. For one (create_graph=True, gradient penalties, "
@@ -22,12 +32,12 @@ _NO_TORCH_FUNC = f"twell: the blocks are not differentiable by torch.func. For t
 
 def is_forward_mode() -> bool:
     """Whether tensors may have tangents."""
-    return forward_ad._current_level >= 0
+    return forward_mode_level() >= 0
 
 
 def is_transformed() -> bool:
     """Whether tensors may be those of `torch.func` or of forward mode."""
-    return is_forward_mode() or torch._C._are_functorch_transforms_active()
+    return is_forward_mode() or bool(are_functorch_transforms_active())
 
 
 def refuse_forward_mode(tensors: Iterable[object]) -> None:
@@ -40,24 +50,24 @@ def refuse_forward_mode(tensors: Iterable[object]) -> None:
 
 def refuse_torch_func() -> None:
     """Raise NotImplementedError if what autograd records is for `torch.func`."""
-    if torch._C._are_functorch_transforms_active():
+    if are_functorch_transforms_active():
         raise NotImplementedError(_NO_TORCH_FUNC)
 
 
 # ---- autocast ----
 
-_DEVICES = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
+_DEVICES = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 _CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def register_autocast(library: torch.library.Library, op: torch._ops.OpOverload) -> None:
+def register_autocast(library: torch.library.Library, op: OpOverload) -> None:
     """Let an op take float32, bfloat16 and float16 together: autocast casts them, as for `functional.linear`."""
     for device, key in _DEVICES.items():
-        library.impl(op._schema.name.partition("::")[2], _casting(op, device, key), key.name)
+        library.impl(schema_of(op).name.partition("::")[2], _casting(op, device, key), key.name)
 
 
-def _casting(op: torch._ops.OpOverload, device: str, key: torch._C.DispatchKey) -> Callable[..., Any]:
-    names = [each.name for each in op._schema.arguments]
+def _casting(op: OpOverload, device: str, key: DispatchKey) -> Callable[..., Any]:
+    names = [each.name for each in schema_of(op).arguments]
 
     def call(*arguments: Any, **named: Any) -> Any:
         given = {**dict(zip(names, arguments, strict=False)), **named}
@@ -69,7 +79,7 @@ def _casting(op: torch._ops.OpOverload, device: str, key: torch._C.DispatchKey) 
             name: value.to(dtype) if isinstance(value, Tensor) and value.dtype in _CASTABLE else value
             for name, value in {**given, "residual": None if is_wider else residual}.items()
         }
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+        with ExcludeDispatchKeyGuard(DispatchKeySet(key)):
             found = op(**cast)
         if residual is None or not is_wider:
             return found

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from twellc.base.torch_private import AutoDispatchBelowAutograd, OpOverload
 from twellc.plugins.block import BlockOptions, Operands, Variant
 from twellc.plugins.block import call_of as block_call_of
 from twellc.plugins.gradients import cpu, cuda
@@ -85,10 +86,10 @@ def _backward_by(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _FORWARD, _BACKWARD = schemas()
-TRAIN_FORWARD: torch._ops.OpOverload = define(
+TRAIN_FORWARD: OpOverload = define(
     _FORWARD, *(_forward_by(run) for run in (cpu.forward, cuda.forward, _infer_forward)), by_device=True
 )
-TRAIN_BACKWARD: torch._ops.OpOverload = define(
+TRAIN_BACKWARD: OpOverload = define(
     _BACKWARD, *(_backward_by(run) for run in (cpu.backward, cuda.backward, _infer_backward)), by_device=True
 )
 
@@ -104,7 +105,7 @@ class _TrainStep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        with torch._C._AutoDispatchBelowAutograd():
+        with AutoDispatchBelowAutograd():
             y, l1, *others = TRAIN_FORWARD(*inputs)
         ctx.save_for_backward(*others[1:], *(each if isinstance(each, Tensor) else None for each in inputs))
         ctx.arguments = [None if isinstance(each, Tensor) else each for each in inputs]
@@ -143,7 +144,7 @@ def _forward_with_gradients(*inputs: Any) -> tuple[Tensor, ...]:
         refuse_torch_func()
         found: tuple[Tensor, ...] = _TrainStep.apply(*inputs)
     else:
-        with torch._C._AutoDispatchBelowAutograd():
+        with AutoDispatchBelowAutograd():
             found = TRAIN_FORWARD(*inputs)
     return found
 
@@ -153,7 +154,7 @@ torch.library.register_autograd(TRAIN_BACKWARD, _refuse, lib=LIBRARY)
 register_autocast(LIBRARY, TRAIN_FORWARD)
 
 
-def register_gradients(op: torch._ops.OpOverload, variant: Variant) -> None:
+def register_gradients(op: OpOverload, variant: Variant) -> None:
     """Make an op of a block differentiable: where autograd records, it is computed by `train_forward`."""
 
     def call(*arguments: Any, **named: Any) -> Tensor:
@@ -162,7 +163,7 @@ def register_gradients(op: torch._ops.OpOverload, variant: Variant) -> None:
         if torch.is_grad_enabled() and any(each.requires_grad for each in operands.named().values()):
             hot = options.hot if options.hot == operands.w_up.shape[0] else options.hot // 8 * 8
             return train_forward(operands, options, Step(hot=hot))[0]
-        with torch._C._AutoDispatchBelowAutograd():
+        with AutoDispatchBelowAutograd():
             y: Tensor = op(*arguments, **named)
         return y
 

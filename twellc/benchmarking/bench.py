@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
-from torch.utils import _pytree as pytree
 
 from twellc.base.errors import UserError, first_few
 from twellc.base.files import OutputFiles, temporary_folder
 from twellc.base.modules import import_modules
+from twellc.base.torch_private import pytree
 from twellc.benchmarking.blocks import (
     TWELL,
     Form,
@@ -252,7 +252,7 @@ class _Shape:
         plans: Mapping[str, Callable[..., None]],
     ) -> ShapeResult:
         """Hold both contests, and time each block; `whole` is `ours` with all neurons, see `with_all_neurons`."""
-        torch._dynamo.reset()  # or it would compile for several shapes at once
+        torch.compiler.reset()  # or it would compile for several shapes at once
         seen = see_blocks(whole, args, kwargs)
         tokens = seen[0].x.numel() // seen[0].x.shape[-1]
         densities = [float(each.block.active(each.x).double().mean()) for each in seen]

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from twellc.base.torch_private import schema_of
 from twellc.benchmarking.forms import COMPILED, FP8, PACKED, Block, dense_forms
 from twellc.benchmarking.timing import sets_in_rotation
 from twellc.passes.decide import options_of
@@ -148,7 +149,7 @@ def _nodes(program: ExportedProgram) -> list[Any]:
 
 
 def _names(op: Any) -> list[str]:
-    return [argument.name for argument in op._schema.arguments]
+    return [argument.name for argument in schema_of(op).arguments]
 
 
 class _Tap(nn.Module):

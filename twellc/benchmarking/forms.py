@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from twellc.base.torch_private import dynamo, scaled_mm
 from twellc.plugins.meaning import activate
 
 EAGER, COMPILED, PACKED, FP8 = "dense eager", "dense compiled", "dense packed", "dense FP8"
@@ -118,7 +119,7 @@ def _combine_fp8(gate_up: Tensor, gated: bool, activation: str, threshold: float
 @contextmanager
 def many_sizes() -> Iterator[None]:
     """Let torch compile these forms for each of many sizes: by default it fails after the eighth."""
-    with torch._dynamo.config.patch(recompile_limit=_MOST_SIZES, accumulated_recompile_limit=_MOST_SIZES):
+    with dynamo.config.patch(recompile_limit=_MOST_SIZES, accumulated_recompile_limit=_MOST_SIZES):
         yield
 
 
@@ -136,8 +137,8 @@ def _fused(function: Callable[..., Tensor], rows: Tensor, *rest: Any) -> Tensor:
         return function(rows, *rest)
     for matrix in (rows, *rest):
         if isinstance(matrix, Tensor) and matrix.dim() == 2:
-            torch._dynamo.maybe_mark_dynamic(matrix, 0)
-            torch._dynamo.mark_static(matrix, 1)
+            dynamo.maybe_mark_dynamic(matrix, 0)
+            dynamo.mark_static(matrix, 1)
     return _compiled(function)(rows, *rest)
 
 
@@ -219,8 +220,7 @@ def _quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
 def _product(
     rows: Tensor, weight: Tensor, row_scale: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    product: Any = torch._scaled_mm
-    result: Tensor = product(rows, weight.t(), row_scale, scale, bias=bias, out_dtype=dtype, use_fast_accum=True)
+    result: Tensor = scaled_mm(rows, weight.t(), row_scale, scale, bias=bias, out_dtype=dtype, use_fast_accum=True)
     return result
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import tree_map
+
+from twellc.base.torch_private import pytree
 
 # Each activation as what is computed one after the other.
 STEPS = {"relu": ("relu",), "relu2": ("relu", "square")}
@@ -147,7 +148,7 @@ def _dropout(p: float = 0.5, training: bool = True, inplace: bool = False) -> tu
 
 def real(values: Any) -> Any:
     """Return arguments or results with tensors in the place of what stands for them."""
-    return tree_map(lambda each: each.value() if isinstance(each, Hidden) else each, values)
+    return pytree.tree_map(lambda each: each.value() if isinstance(each, Hidden) else each, values)
 
 
 def holds_hidden(result: Any) -> bool:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from twellc.base.errors import UserError
+from twellc.base.torch_private import is_traceable_wrapper_subclass, top_saved_tensors_default_hooks
 from twellc.eager.hidden import Blended, Deferred, Hidden, holds_hidden, real
 from twellc.eager.module_blocks import Operand, Optimized, has_global_hooks, has_hooks
 from twellc.eager.sharded import is_sharded, local_of, sum_over_ranks
@@ -178,7 +178,7 @@ def _saving() -> object:
     """Return how autograd saves tensors now: what checkpoints a part of a forward changes it."""
     if torch.compiler.is_compiling():
         return None
-    return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return torch.is_grad_enabled(), top_saved_tensors_default_hooks(False)
 
 
 class ContainerModule(Mixed):

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
-from torch.nn.modules.module import _has_any_global_hook
 
+from twellc.base.torch_private import has_any_global_hook
 from twellc.eager.hidden import STEPS
 from twellc.eager.sharded import local_twin
 from twellc.eager.tracing import trace_alone
@@ -292,7 +292,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 def has_global_hooks() -> bool:
     """Whether something looks into the forward or backward of all modules."""
-    return bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
+    return bool(has_any_global_hook())
 
 
 def _has_its_forward(module: nn.Module) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from twellc.base.dtypes import kernel_dtypes
+from twellc.base.torch_private import current_graph_task_id
 from twellc.eager.hidden import Blended, Hidden
 from twellc.plugins.block import BlockOptions, Operands
 from twellc.plugins.gradients.ops import train_forward
@@ -169,7 +170,7 @@ class BlockInTraining:
 
 def _is_backward() -> bool:
     """Whether this runs within a backward: activation checkpointing computes a forward again."""
-    return torch._C._current_graph_task_id() != -1
+    return bool(current_graph_task_id() != -1)
 
 
 def _is_for_kernels(operands: Operands[Tensor]) -> bool:

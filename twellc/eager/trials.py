@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from twellc.base.errors import first_line
+from twellc.base.torch_private import FakeTensorMode
 from twellc.eager.hidden import Deferred, Hidden, holds_hidden, real
 from twellc.eager.module_blocks import FoundBlock
 from twellc.eager.tracing import LOG, in_mode, traced

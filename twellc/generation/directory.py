@@ -12,6 +12,7 @@ from torch import Tensor
 
 from twellc.base.devices import choose_device
 from twellc.base.errors import UserError
+from twellc.base.torch_private import dynamo
 from twellc.base.transformers_private import nothing_fetched
 from twellc.eager.optimization import optimize, optimized_blocks
 from twellc.generation.rows import RowCache
@@ -163,7 +164,7 @@ def _compiled(function: Callable[[Tensor, Tensor], Tensor], dynamic: bool) -> Ca
     compiled = torch.compile(function, dynamic=dynamic)
 
     def call(input_ids: Tensor, places: Tensor) -> Tensor:
-        with torch._dynamo.config.patch(recompile_limit=_MOST_SIZES):  # of this thread
+        with dynamo.config.patch(recompile_limit=_MOST_SIZES):  # of this thread
             return compiled(input_ids, places)
 
     return call

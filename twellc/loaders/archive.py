@@ -20,12 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._export.serde import serialize
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.export.pt2_archive import _package as pt2_package
 
 from twellc.base.errors import UnregisteredOperatorsError, UserError, first_line
+from twellc.base.torch_private import FakeTensor, PyTorchFileReader, pt2_package, serialize
 from twellc.loaders.expressions import is_size_expression
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.tracing import keep_tensor_outputs
@@ -131,7 +129,7 @@ def _on_the_cpu() -> Iterator[None]:
 def _targets(path: Path) -> set[str]:
     """Return the names of torch's operators in an archive's graphs; none of an archive that is damaged."""
     try:
-        archive = torch._C.PyTorchFileReader(str(path))
+        archive = PyTorchFileReader(str(path))
         texts = [archive.get_record(name).decode() for name in archive.get_all_records() if name.startswith("models/")]
     except (RuntimeError, ValueError):
         return set()
@@ -150,7 +148,7 @@ def _unregistered(path: Path) -> list[str]:
 
 def _import_output_classes(path: Path) -> None:
     """Import the modules of transformers, and no others, that define the classes of the archive's results."""
-    archive = torch._C.PyTorchFileReader(str(path))
+    archive = PyTorchFileReader(str(path))
     for record in archive.get_all_records():
         if record.startswith("models/"):
             for module in sorted(set(_OUTPUT_CLASS.findall(archive.get_record(record)))):
@@ -185,7 +183,7 @@ def _refuse_damage(path: Path) -> None:
 def _refuse_code(path: Path) -> None:
     try:
         # The reader that torch.export.load uses: a crafted file can show other records to Python's zipfile.
-        reason = next(_code_in(torch._C.PyTorchFileReader(str(path))), None)
+        reason = next(_code_in(PyTorchFileReader(str(path))), None)
     except (RuntimeError, OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise UserError(str(path), f"the archive is damaged ({first_line(error)})", fix=_AGAIN) from error
     if reason is not None:

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 
 from twellc.base.caches import INPUT_IDS, TOKEN_COUNT, WRITE_INDEX, CachePair, KeyValueCache
 from twellc.base.dtypes import DTYPES, dtype_name, option_of, torch_dtype
 from twellc.base.errors import UserError, first_line
+from twellc.base.torch_private import FakeTensorMode
 from twellc.base.transformers_private import cache_over, nothing_fetched
 from twellc.loaders.attention import CacheStep, cached_attention
 from twellc.loaders.cache_trial import CacheTrial, MadeUpKeys, other_state

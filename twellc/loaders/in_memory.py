@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.utils import _pytree as pytree
 
 from twellc.base.dtypes import torch_dtype
 from twellc.base.errors import UserError, first_line
+from twellc.base.torch_private import OptimizedModule, guards_of, pytree, set_guards
 from twellc.eager.optimization import optimized_blocks
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
@@ -109,7 +108,7 @@ def _in_plain_containers(program: ExportedProgram) -> ExportedProgram:
             where = where.setdefault(part, {})
         where.update(dict.fromkeys(path[-1:], 0))
     for called, node in guarded_inputs(program).items():
-        program._guards_code = [text.replace(called, f"L['{node.name}']") for text in program._guards_code]
+        set_guards(program, [text.replace(called, f"L['{node.name}']") for text in guards_of(program)])
     specs = program.graph_signature.input_specs
     names = [spec.arg.name for spec in specs if spec.kind == InputKind.USER_INPUT]
     signature = dataclasses.replace(

@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch._dynamo.eval_frame import OptimizedModule
 
 from twellc.base.errors import UserError, first_few, first_line
+from twellc.base.torch_private import OptimizedModule
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.tracing import keep_tensor_outputs, trace
 from twellc.options.declared_inputs import InputDeclaration

@@ -17,10 +17,9 @@ from torch.export.graph_signature import (
     SymIntArgument,
     TensorArgument,
 )
-from torch.fx.experimental import _config as fx_config
-from torch.utils import _pytree as pytree
 
 from twellc.base.errors import UserError
+from twellc.base.torch_private import fx_config, pytree
 from twellc.export.names import distinct_outputs
 from twellc.loaders.tracing_errors import untraceable
 from twellc.passes.graph.program import quiet_torch, user_inputs
@@ -78,7 +77,7 @@ def _without_strides(
     less of them; but of many models that are right for all sizes it then asserts more.
     """
     try:
-        with fx_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        with fx_config.patch(backed_size_oblivious=True):
             other = _export(module, args, kwargs, shapes)
     except Exception:  # as not every model can be traced so
         return program

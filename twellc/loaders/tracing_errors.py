@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._dynamo.exc import UserError as TorchUserError
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from twellc.base.errors import UserError, first_line
+from twellc.base.torch_private import TorchUserError
 
 _SIZE = r"L\['(\w+)'\]\.size\(\)\[(\d+)\]"
 _EQUAL = re.compile(rf"The values of \w+ = {_SIZE} and \w+ = {_SIZE} must always be equal")

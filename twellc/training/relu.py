@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.modules.dropout import _DropoutNd
 
 from twellc.base.errors import UserError, first_few
+from twellc.base.torch_private import DropoutNd
 from twellc.base.transformers_private import activation_classes
 from twellc.eager.module_blocks import blocks_at
 from twellc.eager.optimization import refuse_other_than_modules
@@ -139,7 +139,7 @@ def _replace(model: nn.Module, blended: bool) -> Iterator[tuple[str, nn.Module]]
 
 def _is_silu_or_gelu(module: nn.Module) -> bool:
     """Whether it computes one of them, or nearly."""
-    if next(module.parameters(), None) is not None or list(module.children()) or isinstance(module, _DropoutNd):
+    if next(module.parameters(), None) is not None or list(module.children()) or isinstance(module, DropoutNd):
         return False
     z = torch.linspace(-6, 6, 97)
     try:
