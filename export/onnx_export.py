@@ -27,12 +27,13 @@ from torch.export import ExportedProgram
 
 from twellc.base.errors import UserError, first_few, first_line
 from twellc.base.files import external_data
+from twellc.base.torch_private import promoting_by_known_values
 from twellc.export.names import name_ends
 from twellc.export.onnx_optimizer import optimize_exactly
 from twellc.export.refused_nodes import COLLECTIVE, TENSORRT_DOMAIN
 from twellc.passes.attention import OPERATOR
 from twellc.passes.dump import NOWHERE, GraphDump
-from twellc.passes.graph.program import quiet_torch
+from twellc.passes.graph.program import editable, quiet_torch
 from twellc.passes.report import Attention
 from twellc.plugins.all_reduce_op import ALL_REDUCE
 from twellc.plugins.attention_op import ATTENTION
@@ -79,9 +80,9 @@ def export_onnx(
         UserError: An operation has no ONNX form.
     """
     try:
-        with quiet_torch():
+        with quiet_torch(), promoting_by_known_values():
             exported = torch.onnx.export(
-                program,
+                _Decomposed.of(program),
                 (),
                 opset_version=opset,
                 dynamo=True,
@@ -108,6 +109,25 @@ def export_onnx(
     for value in model.graph.inputs:
         _rename_dimensions(value, dimension_names)
     return model
+
+
+class _Decomposed(ExportedProgram):
+    """A program that is traced again only where an operation is to be decomposed, which torch.onnx.export asks for."""
+
+    @classmethod
+    def of(cls, program: ExportedProgram) -> ExportedProgram:
+        """Return a copy of a program as one of this class."""
+        copied = editable(program)
+        copied.__class__ = cls
+        return copied
+
+    def run_decompositions(self, decomp_table: Any = None, *others: Any, **options: Any) -> ExportedProgram:
+        """Return itself, or what torch makes of it; see there."""
+        nodes = self.graph.nodes
+        if decomp_table is not None and not any(node.op == "get_attr" or node.target in decomp_table for node in nodes):
+            return self
+        made: ExportedProgram = super().run_decompositions(decomp_table, *others, **options)
+        return made
 
 
 def save_onnx(model: onnx_ir.Model, path: Path) -> list[Path]:

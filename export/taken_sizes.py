@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import sympy
 from torch.export import ExportedProgram
-from torch.utils._sympy.functions import FloorDiv
-from torch.utils._sympy.printers import PythonPrinter
 
 from twellc.base.errors import UserError, first_few
+from twellc.base.torch_private import FloorDiv, PythonPrinter
 from twellc.export.profiles import ModelInputs, size_at, symbol_sizes
 from twellc.export.relations import SizeRelation
 from twellc.export.shapes import ShapeProfile

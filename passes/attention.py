@@ -30,13 +30,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._dispatch.python import enable_python_dispatcher
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from twellc.base.dtypes import kernel_dtypes
-from twellc.passes.graph.program import editable, finish, replace_node
+from twellc.passes.graph.program import add_call, editable, finish, replace_node
 from twellc.passes.match.activations import arguments, packet
 from twellc.passes.match.causal_mask import positions_kept
 from twellc.passes.match.linear import CASTS, same_sizes
@@ -118,6 +117,7 @@ def rewrite_attention(program: ExportedProgram, forms: tuple[str, ...]) -> tuple
     writer = _Writer(program.graph)
     found = []
     for node in list(program.graph.nodes):
+        writer.see(node)
         try:
             block = _read(node)
         except _UnknownError as reason:
@@ -379,38 +379,35 @@ class _Writer:
         self._graph = graph
         self._masks: dict[object, Node] = {}
         self._pairs: dict[object, tuple[Node, Node]] = {}
+        self._sizes: dict[object, Node] = {}
 
     def write(self, block: _Block, form: str) -> Node:
         """Write a block and return its result."""
-        self._meta = block.node.meta
-        with block.q.meta["val"].fake_mode, enable_python_dispatcher():
-            block = replace(block, k=self._cast(block.k, block), v=self._cast(block.v, block))
-            if form == CUDNN:
-                return self._cudnn(block)
-            q = self._scaled(block.q, block.scale)
-            return self._operator(block, q) if form == OPERATOR else self._matmul(block, q)
+        self._like = block.node
+        block = replace(block, k=self._cast(block.k, block), v=self._cast(block.v, block))
+        if form == CUDNN:
+            return self._cudnn(block)
+        q = self._scaled(block.q, block.scale)
+        return self._operator(block, q) if form == OPERATOR else self._matmul(block, q)
 
     def scale_queries(self, node: Node) -> None:
         """Scale the queries of an operator that stays as it is, as those of all others are."""
-        query = _as_node(node.args[0])
-        self._meta = node.meta
-        with query.meta["val"].fake_mode, enable_python_dispatcher():
-            node.args = (self._scaled(query, _scale(node)), *node.args[1:])
+        self._like = node
+        node.args = (self._scaled(_as_node(node.args[0]), _scale(node)), *node.args[1:])
         node.kwargs = {**node.kwargs, "scale": 1.0}
 
     def cache_mask(self, node: Node) -> Node:
         """Write a mask of a key-value cache as comparisons of positions."""
+        self._like = node
         starts, counts, tokens, length = node.args
-        self._meta = node.meta
         device = node.meta["val"].device
-        with node.meta["val"].fake_mode, enable_python_dispatcher():
-            last = self._call(aten.sub.Tensor, self._at_least_one(_as_node(counts)), 1)
-            step = self._call(aten.arange.default, tokens, dtype=torch.int32, device=device)
-            step = self._call(aten.minimum.default, step, self._call(aten.unsqueeze.default, last, 1))
-            places = self._call(aten.add.Tensor, self._call(aten.unsqueeze.default, starts, 1), step)
-            places = self._call(aten.unsqueeze.default, self._call(aten.unsqueeze.default, places, 1), 3)
-            keys = self._call(aten.arange.default, length, dtype=torch.int32, device=device)
-            return self._call(aten.le.Tensor, keys, places)
+        last = self._call(aten.sub.Tensor, self._at_least_one(_as_node(counts)), 1)
+        step = self._call(aten.arange.default, tokens, dtype=torch.int32, device=device)
+        step = self._call(aten.minimum.default, step, self._call(aten.unsqueeze.default, last, 1))
+        places = self._call(aten.add.Tensor, self._call(aten.unsqueeze.default, starts, 1), step)
+        places = self._call(aten.unsqueeze.default, self._call(aten.unsqueeze.default, places, 1), 3)
+        keys = self._call(aten.arange.default, length, dtype=torch.int32, device=device)
+        return self._call(aten.le.Tensor, keys, places)
 
     def _at_least_one(self, counts: Node) -> Node:
         one = self._call(aten.full.default, [], 1, dtype=torch.int32, device=counts.meta["val"].device)
@@ -429,22 +426,24 @@ class _Writer:
         return self._pairs[key]
 
     def _call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
-        node: Node = self._graph.call_function(op, args, kwargs)
-
-        def value(argument: Any) -> Any:
-            return argument.meta["val"] if isinstance(argument, Node) else argument
-
-        shapes = [[value(each) for each in arg] if isinstance(arg, list) else value(arg) for arg in args]
-        node.meta = {**self._meta, "val": op(*shapes, **kwargs)}
-        return node
+        return add_call(self._graph, op, *args, like=self._like, **kwargs)
 
     def _cast(self, node: Node, block: _Block) -> Node:
         dtype = block.q.meta["val"].dtype
         return node if node.meta["val"].dtype == dtype else self._call(aten._to_copy.default, node, dtype=dtype)
 
+    def see(self, node: Node) -> None:
+        """Take note of a node before the insertion point: one that computes a size is read for it from there on."""
+        if isinstance(node.meta.get("val"), torch.SymInt):
+            self._sizes.setdefault(node.meta["val"].node.expr, node)
+
     def _size(self, node: Node, axis: int) -> Any:
         size = node.meta["val"].shape[axis]
-        return size if isinstance(size, int) else self._call(aten.sym_size.int, node, axis)
+        if isinstance(size, int):
+            return size
+        if size.node.expr not in self._sizes:
+            self._sizes[size.node.expr] = self._call(aten.sym_size.int, node, axis)
+        return self._sizes[size.node.expr]
 
     def _scaled(self, q: Node, scale: float) -> Node:
         """Return the queries times the scale, which is rounded to float32 alone; a power of two needs no casts."""

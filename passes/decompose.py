@@ -7,14 +7,37 @@ After:  the same ops without aliasing; `aten.linear` and the rest stay whole. Of
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
 
 from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_few, first_line
-from twellc.passes.graph.program import drop_unused_constants, editable, finish, quiet_torch
+from twellc.base.torch_private import (
+    FakeTensor,
+    HigherOrderOperator,
+    OpOverload,
+    enable_python_dispatcher,
+    guards_of,
+    is_composite,
+    is_preserved,
+    schema_of,
+    set_guards,
+)
+from twellc.passes.graph.program import (
+    add_call,
+    drop_unused_constants,
+    editable,
+    finish,
+    quiet_torch,
+    replace_node,
+    user_inputs,
+)
 from twellc.passes.graph.size_assertions import ASSERTION, Verdict, condition_of, size_assertions, size_ranges, verdict
 
 aten = torch.ops.aten
@@ -30,6 +53,21 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
     ranges = size_ranges(program)
     # Tracing the program again, torch adds assertions of its own, about strides.
     stay = {each for each in size_assertions(program) if verdict(each, ranges) != Verdict.HOLDS}
+    program = _node_by_node(program) or _traced_again(program)
+    for node in program.graph.find_nodes(op="call_function", target=aten._assert_tensor_metadata.default):
+        program.graph.erase_node(node)
+    for node in program.graph.find_nodes(op="call_function", target=ASSERTION):
+        condition = condition_of(node)
+        if condition in stay:
+            stay.remove(condition)  # torch writes some twice
+        else:
+            program.graph.erase_node(node)
+    _refuse_mixed_products(program)
+    return finish(program)
+
+
+def _traced_again(program: ExportedProgram) -> ExportedProgram:
+    """Let torch trace the whole program again: see `decompose`."""
     try:
         with quiet_torch():
             program = editable(program)
@@ -43,18 +81,121 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
             raise UserError("the model's graph", what, fix="Convert the model first, and export it then.") from error
         what = f"torch {torch.__version__} cannot run it on shapes ({first_line(error)})"
         raise UserError("the model's graph", what, fix="Export the model again.") from error
-    decomposed._guards_code = program._guards_code  # torch forgets those of an archive
-    program = editable(decomposed)
-    for node in program.graph.find_nodes(op="call_function", target=aten._assert_tensor_metadata.default):
-        program.graph.erase_node(node)
-    for node in program.graph.find_nodes(op="call_function", target=ASSERTION):
-        condition = condition_of(node)
-        if condition in stay:
-            stay.remove(condition)  # torch writes some twice
+    set_guards(decomposed, guards_of(program))  # torch forgets those of an archive
+    return editable(decomposed)
+
+
+# ---- node by node ----
+
+
+def _node_by_node(traced: ExportedProgram) -> ExportedProgram | None:
+    """Return what `_traced_again` does, in a tenth of the time: only operations that it would change are traced.
+
+    These are the ones that may return a view of an operand, such as `reshape` and `to`. None is returned for a program
+    whose operations write to tensors or run graphs; for one from an archive, as tracing it again shows whether its
+    shapes fit together; and for one whose dtypes are not those that it computes, as torch.export leaves it in autocast.
+    """
+    from_archive = "inline_constraints" not in traced.graph_module.meta  # which torch.export notes
+    if from_archive or any(_writes_or_nests(node) or _computes_another_dtype(node) for node in traced.graph.nodes):
+        return None
+    program = editable(traced, functional=True)
+    inliner = _Inliner(program)
+    for node in list(program.graph.nodes):
+        if isinstance(node.meta.get("val"), torch.SymInt):
+            replace_node(program, node, inliner.first_of_size(node))
+        elif node.target is aten.detach.default:
+            replace_node(program, node, node.all_input_nodes[0])
+        elif _may_be_a_view(node) and not inliner.inline(node):
+            return None
+    return program
+
+
+def _may_be_a_view(node: Node) -> bool:
+    """Whether an operation is made of others, and not one that `run_decompositions` keeps."""
+    return isinstance(node.target, OpOverload) and is_composite(node.target) and not is_preserved(node.target)
+
+
+def _computes_another_dtype(node: Node) -> bool:
+    return len(set(_product_dtypes(node))) > 1
+
+
+def _writes_or_nests(node: Node) -> bool:
+    """Whether a node writes to a tensor, makes one of a constant that others may write to, or has an inner graph."""
+    if node.op == "get_attr" or isinstance(node.target, HigherOrderOperator):
+        return True
+    lifts = node.target in (aten.lift_fresh.default, aten.lift_fresh_copy.default)
+    return lifts or (isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable)
+
+
+class _Inliner:
+    """Writes operations of a program as those that they are made of."""
+
+    def __init__(self, program: ExportedProgram) -> None:
+        self._program = program
+        self._traced: dict[str, Graph] = {}  # by operation, with what is known of its operands
+        self._sizes: dict[object, Node] = {}
+        first = next(node for node in program.graph.nodes if node.op != "placeholder")
+        with program.graph.inserting_before(first):
+            for node in user_inputs(program):
+                for axis, size in enumerate(node.meta["val"].shape):
+                    if isinstance(size, torch.SymInt):
+                        self.first_of_size(add_call(program.graph, aten.sym_size.int, node, axis, like=node))
+
+    def first_of_size(self, node: Node) -> Node:
+        """Return the first node that computes the size which this one computes."""
+        return self._sizes.setdefault(node.meta["val"].node.expr, node)
+
+    def inline(self, node: Node) -> bool:
+        """Write an operation as others; return False where these write to tensors, or it returns none."""
+        if not isinstance(node.meta.get("val"), torch.Tensor | list | tuple):
+            return False
+        made = self._trace(node)
+        if any(map(_writes_or_nests, made.nodes)):
+            return False
+        now: dict[Any, Node] = dict(zip(made.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
+        with self._program.graph.inserting_before(node):
+            for each in [each for each in made.nodes if each.op == "call_function"]:
+                copied = self._program.graph.node_copy(each, now.__getitem__)
+                copied.meta = {**node.meta, "val": each.meta["val"]}
+                is_size = isinstance(each.meta["val"], torch.SymInt)
+                now[each] = self.first_of_size(copied) if is_size else copied
+        result: Any = made.output_node().args[0]
+        if isinstance(result, Node):
+            replace_node(self._program, node, now[result])
+            self._program.graph.erase_node(node)  # torch keeps dropout, which may be random
         else:
-            program.graph.erase_node(node)
-    _refuse_mixed_products(program)
-    return finish(program)
+            for item in list(node.users):
+                replace_node(self._program, item, now[result[item.args[1]]])
+        return True
+
+    def _trace(self, node: Node) -> Graph:
+        operands = node.all_input_nodes
+
+        def call(*values: Any) -> Any:
+            given = dict(zip(operands, values, strict=True))
+            args, kwargs = map_arg((node.args, node.kwargs), given.__getitem__)
+            assert callable(node.target)
+            return node.target(*args, **kwargs)
+
+        known: Any = map_arg((node.args, node.kwargs), lambda operand: f"{operands.index(operand)}: {_known(operand)}")
+        key = f"{node.target} {known}"
+        if key not in self._traced:
+            values = [operand.meta["val"] for operand in operands]
+            mode: Any = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
+            with torch.no_grad(), mode, enable_python_dispatcher():
+                self._traced[key] = make_fx(call)(*values).graph
+        return self._traced[key]
+
+
+def _known(operand: Node) -> object:
+    """Return what an operation that looks at no number may know of an operand."""
+    value = operand.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.dtype, value.device, value.layout, value.shape, value.stride(), value.storage_offset()
+
+
+# ---- what is refused ----
 
 
 _PRODUCTS = (aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.default, aten.addmm.default)
@@ -67,16 +208,19 @@ def _refuse_mixed_products(program: ExportedProgram) -> None:
         UserError: There is one.
     """
     for node in program.graph.nodes:
-        if node.op != "call_function" or node.target not in _PRODUCTS:
-            continue
-        values = [each.meta.get("val") for each in node.all_input_nodes]
-        dtypes = [dtype_name(value.dtype) for value in values if isinstance(value, torch.Tensor)]
+        dtypes = _product_dtypes(node)[1:]
         if len(set(dtypes)) > 1:
             raise UserError(
                 "the model's graph", f"the product {node.name} has operands of several dtypes",
-                got=" and ".join(dtypes), expected="one dtype",
+                got=" and ".join(map(dtype_name, dtypes)), expected="one dtype",
                 fix="Export the model with inputs in the dtype of its weights, or cast them in it.",
             )  # fmt: skip
+
+
+def _product_dtypes(node: Node) -> list[torch.dtype]:
+    """Return the dtypes of a matrix product and of its operands; empty for other nodes."""
+    values = [each.meta.get("val") for each in (node, *node.all_input_nodes)] if node.target in _PRODUCTS else []
+    return [value.dtype for value in values if isinstance(value, torch.Tensor)]
 
 
 def _register_written_constants(program: ExportedProgram) -> None:
@@ -84,6 +228,6 @@ def _register_written_constants(program: ExportedProgram) -> None:
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     for node in program.graph.find_nodes(op="placeholder"):
         spec = specs[node.name]
-        written = any(isinstance(user.target, OpOverload) and user.target._schema.is_mutable for user in node.users)
+        written = any(isinstance(user.target, OpOverload) and schema_of(user.target).is_mutable for user in node.users)
         if written and spec.kind == InputKind.CONSTANT_TENSOR:
             spec.kind, spec.persistent = InputKind.BUFFER, False

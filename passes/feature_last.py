@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._dispatch.python import enable_python_dispatcher
 from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from twellc.passes.graph.program import constants_of, editable, finish, replace_node
+from twellc.passes.graph.program import add_call, constants_of, editable, finish, replace_node
 from twellc.passes.match.activations import arguments, packet
 from twellc.passes.match.linear import (
     CONVOLUTIONS,
@@ -140,12 +139,7 @@ class _Rewriter:
         return self._inputs[key]
 
     def _call(self, target: Any, *args: Any, like: Node, **kwargs: Any) -> Node:
-        node: Node = self._program.graph.call_function(target, args, kwargs)
-        fake_args, fake_kwargs = map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
-        with like.meta["val"].fake_mode, enable_python_dispatcher():
-            value = target(*fake_args, **fake_kwargs)
-        node.meta = {**like.meta, "val": value}
-        return node
+        return add_call(self._program.graph, target, *args, like=like, **kwargs)
 
 
 def _elementwise_axis(node: Node, axes: dict[Node, int]) -> int | None:

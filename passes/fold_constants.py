@@ -30,15 +30,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx import Node
-from torch.fx.node import map_arg
 
 from twellc.passes.feature_last import read_convolution
 from twellc.passes.graph.constants import Constants, ProgramConstants, is_pure
-from twellc.passes.graph.program import editable, finish
+from twellc.passes.graph.program import editable, finish, infer
 from twellc.passes.match.activations import Activation, arguments, packet, parse_activation, square_of
 from twellc.passes.match.linear import (
     CASTS,
@@ -451,7 +448,7 @@ class _Folder:
                 inside |= self._write_activation(activation, now)
             for node in self._constants.graph.nodes:
                 if node in inside and node.users:
-                    _infer_again(node)
+                    infer(node)
         for folded in plan.folded:
             self._replace(folded, _followed(folded.product.x, now))
         for node in reversed(list(self._constants.graph.nodes)):
@@ -563,15 +560,3 @@ def _followed(node: Node, now: dict[Node, Node]) -> Node:
     while node in now:
         node = now[node]
     return node
-
-
-def _infer_again(node: Node) -> None:
-    """Recompute what a node gives from its operands."""
-    args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-    assert callable(node.target)
-    value = node.meta["val"]
-    if isinstance(value, FakeTensor):
-        with value.fake_mode, enable_python_dispatcher():
-            node.meta["val"] = node.target(*args, **kwargs)
-    else:
-        node.meta["val"] = node.target(*args, **kwargs)

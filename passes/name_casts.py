@@ -12,7 +12,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from twellc.passes.graph.program import editable, finish, replace_node
+from twellc.passes.graph.program import add_call, editable, finish, replace_node
 from twellc.passes.match.activations import arguments, packet
 
 aten = torch.ops.aten
@@ -33,8 +33,7 @@ def name_casts(program: ExportedProgram) -> ExportedProgram:
             replace_node(program, node, source)
             continue
         with program.graph.inserting_before(node):
-            cast = program.graph.call_function(aten._to_copy.default, (source,), {"dtype": dtype})
-        cast.meta = dict(node.meta)
+            cast = add_call(program.graph, aten._to_copy.default, source, dtype=dtype, like=node)
         replace_node(program, node, cast)
     return finish(program)
 

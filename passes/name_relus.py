@@ -15,7 +15,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from twellc.passes.graph.program import constants_of, editable, finish, replace_node, tensor_of
+from twellc.passes.graph.program import add_call, constants_of, editable, finish, replace_node, tensor_of
 from twellc.passes.match.activations import Activation, arguments, packet, spelt_out_relu
 
 aten = torch.ops.aten
@@ -29,10 +29,9 @@ def name_relus(program: ExportedProgram) -> ExportedProgram:
     for node, found in _spelt_out(program):
         with program.graph.inserting_before(node):
             if found.threshold:
-                relu = program.graph.call_function(aten.threshold.default, (found.pre, found.threshold, 0.0))
+                relu = add_call(program.graph, aten.threshold.default, found.pre, found.threshold, 0.0, like=node)
             else:
-                relu = program.graph.call_function(aten.relu.default, (found.pre,))
-        relu.meta = dict(node.meta)
+                relu = add_call(program.graph, aten.relu.default, found.pre, like=node)
         replace_node(program, node, relu)
         program.graph.erase_node(node)  # torch keeps rrelu, which may be random
     return finish(program)

@@ -20,20 +20,20 @@ import math
 from typing import Any
 
 import torch
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
 from twellc.base.errors import UserError, first_line
+from twellc.base.torch_private import FakeTensor, OpOverload, pytree, schema_of
 from twellc.passes.fold_weights import is_view
 from twellc.passes.graph.program import (
+    add_call,
     constants_of,
     editable,
     finish,
     has_inner_graphs,
+    infer,
     quiet_torch,
     replace_node,
     stored_tensors,
@@ -149,7 +149,7 @@ def widen(program: ExportedProgram) -> ExportedProgram:
 def _widen_result(program: ExportedProgram, node: Node, caster: _Caster) -> None:
     """Make a result float64 whose dtype is not that of an operand: it is made of nothing, or of integers."""
     operator = node.target
-    if isinstance(operator, torch._ops.OpOverload) and any(a.name == "dtype" for a in operator._schema.arguments):
+    if isinstance(operator, OpOverload) and any(a.name == "dtype" for a in schema_of(operator).arguments):
         node.kwargs = {**node.kwargs, "dtype": torch.float64}
         _infer_again(node)
     else:
@@ -170,9 +170,9 @@ class _Caster:
         if key not in self._casts:
             anchor = source if source.op != "placeholder" else list(self._graph.find_nodes(op="placeholder"))[-1]
             with self._graph.inserting_after(anchor):
-                node = self._graph.call_function(aten._to_copy.default, (source,), {"dtype": dtype})
-            node.meta = {**before.meta, "val": source.meta["val"].to(dtype)}
-            self._casts[key] = node
+                cast = add_call(self._graph, aten._to_copy.default, source, dtype=dtype, like=source)
+            cast.meta = {**before.meta, "val": cast.meta["val"]}
+            self._casts[key] = cast
         return self._casts[key]
 
     def cast_operands(self, node: Node, dtype: torch.dtype) -> None:
@@ -313,11 +313,8 @@ def _infer_again(node: Node) -> None:
     if node.target is aten.view.default:
         # Kernels of another precision may lay their results out differently (attention does): a view may need a copy.
         node.target = aten.reshape.default
-    assert callable(node.target)
     try:
-        args, kwargs = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
-        with results[0].fake_mode, enable_python_dispatcher():
-            node.meta["val"] = node.target(*args, **kwargs)
+        infer(node, value)
     except (RuntimeError, TypeError, KeyError) as error:
         why = "it has graphs of its own" if has_inner_graphs(node) else first_line(error)
         raise UserError(

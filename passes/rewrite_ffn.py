@@ -21,7 +21,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from twellc.passes.graph.program import add_parameter, editable, finish, replace_node, tensor_of
+from twellc.passes.graph.program import add_call, add_parameter, editable, finish, replace_node, tensor_of
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import Weight
 from twellc.plugins.block import TENSORS, BlockOptions, TensorField, WeightOperands
@@ -101,11 +101,10 @@ def rewrite_ffn(
         residual = nodes[block.residual.other.name] if block.residual else None
         place = functools.partial(arrange, order=neurons.get(block.module))
         operands = weights_of(block, place).of(nodes[block.x.name], residual)
+        arguments = (*operands.arguments(), *options.arguments())
         with rewritten.graph.inserting_before(anchor):
-            arguments = (*operands.arguments(), *options.arguments())
-            op = rewritten.graph.call_function(OPS[operands.variant], arguments)
-        # It is named after the block also where it takes the place of a sum behind it.
-        op.meta = {**nodes[block.down.node.name].meta, "val": anchor.meta["val"]}
+            # It is of the block's module also where it takes the place of a sum behind it.
+            op = add_call(rewritten.graph, OPS[operands.variant], *arguments, like=nodes[block.down.node.name])
         replace_node(rewritten, anchor, op)
         nodes[anchor.name] = op  # what a later block may read as its x
     return finish(rewritten)

@@ -30,16 +30,22 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch._dispatch.python import enable_python_dispatcher
-from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.fx import Node
-from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
 from twellc.base.errors import UserError
+from twellc.base.torch_private import OpOverload
 from twellc.passes.attention import find_attention
-from twellc.passes.graph.program import add_parameter, constants_of, editable, finish, replace_node, tensor_of
+from twellc.passes.graph.program import (
+    add_call,
+    add_parameter,
+    constants_of,
+    editable,
+    finish,
+    infer,
+    replace_node,
+    tensor_of,
+)
 from twellc.passes.match.activations import arguments, packet
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import Linear, LinearReader, Weight, same_sizes, step, width
@@ -192,7 +198,7 @@ class _Writer:
                 if sizes[axis] != -1:
                     sizes[axis] //= self.part.ranks
                 node.args = (node.args[0], sizes, *node.args[2:])
-            self._infer(node)
+            infer(node)
         for linear in region.ends:
             self._end(linear)
         self.reader = LinearReader(constants_of(self.program))
@@ -288,16 +294,7 @@ class _Writer:
         node.replace_input_with(operand, own)
 
     def _call(self, op: Any, *args: Any, like: Node) -> Node:
-        node: Node = self.program.graph.call_function(op, tuple(args))
-        node.meta = dict(like.meta)
-        self._infer(node)
-        return node
-
-    def _infer(self, node: Node) -> None:
-        """Give a node the value that it has with its operands as they are now."""
-        args, kwargs = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
-        with _fake_mode(node), enable_python_dispatcher():
-            node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return add_call(self.program.graph, op, *args, like=like)
 
 
 def _reduced_for(value: Node) -> Node | None:
@@ -310,11 +307,6 @@ def _reduced_for(value: Node) -> Node | None:
             return own if before.dtype == after.dtype and same_sizes(before.shape, after.shape) else None
         place = step(place)
     return None
-
-
-def _fake_mode(node: Node) -> Any:
-    values = pytree.tree_leaves([operand.meta["val"] for operand in node.all_input_nodes])  # parts are one value
-    return next(value.fake_mode for value in values if hasattr(value, "fake_mode"))
 
 
 def _call_of(node: Node) -> tuple[Operands[Node], BlockOptions]:

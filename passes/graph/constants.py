@@ -13,6 +13,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from twellc.base.torch_private import OpOverload, schema_of
 from twellc.passes.graph.program import add_parameter, constants_of, replace_node, tensor_of
 
 
@@ -87,6 +88,6 @@ def is_pure(node: Node) -> bool:
         return False
     if node.target is operator.getitem:
         return True
-    return isinstance(node.target, torch._ops.OpOverload) and (
-        torch.Tag.nondeterministic_seeded not in node.target.tags and not node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and (
+        torch.Tag.nondeterministic_seeded not in node.target.tags and not schema_of(node.target).is_mutable
     )

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Interpreter, Node
-from torch.utils import _pytree as pytree
 
+from twellc.base.torch_private import pytree
 from twellc.passes.graph.program import tensor_of, user_inputs, written_tensors
 
 

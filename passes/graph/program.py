@@ -11,21 +11,28 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
-from torch.fx import Node
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from twellc.base.threads import PROCESS_WIDE
+from twellc.base.torch_private import FakeTensor, enable_python_dispatcher, guards_of, pytree, set_guards
 
 _LOGGERS = ("torch", "onnx_ir", "onnxscript")
 _CONSTANT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
-def editable(program: ExportedProgram) -> ExportedProgram:
-    """Return a copy whose graph, signature and dictionaries can be changed; the tensors themselves are shared."""
+def editable(program: ExportedProgram, functional: bool = False) -> ExportedProgram:
+    """Return a copy whose graph, signature and dictionaries can be changed; the tensors themselves are shared.
+
+    Args:
+        program: The program.
+        functional: Whether the copy is to be verified as a program whose operations write to no tensor.
+    """
     graph = copy.deepcopy(program.graph)
     for original, copied in zip(program.graph.nodes, graph.nodes, strict=True):
         # Copying renames what shadows a builtin, such as an argument called `input`; the signature has the old names.
@@ -39,9 +46,9 @@ def editable(program: ExportedProgram) -> ExportedProgram:
         module_call_graph=program.module_call_graph,
         example_inputs=program.example_inputs,
         constants=dict(program.constants),
-        verifiers=program.verifiers,
+        verifiers=None if functional else program.verifiers,
     )
-    edited._guards_code = list(program._guards_code)
+    set_guards(edited, list(guards_of(program)))
     return edited
 
 
@@ -114,6 +121,32 @@ def add_parameter(
     return node
 
 
+def add_call(graph: Graph, op: Any, *args: Any, like: Node, **kwargs: Any) -> Node:
+    """Add an operation, named after itself, at the insertion point of a graph; its metadata is that of `like`."""
+    node: Node = graph.create_node("call_function", op, args, kwargs, op.__name__.partition(".")[0])
+    node.meta = dict(like.meta)
+    infer(node, like.meta["val"])
+    return node
+
+
+def infer(node: Node, *others: Any) -> None:
+    """Give a node the value that it has with its operands as they are now.
+
+    Args:
+        node: The node.
+        others: Values of the same graph, of which one is needed where the node has no tensor among its operands.
+    """
+    args, kwargs = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+    leaves = pytree.tree_leaves((args, kwargs, others))
+    modes: list[Any] = [leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)]
+    assert callable(node.target)
+    with contextlib.ExitStack() as stack:
+        if modes:  # the graph of an ONNX file has other tensors
+            stack.enter_context(modes[0])
+            stack.enter_context(enable_python_dispatcher())
+        node.meta["val"] = node.target(*args, **kwargs)
+
+
 def replace_node(
     program: ExportedProgram, node: Node, new: Node, where: Callable[[Node], bool] = lambda user: True
 ) -> None:
@@ -152,7 +185,7 @@ def verify(program: ExportedProgram) -> None:
     """Check the invariants of a program.
 
     Raises:
-        AssertionError, torch._export.verifier.SpecViolationError: A pass has broken the program.
+        AssertionError, SpecViolationError: A pass has broken the program.
     """
     program.graph.lint()
     program.validate()

@@ -20,14 +20,21 @@ from numpy.typing import NDArray
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
-from torch.utils import _pytree as pytree
-from torch.utils._sympy.functions import FloorDiv, Mod, PowByNatural, PythonMod
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.numbers import int_oo
-from torch.utils._sympy.reference import PythonReferenceAnalysis
-from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from twellc.base.errors import UserError
+from twellc.base.torch_private import (
+    FloorDiv,
+    Mod,
+    PowByNatural,
+    PythonMod,
+    PythonReferenceAnalysis,
+    ValueRanges,
+    bound_sympy,
+    guards_of,
+    int_oo,
+    pytree,
+    sympy_interp,
+)
 from twellc.passes.graph.program import largest_size, user_inputs
 
 ASSERTION = torch.ops.aten._assert_scalar.default
@@ -128,7 +135,7 @@ def _guards(program: ExportedProgram) -> list[sympy.Basic]:
     Raises:
         UserError: One cannot be read.
     """
-    found, inputs = [], guarded_inputs(program) if program._guards_code else {}
+    found, inputs = [], guarded_inputs(program) if guards_of(program) else {}
     names = {f"input_{node.name}": node.meta["val"] for node in inputs.values()}
     functions = {
         "math": math,
@@ -138,7 +145,7 @@ def _guards(program: ExportedProgram) -> list[sympy.Basic]:
         "min": torch.sym_min,
         "max": torch.sym_max,
     }
-    for text in program._guards_code:
+    for text in guards_of(program):
         for path, node in inputs.items():
             text = text.replace(path, f"input_{node.name}")
         # NOTE: code, but as torch itself runs it; an archive's was compared with a grammar before it was loaded.
@@ -298,7 +305,7 @@ def _fits(condition: sympy.Basic, largest: Mapping[Any, int]) -> bool:
     return product < 2**62
 
 
-class _OnArrays(PythonReferenceAnalysis):
+class _OnArrays(PythonReferenceAnalysis):  # type: ignore[misc]
     """Computes a condition on arrays of sizes; what is divided by 0 is some number."""
 
     not_, minimum, maximum = map(staticmethod, (np.logical_not, np.minimum, np.maximum))

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from twellc.base.torch_private import OpOverload
 from twellc.passes.match.activations import arguments, packet
 from twellc.passes.match.linear import (
     CASTS,
@@ -197,7 +198,7 @@ class _Step:
             return self._product(shared)
         if op is aten.scaled_dot_product_attention:
             return self._attention()
-        if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
+        if isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags:
             return self._element_by_element()
         raise NotSharedError(f"{op} stands between its projections")
 
