@@ -84,6 +84,7 @@ class PassOptions:
         advise: See `decide`.
         part: Which of several ranks the program is for, and how many there are.
         dump: Receives the graph as traced, and after each pass.
+        progress: Receives before each step how many are done, and of how many.
     """
 
     dtype: torch.dtype | None = None
@@ -94,6 +95,7 @@ class PassOptions:
     advise: Advise | None = None
     part: Part = WHOLE
     dump: GraphDump = NOWHERE
+    progress: Callable[[int, int], None] = lambda done, steps: None
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,16 +276,15 @@ def run_until(
     passed = start if isinstance(start, Passed) else Passed(start)
     if passed.stage == Stage.TRACED:
         options.dump.program("traced", passed.program)
+    left_out = {*without, *(_OF_RANKS if options.part.ranks == 1 else ())}
+    stages = [stage for stage in STEPS if passed.stage < stage <= until and stage not in left_out]
+    steps = [each for stage in stages for each in STEPS[stage]]
     with PROCESS_WIDE:  # shapes of nodes are found out by torch, which traces in one thread at a time
-        for stage, steps in STEPS.items():
-            if not passed.stage < stage <= until or stage in without:
-                continue
-            if stage in _OF_RANKS and options.part.ranks == 1:
-                continue
-            for each in steps:
-                passed = each.run(passed, options)
-                if each.edits:
-                    options.dump.program(each.name, passed.program)
+        for done, each in enumerate(steps):
+            options.progress(done, len(steps))
+            passed = each.run(passed, options)
+            if each.edits:
+                options.dump.program(each.name, passed.program)
     return replace(passed, stage=max(passed.stage, until))
 
 

@@ -65,12 +65,15 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
     else:
         model = load_with_cache(options.model, options.cache, options.logits or LAST_LOGITS, options.dtype)
     dtype, notes = choose_dtype(model, options.dtype)
-    progress("rewriting feed-forward blocks")
     cached, ranks = options.cache is not None, options.tensor_parallel
     forms = tuple(options.attention_forms) or choose_forms(options.backend, options.attention, cached=cached)
     dump = GraphDump(options.dump_graphs)
     advise = None if options.decided is None else repeat(options.decided)
-    wanted = PassOptions(attention=forms, dump=dump, advise=advise, part=Part(0, ranks))
+
+    def count(done: int, steps: int) -> None:
+        progress(f"rewriting feed-forward blocks: pass {done + 1} of {steps}")
+
+    wanted = PassOptions(attention=forms, dump=dump, advise=advise, part=Part(0, ranks), progress=count)
     wanted, advisor, (relations, size_warnings) = _complete(
         wanted, model, dtype, options, options.requested_profiles, calibrated
     )
