@@ -125,6 +125,7 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_full_disk(archive: Path, tmp_path: Path) -> None:
     """The graph fits on the disk, the plan does not."""
     script = (
@@ -150,8 +151,7 @@ def test_folder_that_takes_no_files(cli: Cli, archive: Path) -> None:
     failed(cli("compile", archive, "-o", "/proc/m.plan"), "/proc/m.", "cannot be written: No such file or directory")
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("kilobytes", [4, 100])
+@pytest.mark.parametrize("kilobytes", [4, pytest.param(100, marks=pytest.mark.slow)])
 def test_file_that_cannot_grow(archive: Path, tmp_path: Path, kilobytes: int) -> None:
     """A limit of file size stands for a disk that fills up at another step: the calls fail with another number.
 
@@ -172,9 +172,13 @@ def test_full_standard_output(archive: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    "script", ['"$@" --help > /dev/full', '"$@" inspect m.pt2 2> /dev/full', '"$@" inspect nothing 2> /dev/full']
+    "script",
+    [
+        '"$@" --help > /dev/full',
+        '"$@" inspect nothing 2> /dev/full',
+        pytest.param('"$@" inspect m.pt2 2> /dev/full', marks=pytest.mark.slow),
+    ],
 )
 def test_full_standard_error(archive: Path, tmp_path: Path, script: str) -> None:
     """Status 1, Python's own, would say that a check failed; 70, that twellc has a fault."""
@@ -193,8 +197,10 @@ def in_shell(script: str, *arguments: object, folder: Path) -> subprocess.Comple
     )
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("arguments", [["plugins"], ["inspect", "m.pt2"], ["--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["plugins"], *(pytest.param(each, marks=pytest.mark.slow) for each in (["inspect", "m.pt2"], ["--help"]))],
+)
 def test_pipe_that_nobody_reads(archive: Path, tmp_path: Path, arguments: list[str]) -> None:
     """Status 1 would say that a check failed."""
     (tmp_path / "m.pt2").write_bytes(archive.read_bytes())
@@ -273,6 +279,7 @@ def test_name_that_is_no_text(tmp_path: Path) -> None:
     assert "is not UTF-8" in errors
 
 
+@pytest.mark.slow
 def test_text_in_any_locale(tmp_path: Path) -> None:
     """Python without UTF-8, as in an old locale: files are in UTF-8 all the same."""
     model = gated()
@@ -339,6 +346,11 @@ def compile_with(library: Path, *options: str) -> str:
 def test_compile_looks_at_the_library_before_the_model(tmp_path: Path) -> None:
     library = tmp_path / "libtwell_plugins.so"
     assert "the plugin library is missing (named by $TWELLC_LIBRARY)" in compile_with(library)
+
+
+@pytest.mark.slow
+def test_compile_looks_at_the_libraries_before_the_model(tmp_path: Path) -> None:
+    library = tmp_path / "libtwell_plugins.so"
     library.write_bytes(library_path().read_bytes()[:5000])
     assert "the plugin library is damaged (named by $TWELLC_LIBRARY)" in compile_with(library)
     for name in ("libtwell_plugins.so", "libtensorrt_rtx.so"):

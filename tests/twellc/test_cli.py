@@ -316,11 +316,13 @@ def test_files_of_a_folder_are_not_overwritten(cli: Cli, bytelm: Path, tmp_path:
     assert files_in(tmp_path) == before
 
 
-def test_a_plan_in_the_folder_of_its_model_is_made_again(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
-    shutil.copytree(bytelm, tmp_path / "model")
+@pytest.mark.parametrize("plan", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_outputs_in_the_folder_of_their_model_are_made_again(cli: Cli, llama: Path, tmp_path: Path, plan: bool) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(llama, folder)
+    outputs = ["-o", folder / "m.plan"] if plan else ["--backend", "none"]
     for _ in range(2):
-        arguments = ["-o", tmp_path / "model" / "m.plan", "--onnx", tmp_path / "model" / "m.onnx", "--overwrite"]
-        assert cli("compile", tmp_path / "model", *arguments).exit_code == 0
+        assert cli("compile", folder, *outputs, "--onnx", folder / "m.onnx", "--overwrite").exit_code == 0
 
 
 def test_blobs_behind_links_are_not_overwritten(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
@@ -583,6 +585,7 @@ def test_user_error_of_a_child_process(tmp_path: Path) -> None:
     assert sorted(files_in(tmp_path)) == ["m.pt2"]
 
 
+@pytest.mark.slow
 def test_signal_behind_the_last_step(archive: Path, tmp_path: Path) -> None:
     """Once an output is there the command ends with 0, whatever signal comes then, until the process is gone."""
     process = twellc("compile", archive, "--backend", "none", "--onnx", tmp_path / "m.onnx")

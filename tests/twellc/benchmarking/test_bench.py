@@ -152,6 +152,7 @@ def test_a_wrong_contestant_is_left_out(monkeypatch: pytest.MonkeyPatch, cli: Cl
     assert "Left out: 1x8, blocks alone, twell: its result is off" in found.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_gpu_needed")
 def test_blocks_are_timed_by_themselves(monkeypatch: pytest.MonkeyPatch, bytelm: Path) -> None:
     """Each over copies of its own weights, which compute the same; not by forms that were left out."""

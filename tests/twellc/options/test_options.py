@@ -94,6 +94,7 @@ def test_inspect_decides_as_compile(llama: Path) -> None:
     assert [layer.decision for layer in twellc.inspect(llama, layers=r"layers\.1").layers] == ["dense", "twell"]
 
 
+@pytest.mark.usefixtures("cli", "remembered_models")
 def test_of_what_is_compiled_nothing_is_decided(archive: Path, tmp_path: Path) -> None:
     graph = tmp_path / "m.onnx"
     twellc.compile(archive, backend="none", onnx=graph)
