@@ -11,9 +11,17 @@ from typing import Any, get_type_hints
 import pytest
 
 import twellc
+from twellc import SamplingParams
 from twellc.cli import main
 from twellc.options import keywords
-from twellc.options.commands import BenchOptions, CheckOptions, CompileOptions, InspectOptions, ProfileOptions
+from twellc.options.commands import (
+    BenchOptions,
+    CheckOptions,
+    CompileOptions,
+    GenerateOptions,
+    InspectOptions,
+    ProfileOptions,
+)
 from twellc.options.option import LARGEST_SEED, declared, descriptions
 
 CLASSES: dict[str, tuple[type[Any], type[Any]]] = {
@@ -57,6 +65,13 @@ def test_a_command_gives_what_its_function_takes_by_default(command: str) -> Non
     defaults = {field.name: field.default for field in declared(options)}
     given = main.commands[command].make_context(command, [], resilient_parsing=True).params
     assert {name: given[name] or value for name, value in defaults.items()} == defaults
+
+
+def test_answers_are_chosen_by_the_same_defaults() -> None:
+    given, params = GenerateOptions(), SamplingParams()
+    shared = {field.name for field in fields(given)} & {field.name for field in fields(params)}
+    assert len(shared) == 8
+    assert all((getattr(given, name) or None) == (getattr(params, name) or None) for name in shared)
 
 
 @pytest.mark.parametrize("command", CLASSES)
