@@ -92,9 +92,12 @@ def ask(vllm_environment: Callable[..., dict[str, str]]) -> Ask:
         request = {"options": {**fixed, **options}, "prompts": PROMPTS, "tokens": TOKENS}
         done = subprocess.run(
             [sys.executable, Path(__file__).with_name("ask.py"), model, json.dumps(request)],
-            capture_output=True, text=True, check=False, timeout=500,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=500,
             env=vllm_environment(**settings, **(environ or {})),
-        )  # fmt: skip
+        )
         log = done.stdout + done.stderr
         lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
         if done.returncode or not lines:

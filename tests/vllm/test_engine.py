@@ -30,6 +30,7 @@ FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "phi3": (models.phi3, {"hidden_size": 128, "intermediate_size": 336}),
     "opt": (models.opt, {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 320}),
 }
+several = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="there is one GPU")
 SPARSELM = ["sparselm", "sparselm with bare weights"]
 GATED = {"llama", "llama with biases", "phi3", *SPARSELM}
 
@@ -58,9 +59,13 @@ def generate(model: Any) -> list[list[int]]:
     answers = []
     for prompt in PROMPTS:
         found = model.generate(
-            torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None,
-            output_scores=True, return_dict_in_generate=True,
-        )  # fmt: skip
+            torch.tensor([prompt]),
+            max_new_tokens=TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
         for scores in found.scores:
             first, second = scores[0].topk(2).values
             assert first - second > 2**-7 * scores.abs().max()
@@ -89,29 +94,26 @@ def test_compiled_with_one_cache(made: Any, ask: Ask, tmp_path: Path) -> None:
             assert answer.calls == ({"twell::gated_mlp": LAYERS * TOKENS} if options is TWELL else {})
 
 
+@several
 @pytest.mark.parametrize("family", ["llama", "llama with biases", "arcee", "nemotron", SPARSELM[1]])
 def test_two_ranks(made: Any, ask: Ask, family: str) -> None:
     """Two processes share the neurons; vLLM shares out the layers of OPT's attention wrongly, also without us."""
-    if torch.cuda.is_available() and torch.cuda.device_count() < 2:
-        pytest.skip("there is one GPU")
     model, tokens = made(family)
     answer = ask(model, ranks=2, **({} if family in SPARSELM else TWELL))
     assert answer.tokens == tokens
     assert answer.log.count(BLOCKS_RUN) == 2
 
 
+@several
 def test_neurons_that_ranks_cannot_share(made: Any, ask: Ask) -> None:
-    if torch.cuda.is_available() and torch.cuda.device_count() < 2:
-        pytest.skip("there is one GPU")
     model, tokens = made("nemotron of 99 neurons")
     answer = ask(model, ranks=2, **TWELL)
     assert answer.tokens == tokens
     assert refusal("its 99 neurons cannot be shared out evenly among 2 ranks") in answer.log
 
 
+@several
 def test_two_ranks_compiled(made: Any, ask: Ask) -> None:
-    if torch.cuda.is_available() and torch.cuda.device_count() < 2:
-        pytest.skip("there is one GPU")
     model, tokens = made("llama with biases")
     assert ask(model, ranks=2, enforce_eager=False, **TWELL).tokens == tokens
 
@@ -125,18 +127,19 @@ def refusal(reason: str) -> str:
     return f"{LAYERS} of {LAYERS} feed-forward blocks stay dense (layers.0.mlp, layers.1.mlp): {reason}"
 
 
-def test_lora_is_refused(made: Any, ask: Ask) -> None:
-    model, tokens = made("llama")
-    answer = ask(model, enable_lora=True, **TWELL)
-    assert answer.calls == {} and answer.tokens == tokens
-    assert ALL_STAY + "LoRA is switched on, which needs the results of each layer" in answer.log
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "LoRA": ({"enable_lora": True}, ALL_STAY + "LoRA is switched on, which needs the results of each layer"),
+    "float32": ({"dtype": "float32"}, refusal("computes in float32; the kernels take bfloat16 and float16")),
+}
 
 
-def test_float32_stays_dense(made: Any, ask: Ask) -> None:
+@pytest.mark.parametrize("name", REFUSED)
+def test_all_blocks_stay_dense(made: Any, ask: Ask, name: str) -> None:
+    options, message = REFUSED[name]
     model, tokens = made("llama")
-    answer = ask(model, dtype="float32", **TWELL)
+    answer = ask(model, **options, **TWELL)
     assert answer.calls == {} and answer.tokens == tokens
-    assert refusal("computes in float32; the kernels take bfloat16 and float16") in answer.log
+    assert message in answer.log
 
 
 def test_batch_invariance_is_refused(made: Any, ask: Ask) -> None:
@@ -163,9 +166,12 @@ def test_quantised_layers_stay_as_they_are(made: Any, ask: Ask, tmp_path: Path) 
     group = {"targets": ["Linear"], "weights": weights, "input_activations": {**weights, "strategy": "token"}}
     group["input_activations"]["dynamic"] = True
     config["quantization_config"] = {
-        "quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed",
-        "config_groups": {"group_0": group}, "ignore": ["lm_head", r"re:.*self_attn.*", r"re:.*layers\.1\.mlp.*"],
-    }  # fmt: skip
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", r"re:.*self_attn.*", r"re:.*layers\.1\.mlp.*"],
+    }
     tensors = {}
     for name, tensor in load_file(model / "model.safetensors").items():
         if "layers.0.mlp" in name:

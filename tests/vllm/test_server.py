@@ -40,8 +40,11 @@ def server(vllm_environment: Callable[..., dict[str, str]], tmp_path_factory: py
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "vllm.entrypoints.cli.main", *command[1:], "--host", "127.0.0.1", "--port", port],
-            cwd=ROOT, env=vllm_environment(), stdout=file, stderr=file,
-        )  # fmt: skip
+            cwd=ROOT,
+            env=vllm_environment(),
+            stdout=file,
+            stderr=file,
+        )
         try:
             until = time.monotonic() + 400
             while not answers(f"http://127.0.0.1:{port}/health"):
