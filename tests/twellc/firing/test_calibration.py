@@ -191,17 +191,34 @@ def _manifest(plan: Path, field: str) -> dict[str, Any]:
     neurons: dict[str, Any] = {"kept": 8, "unable": 0, "dead": 0, "rate_bound": 0.1, "density": 0.1, "reason": ""}
     neurons[field] = 0 if field == "reason" else "x"
     layer = {
-        "module": "m", "variant": "gated", "activation": "relu", "d_model": 8, "d_ff": 8, "d_out": 8, "matched": True,
-        "decision": "twell", "reason": "", "residual": False, "hot": 0, "neurons": neurons,
-    }  # fmt: skip
+        "module": "m",
+        "variant": "gated",
+        "activation": "relu",
+        "d_model": 8,
+        "d_ff": 8,
+        "d_out": 8,
+        "matched": True,
+        "decision": "twell",
+        "reason": "",
+        "residual": False,
+        "hot": 0,
+        "neurons": neurons,
+    }
     return {
-        "schema": SCHEMA, "twellc": "0", "model": {"name": "m", "kind": "k", "sha256": "0"},
+        "schema": SCHEMA,
+        "twellc": "0",
+        "model": {"name": "m", "kind": "k", "sha256": "0"},
         "settings": {"dtype": "bf16", "layers": "auto", "compression": 8, "attention_forms": []},
-        "layers": [layer], "attention": [], "notes": [], "warnings": [],
+        "layers": [layer],
+        "attention": [],
+        "notes": [],
+        "warnings": [],
         "plugins": {"namespace": "twell", "version": "v", "names": [], "embedded": False},
-        "onnx": {"file": None, "sha256": "0"}, "profiles": [{}], "backend": {"name": "b", "version": "v"},
+        "onnx": {"file": None, "sha256": "0"},
+        "profiles": [{}],
+        "backend": {"name": "b", "version": "v"},
         "plan": {"file": plan.name, "bytes": 4, "sha256": "0", "inputs": [], "outputs": [], "plugin_layers": []},
-    }  # fmt: skip
+    }
 
 
 def test_what_is_refused(cli: Cli, bytelm: Path, llama: Path, profile: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -97,8 +98,12 @@ def test_counts_are_those_of_the_model(request: pytest.FixtureRequest, tmp_path:
         assert_counts(block, gates(folder, rows, module))
     assert (profile.model.dtype, block.variant) == ("bf16", {"llama": "gated", "opt": "plain"}[name])
     assert block.tokens == 60 and [each[:2] for each in block.density_by_position()] == [
-        (0, 0), (1, 1), (2, 3), (4, 7), (8, 15),
-    ]  # fmt: skip
+        (0, 0),
+        (1, 1),
+        (2, 3),
+        (4, 7),
+        (8, 15),
+    ]
 
 
 def lines(path: Path, records: list[dict[str, Any]]) -> Path:
@@ -106,7 +111,10 @@ def lines(path: Path, records: list[dict[str, Any]]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["llama", "opt", "bert", "t5"])
+SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in ("llama", "opt")]
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", *SLOW])
 def test_padding_does_not_count(request: pytest.FixtureRequest, tmp_path: Path, name: str) -> None:
     """Rows of several lengths in one run give what they give one by one."""
     folder = request.getfixturevalue(name)
@@ -151,8 +159,12 @@ def test_kinds_of_data_are_the_same_tokens(bytelm: Path, tmp_path: Path) -> None
             assert block.tokens == 64
             assert np.abs(block.firing - found[0].blocks[module].firing).sum() <= 0.01 * block.nonzeros
     assert [profile.data[0].kind for profile in found[:5]] == [
-        "text", "lines of JSON", "lines of JSON", "token ids", "arrays",
-    ]  # fmt: skip
+        "text",
+        "lines of JSON",
+        "lines of JSON",
+        "token ids",
+        "arrays",
+    ]
 
 
 def test_padding_ids_at_both_ends_do_not_count(opt: Path, tmp_path: Path) -> None:
@@ -208,30 +220,32 @@ def test_rows_that_are_no_token_ids_end_the_run_early_too(archive: Path) -> None
     assert profile.tokens == 4 * models.SEQUENCE and profile.data[0].sequences == 4
 
 
-@pytest.mark.parametrize(
-    "options", [{"batch": 0}, {"batch": 2.5}, {"batch": None}, {"tokens": 0}, {"sequence": -1}, {"sequence": "8"}]
-)
-def test_numbers_that_count_nothing(options: dict[str, Any]) -> None:
-    with pytest.raises(twellc.UserError, match=f"^--{min(options)}: is not a count; got .*; expected an integer"):
-        twellc.profile("m", "data", **options)
+NOT_TAKEN: list[tuple[dict[str, Any], str]] = [
+    *(
+        (options, f"^--{min(options)}: is not a count; got .*; expected an integer")
+        for options in (
+            {"batch": 0},
+            {"batch": 2.5},
+            {"batch": None},
+            {"tokens": 0},
+            {"sequence": -1},
+            {"sequence": "8"},
+        )
+    ),
+    ({"device": None}, "^--device None: is not a device; expected auto, cpu"),
+    ({"device": "mps"}, "^--device mps: is not a device of"),
+    ({"device": 99}, "^--device 99: torch sees no such GPU"),
+    *(({"data": data}, "^data: is no data to run a model on; got (int|NoneType);") for data in (5, None, [5], [None])),
+]
+
+
+def test_what_is_not_taken(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    for options, message in NOT_TAKEN:
+        with pytest.raises(twellc.UserError, match=message):
+            twellc.profile("m", **{"data": tmp_path / "a.txt", **options})
     with pytest.raises(twellc.UserError, match="there is not a profile to merge"):
         twellc.merge_profiles([], "merged")
-
-
-@pytest.mark.parametrize("data", [5, None, [5], [None]])
-def test_what_is_no_data(data: Any) -> None:
-    with pytest.raises(twellc.UserError, match=r"^data: is not data to run a model on; got (int|NoneType);"):
-        twellc.profile("m", data)
-
-
-@pytest.mark.parametrize(
-    ("device", "message"),
-    [(None, "is not a device; expected auto, cpu"), (99, "torch sees no such GPU"), ("mps", "is not a device of")],
-)
-def test_devices_that_there_are_not(tmp_path: Path, device: Any, message: str) -> None:
-    (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(twellc.UserError, match=f"^--device {device}: {message}"):
-        twellc.profile("m", tmp_path / "a.txt", device=device)
 
 
 def test_a_text_is_read_piece_by_piece(bytelm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,6 +312,19 @@ def test_few_tokens_are_warned_of(cli: Cli, bytelm: Path, tmp_path: Path) -> Non
     )
 
 
+def npz(**arrays: Any) -> bytes:
+    stream = io.BytesIO()
+    np.savez(stream, **arrays)
+    return stream.getvalue()
+
+
+def npy(array: Any) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, array)
+    return stream.getvalue()
+
+
+IDS = np.ones((1, 3), np.int64)
 DATA = {
     "missing.txt": (None, "there is no such file"),
     "empty.txt": (b"", "the file is empty"),
@@ -320,9 +347,19 @@ DATA = {
     "half.jsonl": (b'{"text": "a\\ud800"}\n', "line 1: the field 'text' has half of a surrogate pair"),
     "damaged.npy": (b"\x93NUMPY", "cannot be read as an .npy file"),
     "damaged.npz": (b"PK\x03\x04", "cannot be read as an .npz file"),
+    "floats.npy": (npy(np.ones((2, 3))), "holds no token ids; got float64"),
+    "none.npz": (npz(input_ids=IDS[:0]), "leaves what the model can take"),
+    "names.npz": (npz(ids=IDS), "has no array input_ids"),
+    "masked.npz": (npz(input_ids=IDS, attention_mask=IDS < 0), "holds no token"),
+    "nan.npz": (npz(input_ids=IDS, attention_mask=IDS * np.nan), "attention_mask: holds no whole numbers; got float64"),
+    "texts.npz": (
+        npz(input_ids=IDS, attention_mask=IDS.astype("U1")),
+        "attention_mask: holds no whole numbers; got <U1",
+    ),
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", DATA)
 def test_bad_data(cli: Cli, bytelm: Path, tmp_path: Path, name: str) -> None:
     content, message = DATA[name]
@@ -344,24 +381,6 @@ def test_token_ids_that_no_integer_of_the_model_holds(tmp_path: Path) -> None:
     data = lines(tmp_path / "ids.jsonl", [{"input_ids": [1, 2**80, 3]}])
     with pytest.raises(twellc.UserError, match=f"got 1 to {2**80}; expected 0 to {2**63 - 1}"):
         twellc.profile(program, data)
-
-
-def test_bad_arrays(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
-    np.save(tmp_path / "floats.npy", np.ones((2, 3)))
-    np.savez(tmp_path / "none.npz", input_ids=np.zeros((0, 3), np.int64))
-    np.savez(tmp_path / "names.npz", ids=np.zeros((1, 3), np.int64))
-    np.savez(tmp_path / "masked.npz", input_ids=np.ones((1, 3), np.int64), attention_mask=np.zeros((1, 3), bool))
-    np.savez(tmp_path / "nan.npz", input_ids=np.ones((1, 3), np.int64), attention_mask=np.full((1, 3), np.nan))
-    np.savez(tmp_path / "texts.npz", input_ids=np.ones((1, 3), np.int64), attention_mask=np.full((1, 3), "1"))
-    for name, message in {
-        "floats.npy": "holds no token ids; got float64",
-        "none.npz": "leaves what the model can take",
-        "names.npz": "has no array input_ids",
-        "masked.npz": "holds no token",
-        "nan.npz": "array attention_mask: holds no whole numbers; got float64",
-        "texts.npz": "array attention_mask: holds no whole numbers; got <U1",
-    }.items():
-        failed(cli("profile", bytelm, "--inputs", tmp_path / name, "-o", tmp_path / "p"), name, message)
 
 
 def test_what_does_not_fit(cli: Cli, bytelm: Path, archive: Path, tmp_path: Path) -> None:
