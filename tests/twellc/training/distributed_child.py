@@ -78,9 +78,11 @@ def train_experts(rank: int, folder: str) -> dict[str, Any]:
     return {
         "tokens": [int(each.tokens) for each in fired.values()],
         "profile": {module: block.tokens for module, block in profile.blocks.items()},
-        "firing": {module: int(block.firing.sum()) == int(fired[module].counts.sum())
-                   for module, block in profile.blocks.items()},
-    }  # fmt: skip
+        "firing": {
+            module: int(block.firing.sum()) == int(fired[module].counts.sum())
+            for module, block in profile.blocks.items()
+        },
+    }
 
 
 if __name__ == "__main__":

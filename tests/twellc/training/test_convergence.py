@@ -21,9 +21,16 @@ def small_llama(d_model: int, d_ff: int, layers: int) -> Any:
     import transformers
 
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=d_model, intermediate_size=d_ff, num_hidden_layers=layers, num_attention_heads=4,
-        hidden_act="relu", mlp_bias=True, max_position_embeddings=256, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=d_model,
+        intermediate_size=d_ff,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        hidden_act="relu",
+        mlp_bias=True,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+    )
     torch.manual_seed(0)
     model: Any = transformers.LlamaForCausalLM(config)
     with torch.no_grad():

@@ -22,10 +22,14 @@ def together(name: str, how: str, ranks: int, folder: Path) -> list[dict[str, An
     running = [
         subprocess.Popen(
             [sys.executable, "-m", child, name, how, str(rank), str(ranks), str(folder / f"{how}.store"), str(model)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment(ROOT),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=environment(ROOT),
         )
         for rank in range(ranks)
-    ]  # fmt: skip
+    ]
     found = []
     for process in running:
         out, err = process.communicate(timeout=300)

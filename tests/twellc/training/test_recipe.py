@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,6 +60,7 @@ DENSE = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", DENSE)
 def test_sparsify_makes_what_is_saved_load_with_relu(name: str, tmp_path: Path) -> None:
     make, field, count = DENSE[name]
@@ -102,7 +104,7 @@ def shares(model: nn.Module, share: float) -> None:
             each.share = share
 
 
-@pytest.mark.parametrize("name", ["opt", "bart"])
+@pytest.mark.parametrize("name", ["opt", pytest.param("bart", marks=pytest.mark.slow)])
 def test_blend_of_blocks_that_are_written_out(name: str, tmp_path: Path) -> None:
     """In training, in eval mode, saved, and restored, a model is what it would be without the ops."""
     changes = {"activation_function": "gelu", "dropout": 0.0}
@@ -145,6 +147,7 @@ def test_blend_of_blocks_that_are_written_out(name: str, tmp_path: Path) -> None
     assert not twellc.optimized_blocks(model)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("make", [lambda: models.llama("silu"), lambda: models.opt(activation_function="gelu")])
 def test_inference_on_the_way(make: Any) -> None:
     """The ops compute ReLU: they wait for it."""
@@ -162,35 +165,27 @@ def test_inference_on_the_way(make: Any) -> None:
             torch.testing.assert_close(found, dense(tokens()).logits)
 
 
-def both_activated(m: Any, x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = m.down(m.act(m.gate(x)) * m.act(m.up(x)))
-    return result
+# Of the last one the block has a ReLU; what is SiLU stands before it.
+NO_WAY: dict[str, tuple[Any, bool]] = {
+    "both activated": (lambda m, x: m.down(m.act(m.gate(x)) * m.act(m.up(x))), True),
+    "squared": (lambda m, x: m.down(m.act(m.up(x)).square()), True),
+    "elsewhere": (lambda m, x: m.down(torch.relu(m.up(m.act(x)))), False),
+}
 
 
-def squared(m: Any, x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = m.down(m.act(m.up(x)).square())
-    return result
-
-
-def elsewhere(m: Any, x: torch.Tensor) -> torch.Tensor:
-    """Its block has a ReLU; what is SiLU stands before it."""
-    result: torch.Tensor = m.down(torch.relu(m.up(m.act(x))))
-    return result
-
-
-@pytest.mark.parametrize(("function", "at_once"), [(both_activated, True), (squared, True), (elsewhere, False)])
-def test_what_has_no_way_to_relu(function: Any, at_once: bool) -> None:
+@pytest.mark.parametrize("name", NO_WAY)
+def test_what_has_no_way_to_relu(name: str) -> None:
+    function, at_once = NO_WAY[name]
     layers = {"gate": nn.Linear(16, 40), "up": nn.Linear(16, 40), "down": nn.Linear(40, 16)}
-    if function is not both_activated:
+    if name != "both activated":
         del layers["gate"]
     model = models.Residual(Written(function, **layers, act=nn.SiLU()))
-    with pytest.raises(UserError, match="no feed-forward block with a SiLU or GELU to replace"):
-        sparsify(model, steps=4)
-    if at_once:
-        assert sparsify(model).modules == ["ffn"]
-    else:
-        with pytest.raises(UserError, match="no feed-forward block with a SiLU or GELU to replace"):
-            sparsify(model)
+    for steps in (4, 0):
+        if at_once and steps == 0:
+            assert sparsify(model).modules == ["ffn"]
+        else:
+            with pytest.raises(UserError, match="no feed-forward block with a SiLU or GELU to replace"):
+                sparsify(model, steps=steps)
     assert type(model.ffn.act) is (nn.ReLU if at_once else nn.SiLU)
 
 
@@ -202,6 +197,7 @@ def test_layers_of_torch() -> None:
         sparsify(nn.TransformerEncoderLayer(16, 2, 40, activation=nn.GELU()))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("activation", [nn.GELU(), nn.GELU("tanh"), nn.SiLU()], ids=["gelu", "tanh", "silu"])
 @pytest.mark.parametrize("form", [Gated, Plain])
 def test_forms_that_get_a_relu(activation: nn.Module, form: Any) -> None:
@@ -210,6 +206,7 @@ def test_forms_that_get_a_relu(activation: nn.Module, form: Any) -> None:
     assert len(blocks_in_training(twellc.optimize(model, training=True))) == 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", DENSE)
 def test_a_configuration_says_how_far_the_way_has_come(name: str) -> None:
     make, field, _ = DENSE[name]
@@ -256,8 +253,6 @@ def test_a_configuration_that_means_more_than_the_blocks() -> None:
 
 
 def test_steps_of_a_blend() -> None:
-    with pytest.raises(UserError, match="steps"):
-        sparsify(models.llama("silu"), steps=-1)
     assert [Blend([], [], 4).share(step) for step in (0, 2, 4, 8)] == [0, 0.5, 1, 1]
     infinite = torch.tensor([float("inf")])
     assert BlendedActivation(nn.SiLU())(infinite) == infinite
@@ -299,34 +294,33 @@ def test_reinitialise_dead(how: str) -> None:
         assert torch.equal(weight, drawn) == same
 
 
+OUT_OF_RANGE: dict[str, Callable[[Any, Any], Any]] = {
+    r"share: is out of range; got 1\.5": lambda m, fired: reinitialise_dead(m, fired, step=0, share=1.5),
+    "std: is out of range; got -1": lambda m, fired: reinitialise_dead(m, fired, step=0, std=-1.0),
+    "std: is out of range; got nan": lambda m, fired: reinitialise_dead(m, fired, step=0, std=float("nan")),
+    "step: is out of range; got -1": lambda m, fired: reinitialise_dead(m, fired, step=-1),
+    r"step: is out of range; got 1\.5": lambda m, fired: reinitialise_dead(m, fired, step=1.5),  # type: ignore[arg-type]
+    "seed: is out of range": lambda m, fired: reinitialise_dead(m, fired, step=0, seed=None),  # type: ignore[arg-type]
+    "fired: is not of this model": lambda m, _: reinitialise_dead(m, {}, step=0),
+    "profile_steps: is out of range; got -1": lambda m, _: SparsityCallback(m, profile_steps=-1),
+    "coefficient: is out of range; got 'a'": lambda m, _: L1Penalty(m, "a"),  # type: ignore[arg-type]
+    "coefficient: is out of range; got -1": lambda m, _: L1Penalty(m, -1.0),
+    "coefficient: is out of range; got inf": lambda m, _: L1Penalty(m, float("inf")),
+    "coefficient: is out of range; got nan": lambda m, _: L1Penalty(m, float("nan")),
+    "warm_up: is out of range; got nan": lambda m, _: L1Penalty(m, 1.0, warm_up=float("nan")),  # type: ignore[arg-type]
+    "takes a torch.nn.Module; got 'a path'": lambda m, _: L1Penalty("a path", 1.0),  # type: ignore[arg-type]
+    "step: is out of range; got -5; expected an integer from 0 on": lambda m, _: L1Penalty(m, 1.0)(-5),
+    "steps: is out of range; got '3'": lambda m, _: sparsify(m, steps="3"),  # type: ignore[arg-type]
+    "steps: is out of range; got -1": lambda m, _: sparsify(m, steps=-1),
+}
+
+
 def test_numbers_out_of_range() -> None:
     block = twellc.optimize(Gated().train(), training=True)
-    with pytest.raises(UserError, match=r"share: is out of range; got 1\.5"):
-        reinitialise_dead(block, take_counts(block), step=0, share=1.5)
-    with pytest.raises(UserError, match="profile_steps: is out of range; got -1"):
-        SparsityCallback(block, profile_steps=-1)
     fired = take_counts(block)
-    for given, message in (
-        ({"std": -1.0}, "std: is out of range"),
-        ({"std": float("nan")}, "std: is out of range"),
-        ({"step": -1}, "step: is out of range"),
-        ({"step": 1.5}, "step: is out of range"),
-        ({"seed": None}, "seed: is out of range"),
-        ({"fired": {}}, "fired: is not of this model"),
-    ):
+    for message, call in OUT_OF_RANGE.items():
         with pytest.raises(UserError, match=message):
-            reinitialise_dead(block, **{"fired": fired, "step": 0, **given})  # type: ignore[arg-type]
-    for other, message in (
-        ({"coefficient": "a"}, "coefficient: is out of range; got 'a'"),
-        ({"warm_up": float("nan")}, "warm_up: is out of range; got nan"),
-        ({"model": "a path"}, "takes a torch.nn.Module; got 'a path'"),
-    ):
-        with pytest.raises(UserError, match=message):
-            L1Penalty(**{"model": block, "coefficient": 1.0, **other})  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="step: is out of range; got -5; expected an integer from 0 on"):
-        L1Penalty(block, 1.0)(-5)
-    with pytest.raises(UserError, match="steps: is out of range; got '3'"):
-        sparsify(block, steps="3")  # type: ignore[arg-type]
+            call(block, fired)
 
 
 def test_a_penalty_whose_blocks_are_gone() -> None:
@@ -423,16 +417,12 @@ def test_profile_of_empty_sequences(tmp_path: Path) -> None:
     assert (profile.tokens, profile.data[0].sequences) == (6, 4)
 
 
-def test_profile_of_nothing(tmp_path: Path) -> None:
-    window = FiringWindow(twellc.optimize(models.llama(), training=True))
-    with pytest.raises(UserError, match="no step was counted"):
-        window.profile(tmp_path, "data")
-
-
-def test_profile_of_nan(tmp_path: Path) -> None:
+def test_profiles_that_there_are_not(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     block = twellc.optimize(Gated().train(), training=True)
     window = FiringWindow(block)
+    with pytest.raises(UserError, match="no step was counted"):
+        window.profile(tmp_path, "data")
     block(torch.full((2, 16), float("nan")))
     with pytest.raises(UserError, match="activations were NaN"):
         window.profile(tmp_path, "data")
@@ -445,9 +435,16 @@ BLOCKS = [LoggedBlock("a", 8), LoggedBlock("b", 16)]
 
 def record(step: int, **changes: Any) -> LoggedStep:
     values: dict[str, Any] = {
-        "step": step, "loss": 2.0, "l1": 1.0, "coefficient": 0.1, "tokens": 64, "density": [0.5, 0.25],
-        "dead": [0.0, 0.125], "relu": 1.0, "reinitialised": 0,
-    }  # fmt: skip
+        "step": step,
+        "loss": 2.0,
+        "l1": 1.0,
+        "coefficient": 0.1,
+        "tokens": 64,
+        "density": [0.5, 0.25],
+        "dead": [0.0, 0.125],
+        "relu": 1.0,
+        "reinitialised": 0,
+    }
     return LoggedStep(**{**values, **changes})
 
 
@@ -483,22 +480,28 @@ def test_log_round_trip_and_going_on(tmp_path: Path) -> None:
     assert TrainingLog.read(path).steps == []
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ("", "is not a log"),
-        ("{", "lines of JSON"),
-        ('{"format": "x"}', "is not a log"),
-        ('{"format": "twellc training log", "version": 9}', "another version"),
-        ('{"format": "twellc training log", "version": 1}', "damaged"),
-        (json.dumps(LoggedRun("twellc training log", 1, "", "", "", []).to_json()), "it has no blocks"),
-    ],
-)
-def test_damaged_logs(lines: str, message: str, tmp_path: Path) -> None:
+START = '{"format": "twellc training log", "version": '
+RUN = json.dumps(LoggedRun("twellc training log", 1, "", "", "", BLOCKS).to_json()) + "\n"
+DAMAGED = {
+    "": "is not a log",
+    "{": "lines of JSON",
+    '{"format": "x"}': "is not a log",
+    f"{START}9}}": "another version",
+    f"{START}1}}": "damaged",
+    json.dumps(LoggedRun("twellc training log", 1, "", "", "", []).to_json()): "it has no blocks",
+    RUN + json.dumps(record(1, dead=[0.5]).to_json()): "line 2 has other blocks",
+    RUN + json.dumps({**record(1).to_json(), "density": [2, 0]}): "damaged",
+}
+
+
+def test_damaged_logs(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    path.write_text(lines)
-    with pytest.raises(UserError, match=message):
-        TrainingLog.read(path)
+    for lines, message in DAMAGED.items():
+        path.write_text(lines)
+        with pytest.raises(UserError, match=message):
+            TrainingLog.read(path)
+    with pytest.raises(UserError, match="there is no such file"):
+        TrainingLog.read(tmp_path / "none")
 
 
 def test_a_line_that_was_cut_short(tmp_path: Path) -> None:
@@ -515,17 +518,3 @@ def test_a_line_that_was_cut_short(tmp_path: Path) -> None:
     path.write_text(whole.replace('"step": 1, ', '"step" 1, '))
     with pytest.raises(UserError, match="lines of JSON"):
         TrainingLog.read(path)
-
-
-def test_damaged_records(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    writer = LogWriter(path, "m", "ab", BLOCKS, 0)
-    writer.add(record(1, dead=[0.5]))
-    with pytest.raises(UserError, match="line 2 has other blocks"):
-        TrainingLog.read(path)
-    first = path.read_text().splitlines()[0]
-    path.write_text(first + "\n" + json.dumps({**record(1).to_json(), "density": [2, 0]}))
-    with pytest.raises(UserError, match="damaged"):
-        TrainingLog.read(path)
-    with pytest.raises(UserError, match="there is no such file"):
-        TrainingLog.read(tmp_path / "none")

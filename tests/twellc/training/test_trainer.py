@@ -37,10 +37,19 @@ def arguments(folder: Path, **changes: Any) -> Any:
     import transformers
 
     options = {
-        "output_dir": str(folder), "max_steps": 4, "per_device_train_batch_size": 4, "logging_steps": 2,
-        "use_cpu": True, "report_to": [], "save_strategy": "no", "optim": "sgd", "learning_rate": 0.1,
-        "disable_tqdm": True, "lr_scheduler_type": "constant", **changes,
-    }  # fmt: skip
+        "output_dir": str(folder),
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "logging_steps": 2,
+        "use_cpu": True,
+        "report_to": [],
+        "save_strategy": "no",
+        "optim": "sgd",
+        "learning_rate": 0.1,
+        "disable_tqdm": True,
+        "lr_scheduler_type": "constant",
+        **changes,
+    }
     return transformers.TrainingArguments(**options)
 
 
@@ -48,10 +57,16 @@ def model_in_training() -> Any:
     return twellc.optimize(models.llama(use_cache=False), training=True)
 
 
-def trained(folder: Path, kind: Any = SparseTrainer, recipe: dict[str, Any] | None = None, **changes: Any) -> Any:
-    model = model_in_training()
-    sparsity = SparsityCallback(model, **(recipe or {"l1": 1e-2}))
-    trainer = kind(model=model, args=arguments(folder, **changes), train_dataset=Ids(), sparsity=sparsity)
+def trainer_of(folder: Path, kind: Any = SparseTrainer, model: Any = None, **options: Any) -> Any:
+    """Make a Trainer of a model; `recipe` is what the callback is given, and other options the Trainer's arguments."""
+    model = model_in_training() if model is None else model
+    recipe, callbacks = options.pop("recipe", {"l1": 1e-2}), options.pop("callbacks", None)
+    data = {"train_dataset": Ids(), "eval_dataset": Ids(4), "callbacks": callbacks}
+    return kind(model=model, args=arguments(folder, **options), sparsity=SparsityCallback(model, **recipe), **data)
+
+
+def trained(folder: Path, kind: Any = SparseTrainer, **options: Any) -> Any:
+    trainer = trainer_of(folder, kind, **options)
     trainer.train()
     return trainer
 
@@ -118,10 +133,7 @@ def test_every_step_is_in_the_log_and_every_measured_loss(tmp_path: Path) -> Non
     model, log = model_in_training(), tmp_path / "t.jsonl"
     model(input_ids=Ids().ids)  # before training: of no step
     options: dict[str, Any] = {"max_steps": 7, "logging_steps": 3, "eval_strategy": "steps", "eval_steps": 2}
-    trainer = SparseTrainer(
-        model=model, args=arguments(tmp_path, **options), train_dataset=Ids(), eval_dataset=Ids(4),
-        sparsity=SparsityCallback(model, l1=1e-2, log=log),
-    )  # fmt: skip
+    trainer = trainer_of(tmp_path, model=model, recipe={"l1": 1e-2, "log": log}, **options)
     trainer.train()
     records = TrainingLog.read(log).steps
     assert [each.step for each in records] == [2, 3, 4, 6, 7]
@@ -158,6 +170,7 @@ def test_a_log_replaces_no_other_file(overwrite: bool, tmp_path: Path) -> None:
     assert data.read_text() == '{"text": "all that I have"}\n' and link.is_symlink()
 
 
+@pytest.mark.slow
 def test_what_is_saved_on_the_way_to_relu(tmp_path: Path) -> None:
     """It loads as what it is, or not at all; so does the best model, which may be one of before."""
     import transformers
@@ -166,10 +179,8 @@ def test_what_is_saved_on_the_way_to_relu(tmp_path: Path) -> None:
     blend = sparsify(model, steps=4)
     twellc.optimize(model, training=True)
     options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 5}
-    trainer = SparseTrainer(
-        model=model, args=arguments(tmp_path, **options, load_best_model_at_end=True), train_dataset=Ids(),
-        eval_dataset=Ids(4), sparsity=SparsityCallback(model, l1=0, blend=blend),
-    )  # fmt: skip
+    recipe = {"l1": 0, "blend": blend}
+    trainer = trainer_of(tmp_path, model=model, recipe=recipe, load_best_model_at_end=True, **options)
     trainer.train()
     saved = [tmp_path / f"checkpoint-{step}" / "config.json" for step in range(1, 6)]
     said = [json.loads(each.read_text())["hidden_act"] for each in saved]
@@ -182,6 +193,7 @@ def test_what_is_saved_on_the_way_to_relu(tmp_path: Path) -> None:
         twellc.inspect(saved[1].parent)
 
 
+@pytest.mark.slow
 def test_the_log_of_a_run_that_was_cut_short(tmp_path: Path) -> None:
     """It has each token once, also where the checkpoint is of another step than those that the Trainer logs."""
     import transformers
@@ -192,12 +204,10 @@ def test_the_log_of_a_run_that_was_cut_short(tmp_path: Path) -> None:
                 raise KeyboardInterrupt
 
     def run(name: str, *callbacks: Any, resume: bool = False) -> list[Any]:
-        model, log = model_in_training(), tmp_path / f"{name}.jsonl"
+        log = tmp_path / f"{name}.jsonl"
         options: dict[str, Any] = {"max_steps": 6, "logging_steps": 2, "save_strategy": "steps", "save_steps": 3}
-        trainer = SparseTrainer(
-            model=model, args=arguments(tmp_path / name, **options), train_dataset=Ids(), callbacks=list(callbacks),
-            sparsity=SparsityCallback(model, l1=1e-2, log=log),
-        )  # fmt: skip
+        recipe = {"l1": 1e-2, "log": log}
+        trainer = trainer_of(tmp_path / name, recipe=recipe, callbacks=list(callbacks), **options)
         trainer.train(resume_from_checkpoint=resume)
         return TrainingLog.read(log).steps
 
@@ -208,6 +218,7 @@ def test_the_log_of_a_run_that_was_cut_short(tmp_path: Path) -> None:
     assert run("cut", resume=True) == whole
 
 
+@pytest.mark.slow
 def test_logging_by_epochs(tmp_path: Path) -> None:
     by_epoch = dict.fromkeys(("logging_strategy", "save_strategy"), "epoch")
     options: dict[str, Any] = {"max_steps": -1, "num_train_epochs": 2, **by_epoch}
@@ -250,14 +261,13 @@ def test_other_trainers(tmp_path: Path) -> None:
 
 def test_evaluation_has_no_term(tmp_path: Path) -> None:
     trainer = trained(tmp_path)
-    trainer.eval_dataset = Ids(4)
     found = trainer.evaluate()["eval_loss"]
     model = trainer.model.eval()
     with torch.no_grad():
         assert found == pytest.approx(float(model(input_ids=Ids(4).ids, labels=Ids(4).ids).loss), rel=1e-4)
 
 
-@pytest.mark.parametrize("how", ["steps", "epoch"])
+@pytest.mark.parametrize("how", ["steps", pytest.param("epoch", marks=pytest.mark.slow)])
 def test_weights_that_are_not_finite_are_not_saved(how: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"save_strategy": how, "max_grad_norm": 0.0}
     if how == "steps":
