@@ -9,7 +9,6 @@
 #include <mutex>
 #include <utility>
 
-#include "../tensorrt/common.h"
 #include "../tensorrt/fields.h"
 
 namespace twell {
@@ -17,17 +16,12 @@ namespace {
 
 using nvinfer1::DataType;
 using nvinfer1::Dims;
-using nvinfer1::DimsExprs;
 using nvinfer1::DynamicPluginTensorDesc;
 using nvinfer1::PluginField;
 using nvinfer1::PluginFieldCollection;
 using nvinfer1::PluginFieldType;
 using nvinfer1::PluginTensorDesc;
-using nvinfer1::TensorFormat;
 using nvinfer1::TensorRTPhase;
-
-constexpr char const* kSlotNames[kAttentionSlots] = {"q", "k", "v", "lengths", "key_counts"};
-constexpr char const* kCachedSlotNames[kAttentionSlots] = {"q", "keys", "values", "query_counts", "key_counts"};
 
 constexpr char const* kScale = "scale";
 constexpr char const* kCausal = "causal";
@@ -97,63 +91,34 @@ int32_t workspace_mib(twell_attention_problem const& largest) {
     return static_cast<int32_t>(std::max<int64_t>(asked, kLeastWorkspaceMib));
 }
 
-bool fits(int64_t extent, int64_t expected) { return extent == kAny || expected == kAny || extent == expected; }
-
-void check_shape(char const* slot, Dims const& dims, std::vector<int64_t> const& expected, char const* meaning) {
-    bool good = dims.nbDims == static_cast<int32_t>(expected.size());
-    for (int32_t i = 0; good && i < dims.nbDims; ++i) {
-        good = fits(dims.d[i], expected[i]);
-    }
-    if (!good) {
-        Dims wanted{};
-        wanted.nbDims = static_cast<int32_t>(expected.size());
-        std::copy(expected.begin(), expected.end(), wanted.d);
-        throw Refusal("input " + std::string(slot) + " has shape " + text_of(dims) + "; expected " + meaning + " = " +
-                      text_of(wanted));
-    }
-}
-
 int64_t known(int64_t first, int64_t second) { return first == kAny ? second : first; }
+
+std::vector<Input> inputs_of(AttentionOptions const& options) {
+    if (options.cached) {
+        return {{"q"}, {"keys"}, {"values"}, {"query_counts", true}, {"key_counts", true}};
+    }
+    std::vector<Input> inputs{{"q"}, {"k"}, {"v"}};
+    if (options.lengths) {
+        inputs.push_back({"lengths", true});
+    }
+    return inputs;
+}
 
 }  // namespace
 
 // ---- constructor ----
 
 AttentionPlugin::AttentionPlugin(std::string layer, AttentionOptions const& options)
-    : PluginBase(options.cached ? kCachedAttentionName : kAttentionName, std::move(layer)), options_(options) {}
+    : PluginBase(options.cached ? kCachedAttentionName : kAttentionName, std::move(layer), inputs_of(options)),
+      options_(options) {}
 
 AttentionPlugin::AttentionPlugin(AttentionPlugin const& other) : AttentionPlugin(other.layer(), other.options_) {}
 
 // ---- checks shared by build and runtime ----
 
-void AttentionPlugin::check_input_count(int64_t count) const {
-    if (count != input_count()) {
-        std::string names;
-        for (int32_t slot = 0; slot < input_count(); ++slot) {
-            names += (slot == 0 ? "" : ", ") + std::string(slot_name(slot));
-        }
-        throw Refusal("got " + std::to_string(count) + " inputs; expected " + std::to_string(input_count()) + ": " +
-                      names);
-    }
-}
-
-char const* AttentionPlugin::slot_name(int32_t slot) const {
-    return (options_.cached ? kCachedSlotNames : kSlotNames)[slot];
-}
-
-void AttentionPlugin::check_types(DataType const* types) const {
-    for (int32_t slot = kSlotQ; slot <= kSlotV; ++slot) {
-        if (!is_supported(types[slot]) || types[slot] != types[kSlotQ]) {
-            throw Refusal("input " + std::string(slot_name(slot)) + " is " + text_of(types[slot]) + "; q, " +
-                          slot_name(kSlotK) + " and " + slot_name(kSlotV) + " must all be bf16, or all fp16 (q is " +
-                          text_of(types[kSlotQ]) + ")");
-        }
-    }
-    for (int32_t slot = kSlotLengths; slot < input_count(); ++slot) {
-        if (types[slot] != DataType::kINT32) {
-            throw Refusal("input " + std::string(slot_name(slot)) + " is " + text_of(types[slot]) + "; expected int32");
-        }
-    }
+std::string AttentionPlugin::allowed_types(DataType first) const {
+    return std::string("q, ") + input_name(kSlotK) + " and " + input_name(kSlotV) +
+           " must all be bf16, or all fp16 (q is " + text_of(first) + ")";
 }
 
 // The problem that these input shapes pose. Extents may be kAny; then only what is known is checked, and the result
@@ -162,13 +127,16 @@ twell_attention_problem AttentionPlugin::problem_of(Shapes const& inputs, DataTy
     Dims const& q = inputs[kSlotQ];
     Dims const& k = inputs[kSlotK];
     char const* const keyed = options_.cached ? "[batch, kv_heads, length, width]" : "[batch, keys, kv_heads, width]";
-    check_shape(slot_name(kSlotQ), q, {kAny, kAny, kAny, kAny}, "[batch, tokens, heads, width]");
-    check_shape(slot_name(kSlotK), k, {q.d[0], options_.causal ? q.d[1] : kAny, kAny, q.d[3]}, keyed);
+    auto const check = [&](int32_t slot, Dims const& expected, char const* meaning) {
+        check_shape(input_name(slot), inputs[slot], expected, meaning);
+    };
+    check(kSlotQ, dims_of({kAny, kAny, kAny, kAny}), "[batch, tokens, heads, width]");
+    check(kSlotK, dims_of({q.d[0], options_.causal ? q.d[1] : kAny, kAny, q.d[3]}), keyed);
     int64_t const batch = known(q.d[0], k.d[0]);
     int64_t const width = known(q.d[3], k.d[3]);
-    check_shape(slot_name(kSlotV), inputs[kSlotV], {batch, k.d[1], k.d[2], width}, keyed);
+    check(kSlotV, dims_of({batch, k.d[1], k.d[2], width}), keyed);
     for (int32_t slot = kSlotLengths; slot < input_count(); ++slot) {
-        check_shape(slot_name(slot), inputs[slot], {known(batch, inputs[kSlotV].d[0])}, "[batch]");
+        check(slot, dims_of({known(batch, inputs[kSlotV].d[0])}), "[batch]");
     }
 
     // What 32 bits do not hold is beyond every limit. Placeholders for what is not known are good values.
@@ -195,56 +163,15 @@ twell_attention_problem AttentionPlugin::problem_of(Shapes const& inputs, DataTy
 
 // ---- build ----
 
-int32_t AttentionPlugin::getOutputDataTypes(DataType* output_types, int32_t output_count, DataType const* input_types,
-                                            int32_t input_count) const noexcept {
-    return guarded<int32_t>(-1, [&] {
-        check_input_count(input_count);
-        check_types(input_types);
-        std::fill_n(output_types, output_count, input_types[kSlotQ]);
-        return 0;
-    });
-}
-
-int32_t AttentionPlugin::getOutputShapes(DimsExprs const* inputs, int32_t input_count, DimsExprs const*, int32_t,
-                                         DimsExprs* outputs, int32_t output_count, nvinfer1::IExprBuilder&) noexcept {
-    return guarded<int32_t>(-1, [&] {
-        check_input_count(input_count);
-        Shapes shapes{};
-        std::transform(inputs, inputs + input_count, shapes.begin(), known_dims);
-        problem_of(shapes, DataType::kBF16);  // the dtype is not known here and no limit depends on it
-        std::fill_n(outputs, output_count, inputs[kSlotQ]);
-        return 0;
-    });
-}
-
-bool AttentionPlugin::supportsFormatCombination(int32_t pos, DynamicPluginTensorDesc const* in_out, int32_t input_count,
-                                                int32_t output_count) noexcept {
-    if (in_out == nullptr || input_count != this->input_count() || output_count != 1 || pos < 0 || pos > input_count) {
-        return false;
-    }
-    PluginTensorDesc const& desc = in_out[pos].desc;
-    if (desc.format != TensorFormat::kLINEAR) {
-        return false;
-    }
-    if (pos >= kSlotLengths && pos < input_count) {
-        return desc.type == DataType::kINT32;
-    }
-    return is_supported(desc.type) && desc.type == in_out[kSlotQ].desc.type;
+void AttentionPlugin::check_shapes(Shapes const& inputs) const {
+    problem_of(inputs, DataType::kBF16);  // no limit depends on the type, which need not be known
 }
 
 // The problem with the largest extents of the profile. Those of computed tensors are bounds that need not agree, so the
 // least of them holds.
-twell_attention_problem AttentionPlugin::largest_problem(DynamicPluginTensorDesc const* inputs,
-                                                         int32_t input_count) const {
-    check_input_count(input_count);
-    Shapes shapes{};
-    std::array<DataType, kAttentionSlots> types{};
-    for (int32_t i = 0; i < input_count; ++i) {
-        shapes[i] = inputs[i].desc.dims;
-        types[i] = inputs[i].desc.type;
-    }
-    check_types(types.data());
-    twell_attention_problem problem = problem_of(shapes, types[kSlotQ]);
+twell_attention_problem AttentionPlugin::largest_problem(DynamicPluginTensorDesc const* inputs) const {
+    Shapes const shapes = shapes_of([&](size_t i) { return inputs[i].desc.dims; });
+    twell_attention_problem problem = problem_of(shapes, inputs[kSlotQ].desc.type);
     auto const least = [inputs](std::vector<AttentionSlot> const& slots, int32_t axis) {
         int64_t bound = std::numeric_limits<int32_t>::max();
         for (AttentionSlot const slot : slots) {
@@ -265,81 +192,58 @@ twell_attention_problem AttentionPlugin::largest_problem(DynamicPluginTensorDesc
     return problem;
 }
 
-int32_t AttentionPlugin::configurePlugin(DynamicPluginTensorDesc const* in, int32_t input_count,
-                                         DynamicPluginTensorDesc const*, int32_t) noexcept {
-    return guarded<int32_t>(-1, [&] {
-        options_.workspace_mib = workspace_mib(largest_problem(in, input_count));
-        return 0;
-    });
+void AttentionPlugin::configure(DynamicPluginTensorDesc const* inputs) {
+    options_.workspace_mib = workspace_mib(largest_problem(inputs));
 }
 
-size_t AttentionPlugin::getWorkspaceSize(DynamicPluginTensorDesc const* inputs, int32_t input_count,
-                                         DynamicPluginTensorDesc const*, int32_t) const noexcept {
-    return guarded<size_t>(
-        0, [&] { return static_cast<size_t>(workspace_mib(largest_problem(inputs, input_count))) << 20; });
+size_t AttentionPlugin::workspace_bytes(DynamicPluginTensorDesc const* inputs) const {
+    return static_cast<size_t>(workspace_mib(largest_problem(inputs))) << 20;
 }
 
 // ---- runtime ----
 
-nvinfer1::IPluginV3* AttentionPlugin::attachToContext(nvinfer1::IPluginResourceContext*) noexcept {
-    return guarded<nvinfer1::IPluginV3*>(nullptr, [&] {
-        auto attached = std::make_unique<AttentionPlugin>(*this);
-        attached->attention_ = std::make_unique<Attention>();
-        return attached.release();
-    });
+AttentionPlugin* AttentionPlugin::attached() const {
+    auto attached = std::make_unique<AttentionPlugin>(*this);
+    attached->attention_ = std::make_unique<Attention>();
+    return attached.release();
 }
 
 twell_attention_problem AttentionPlugin::runtime_problem(PluginTensorDesc const* inputs) const {
-    Shapes shapes{};
-    for (int32_t i = 0; i < input_count(); ++i) {
-        shapes[i] = inputs[i].dims;
+    return problem_of(runtime_shapes(inputs), inputs[kSlotQ].type);
+}
+
+// Here, not at run(), cuDNN builds its plan: that allocates, and may compile.
+void AttentionPlugin::prepare(PluginTensorDesc const* inputs) {
+    twell_attention_problem const problem = runtime_problem(inputs);
+    if (attention_ == nullptr) {
+        attention_ = std::make_unique<Attention>();
     }
-    return problem_of(shapes, inputs[kSlotQ].type);
+    int64_t const needed = mib_of(attention_->prepare(problem));
+    int64_t const given = std::max(options_.workspace_mib, kLeastWorkspaceMib);
+    if (needed > given) {
+        throw Refusal("cuDNN needs " + std::to_string(needed) + " MiB of workspace for q " +
+                      text_of(inputs[kSlotQ].dims) + ", k " + text_of(inputs[kSlotK].dims) + "; the plan has " +
+                      std::to_string(given) + ". Compile it on a machine with this GPU and this cuDNN");
+    }
 }
 
-// Here, not at enqueue, cuDNN builds its plan: that allocates, and may compile.
-int32_t AttentionPlugin::onShapeChange(PluginTensorDesc const* in, int32_t input_count, PluginTensorDesc const*,
-                                       int32_t) noexcept {
-    return guarded<int32_t>(-1, [&] {
-        check_input_count(input_count);
-        std::array<DataType, kAttentionSlots> types{};
-        std::transform(in, in + input_count, types.begin(), [](PluginTensorDesc const& desc) { return desc.type; });
-        check_types(types.data());
-        twell_attention_problem const problem = runtime_problem(in);
-        if (attention_ == nullptr) {
-            attention_ = std::make_unique<Attention>();
-        }
-        int64_t const needed = mib_of(attention_->prepare(problem));
-        int64_t const given = std::max(options_.workspace_mib, kLeastWorkspaceMib);
-        if (needed > given) {
-            throw Refusal("cuDNN needs " + std::to_string(needed) + " MiB of workspace for q " +
-                          text_of(in[kSlotQ].dims) + ", k " + text_of(in[kSlotK].dims) + "; the plan has " +
-                          std::to_string(given) + ". Compile it on a machine with this GPU and this cuDNN");
-        }
-        return 0;
-    });
-}
-
-int32_t AttentionPlugin::enqueue(PluginTensorDesc const* input_desc, PluginTensorDesc const*, void const* const* inputs,
-                                 void* const* outputs, void* workspace, cudaStream_t stream) noexcept {
-    return guarded<int32_t>(-1, [&] {
-        if (attention_ == nullptr) {
-            throw Refusal("run before its shapes were set");
-        }
-        twell_attention_tensors tensors{};
-        tensors.q = inputs[kSlotQ];
-        tensors.k = inputs[kSlotK];
-        tensors.v = inputs[kSlotV];
-        if (options_.cached) {
-            tensors.query_lengths = static_cast<int32_t const*>(inputs[kSlotQueryCounts]);
-            tensors.lengths = static_cast<int32_t const*>(inputs[kSlotKeyCounts]);
-        } else if (options_.lengths) {
-            tensors.lengths = static_cast<int32_t const*>(inputs[kSlotLengths]);
-        }
-        tensors.y = outputs[0];
-        attention_->run(runtime_problem(input_desc), tensors, workspace, stream);
-        return 0;
-    });
+void AttentionPlugin::run(PluginTensorDesc const* descs, void const* const* inputs, void* const* outputs,
+                          void* workspace, cudaStream_t stream) {
+    if (attention_ == nullptr) {
+        throw Refusal("run before its shapes were set");
+    }
+    twell_attention_tensors tensors{};
+    tensors.q = inputs[kSlotQ];
+    tensors.k = inputs[kSlotK];
+    tensors.v = inputs[kSlotV];
+    if (options_.cached) {
+        tensors.query_lengths = static_cast<int32_t const*>(inputs[kSlotQueryCounts]);
+        tensors.lengths = static_cast<int32_t const*>(inputs[kSlotKeyCounts]);
+    } else if (options_.lengths) {
+        tensors.lengths = static_cast<int32_t const*>(inputs[kSlotLengths]);
+    }
+    tensors.y = outputs[0];
+    attention_->run(runtime_problem(descs), tensors, workspace, stream);
 }
 
 // ---- serialisation ----
@@ -358,27 +262,22 @@ SerializedAttention::SerializedAttention(AttentionOptions const& options)
     collection_.fields = fields_.data();
 }
 
-PluginFieldCollection const* AttentionPlugin::getFieldsToSerialize() noexcept {
-    return guarded<PluginFieldCollection const*>(nullptr, [&] {
-        serialized_ = std::make_unique<SerializedAttention>(options_);
-        return serialized_->collection();
-    });
+PluginFieldCollection const* AttentionPlugin::plan_fields() {
+    serialized_ = std::make_unique<SerializedAttention>(options_);
+    return serialized_->collection();
 }
 
 // ---- creator ----
 
 AttentionCreator::AttentionCreator(char const* name)
-    : CreatorBase(name, field_names(std::string(name) == kCachedAttentionName)) {}
+    : CreatorBase(name, field_names(std::string(name) == kCachedAttentionName)),
+      cached_(std::string(name) == kCachedAttentionName) {}
 
-nvinfer1::IPluginV3* AttentionCreator::createPlugin(char const* name, PluginFieldCollection const* fields,
-                                                    TensorRTPhase phase) noexcept {
-    char const* const layer = name == nullptr ? "" : name;
-    bool const cached = std::string(getPluginName()) == kCachedAttentionName;
-    return guarded<nvinfer1::IPluginV3*>(getPluginName(), layer, nullptr, [&] {
-        AttentionOptions const options = read_with_advice(phase, "libtwell_attention.so", twell_attention_version(),
-                                                          [&] { return read_fields(fields, phase, cached); });
-        return new AttentionPlugin(layer, options);
-    });
+nvinfer1::IPluginV3* AttentionCreator::create(char const* layer, PluginFieldCollection const* fields,
+                                              TensorRTPhase phase) const {
+    AttentionOptions const options = read_with_advice(phase, "libtwell_attention.so", twell_attention_version(),
+                                                      [&] { return read_fields(fields, phase, cached_); });
+    return new AttentionPlugin(layer, options);
 }
 
 }  // namespace twell

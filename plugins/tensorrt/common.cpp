@@ -2,6 +2,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+
 namespace twell {
 namespace {
 
@@ -48,13 +50,43 @@ char const* text_of(DataType type) {
 
 bool is_supported(DataType type) { return type == DataType::kBF16 || type == DataType::kHALF; }
 
-nvinfer1::Dims known_dims(nvinfer1::DimsExprs const& expressions) {
+Dims known_dims(nvinfer1::DimsExprs const& expressions) {
     Dims dims{};
     dims.nbDims = expressions.nbDims;
     for (int32_t i = 0; i < expressions.nbDims; ++i) {
         dims.d[i] = expressions.d[i]->isConstant() ? expressions.d[i]->getConstantValue() : kAny;
     }
     return dims;
+}
+
+Dims dims_of(std::initializer_list<int64_t> extents) {
+    Dims dims{};
+    dims.nbDims = static_cast<int32_t>(extents.size());
+    std::copy(extents.begin(), extents.end(), dims.d);
+    return dims;
+}
+
+bool may_equal(Dims const& dims, Dims const& expected) {
+    return dims.nbDims == expected.nbDims &&
+           std::equal(dims.d, dims.d + dims.nbDims, expected.d,
+                      [](int64_t one, int64_t other) { return one == kAny || other == kAny || one == other; });
+}
+
+void check_input_count(std::vector<Input> const& inputs, int64_t count) {
+    if (count != static_cast<int64_t>(inputs.size())) {
+        std::string names;
+        for (Input const& input : inputs) {
+            names += (names.empty() ? ": " : ", ") + std::string(input.name);
+        }
+        throw Refusal("got " + std::to_string(count) + " inputs; expected " + std::to_string(inputs.size()) + names);
+    }
+}
+
+void check_shape(char const* input, Dims const& dims, Dims const& expected, char const* meaning) {
+    if (!may_equal(dims, expected)) {
+        throw Refusal("input " + std::string(input) + " has shape " + text_of(dims) + "; expected " + meaning + " = " +
+                      text_of(expected));
+    }
 }
 
 int32_t check_device() {

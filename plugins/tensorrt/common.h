@@ -3,10 +3,13 @@
 
 #include <NvInferRuntime.h>
 
+#include <array>
 #include <cstdint>
 #include <exception>
+#include <initializer_list>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "host.h"
 
@@ -29,6 +32,27 @@ bool is_supported(nvinfer1::DataType type);
 
 // Extents as they are known while a network is built; kAny for the others.
 nvinfer1::Dims known_dims(nvinfer1::DimsExprs const& expressions);
+
+// An input of a plugin. Those that are not int32 have the plugin's element type.
+struct Input {
+    char const* name;
+    bool is_int32 = false;
+};
+
+// The shapes of a plugin's inputs, in order.
+constexpr size_t kMostInputs = 8;
+using Shapes = std::array<nvinfer1::Dims, kMostInputs>;
+
+nvinfer1::Dims dims_of(std::initializer_list<int64_t> extents);
+
+// Whether two shapes may be the same; kAny is like any extent.
+bool may_equal(nvinfer1::Dims const& dims, nvinfer1::Dims const& expected);
+
+// Throws Refusal unless there are as many inputs as these.
+void check_input_count(std::vector<Input> const& inputs, int64_t count);
+
+// Throws Refusal unless the shape may be the expected one, of which `meaning` says what its extents are.
+void check_shape(char const* input, nvinfer1::Dims const& dims, nvinfer1::Dims const& expected, char const* meaning);
 
 // Throws Refusal unless the current GPU can run the plugins. Returns its compute capability, 90 for 9.0.
 int32_t check_device();

@@ -1,8 +1,11 @@
-// What all plugin classes, and their creators, answer alike.
+// What all plugin classes, and their creators, do alike: the methods that TensorRT calls, in terms of few of a
+// plugin's.
 #pragma once
 
 #include <NvInferRuntime.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -14,6 +17,7 @@
 namespace twell {
 
 // `Plugin` is the class that derives from this one; clone() copies it. `Build` is the interface that it is built by.
+// All inputs and outputs have the element type of the first input, but for inputs of int32.
 template <class Plugin, class Build = nvinfer1::IPluginV3OneBuild, int32_t OUTPUTS = 1>
 class PluginBase : public nvinfer1::IPluginV3,
                    public nvinfer1::IPluginV3OneCore,
@@ -35,7 +39,7 @@ class PluginBase : public nvinfer1::IPluginV3,
     }
 
     nvinfer1::IPluginV3* clone() noexcept final {
-        return guarded<nvinfer1::IPluginV3*>(nullptr, [&] { return new Plugin(static_cast<Plugin const&>(*this)); });
+        return guarded<nvinfer1::IPluginV3*>(nullptr, [&] { return new Plugin(self()); });
     }
 
     char const* getPluginName() const noexcept final { return name_; }
@@ -43,11 +47,134 @@ class PluginBase : public nvinfer1::IPluginV3,
     char const* getPluginNamespace() const noexcept final { return kPluginNamespace; }
     int32_t getNbOutputs() const noexcept final { return OUTPUTS; }
 
+    // ---- build ----
+
+    int32_t getOutputDataTypes(nvinfer1::DataType* output_types, int32_t output_count,
+                               nvinfer1::DataType const* input_types, int32_t input_count) const noexcept final {
+        return status_of([&] {
+            check_input_count(inputs_, input_count);
+            check_types([&](size_t i) { return input_types[i]; });
+            std::fill_n(output_types, output_count, input_types[0]);
+        });
+    }
+
+    int32_t getOutputShapes(nvinfer1::DimsExprs const* inputs, int32_t input_count, nvinfer1::DimsExprs const*, int32_t,
+                            nvinfer1::DimsExprs* outputs, int32_t, nvinfer1::IExprBuilder&) noexcept final {
+        return status_of([&] {
+            check_input_count(inputs_, input_count);
+            check_shapes(shapes_of([&](size_t i) { return known_dims(inputs[i]); }));
+            set_output_shapes(inputs, outputs);
+        });
+    }
+
+    bool supportsFormatCombination(int32_t pos, nvinfer1::DynamicPluginTensorDesc const* in_out, int32_t input_count,
+                                   int32_t output_count) noexcept final {
+        if (in_out == nullptr || input_count != this->input_count() || output_count != OUTPUTS || pos < 0 ||
+            pos >= input_count + output_count) {
+            return false;
+        }
+        nvinfer1::PluginTensorDesc const& desc = in_out[pos].desc;
+        if (desc.format != nvinfer1::TensorFormat::kLINEAR) {
+            return false;
+        }
+        if (pos < input_count && inputs_[pos].is_int32) {
+            return desc.type == nvinfer1::DataType::kINT32;
+        }
+        return is_supported(desc.type) && desc.type == in_out[0].desc.type;
+    }
+
+    int32_t configurePlugin(nvinfer1::DynamicPluginTensorDesc const* in, int32_t input_count,
+                            nvinfer1::DynamicPluginTensorDesc const*, int32_t) noexcept final {
+        return status_of([&] {
+            check_profile(in, input_count);
+            configure(in);
+        });
+    }
+
+    size_t getWorkspaceSize(nvinfer1::DynamicPluginTensorDesc const* inputs, int32_t input_count,
+                            nvinfer1::DynamicPluginTensorDesc const*, int32_t) const noexcept final {
+        return guarded<size_t>(0, [&] {
+            check_profile(inputs, input_count);
+            return workspace_bytes(inputs);
+        });
+    }
+
+    // ---- runtime ----
+
+    nvinfer1::IPluginV3* attachToContext(nvinfer1::IPluginResourceContext*) noexcept final {
+        return guarded<nvinfer1::IPluginV3*>(nullptr, [&] { return attached(); });
+    }
+
+    int32_t onShapeChange(nvinfer1::PluginTensorDesc const* in, int32_t input_count, nvinfer1::PluginTensorDesc const*,
+                          int32_t) noexcept final {
+        return status_of([&] {
+            check_input_count(inputs_, input_count);
+            check_types([&](size_t i) { return in[i].type; });
+            prepare(in);
+        });
+    }
+
+    int32_t enqueue(nvinfer1::PluginTensorDesc const* input_desc, nvinfer1::PluginTensorDesc const*,
+                    void const* const* inputs, void* const* outputs, void* workspace,
+                    cudaStream_t stream) noexcept final {
+        return status_of([&] { run(input_desc, inputs, outputs, workspace, stream); });
+    }
+
+    // ---- serialisation ----
+
+    nvinfer1::PluginFieldCollection const* getFieldsToSerialize() noexcept final {
+        return guarded<nvinfer1::PluginFieldCollection const*>(nullptr, [&] { return plan_fields(); });
+    }
+
   protected:
-    // `name` is a constant of the program; `layer` names the node in messages.
-    PluginBase(char const* name, std::string layer) : name_(name), layer_(std::move(layer)) {}
-    PluginBase(PluginBase const& other) : PluginBase(other.name_, other.layer_) {}
+    // `name` is a constant of the program; `layer` names the node in messages; `inputs` are those that are present.
+    PluginBase(char const* name, std::string layer, std::vector<Input> inputs)
+        : name_(name), layer_(std::move(layer)), inputs_(std::move(inputs)) {}
+    PluginBase(PluginBase const& other) : PluginBase(other.name_, other.layer_, other.inputs_) {}
     ~PluginBase() override = default;
+
+    // ---- what a plugin has: each may throw, which becomes a message in the host's log and a failure ----
+
+    // What is allowed instead of an input's type, to follow "; ".
+    virtual std::string allowed_types(nvinfer1::DataType first) const = 0;
+    // Holds the inputs against each other. Extents may be kAny: then only what is known is checked.
+    virtual void check_shapes(Shapes const& inputs) const = 0;
+    // Sets all outputs' shapes. By default they are those of as many inputs.
+    virtual void set_output_shapes(nvinfer1::DimsExprs const* inputs, nvinfer1::DimsExprs* outputs) const {
+        std::copy_n(inputs, OUTPUTS, outputs);
+    }
+    // Takes a profile, whose number of inputs and types have been checked, while a network is built.
+    virtual void configure(nvinfer1::DynamicPluginTensorDesc const* inputs) = 0;
+    virtual size_t workspace_bytes(nvinfer1::DynamicPluginTensorDesc const*) const { return 0; }
+    // Returns a new plugin for an execution context.
+    virtual Plugin* attached() const { return new Plugin(self()); }
+    // Checks shapes at run time, and gets ready for them; the number of inputs and types have been checked.
+    virtual void prepare(nvinfer1::PluginTensorDesc const* inputs) { check_shapes(runtime_shapes(inputs)); }
+    virtual void run(nvinfer1::PluginTensorDesc const* descs, void const* const* inputs, void* const* outputs,
+                     void* workspace, cudaStream_t stream) = 0;
+    // Returns what a plan holds, which must stay until the next call.
+    virtual nvinfer1::PluginFieldCollection const* plan_fields() = 0;
+
+    std::string const& layer() const { return layer_; }
+    int32_t input_count() const { return static_cast<int32_t>(inputs_.size()); }
+    char const* input_name(int32_t slot) const { return inputs_[slot].name; }
+
+    Shapes runtime_shapes(nvinfer1::PluginTensorDesc const* inputs) const {
+        return shapes_of([&](size_t i) { return inputs[i].dims; });
+    }
+
+    // Gathers a shape of each input.
+    template <typename ShapeOf>
+    Shapes shapes_of(ShapeOf&& shape_of) const {
+        Shapes shapes{};
+        for (size_t i = 0; i < inputs_.size(); ++i) {
+            shapes[i] = shape_of(i);
+        }
+        return shapes;
+    }
+
+  private:
+    Plugin const& self() const { return static_cast<Plugin const&>(*this); }
 
     // Runs the body of an override: see common.h.
     template <typename Result, typename Body>
@@ -55,11 +182,35 @@ class PluginBase : public nvinfer1::IPluginV3,
         return twell::guarded(name_, layer_.c_str(), failure, std::forward<Body>(body));
     }
 
-    std::string const& layer() const { return layer_; }
+    // As guarded(), for a body that returns nothing: 0, or -1 where it fails.
+    template <typename Body>
+    int32_t status_of(Body&& body) const noexcept {
+        return guarded<int32_t>(-1, [&] {
+            body();
+            return 0;
+        });
+    }
 
-  private:
+    template <typename TypeOf>
+    void check_types(TypeOf&& type_of) const {
+        for (size_t i = 0; i < inputs_.size(); ++i) {
+            nvinfer1::DataType const type = type_of(i);
+            bool const is_int32 = inputs_[i].is_int32;
+            if (is_int32 ? type != nvinfer1::DataType::kINT32 : !is_supported(type) || type != type_of(0)) {
+                throw Refusal("input " + std::string(inputs_[i].name) + " is " + text_of(type) + "; " +
+                              (is_int32 ? "expected int32" : allowed_types(type_of(0))));
+            }
+        }
+    }
+
+    void check_profile(nvinfer1::DynamicPluginTensorDesc const* inputs, int32_t input_count) const {
+        check_input_count(inputs_, input_count);
+        check_types([&](size_t i) { return inputs[i].desc.type; });
+    }
+
     char const* const name_;
     std::string const layer_;
+    std::vector<Input> const inputs_;
 };
 
 class CreatorBase : public nvinfer1::IPluginCreatorV3One {
@@ -69,10 +220,20 @@ class CreatorBase : public nvinfer1::IPluginCreatorV3One {
     char const* getPluginVersion() const noexcept final { return kPluginVersion; }
     char const* getPluginNamespace() const noexcept final { return kPluginNamespace; }
 
+    nvinfer1::IPluginV3* createPlugin(char const* name, nvinfer1::PluginFieldCollection const* fields,
+                                      nvinfer1::TensorRTPhase phase) noexcept final {
+        char const* const layer = name == nullptr ? "" : name;
+        return guarded<nvinfer1::IPluginV3*>(name_, layer, nullptr, [&] { return create(layer, fields, phase); });
+    }
+
   protected:
     CreatorBase(char const* name, std::vector<nvinfer1::PluginField> fields)
         : name_(name), fields_(std::move(fields)), collection_{static_cast<int32_t>(fields_.size()), fields_.data()} {}
     ~CreatorBase() override = default;
+
+    // Returns a new plugin, or throws a Refusal of fields.
+    virtual nvinfer1::IPluginV3* create(char const* layer, nvinfer1::PluginFieldCollection const* fields,
+                                        nvinfer1::TensorRTPhase phase) const = 0;
 
   private:
     char const* const name_;
