@@ -7,11 +7,13 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-BF16, FP16, FLOAT32 = 7, 1, 0  # nvinfer1::DataType
+BF16, FP16, FLOAT32, INT32 = 7, 1, 0, 3  # nvinfer1::DataType
 LINEAR, CHW4 = 0, 3  # nvinfer1::TensorFormat
 TORCH = {BF16: torch.bfloat16, FP16: torch.float16}
 
@@ -51,6 +53,57 @@ def make_dims(shape: Sequence[int]) -> Dims:
 
 def make_desc(shape: Sequence[int], dtype: int, layout: int = LINEAR) -> Desc:
     return Desc(make_dims(shape), dtype, layout, 1.0)
+
+
+Tensors = Sequence[tuple[Sequence[int], int]]  # shapes and types
+
+
+def make_descs(tensors: Tensors) -> Any:
+    return (Desc * len(tensors))(*(make_desc(shape, kind) for shape, kind in tensors))
+
+
+def make_ranges(least: Tensors, most: Tensors) -> Any:
+    """Describe tensors whose every extent may vary, or none where both are the same."""
+    ranges = []
+    for (low, kind), (high, _) in zip(least, most, strict=True):
+        now = [size if size == other else -1 for size, other in zip(low, high, strict=True)]
+        ranges.append(DynamicDesc(make_desc(now, kind), make_dims(low), make_dims(high), make_dims(low)))
+    return (DynamicDesc * len(ranges))(*ranges)
+
+
+def create_plugin(host: ctypes.CDLL, library: Path, index: int, values: dict[str, str | int | float]) -> Any:
+    """Create a plugin of the library's creator of this index with these fields."""
+    kept: list[Any] = []
+    items = []
+    for name, value in values.items():
+        if isinstance(value, str):
+            kept.append(ctypes.create_string_buffer(value.encode()))
+        else:
+            kept.append((ctypes.c_float if isinstance(value, float) else ctypes.c_int32)(value))
+        kind = 6 if isinstance(value, str) else 1 if isinstance(value, float) else 5
+        length = len(kept[-1]) if isinstance(value, str) else 1
+        items.append(Field(name.encode(), ctypes.addressof(kept[-1]), kind, length))
+    plugin = host.create(host.load(str(library).encode(), index), Fields(len(items), (Field * len(items))(*items)))
+    assert plugin
+    return plugin
+
+
+def supports(host: ctypes.CDLL, plugin: Any, position: int, types: Sequence[int], layout: int = LINEAR) -> bool:
+    """Ask for a position of inputs and one output of these types."""
+    items = [DynamicDesc(make_desc((8, 8), kind, layout)) for kind in types]
+    answer: bool = host.supports(plugin, position, (DynamicDesc * len(items))(*items), len(items) - 1)
+    return answer
+
+
+def enqueue(function: Any, plugin: Any, inputs: Sequence[Tensor], y: Tensor, workspace: Tensor) -> int:
+    """Call `host.enqueue` or `host.enqueue_attached` with the tensors as they are."""
+    kinds = {**{dtype: kind for kind, dtype in TORCH.items()}, torch.int32: INT32}
+    descs = make_descs([(each.shape, kinds[each.dtype]) for each in inputs])
+    given = (ctypes.c_void_p * len(inputs))(*[each.data_ptr() for each in inputs])
+    outputs, output = (ctypes.c_void_p * 1)(y.data_ptr()), make_desc(y.shape, kinds[y.dtype])
+    stream = torch.cuda.current_stream().cuda_stream
+    status: int = function(plugin, descs, ctypes.byref(output), given, outputs, workspace.data_ptr(), stream)
+    return status
 
 
 def compile_host(path: Path, version: int, layout: int) -> Path:

@@ -1,39 +1,28 @@
 """The build and runtime methods of the plugins, called as an engine calls them, by a stand-in for TensorRT.
 
 Machines without full TensorRT check `enqueue` here: against the C API on the same tensors, bit for bit. tests/tensorrt
-runs it in real engines; the C API itself is checked in test_kernels.py.
+runs it in real engines; the C API itself is checked in test_kernels.py and test_attention_gpu.py.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from tests.plugins.plugin_host import (
-    BF16,
-    CHW4,
-    FLOAT32,
-    FP16,
-    LINEAR,
-    TORCH,
-    Desc,
-    DynamicDesc,
-    Field,
-    Fields,
-    host,
-    make_desc,
-    make_dims,
-)
+from tests.plugins import plugin_host
+from tests.plugins.attention_calls import SCALE, MakePlan, assert_right, lib, make_plan, on_gpu, random_operands
+from tests.plugins.plugin_host import BF16, CHW4, FLOAT32, FP16, INT32, TORCH, host, make_desc, make_descs, make_ranges
 from twellc.plugins import library
 
-__all__ = ["host"]
+__all__ = ["host", "lib", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -79,23 +68,16 @@ class Block:
 
     def create(self, host: ctypes.CDLL) -> Any:
         """Create the plugin of this block."""
-        creator = host.load(str(library.library_path()).encode(), 0 if self.gated else 1)
         bias_fields = {"gate_bias": "gate", "up_bias": "up"} if self.gated else {"up_bias": "gate"}
-        values: dict[str, ctypes.c_int32 | ctypes.c_float] = {
-            name: ctypes.c_int32(bias in self.biases) for name, bias in (bias_fields | {"down_bias": "down"}).items()
+        values: dict[str, str | int | float] = {
+            name: int(bias in self.biases) for name, bias in (bias_fields | {"down_bias": "down"}).items()
         }
-        values["residual"] = ctypes.c_int32(self.residual)
-        values["compression"] = ctypes.c_int32(self.compression)
-        values["hot"] = ctypes.c_int32(self.hot)
-        values["threshold"] = ctypes.c_float(self.threshold)
-        text = ctypes.create_string_buffer(self.activation.encode())
-        items = [Field(b"activation", ctypes.addressof(text), 6, len(text))]
-        for name, value in values.items():
-            kind = 1 if isinstance(value, ctypes.c_float) else 5
-            items.append(Field(name.encode(), ctypes.addressof(value), kind, 1))
-        plugin = host.create(creator, Fields(len(items), (Field * len(items))(*items)))
-        assert plugin
-        return plugin
+        values |= {"activation": self.activation, "threshold": self.threshold, "residual": int(self.residual)}
+        values |= {"compression": self.compression, "hot": self.hot}
+        return plugin_host.create_plugin(host, library.library_path(), 0 if self.gated else 1, values)
+
+    def tensors(self, leading: Sequence[int], dtype: int = BF16) -> plugin_host.Tensors:
+        return [(shape, dtype) for shape in self.inputs(leading).values()]
 
 
 BLOCKS = [
@@ -115,9 +97,20 @@ BLOCKS = [
 ]
 
 
-def descs(block: Block, leading: Sequence[int], dtype: int) -> Any:
-    shapes = block.inputs(leading).values()
-    return (Desc * len(shapes))(*[make_desc(shape, dtype) for shape in shapes])
+Create = Callable[[ctypes.CDLL], Any]
+
+
+def create_attention(host: ctypes.CDLL, has_lengths: bool = True, causal: bool = True) -> Any:
+    path = library.attention_library_path()
+    if path is None:
+        pytest.skip("the attention library was not built")
+    values: dict[str, str | int | float] = {"scale": SCALE, "causal": int(causal), "lengths": int(has_lengths)}
+    return plugin_host.create_plugin(host, path, 0, values)
+
+
+def qkv(tokens: int, has_lengths: bool = True) -> plugin_host.Tensors:
+    rows: list[tuple[tuple[int, ...], int]] = [((2, tokens, heads, 64), BF16) for heads in (4, 2, 2)]
+    return [*rows, ((2,), INT32)] if has_lengths else rows
 
 
 # ---- build ----
@@ -126,109 +119,126 @@ def descs(block: Block, leading: Sequence[int], dtype: int) -> Any:
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_workspace_is_that_of_the_largest_shape(host: ctypes.CDLL, block: Block, dtype: int) -> None:
-    inputs = [
-        DynamicDesc(make_desc(now, dtype), make_dims(least), make_dims(most), make_dims(least))
-        for now, least, most in zip(
-            *(block.inputs(leading).values() for leading in ((-1, -1), (1, 1), (3, 700))), strict=True
-        )
-    ]
-    array = (DynamicDesc * len(inputs))(*inputs)
+    ranges = make_ranges(block.tensors((1, 1), dtype), block.tensors((3, 700), dtype))
     plugin = block.create(host)
-    assert host.configure(plugin, array, len(inputs), None) == 0
+    assert host.configure(plugin, ranges, len(ranges), None) == 0
     expected = library.load().twell_workspace_bytes(ctypes.byref(block.problem(2100, dtype)))
-    assert host.workspace_size(plugin, array, len(inputs), None) == expected > 0
+    assert host.workspace_size(plugin, ranges, len(ranges), None) == expected > 0
     host.destroy(plugin)
 
 
-def test_only_linear_bf16_or_fp16_of_one_kind_is_supported(host: ctypes.CDLL) -> None:
-    plugin = Block(gated=False).create(host)
+def test_attention_asks_for_the_least_workspace_without_a_gpu(
+    host: ctypes.CDLL, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU, which may want more")
+    plugin = create_attention(host)
+    ranges = make_ranges(qkv(1), qkv(4096))
+    # Of a computed tensor TensorRT may know a bound only, other than that of q.
+    ranges[1].max = plugin_host.make_dims((5, 9000, 2, 64))
+    assert host.configure(plugin, ranges, 4, None) == 0
+    assert host.workspace_size(plugin, ranges, 4, None) == 32 << 20
+    ranges[2].max = plugin_host.make_dims((2, 4096, 2, 60))
+    assert host.configure(plugin, ranges, 4, None) != 0
+    host.destroy(plugin)
+    message = "width must be a positive multiple of 8, up to 256 (q up to [2, 4096, 4, 64], k up to [5, 9000, 2, 64])"
+    assert f"log 1 TwellAttention 'layer0': {message}" in capfd.readouterr().out
 
-    def supports(position: int, types: Sequence[int], layouts: Sequence[int] = (LINEAR,) * 4) -> bool:
-        items = [DynamicDesc(make_desc((8, 8), *pair)) for pair in zip(types, layouts, strict=True)]
-        supported: bool = host.supports(plugin, position, (DynamicDesc * 4)(*items), 3)
-        return supported
 
-    for dtype, position in itertools.product((BF16, FP16), range(4)):
-        assert supports(position, [dtype] * 4)
-    for position in range(4):
-        assert not supports(position, [FLOAT32] * 4)
-        assert not supports(position, [BF16] * 4, [CHW4] * 4)
-    for position in range(1, 4):
-        assert not supports(position, [BF16, *([FP16] * 3)])
-    assert not supports(4, [BF16] * 4)
-    assert not supports(-1, [BF16] * 4)
+@pytest.mark.parametrize(
+    ("create", "counts"), [(Block(gated=False).create, None), (create_attention, 3)], ids=("block", "attention")
+)
+def test_only_linear_tensors_of_one_type_are_supported(host: ctypes.CDLL, create: Create, counts: int | None) -> None:
+    """All have the type of the first, which is bf16 or fp16; `counts` is the position of an int32 input."""
+    plugin = create(host)
+    places = range(4 if counts is None else 5)
+
+    def types(kind: int) -> list[int]:
+        return [INT32 if place == counts else kind for place in places]
+
+    for dtype, place in itertools.product((BF16, FP16), places):
+        assert plugin_host.supports(host, plugin, place, types(dtype))
+        assert not plugin_host.supports(host, plugin, place, types(dtype), CHW4)
+        for other in (FP16 if dtype == BF16 else BF16, FLOAT32):
+            changed = types(dtype)
+            changed[place] = other
+            assert plugin_host.supports(host, plugin, place, changed) == (place == 0 and other != FLOAT32)
+    for place in (-1, len(places)):
+        assert not plugin_host.supports(host, plugin, place, types(BF16))
     host.destroy(plugin)
 
 
 # ---- runtime ----
 
 
+@pytest.mark.sampled(26)
 @pytest.mark.parametrize("leading", [(), (0,), (5,), (2, 3), (2, 0, 3), (1, 2, 3, 4, 5, 6, 7)])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_any_rank_and_token_count_is_accepted(host: ctypes.CDLL, block: Block, leading: tuple[int, ...]) -> None:
     plugin = block.create(host)
-    inputs = descs(block, leading, BF16)
+    inputs = make_descs(block.tensors(leading))
     assert host.shape_change(plugin, inputs, len(inputs), None) == 0
     host.destroy(plugin)
 
 
+GATED, RESIDUAL = Block(gated=True), Block(gated=True, residual=True)
+ONE_TYPE = "all inputs must be bf16, or all fp16"
+OF_KEYS, OF_Y = "expected [batch, keys, kv_heads, width]", "expected that of y, [..., d_out] = [4, 32]"
+
+
 @pytest.mark.parametrize(
-    ("slot", "shape", "dtype", "message"),
+    ("block", "slot", "shape", "dtype", "message"),
     [
-        (0, (4, 60), BF16, "input x has shape [4, 60]; its last extent must be d_model = 64"),
-        (0, (), BF16, "input x has rank 0; expected [..., d_model] of rank 1 to 8"),
-        (0, (1 << 40, 1 << 40, 64), BF16, "tokens must be 0 to 536870912 (2^29) (x [1099511627776, 1099511627776, 64]"),
-        (1, (300, 60), BF16, "input w_up has shape [300, 64]; expected [d_ff, d_model] = [300, 60]"),
-        (2, (301, 64), BF16, "input w_up has shape [301, 64]; expected [d_ff, d_model] = [300, 64]"),
-        (3, (300, 32, 1), BF16, "input w_down has shape [300, 32, 1]; expected [d_ff, d_out]"),
-        (3, (300, 32), FP16, "input w_down is fp16; all inputs must be bf16, or all fp16 (x is bf16)"),
-        (0, (4, 64), FLOAT32, "input x is float32; all inputs must be bf16, or all fp16"),
+        (GATED, 0, (4, 60), BF16, "input x has shape [4, 60]; its last extent must be d_model = 64"),
+        (GATED, 0, (), BF16, "input x has rank 0; expected [..., d_model] of rank 1 to 8"),
+        (GATED, 0, (1 << 40, 1 << 40, 64), BF16, f"tokens must be 0 to 536870912 (2^29) (x {[1 << 40, 1 << 40, 64]}"),
+        (GATED, 1, (300, 60), BF16, "input w_up has shape [300, 64]; expected [d_ff, d_model] = [300, 60]"),
+        (GATED, 2, (301, 64), BF16, "input w_up has shape [301, 64]; expected [d_ff, d_model] = [300, 64]"),
+        (GATED, 3, (300, 32, 1), BF16, "input w_down has shape [300, 32, 1]; expected [d_ff, d_out]"),
+        (GATED, 3, (300, 32), FP16, f"input w_down is fp16; {ONE_TYPE} (x is bf16)"),
+        (GATED, 0, (4, 64), FLOAT32, f"input x is float32; {ONE_TYPE}"),
+        # Only the shapes tell how many neurons there are.
+        (Block(gated=True, hot=301), 0, (4, 64), BF16, "field 'hot': got 301; allowed: 0 to d_ff = 300"),
+        (RESIDUAL, 4, (4, 64), BF16, f"input residual has shape [4, 64]; {OF_Y}"),
+        (RESIDUAL, 4, (5, 32), BF16, f"input residual has shape [5, 32]; {OF_Y}"),
+        (RESIDUAL, 4, (2, 2, 32), BF16, f"input residual has shape [2, 2, 32]; {OF_Y}"),
+        (RESIDUAL, 4, (32,), BF16, f"input residual has shape [32]; {OF_Y}"),
+        (RESIDUAL, 4, (4, 32), FP16, f"input residual is fp16; {ONE_TYPE} (x is bf16)"),
+        (None, 0, (2, 9, 256), BF16, "input q has shape [2, 9, 256]; expected [batch, tokens, heads, width] = [?, ?"),
+        (None, 0, (2, 9, 3, 64), BF16, "heads must be a positive multiple of kv_heads (q [2, 9, 3, 64], k [2, 9, 2, "),
+        (None, 0, (2, 9, 4, 60), BF16, f"input k has shape [2, 9, 2, 64]; {OF_KEYS} = [2, 9, ?, 60]"),
+        (None, 1, (2, 8, 2, 64), BF16, f"input k has shape [2, 8, 2, 64]; {OF_KEYS} = [2, 9, ?, 64]"),
+        (None, 1, (3, 9, 2, 64), BF16, f"input k has shape [3, 9, 2, 64]; {OF_KEYS} = [2, 9, ?, 64]"),
+        (None, 2, (2, 9, 1, 64), BF16, f"input v has shape [2, 9, 1, 64]; {OF_KEYS} = [2, 9, 2, 64]"),
+        (None, 2, (2, 9, 2, 64), FP16, "input v is fp16; q, k and v must all be bf16, or all fp16 (q is bf16)"),
+        (None, 3, (3,), INT32, "input lengths has shape [3]; expected [batch] = [2]"),
+        (None, 3, (2,), FLOAT32, "input lengths is float32; expected int32"),
     ],
 )
 def test_bad_shapes_at_run_time_are_refused(
-    host: ctypes.CDLL, capfd: pytest.CaptureFixture[str], slot: int, shape: tuple[int, ...], dtype: int, message: str
+    host: ctypes.CDLL,
+    capfd: pytest.CaptureFixture[str],
+    block: Block | None,
+    slot: int,
+    shape: tuple[int, ...],
+    dtype: int,
+    message: str,
 ) -> None:
-    block = Block(gated=True)
-    plugin = block.create(host)
-    inputs = descs(block, (4,), BF16)
+    """Of a block, or of attention."""
+    plugin = create_attention(host) if block is None else block.create(host)
+    inputs = make_descs(qkv(9) if block is None else block.tensors((4,)))
     inputs[slot] = make_desc(shape, dtype)
     assert host.shape_change(plugin, inputs, len(inputs), None) != 0
     host.destroy(plugin)
-    assert f"log 1 TwellGatedMlp 'layer0': {message}" in capfd.readouterr().out
+    name = "TwellAttention" if block is None else "TwellGatedMlp"
+    assert f"log 1 {name} 'layer0': {message}" in capfd.readouterr().out
 
 
-def test_hot_beyond_d_ff_is_refused(host: ctypes.CDLL, capfd: pytest.CaptureFixture[str]) -> None:
-    """Only the shapes tell how many neurons there are."""
-    block = Block(gated=True, hot=301)
-    plugin = block.create(host)
-    inputs = descs(block, (4,), BF16)
-    assert host.shape_change(plugin, inputs, len(inputs), None) != 0
+def test_a_wrong_number_of_inputs_is_refused(host: ctypes.CDLL, capfd: pytest.CaptureFixture[str]) -> None:
+    plugin = create_attention(host)
+    assert host.shape_change(plugin, make_descs(qkv(9, has_lengths=False)), 3, None) != 0
     host.destroy(plugin)
-    message = "log 1 TwellGatedMlp 'layer0': field 'hot': got 301; allowed: 0 to d_ff = 300"
-    assert message in capfd.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "message"),
-    [
-        ((4, 64), BF16, "input residual has shape [4, 64]; expected that of y, [..., d_out] = [4, 32]"),
-        ((5, 32), BF16, "input residual has shape [5, 32]; expected that of y, [..., d_out] = [4, 32]"),
-        ((2, 2, 32), BF16, "input residual has shape [2, 2, 32]; expected that of y, [..., d_out] = [4, 32]"),
-        ((32,), BF16, "input residual has shape [32]; expected that of y, [..., d_out] = [4, 32]"),
-        ((4, 32), FP16, "input residual is fp16; all inputs must be bf16, or all fp16 (x is bf16)"),
-    ],
-)
-def test_bad_residual_at_run_time_is_refused(
-    host: ctypes.CDLL, capfd: pytest.CaptureFixture[str], shape: tuple[int, ...], dtype: int, message: str
-) -> None:
-    block = Block(gated=True, residual=True)
-    plugin = block.create(host)
-    inputs = descs(block, (4,), BF16)
-    assert host.shape_change(plugin, inputs, len(inputs), None) == 0
-    inputs[4] = make_desc(shape, dtype)
-    assert host.shape_change(plugin, inputs, len(inputs), None) != 0
-    host.destroy(plugin)
-    assert f"log 1 TwellGatedMlp 'layer0': {message}" in capfd.readouterr().out
+    assert "TwellAttention 'layer0': got 3 inputs; expected 4: q, k, v, lengths" in capfd.readouterr().out
 
 
 @pytest.mark.gpu
@@ -254,12 +264,7 @@ def test_enqueue_equals_the_c_api(host: ctypes.CDLL, block: Block, dtype: int, l
     assert api.twell_mlp(*arguments) == 0
 
     plugin = block.create(host)
-    inputs = (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors.values()])
-    outputs = (ctypes.c_void_p * 1)(actual.data_ptr())
-    output = make_desc((*leading, block.d_out), dtype)
-    status = host.enqueue(
-        plugin, descs(block, leading, dtype), ctypes.byref(output), inputs, outputs, workspace.data_ptr(), stream
-    )
+    status = plugin_host.enqueue(host.enqueue, plugin, list(tensors.values()), actual, workspace)
     torch.cuda.synchronize()
     host.destroy(plugin)
     assert status == 0
@@ -267,3 +272,48 @@ def test_enqueue_equals_the_c_api(host: ctypes.CDLL, block: Block, dtype: int, l
     assert torch.equal(actual.view(torch.int16), expected.view(torch.int16))
     if tokens and block.d_ff > 1:  # a single neuron may well be inactive for a single token
         assert actual.abs().max() > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_lengths", [False, True])
+def test_attention_back_and_forth(lib: ctypes.CDLL, host: ctypes.CDLL, make_plan: MakePlan, has_lengths: bool) -> None:
+    plugin = create_attention(host, has_lengths)
+    array = make_ranges(qkv(1, has_lengths), qkv(500, has_lengths))
+    assert host.configure(plugin, array, len(array), None) == 0
+    size = host.workspace_size(plugin, array, len(array), None)
+    assert size >= 32 << 20
+    workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
+    attached, run = host.attach(plugin), functools.partial(plugin_host.enqueue, host.enqueue_attached)
+    host.destroy(plugin)
+    # Back and forth: the plans of shapes that come again are kept.
+    for tokens in (7, 500, 1, 7, 499, 500):
+        operands = random_operands(2, tokens, tokens, 4, 2, 64)
+        lengths = on_gpu([tokens, 1] if has_lengths else None)
+        given = make_descs(qkv(tokens, has_lengths))
+        assert host.shape_change(attached, given, len(given), None) == 0
+        y = torch.full_like(operands[0], math.nan)
+        assert run(attached, operands if lengths is None else [*operands, lengths], y, workspace) == 0
+        torch.cuda.synchronize()
+        assert_right(y, operands, [tokens, 1] if has_lengths else None, True)
+        expected = make_plan(operands, has_lengths, True).run(operands, lengths)
+        assert torch.equal(y, expected)
+    host.destroy(attached)
+
+
+@pytest.mark.gpu
+def test_attention_of_shapes_that_were_not_set_are_refused(
+    lib: ctypes.CDLL, host: ctypes.CDLL, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plugin = create_attention(host, has_lengths=False)
+    attached, run = host.attach(plugin), functools.partial(plugin_host.enqueue, host.enqueue_attached)
+    workspace = torch.empty(32 << 20, dtype=torch.uint8, device="cuda")
+    operands = random_operands(2, 9, 9, 4, 2, 64)
+    assert run(plugin, operands, torch.empty_like(operands[0]), workspace) != 0
+    given = make_descs(qkv(8, has_lengths=False))
+    assert host.shape_change(attached, given, len(given), None) == 0
+    assert run(attached, operands, torch.empty_like(operands[0]), workspace) != 0
+    for each in (plugin, attached):
+        host.destroy(each)
+    output = capfd.readouterr().out
+    assert "log 1 TwellAttention 'layer0': run before its shapes were set" in output
+    assert "log 1 TwellAttention 'layer0': run with shapes that were not set before" in output
