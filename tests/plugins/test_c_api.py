@@ -229,6 +229,7 @@ def test_sizes(compression: int) -> None:
         before = workspace
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("variant", [0, 1], ids=("gated", "plain"))
 @pytest.mark.parametrize("d_ff", [1, 60, 5632, 16384])
 @pytest.mark.parametrize("d_out", [8, 136, 1024, 2048, 2560, 5120, 17000, 40000])

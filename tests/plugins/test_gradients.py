@@ -24,6 +24,7 @@ def leaves(variant: Variant, dtype: torch.dtype = torch.float64, **sizes: int) -
     return Operands(**{name: value.to(dtype).requires_grad_() for name, value in tensors.items()})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("variant", "activation"), KINDS)
 def test_gradients_are_those_of_finite_differences(variant: Variant, activation: str) -> None:
     operands = leaves(variant)
@@ -40,6 +41,7 @@ def test_gradients_are_those_of_finite_differences(variant: Variant, activation:
     assert torch.autograd.gradcheck(y, tuple(operands.named().values()))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("variant", "activation"), KINDS)
 def test_torch_takes_the_ops(variant: Variant, activation: str) -> None:
     operands, options = leaves(variant), BlockOptions(activation=activation)

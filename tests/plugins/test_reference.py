@@ -59,6 +59,7 @@ def without(block: Block, *neurons: int) -> torch.Tensor:
     return reference.emulate(dataclasses.replace(block, w_down=w_down))
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu", "drelu"])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("shift", SHIFTS.values(), ids=SHIFTS)

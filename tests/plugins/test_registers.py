@@ -102,6 +102,7 @@ def test_no_spills(source: str, architecture: str, built: dict[str, list[int]], 
     assert result.stderr.count(" 0 bytes spill stores, 0 bytes spill loads") == functions
 
 
+@pytest.mark.slow
 def test_spills_are_noticed(nvcc: Path, cuobjdump: str | None, tmp_path: Path) -> None:
     source = tmp_path / "spills.cu"
     source.write_text(
