@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import enum
 import functools
 import os
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,18 +44,18 @@ class Choice(ctypes.Structure):
 
 
 def choose(rows: int | Run, kernels: int) -> Choice:
-    """Return the choice of a path, or of so many rows on the dense path."""
+    """Return the choice of a path, or of a number of rows on the dense path."""
     if isinstance(rows, Run):
         return Choice(rows.value, kernels, 0)
     return Choice(Run.DENSE_ROWS.value, kernels, rows)
 
 
 SUCCESS, INVALID_VALUE, MISALIGNED_ADDRESS = 0, 1, 716
-BEST = 0  # twell::Kernels; on compute capability 9.0, kernels of its own
-# Up to so many tokens the whole block may have kernels of its own, which sum in another order than the two steps. They
-# may take a dense path on Hopper. There, more are computed as a dense block.
+BEST = 0  # twell::Kernels; on compute capability 9.0, those for it
+# Up to this number of tokens the whole block may have special kernels, which sum in another order than the two steps.
+# They may take a dense path on Hopper. There, more are computed as a dense block.
 FEW_TOKENS = 128
-# Up to so many, h is in fp32 everywhere.
+# Up to this number, h is in fp32 everywhere.
 FEW_TOKENS_EXACT = 16
 MOST_COLUMNS_OF_BOX = 64  # smaller matrices have no kernels for few tokens on Hopper
 SCHEDULE_HEADER_BYTES = 256  # behind them, the rows in order
@@ -142,7 +144,7 @@ class Call:
         return status
 
     def start_steps(self, rows: int | Run, kernels: int = BEST) -> None:
-        """Enqueue the two steps with so many rows on the dense path, or another path."""
+        """Enqueue the two steps with a number of rows on the dense path, or another path."""
         self._check(self.start(rows, kernels))
 
     def mlp(self) -> None:
@@ -267,7 +269,7 @@ def on_sm90(*values: object, id: str | None = None) -> object:
 KERNELS = [pytest.param(GENERIC, id="generic"), on_sm90(BEST, id="sm90")]
 
 
-def paths(**rows: float | Run) -> list[object]:
+def paths(**rows: float | Run) -> list[Any]:
     """Give pairs of kernels and rows, by name; only compute capability 9.0 has dense blocks and counts early."""
     return [
         *(
@@ -353,3 +355,109 @@ def ways(call: Call) -> dict[str, Callable[[], torch.Tensor]]:
         result["split"] = functools.partial(run_poisoned, call, SPLIT, BEST)
         result["split generic"] = functools.partial(run_poisoned, call, SPLIT, GENERIC)
     return result
+
+
+MOST_HOT = 128  # twell::kMostHot
+
+
+def hot_neurons(call: Call, kernels: int = SM90) -> list[int]:
+    """Which neurons were hot in a call that had no dense rows."""
+    function = call.lib.twell_internal_hot_neurons
+    function.restype = ctypes.c_void_p
+    function.argtypes = [call.lib.twell_gate.argtypes[0], ctypes.c_void_p, ctypes.c_int32]
+    begin = call.workspace.data_ptr()
+    place = function(call.problem, begin, kernels)
+    if place is None:
+        return []
+    words = call.workspace[place - begin :][: 256 + 4 * MOST_HOT].view(torch.int32)
+    result: list[int] = words[64 : 64 + int(words[0])].tolist()
+    return result
+
+
+# ---- what holds for a call on every path ----
+
+Runs = Callable[[], torch.Tensor]
+
+
+def assert_repeatable(run: Runs, times: int = 100) -> torch.Tensor:
+    """Check that each run gives the same bits; return them."""
+    first = run()
+    for _ in range(times):
+        assert_same_bits(run(), first)
+    return first
+
+
+def assert_streams_agree(calls: list[Call], start: Callable[[Call], None], runs: int = 3) -> None:
+    """Check that calls on a stream each, at once, give the bits that they give alone."""
+    expected = [call.poisoned(functools.partial(start, call)) for call in calls]
+    streams = [torch.cuda.Stream() for _ in calls]  # type: ignore[no-untyped-call]
+    for _ in range(20):
+        for call in calls:
+            call.y.view(torch.int16).fill_(POISON)
+        torch.cuda.synchronize()
+        for _ in range(runs):
+            for call, stream in zip(calls, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    start(call)
+        torch.cuda.synchronize()
+        for call, y in zip(calls, expected, strict=True):
+            assert_same_bits(call.y, y)
+
+
+def assert_chain_agrees(calls: list[Call], start: Callable[[Call], None], split: int = 0) -> None:
+    """Check that calls close behind each other, each of which reads the output before, are as right as one by one.
+
+    They share a workspace, and their kernels may overlap.
+    """
+    for call in calls:
+        call.workspace = calls[0].workspace
+        start(call)
+        torch.cuda.synchronize()
+        reference.assert_close(call.y, call.block, split=split)
+    expected = [call.y.clone() for call in calls]
+    for _ in range(50):
+        for call in calls:
+            call.y.view(torch.int16).fill_(POISON)
+        for call in calls:
+            start(call)
+        torch.cuda.synchronize()
+        for call, y in zip(calls, expected, strict=True):
+            assert_same_bits(call.y, y)
+
+
+def chain(block: Block, reads: str, *, hot: int = 0) -> list[Call]:
+    """Make four calls, of which each reads the output of the one before as its x or residual."""
+    calls: list[Call] = []
+    for _ in range(4):
+        calls.append(Call(block, 8, hot=hot))
+        block = dataclasses.replace(block, **{reads: calls[-1].y})
+    return calls
+
+
+def replays(call: Call, start: Callable[[], None]) -> Runs:
+    """Capture a call in a CUDA graph; return what replays it and gives y."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        start()
+
+    def replay() -> torch.Tensor:
+        call.y.view(torch.int16).fill_(POISON)
+        graph.replay()
+        torch.cuda.synchronize()
+        return call.y
+
+    return replay
+
+
+def run_plain_buffers(block: Block, start: Callable[[Call], None], compression: int = 8, *, hot: int = 0) -> Call:
+    """Run a block, drawn on a CPU, as compute-sanitizer has to see it: without poison, which would hide what is read.
+
+    The packed matrix is read 16 bytes at a time: words that the gate leaves alone come along, and are not used.
+    """
+    call = Call(block.to("cuda"), compression, hot=hot, poison=False)
+    call.packed.zero_()
+    call.workspace[: call.packed.nbytes].zero_()
+    start(call)
+    torch.cuda.synchronize()
+    reference.assert_close(call.y.cpu(), block, split=hot)
+    return call

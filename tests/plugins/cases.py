@@ -14,9 +14,11 @@ from tests.plugins import reference
 from tests.plugins.reference import Block
 
 BF16, FP16 = torch.bfloat16, torch.float16
-# With so many neurons 17 to 64 tokens are a dense block there whose down projection skips inactive ones, up to 0.9 %
-# and more.
+# With this number of neurons 17 to 64 tokens are a dense block there whose down projection skips inactive ones, up to
+# 0.9 % and more.
 MANY_NEURONS = 14800
+KINDS = [(True, name) for name in ("relu", "relu2", "fatrelu", "drelu")]
+KINDS += [(False, name) for name in ("relu", "relu2", "fatrelu")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +63,6 @@ def kernel_table() -> Iterator[Case]:
 def kernel_cases() -> Iterator[Case]:
     """Cases of every route."""
     dtypes = itertools.cycle((BF16, FP16))
-    kinds = [(True, name) for name in ("relu", "relu2", "fatrelu", "drelu")]
-    kinds += [(False, name) for name in ("relu", "relu2", "fatrelu")]
     densities = (0.0, 0.001, 0.005, 0.03, 0.3, 1.0)
     # Rows, around the block sizes of the gate kernel.
     for rows in (1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 257, 1000):
@@ -70,7 +70,7 @@ def kernel_cases() -> Iterator[Case]:
             yield Case(rows=rows, density=density, dtype=next(dtypes))
     # Few tokens: around the tokens of a tile and of each configuration, with all kinds and densities.
     few = (1, 2, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256)
-    for rows, (gated, activation), dtype in itertools.product(few, kinds, (BF16, FP16)):
+    for rows, (gated, activation), dtype in itertools.product(few, KINDS, (BF16, FP16)):
         yield Case(rows=rows, d_model=328, d_ff=1500, d_out=328, gated=gated, activation=activation, dtype=dtype)
     for rows, density, dtype in itertools.product(few, densities, (BF16, FP16)):
         yield Case(rows=rows, d_model=1032, d_ff=1111, d_out=1032, density=density, dtype=dtype)
@@ -84,7 +84,7 @@ def kernel_cases() -> Iterator[Case]:
             yield Case(
                 rows=rows, d_model=d_model, d_ff=d_ff, d_out=d_out, density=density, gated=gated, dtype=next(dtypes)
             )
-    for rows, (gated, activation), density in itertools.product((1, 2), kinds, (0.002, 0.1, 0.6)):
+    for rows, (gated, activation), density in itertools.product((1, 2), KINDS, (0.002, 0.1, 0.6)):
         base = Case(rows=rows, d_model=72, d_ff=4100, d_out=1544, density=density, dtype=next(dtypes))
         yield dataclasses.replace(base, gated=gated, activation=activation)
     # One token with so many active neurons that CTAs share them out: in one pass over them or more, all or a part of
@@ -101,7 +101,7 @@ def kernel_cases() -> Iterator[Case]:
         yield Case(rows=130, d_out=d_out, dtype=next(dtypes))
         for rows in (3, 12, 20, 50):
             yield Case(rows=rows, d_out=d_out, dtype=next(dtypes))
-    for (gated, activation), dtype, compression in itertools.product(kinds, (BF16, FP16), (1, 2, 4, 8)):
+    for (gated, activation), dtype, compression in itertools.product(KINDS, (BF16, FP16), (1, 2, 4, 8)):
         yield Case(gated=gated, activation=activation, dtype=dtype, compression=compression, density=0.1)
     for gated, biases in itertools.product((True, False), ("", "g", "u", "d", "gu", "gd", "ud", "gud")):
         if gated or "u" not in biases:
@@ -131,7 +131,7 @@ def kernel_cases() -> Iterator[Case]:
         yield Case(rows=rows, d_model=264, d_ff=2000, d_out=d_out, density=0.004, dtype=next(dtypes))
     yield Case(rows=2, d_model=65544, d_ff=300, d_out=24)  # too wide for the kernels for few tokens
     # Dense blocks on Hopper whose down projection skips inactive neurons, or does not.
-    for rows, (gated, activation), dtype in itertools.product((17, 64), kinds, (BF16, FP16)):
+    for rows, (gated, activation), dtype in itertools.product((17, 64), KINDS, (BF16, FP16)):
         base = Case(rows=rows, d_model=136, d_ff=MANY_NEURONS, d_out=328, density=0.004)
         yield dataclasses.replace(base, gated=gated, activation=activation, dtype=dtype)
     for d_ff, gated, rows in itertools.product((14784, 14785, 20000), (True, False), (20, 30, 40)):
@@ -202,7 +202,7 @@ SMALL_KERNELS = [
 SMALL_KERNELS += with_residual(SMALL_KERNELS)
 
 
-def make_block(case: Case, *, integers: bool, device: str = "cuda") -> Block:
+def make_block(case: Case, *, integers: bool = False, device: str = "cuda") -> Block:
     """Draw a block with about the asked density.
 
     The first column of x carries the shift that sets it, differently for each row, so that rows are unequal. A gate
@@ -316,9 +316,7 @@ def guard_cases() -> Iterator[Case]:
     # Tiles that have been spilled, and others, of each compression.
     for density, compression in itertools.product((0.0, 0.001, 0.005, 0.02, 0.1, 0.5, 1.0), (1, 2, 4, 8)):
         yield dataclasses.replace(base, density=density, compression=compression, dtype=next(dtypes), d_ff=1500)
-    kinds = [(True, name) for name in ("relu", "relu2", "fatrelu", "drelu")]
-    kinds += [(False, name) for name in ("relu", "relu2", "fatrelu")]
-    for (gated, activation), dtype, biases in itertools.product(kinds, (BF16, FP16), ("", "gud")):
+    for (gated, activation), dtype, biases in itertools.product(KINDS, (BF16, FP16), ("", "gud")):
         biases = biases if gated else biases.replace("u", "")
         yield dataclasses.replace(
             base, gated=gated, activation=activation, dtype=dtype, biases=biases, rows=700, density=0.1
@@ -399,7 +397,7 @@ def block_table() -> Iterator[Case]:
 
 def unequal_block(rows: int, full: float, density: float, dtype: torch.dtype = BF16) -> Block:
     """Draw a block some of whose rows are full, at random places."""
-    block = make_block(Case(rows=rows, d_model=1024, d_ff=2816, d_out=1024, biases="", dtype=dtype), integers=False)
+    block = make_block(Case(rows=rows, d_model=1024, d_ff=2816, d_out=1024, biases="", dtype=dtype))
     chosen = torch.rand(rows, device="cuda") < full
     shift = block.w_gate[:, :1].abs().float().mean()
     want = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(density))
@@ -429,6 +427,15 @@ def chunk_table() -> Iterator[Case]:
         yield dataclasses.replace(base, activation=activation, dtype=dtype, biases=biases)
 
 
+def make_active(block: Block, neurons: torch.Tensor, share: float) -> None:
+    """Make some neurons active in about this share of the rows."""
+    block.w_gate[neurons, 0] = -statistics.NormalDist().inv_cdf(1 - share)
+
+
+def choose(d_ff: int, count: int) -> torch.Tensor:
+    return torch.randperm(d_ff)[:count].sort().values
+
+
 HOT_BASE = Case(rows=4100, d_model=192, d_ff=1600, d_out=136, density=0.01)
 
 
@@ -453,3 +460,14 @@ def hot_table() -> Iterator[tuple[Case, int]]:
     ):
         yield dataclasses.replace(HOT_BASE, activation=activation, dtype=dtype, biases=biases), 60
         yield dataclasses.replace(HOT_BASE, activation=activation, dtype=dtype, biases=biases, residual=True), 60
+
+
+SPLIT_BASE = Case(rows=300, d_model=200, d_ff=900, d_out=136, hot=512)
+
+
+def split_block(case: Case, hot_density: float) -> Block:
+    """Draw a block whose first neurons have another density."""
+    block = make_block(case)
+    other = make_block(dataclasses.replace(case, density=hot_density))
+    block.w_gate[: case.hot, 0] = other.w_gate[: case.hot, 0]
+    return block

@@ -11,28 +11,12 @@ import itertools
 import pytest
 import torch
 
-from tests.plugins import reference
-from tests.plugins.calls import (
-    BEST,
-    GENERIC,
-    GUARD_DECIDES,
-    POISON,
-    Call,
-    Run,
-    assert_guards,
-    assert_same_bits,
-    gate,
-    heavy_rows,
-    is_early,
-    level,
-    needs_sm90,
-    run_dense,
-    run_poisoned,
-)
+from tests.plugins import calls, reference
+from tests.plugins.calls import BEST, GENERIC, Call, assert_guards, assert_same_bits, gate, run_dense, run_poisoned
 from tests.plugins.cases import BF16, FP16, Case, make_block, unequal_block
 from tests.plugins.reference import Block
 
-pytestmark = [pytest.mark.gpu, pytest.mark.sm90, needs_sm90]
+pytestmark = [pytest.mark.gpu, pytest.mark.sm90, calls.needs_sm90]
 
 D_MODEL = 192
 KINDS = 64  # of rows
@@ -46,7 +30,7 @@ COUNTS += [600, 1023, 1024, 1025, 1407, 1408, 1409, 2000]
 def patterned_block(d_ff: int, rows: int, dtype: torch.dtype, *, spread: bool, device: str = "cuda") -> Block:
     """Draw a block with rows of each number of non-zeros, either anywhere or side by side."""
     case = Case(rows=rows, d_model=D_MODEL, d_ff=d_ff, d_out=136, biases="ud", dtype=dtype)
-    block = make_block(case, integers=False, device=device)
+    block = make_block(case, device=device)
     active = torch.zeros((d_ff, KINDS), dtype=torch.bool, device=device)
     for kind in range(KINDS):
         count = min(COUNTS[kind % len(COUNTS)], d_ff)
@@ -61,7 +45,7 @@ def patterned_block(d_ff: int, rows: int, dtype: torch.dtype, *, spread: bool, d
 
 
 def run_guarded(call: Call) -> torch.Tensor:
-    y = run_poisoned(call, GUARD_DECIDES)
+    y = run_poisoned(call, calls.GUARD_DECIDES)
     assert_guards(call.y_buffer)
     return y
 
@@ -84,7 +68,7 @@ def test_rows_of_any_number_of_nonzeros(d_ff: int, rows: int, spread: bool, comp
         y = run_dense(call, int(rows * share))
         reference.assert_close(y, block)
         same = sparse & ~call.dense_rows()
-        # Of so few neurons, over a quarter of the rows have more than a list holds: then all rows are dense.
+        # With few neurons, over a quarter of the rows have more than a list holds: then all rows are dense.
         assert same.any() == (d_ff not in (256, 257, 600))
         assert_same_bits(y[same], steps[same])
     for y in (run_dense(call, rows), run_guarded(call)):
@@ -100,7 +84,7 @@ def test_every_row_once_heaviest_first(tokens: int) -> None:
     rows, order_counts = call.row_order().T
     assert torch.equal(rows.sort().values, torch.arange(tokens, device="cuda"))
     totals = counts.sum(dim=1)
-    key = level(totals)[rows]
+    key = calls.level(totals)[rows]
     assert (key[1:] <= key[:-1]).all(), "a heavier row comes after a lighter one"
     assert torch.equal(order_counts, totals[rows].long())
 
@@ -108,7 +92,7 @@ def test_every_row_once_heaviest_first(tokens: int) -> None:
 def test_columns_in_several_launches() -> None:
     """Where w_up is larger than the L2 cache, a list holds the sums of the launches before."""
     case = Case(rows=300, d_model=8192, d_ff=8192, d_out=64, density=0.01, biases="u")
-    block = make_block(case, integers=False)
+    block = make_block(case)
     call = Call(block, 8)
     steps = run_dense(call, 0)
     assert not call.dense_rows().any()
@@ -125,8 +109,8 @@ def test_every_decision() -> None:
     for full, density in itertools.product((0.0, 0.05, 0.2), (0.002, 0.01, 0.02, 0.025, 0.03, 0.035, 0.04, 0.06, 0.3)):
         block = unequal_block(2048, full, density)
         call = Call(block, 8)
-        heavy = heavy_rows(call, BEST)
-        seen.add("early" if is_early(call) else "none" if heavy == 0 else "all" if heavy == 2048 else "part")
+        heavy = calls.heavy_rows(call, BEST)
+        seen.add("early" if calls.is_early(call) else "none" if heavy == 0 else "all" if heavy == 2048 else "part")
         y = call.y.clone()
         reference.assert_close(y, block)
         assert_same_bits(run_guarded(call), y)
@@ -139,7 +123,7 @@ def test_bitwise_repeatable() -> None:
     part = run_dense(call, 200)
     rows_that_stay = ~call.dense_rows()
     for _ in range(100):
-        call.y.view(torch.int16).fill_(POISON)
+        call.y.view(torch.int16).fill_(calls.POISON)
         call.start_steps(0)
         assert_same_bits(call.y, first)
     for _ in range(20):
@@ -152,19 +136,19 @@ def test_bitwise_repeatable() -> None:
 def test_workspace_of_another_call() -> None:
     """What a call has left there says nothing to the next one, also within a graph."""
     sparse, dense = unequal_block(2048, 0.0, 0.005), unequal_block(2048, 0.0, 0.4)
-    calls = [Call(block, 8) for block in (sparse, dense)]
-    calls[1].workspace = calls[0].workspace
-    expected = [run_guarded(call) for call in calls]
+    several = [Call(block, 8) for block in (sparse, dense)]
+    several[1].workspace = several[0].workspace
+    expected = [run_guarded(call) for call in several]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for call in (*calls, *calls):
-            call.start_steps(GUARD_DECIDES)
+        for call in (*several, *several):
+            call.start_steps(calls.GUARD_DECIDES)
     for _ in range(10):
-        for call in calls:
-            call.y.view(torch.int16).fill_(POISON)
+        for call in several:
+            call.y.view(torch.int16).fill_(calls.POISON)
         graph.replay()
         torch.cuda.synchronize()
-        for call, y in zip(calls, expected, strict=True):
+        for call, y in zip(several, expected, strict=True):
             assert_same_bits(call.y, y)
 
 
@@ -178,14 +162,9 @@ def test_nan_stays_in_its_row() -> None:
     assert torch.isfinite(y[[row for row in range(1000) if row not in rows]]).all()
 
 
-@pytest.mark.parametrize("dense_rows", [0, 20, GUARD_DECIDES])
+@pytest.mark.parametrize("dense_rows", [0, 20, calls.GUARD_DECIDES])
 @pytest.mark.parametrize("spread", [True, False], ids=("spread", "together"))
-def test_sanitize(spread: bool, dense_rows: int | Run) -> None:
+def test_sanitize(spread: bool, dense_rows: int | calls.Run) -> None:
     """What sanitize.py runs."""
     block = patterned_block(2816, 90, BF16, spread=spread, device="cpu")
-    call = Call(block.to("cuda"), 8, poison=False)
-    # As in test_guard.
-    call.workspace[: call.lib.twell_packed_bytes(call.problem)].zero_()
-    call.start_steps(dense_rows)
-    torch.cuda.synchronize()
-    reference.assert_close(call.y.cpu(), block)
+    calls.run_plain_buffers(block, lambda call: call.start_steps(dense_rows))

@@ -59,7 +59,7 @@ def test_integers_match_bit_by_bit(case: Case, kernel: int) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("case", list(gate_table()), ids=str)
 def test_against_float64(case: Case, kernel: int) -> None:
-    block = make_block(case, integers=False)
+    block = make_block(case)
     call = Call(block, case.compression)
     gate(call, kernel)
     decoded = call.decoded()
@@ -147,7 +147,7 @@ def test_nan_weights_stay_in_their_neurons(kernel: int) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("rows", "d_ff"), [(200, 2000), (3000, 5632)])
 def test_bitwise_repeatable(rows: int, d_ff: int, kernel: int) -> None:
-    block = make_block(Case(rows=rows, d_model=1024, d_ff=d_ff, d_out=8, density=0.02), integers=False)
+    block = make_block(Case(rows=rows, d_model=1024, d_ff=d_ff, d_out=8, density=0.02))
     call = Call(block, 8)
     gate(call, kernel)
     first = call.packed.clone()
@@ -159,7 +159,7 @@ def test_bitwise_repeatable(rows: int, d_ff: int, kernel: int) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_rows_do_not_depend_on_their_number(kernel: int) -> None:
-    block = make_block(Case(rows=1000, d_model=512, d_ff=1100, d_out=8, density=0.1), integers=False)
+    block = make_block(Case(rows=1000, d_model=512, d_ff=1100, d_out=8, density=0.1))
     whole = Call(block, 1)
     gate(whole, kernel)
     for begin, end in ((0, 1), (7, 20), (100, 150), (150, 290), (400, 1000)):
@@ -191,7 +191,7 @@ def test_capture_keeps_the_pointers_of_its_call(kernel: int) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_streams_at_once(kernel: int) -> None:
     cases = [Case(rows=rows, d_model=1024, d_ff=3000, d_out=8, density=0.05) for rows in (129, 700, 2000)]
-    calls = [Call(make_block(case, integers=False), 8) for case in cases]
+    calls = [Call(make_block(case), 8) for case in cases]
     streams = [torch.cuda.Stream() for _ in calls]  # type: ignore[no-untyped-call]
     expected = []
     for call in calls:

@@ -12,43 +12,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.plugins import reference
-from tests.plugins.calls import (
-    BEST,
-    CHUNKS,
-    DENSE_BLOCK,
-    EARLY,
-    GENERIC,
-    GUARD_DECIDES,
-    KERNELS,
-    POISON,
-    SM90,
-    Call,
-    Run,
-    assert_guards,
-    assert_same_bits,
-    gate,
-    heavy_rows,
-    is_early,
-    needs_sm90,
-    on_sm90,
-    paths,
-    run_dense,
-    run_poisoned,
-)
-from tests.plugins.cases import (
-    BF16,
-    FP16,
-    MANY_NEURONS,
-    Case,
-    block_table,
-    generic_guard_table,
-    guard_table,
-    leave_out_lost_gates,
-    make_block,
-    unequal_block,
-    with_residual,
-)
+from tests.plugins import calls, cases, reference
+from tests.plugins.calls import BEST, GENERIC, SM90, Call, assert_guards, assert_same_bits, run_dense, run_poisoned
+from tests.plugins.cases import FP16, MANY_NEURONS, Case, block_table, guard_table, make_block, unequal_block
 from twellc.plugins import library
 
 pytestmark = pytest.mark.gpu
@@ -59,33 +25,19 @@ FEWEST_ROWS_OF_CHUNKS = 4096
 COUNT_BYTES = 768  # of twell::kMostCountParts words at the end of the schedule, up to the next multiple of 256
 
 
-def assert_rows_stay_apart(case: Case, dense_rows: int | Run, kernels: int, dirty_rows: tuple[int, int, int]) -> None:
-    """Put NaN, infinity and -infinity into a row of x each, and look for them in all rows of y."""
-    block = make_block(case, integers=False)
-    x = block.x.clone()
-    for row, column, value in zip(dirty_rows, (71, 5, 0), ("nan", "inf", "-inf"), strict=True):
-        x[row, column] = float(value)
-    dirty = dataclasses.replace(block, x=x)
-    y = run_dense(Call(dirty, 8), dense_rows, kernels)
-    assert torch.isnan(y[dirty_rows[0]]).all()
-    reference.assert_close(y, dirty)
-    clean = [row for row in range(case.rows) if row not in dirty_rows]
-    assert torch.isfinite(y[clean]).all()
-
-
 def dense_cases() -> Iterator[object]:
-    for case in generic_guard_table():
+    for case in cases.generic_guard_table():
         yield pytest.param(case, GENERIC, id=f"generic-{case}")
     for case in guard_table():
-        yield on_sm90(case, BEST, id=f"sm90-{case}")
+        yield calls.on_sm90(case, BEST, id=f"sm90-{case}")
         if case.rows >= FEWEST_ROWS_OF_CHUNKS:
-            yield on_sm90(case, CHUNKS, id=f"chunks-{case}")
+            yield calls.on_sm90(case, calls.CHUNKS, id=f"chunks-{case}")
 
 
 @pytest.mark.parametrize("share", [1.0, 0.25, 0.0], ids=("all", "part", "none"))
 @pytest.mark.parametrize(("case", "kernels"), list(dense_cases()))
 def test_against_float64(case: Case, kernels: int, share: float) -> None:
-    block = make_block(case, integers=False)
+    block = make_block(case)
     call = Call(block, case.compression)
     steps = run_dense(call, 0, kernels)
     reference.assert_close(steps, block)
@@ -93,37 +45,37 @@ def test_against_float64(case: Case, kernels: int, share: float) -> None:
     y = run_dense(call, int(case.rows * share), kernels)
     reference.assert_close(y, block)
     assert_guards(call.y_buffer)
-    if kernels != CHUNKS:
+    if kernels != calls.CHUNKS:
         same &= ~call.dense_rows()
         assert_same_bits(y[same], steps[same])
 
 
 @pytest.mark.sm90
-@needs_sm90
+@calls.needs_sm90
 @pytest.mark.parametrize("case", [case for case in guard_table() if case.d_model % 64 == 0], ids=str)
 def test_early_decision_changes_no_bit(case: Case) -> None:
-    """Where the gate's count tells that all rows are dense, the schedule is left out, and nothing else."""
-    block = make_block(case, integers=False)
+    """Where the calls.gate's count tells that all rows are dense, the schedule is left out, and nothing else."""
+    block = make_block(case)
     call = Call(block, case.compression)
     late = run_dense(call, case.rows)
-    assert not is_early(call)
-    early = run_dense(call, EARLY)
-    assert is_early(call)
+    assert not calls.is_early(call)
+    early = run_dense(call, calls.EARLY)
+    assert calls.is_early(call)
     assert_same_bits(early, late)
     assert_guards(call.y_buffer)
 
 
 @pytest.mark.sm90
-@needs_sm90
+@calls.needs_sm90
 @pytest.mark.parametrize("density", [0.0, 0.005, 0.03, 0.1, 1.0])
 @pytest.mark.parametrize(("rows", "d_ff"), [(1921, 2816), (2048, 5632), (300, 600), (17, 8)])
 def test_count_of_the_gate(rows: int, d_ff: int, density: float) -> None:
-    """What the gate counts for the guard: of each tile of a row eight non-zeros at most."""
-    call = Call(make_block(Case(rows=rows, d_model=256, d_ff=d_ff, density=density), integers=False), 8)
-    gate(call, SM90)
+    """What the calls.gate counts for the guard: of each tile of a row eight non-zeros at most."""
+    call = Call(make_block(Case(rows=rows, d_model=256, d_ff=d_ff, density=density)), 8)
+    calls.gate(call, SM90)
     counts = call.packed.view(rows, -1, 32)[:, :, 0]
     call.workspace.fill_(0)
-    call.start_steps(GUARD_DECIDES)
+    call.start_steps(calls.GUARD_DECIDES)
     torch.cuda.synchronize()
     schedule_bytes = call.lib.twell_internal_schedule_bytes
     schedule_bytes.restype, schedule_bytes.argtypes = ctypes.c_size_t, call.lib.twell_packed_bytes.argtypes
@@ -132,39 +84,29 @@ def test_count_of_the_gate(rows: int, d_ff: int, density: float) -> None:
 
 
 @pytest.mark.sm90
-@needs_sm90
+@calls.needs_sm90
 def test_early_decision_is_taken() -> None:
     """A dense call is decided early, a sparse one is not, nor is one with some full rows."""
     for full, density, expected in ((0.0, 0.3, True), (1.0, 0.5, True), (0.0, 0.005, False), (0.2, 0.005, False)):
         call = Call(unequal_block(4096, full, density), 8)
-        rows = heavy_rows(call, BEST)
-        assert is_early(call) == expected
+        rows = calls.heavy_rows(call, BEST)
+        assert calls.is_early(call) == expected
         assert (rows == 4096) == expected
         reference.assert_close(call.y, call.block)
 
 
 @pytest.mark.sm90
-@needs_sm90
+@calls.needs_sm90
 @pytest.mark.parametrize("case", list(block_table()), ids=str)
 def test_dense_block_against_float64(case: Case) -> None:
-    block = make_block(case, integers=False)
+    block = make_block(case)
     call = Call(block, case.compression)
-    reference.assert_close(run_dense(call, DENSE_BLOCK), block)
+    reference.assert_close(run_dense(call, calls.DENSE_BLOCK), block)
     assert_guards(call.y_buffer)
 
 
 @pytest.mark.sm90
-@needs_sm90
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=("bf16", "fp16"))
-@pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu", "drelu"])
-def test_tall_tiles(activation: str, dtype: torch.dtype) -> None:
-    """Of them there is but one kernel for all activations; NaN and infinity stay in their rows."""
-    case = Case(250, 200, 2185, 264, density=0.3, activation=activation, dtype=dtype)
-    assert_rows_stay_apart(case, DENSE_BLOCK, BEST, dirty_rows=(3, 130, 249))
-
-
-@pytest.mark.sm90
-@needs_sm90
+@calls.needs_sm90
 def test_small_calls_are_dense_blocks() -> None:
     """What mlp() does with few rows, or with narrow ones, is the dense block, bit by bit; large calls are none.
 
@@ -172,20 +114,20 @@ def test_small_calls_are_dense_blocks() -> None:
     """
     gated = ((129, 256, 600), (257, 256, 600), (300, 2048, 5632), (2048, 64, 600), (65, 64, 6400), (6000, 1024, 4096))
     plain = ((65, 256, 600), (65, 64, 6400), (128, 1024, 4096), (3000, 1536, 6144))
-    cases = [Case(rows, d_model, d_ff, density=0.01) for rows, d_model, d_ff in gated]
-    cases += [Case(rows, d_model, d_ff, density=0.01, gated=False) for rows, d_model, d_ff in plain]
-    for case in cases:
-        block = make_block(case, integers=False)
+    chosen = [Case(rows, d_model, d_ff, density=0.01) for rows, d_model, d_ff in gated]
+    chosen += [Case(rows, d_model, d_ff, density=0.01, gated=False) for rows, d_model, d_ff in plain]
+    for case in chosen:
+        block = make_block(case)
         call = Call(block, 8)
-        assert_same_bits(call.run(), run_dense(call, DENSE_BLOCK))
+        assert_same_bits(call.run(), run_dense(call, calls.DENSE_BLOCK))
     for is_gated, d_model in ((True, 1088), (False, 1600)):
-        large = Call(make_block(Case(9000, d_model, 2816, density=0.001, gated=is_gated), integers=False), 8)
+        large = Call(make_block(Case(9000, d_model, 2816, density=0.001, gated=is_gated)), 8)
         large.mlp()
         assert large.dense_rows().sum() == 0
 
 
 @pytest.mark.sm90
-@needs_sm90
+@calls.needs_sm90
 @pytest.mark.parametrize("gated", [True, False], ids=("gated", "plain"))
 @pytest.mark.parametrize(
     ("rows", "d_ff", "density", "heavy", "skips"),
@@ -203,7 +145,7 @@ def test_down_projection_of_a_dense_block_skips_inactive_neurons(
     rows: int, d_ff: int, density: float, heavy: int, skips: bool, gated: bool
 ) -> None:
     """Which one is taken shows in the last bits, since two large terms that cancel make the order of sums matter."""
-    block = make_block(Case(rows, 128, d_ff, 264, density=density, gated=gated, biases=""), integers=False)
+    block = make_block(Case(rows, 128, d_ff, 264, density=density, gated=gated, biases=""))
     block.x[:, 7] = 0
     block.x[rows // 2, 7] = 8
     block.w_gate[:heavy, 7] = 1
@@ -216,8 +158,8 @@ def test_down_projection_of_a_dense_block_skips_inactive_neurons(
     block.w_down[one] = 1000
     block.w_down[other] = -1000
     call = Call(block, 8)
-    dense = run_dense(call, DENSE_BLOCK)
-    call.y.view(torch.int16).fill_(POISON)
+    dense = run_dense(call, calls.DENSE_BLOCK)
+    call.y.view(torch.int16).fill_(calls.POISON)
     call.workspace.fill_(0xFF)
     call.mlp()
     torch.cuda.synchronize()
@@ -225,10 +167,10 @@ def test_down_projection_of_a_dense_block_skips_inactive_neurons(
     assert torch.equal(call.y, dense) != skips
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", calls.KERNELS)
 @pytest.mark.parametrize("rows", [1, 2, 63])
 def test_few_dense_rows(rows: int, kernels: int) -> None:
-    block = make_block(Case(rows=300, d_model=128, density=0.1), integers=False)
+    block = make_block(Case(rows=300, d_model=128, density=0.1))
     reference.assert_close(run_dense(Call(block, 8), rows, kernels), block)
 
 
@@ -243,31 +185,29 @@ SMALL = [
     # Tall tiles.
     Case(rows=200, d_model=192, d_ff=2185, d_out=72, density=0.2),
 ]
-SMALL += with_residual(SMALL)
+SMALL += cases.with_residual(SMALL)
 
 
-@pytest.mark.parametrize(("kernels", "share"), paths(all=1.0, part=0.25, none=0.0, block=DENSE_BLOCK, early=EARLY))
+@pytest.mark.parametrize(
+    ("kernels", "share"), calls.paths(all=1.0, part=0.25, none=0.0, block=calls.DENSE_BLOCK, early=calls.EARLY)
+)
 @pytest.mark.parametrize("case", SMALL, ids=str)
-def test_sanitize(case: Case, kernels: int, share: float | Run) -> None:
+def test_sanitize(case: Case, kernels: int, share: float | calls.Run) -> None:
     """What sanitize.py runs."""
+    rows = share if isinstance(share, calls.Run) else int(case.rows * share)
     block = make_block(case, integers=True, device="cpu")
-    call = Call(block.to("cuda"), case.compression, poison=False)
-    # The packed matrix is read 16 bytes at a time: words that the gate leaves alone come along, and are not used.
-    call.workspace[: call.lib.twell_packed_bytes(call.problem)].zero_()
-    call.start_steps(share if isinstance(share, Run) else int(case.rows * share), kernels)
-    torch.cuda.synchronize()
-    reference.assert_close(call.y.cpu(), block)
+    calls.run_plain_buffers(block, lambda call: call.start_steps(rows, kernels), case.compression)
 
 
-@pytest.mark.parametrize("kernels", [*KERNELS, on_sm90(CHUNKS, id="chunks")])
+@pytest.mark.parametrize("kernels", [*calls.KERNELS, calls.on_sm90(calls.CHUNKS, id="chunks")])
 def test_decision(kernels: int) -> None:
     """No row of a sparse call is dense, all of a dense one are, and of a mixed one a part with all that are full."""
-    assert heavy_rows(Call(unequal_block(2048, 0.0, 0.001), 8), kernels) == 0
-    assert heavy_rows(Call(unequal_block(2048, 0.0, 0.5), 8), kernels) == 2048
-    assert heavy_rows(Call(unequal_block(2048, 1.0, 0.5), 8), kernels) == 2048
+    assert calls.heavy_rows(Call(unequal_block(2048, 0.0, 0.001), 8), kernels) == 0
+    assert calls.heavy_rows(Call(unequal_block(2048, 0.0, 0.5), 8), kernels) == 2048
+    assert calls.heavy_rows(Call(unequal_block(2048, 1.0, 0.5), 8), kernels) == 2048
     mixed = unequal_block(8192, 0.04, 0.001)
     call = Call(mixed, 8)
-    call.start_steps(GUARD_DECIDES, kernels)
+    call.start_steps(calls.GUARD_DECIDES, kernels)
     torch.cuda.synchronize()
     y = call.y.clone()
     full = (reference.gate_values(mixed) != 0).sum(dim=1) > 1000
@@ -283,11 +223,11 @@ def test_any_density(density: float, full: float) -> None:
     block = unequal_block(700, full, min(max(density, 1e-6), 1 - 1e-6))
     reference.assert_close(Call(block, 8).run(), block)
     call = Call(block, 8)
-    heavy_rows(call, GENERIC)
+    calls.heavy_rows(call, GENERIC)
     reference.assert_close(call.y, block)
 
 
-@pytest.mark.parametrize("kernels", [*KERNELS, on_sm90(CHUNKS, id="chunks")])
+@pytest.mark.parametrize("kernels", [*calls.KERNELS, calls.on_sm90(calls.CHUNKS, id="chunks")])
 @pytest.mark.parametrize("many", [False, True], ids=("few", "many"))
 @pytest.mark.parametrize("d_ff", [8, 63, 64, 65, 100, 256, 600, 5632])
 def test_rows_without_a_list(d_ff: int, many: bool, kernels: int) -> None:
@@ -295,7 +235,7 @@ def test_rows_without_a_list(d_ff: int, many: bool, kernels: int) -> None:
     most = 64 * -(-d_ff // library.TILE)
     counts = [0, 1, 2, *(min(count, d_ff) for count in (most - 1, most, most + 1, most * 9 // 8 + 1, d_ff))]
     case = Case(rows=4200, d_model=192, d_ff=d_ff, d_out=136, biases="ud")
-    block = make_block(case, integers=False)
+    block = make_block(case)
     active = torch.stack([torch.randperm(d_ff, device="cuda") < count for count in counts], dim=1)
     size = 0.5 + torch.rand(active.shape, device="cuda")
     kind = torch.arange(case.rows, device="cuda") % len(counts)
@@ -305,7 +245,7 @@ def test_rows_without_a_list(d_ff: int, many: bool, kernels: int) -> None:
     block.w_gate[:, : len(counts)] = torch.where(active, size, -size).to(case.dtype)
     block.x[:, : len(counts)] = torch.nn.functional.one_hot(kind, len(counts)).to(case.dtype)
     call = Call(block, 8)
-    for rows in (0, GUARD_DECIDES):
+    for rows in (0, calls.GUARD_DECIDES):
         y = run_dense(call, 0, kernels) if rows == 0 else run_poisoned(call, rows, kernels)
         reference.assert_close(y, block)
         assert_guards(call.y_buffer)
@@ -313,142 +253,53 @@ def test_rows_without_a_list(d_ff: int, many: bool, kernels: int) -> None:
 
 def test_any_d_model_is_guarded() -> None:
     """mlp() has a dense path for a d_model that the kernels of compute capability 9.0 do not take."""
-    block = make_block(Case(rows=9000, d_model=1096, d_ff=2816, d_out=72, density=0.5), integers=False)
+    block = make_block(Case(rows=9000, d_model=1096, d_ff=2816, d_out=72, density=0.5))
     call = Call(block, 8)
     reference.assert_close(call.run(), block)
     assert call.dense_rows().all()
 
 
-@pytest.mark.parametrize(("kernels", "dense_rows"), paths(all=300, part=75, block=DENSE_BLOCK, early=EARLY))
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=("bf16", "fp16"))
-@pytest.mark.parametrize(("gated", "activation"), [(True, "relu"), (True, "drelu"), (False, "relu2")])
-def test_nan_and_infinity_stay_in_their_rows(
-    gated: bool, activation: str, dtype: torch.dtype, kernels: int, dense_rows: int
-) -> None:
-    case = Case(rows=300, d_model=128, d_ff=600, d_out=136, dtype=dtype, gated=gated, activation=activation)
-    assert_rows_stay_apart(case, dense_rows, kernels, dirty_rows=(0, 133, 299))
-
-
-@pytest.mark.parametrize(("kernels", "dense_rows"), paths(all=300, part=75, block=DENSE_BLOCK, early=EARLY))
-@pytest.mark.parametrize("where", ["w_gate", "b_gate", "w_up", "b_up", "w_down"])
-def test_nan_in_one_neuron(where: str, kernels: int, dense_rows: int | Run) -> None:
-    block = make_block(Case(rows=300, d_model=128, density=0.2), integers=False)
-    getattr(block, where)[300] = float("nan")
-    y = run_dense(Call(block, 4), dense_rows, kernels)
-    reference.assert_close(y, block)
-    active = reference.gate_values(block)[:, 300] != 0
-    assert torch.isnan(y[active]).all() and torch.isfinite(y[~active]).all()
-    assert active.any() and (where in ("w_gate", "b_gate") or not active.all())
-
-
-@pytest.mark.parametrize(("kernels", "dense_rows"), paths(all=300, part=75, block=DENSE_BLOCK, early=EARLY))
-def test_inactive_neurons_add_nothing(kernels: int, dense_rows: int | Run) -> None:
-    """Where a dense block computes 0 * inf = NaN, the contract is 0, also on the dense path."""
-    block = make_block(Case(rows=300, d_model=128, density=0.2), integers=False)
-    assert block.b_gate is not None and block.w_up is not None
-    inactive = [0, 255, 256, 599]
-    block.w_gate[inactive] = 0
-    block.b_gate[inactive] = -1
-    block.w_up[inactive] = float("inf")
-    block.w_down[inactive] = float("nan")
-    y = run_dense(Call(block, 8), dense_rows, kernels)
-    assert torch.isfinite(y).all()
-    reference.assert_close(y, block)
-
-
-@pytest.mark.parametrize(("kernels", "dense_rows"), paths(all=300, part=75, block=DENSE_BLOCK, early=EARLY))
-def test_fp16_does_not_overflow_between(kernels: int, dense_rows: int | Run) -> None:
-    """A dense fp16 block stores u and g * u, which do not fit here; y does."""
-    block = make_block(Case(rows=300, d_model=128, dtype=FP16, density=0.2, biases=""), integers=False)
-    assert block.w_up is not None
-    large = dataclasses.replace(
-        block, w_gate=block.w_gate * 64, w_up=block.w_up * 32768, w_down=block.w_down * 2.0**-13
-    )
-    assert not torch.isfinite(reference.plain(large)).all()
-    y = run_dense(Call(large, 8), dense_rows, kernels)
-    assert torch.isfinite(y).all()
-    reference.assert_close(y, large)
-
-
-@pytest.mark.parametrize(("kernels", "dense_rows"), paths(all=300, part=75, block=DENSE_BLOCK, early=EARLY))
-def test_active_neuron_whose_h_is_too_small_for_fp16(kernels: int, dense_rows: int | Run) -> None:
-    """Its infinite weights reach y, though the dense path rounds its h to 0 as if it were inactive."""
-    block = make_block(Case(rows=300, d_model=128, dtype=FP16, density=0.2, biases=""), integers=False)
-    assert block.w_up is not None
-    block.w_gate[300] *= 2.0**-14
-    block.w_up[300] *= 2.0**-14
-    block.w_down[300, 5:] = float("inf")
-    leave_out_lost_gates(block)
-    y = run_dense(Call(block, 8), dense_rows, kernels)
-    active = reference.gate_values(block)[:, 300] != 0
-    assert active.any() and not active.all()
-    assert torch.isinf(y[active, 5:]).all() and torch.isfinite(y[active, :5]).all()
-    reference.assert_close(y, block)
-
-
 @pytest.mark.parametrize(
     ("kernels", "dense_rows"),
-    [*paths(guard=GUARD_DECIDES, block=DENSE_BLOCK), on_sm90(CHUNKS, GUARD_DECIDES, id="chunks")],
+    [
+        *calls.paths(guard=calls.GUARD_DECIDES, block=calls.DENSE_BLOCK),
+        calls.on_sm90(calls.CHUNKS, calls.GUARD_DECIDES, id="chunks"),
+    ],
 )
 @pytest.mark.parametrize(("full", "density"), [(0.04, 0.002), (0.0, 0.3), (0.0, 0.02)])
-def test_bitwise_repeatable(full: float, density: float, kernels: int, dense_rows: int | Run) -> None:
+def test_bitwise_repeatable(full: float, density: float, kernels: int, dense_rows: int | calls.Run) -> None:
     block = unequal_block(4096, full, density)
     block.x[7, 3] = float("nan")
     call = Call(block, 8)
-    call.start_steps(dense_rows, kernels)
-    torch.cuda.synchronize()
-    first, dense = call.y.clone(), call.dense_rows()
+    first = run_poisoned(call, dense_rows, kernels)
+    dense = call.dense_rows()
     assert dense.any()
     for _ in range(100):
-        call.y.view(torch.int16).fill_(POISON)
-        call.workspace.fill_(0xFF)
-        call.start_steps(dense_rows, kernels)
-        assert_same_bits(call.y, first)
+        assert_same_bits(run_poisoned(call, dense_rows, kernels), first)
         assert torch.equal(call.dense_rows(), dense)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", calls.KERNELS)
 def test_cuda_graph_decides_at_each_replay(kernels: int) -> None:
     blocks = [unequal_block(2048, full, density) for full, density in ((0.0, 0.001), (0.0, 0.5), (0.04, 0.001))]
     call = Call(dataclasses.replace(blocks[0], x=blocks[0].x.clone()), 8)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call.start_steps(GUARD_DECIDES, kernels)
+    replay = calls.replays(call, lambda: call.start_steps(calls.GUARD_DECIDES, kernels))
     counts = set()
     for block in [*blocks, *reversed(blocks)]:
         call.block.x.copy_(block.x)
         call.block.w_gate.copy_(block.w_gate)
-        call.y.view(torch.int16).fill_(POISON)
-        graph.replay()
-        torch.cuda.synchronize()
-        reference.assert_close(call.y, call.block)
+        reference.assert_close(replay(), call.block)
         counts.add(int(call.dense_rows().sum()))
     assert {0, 2048} <= counts
 
 
-@pytest.mark.parametrize(("kernels", "dense_rows"), paths(guard=GUARD_DECIDES, block=DENSE_BLOCK))
-def test_streams_at_once(kernels: int, dense_rows: int | Run) -> None:
-    calls = [Call(unequal_block(1500, full, density), 8) for full, density in ((0.0, 0.3), (0.05, 0.002), (0.0, 0.6))]
-    expected = []
-    for call in calls:
-        call.start_steps(dense_rows, kernels)
-        torch.cuda.synchronize()
-        expected.append(call.y.clone())
-    streams = [torch.cuda.Stream() for _ in calls]  # type: ignore[no-untyped-call]
-    for _ in range(20):
-        for call in calls:
-            call.y.view(torch.int16).fill_(POISON)
-        torch.cuda.synchronize()
-        for _ in range(3):
-            for call, stream in zip(calls, streams, strict=True):
-                with torch.cuda.stream(stream):
-                    call.start_steps(dense_rows, kernels)
-        torch.cuda.synchronize()
-        for call, y in zip(calls, expected, strict=True):
-            assert_same_bits(call.y, y)
+@pytest.mark.parametrize(("kernels", "dense_rows"), calls.paths(guard=calls.GUARD_DECIDES, block=calls.DENSE_BLOCK))
+def test_streams_at_once(kernels: int, dense_rows: int | calls.Run) -> None:
+    several = [Call(unequal_block(1500, full, density), 8) for full, density in ((0.0, 0.3), (0.05, 0.002), (0.0, 0.6))]
+    calls.assert_streams_agree(several, lambda call: call.start_steps(dense_rows, kernels))
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", calls.KERNELS)
 def test_rows_keep_their_bits_at_another_place(kernels: int) -> None:
     """A dense row's result depends on nothing but the row."""
     block = unequal_block(2048, 0.0, 0.5)

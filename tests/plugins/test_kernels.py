@@ -17,32 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.plugins import reference
-from tests.plugins.calls import (
-    FEW_TOKENS,
-    FEW_TOKENS_EXACT,
-    INVALID_VALUE,
-    MISALIGNED_ADDRESS,
-    MOST_COLUMNS_OF_BOX,
-    POISON,
-    POISON_WORD,
-    SUCCESS,
-    Call,
-    assert_guards,
-    assert_packed,
-    assert_same_bits,
-    bits_of,
-)
-from tests.plugins.cases import (
-    BF16,
-    FP16,
-    MANY_NEURONS,
-    SMALL_KERNELS,
-    Case,
-    kernel_table,
-    leave_out_lost_gates,
-    make_block,
-)
+from tests.plugins import calls, reference
+from tests.plugins.calls import FEW_TOKENS, INVALID_VALUE, SUCCESS, Call, assert_guards, assert_same_bits, bits_of
+from tests.plugins.cases import FP16, MANY_NEURONS, SMALL_KERNELS, Case, kernel_table, make_block
 from tests.plugins.reference import Block
 from twellc.plugins import library
 
@@ -55,7 +32,7 @@ def measured_density(block: Block) -> float:
 
 @pytest.mark.parametrize("case", list(kernel_table()), ids=str)
 def test_against_float64(case: Case) -> None:
-    block = make_block(case, integers=False)
+    block = make_block(case)
     if case.rows * case.d_ff >= 10_000 and case.d_model >= 16 and case.activation != "fatrelu":
         assert case.density / 3 <= measured_density(block) <= 2 * case.density + 1e-3
     call = Call(block, case.compression)
@@ -75,14 +52,14 @@ def test_against_float64(case: Case) -> None:
 
 def rounds_h(block: Block) -> bool:
     """Say whether a call for few tokens rounds h, and nothing else, on the way: some kernels of Hopper do."""
-    fits = min(*block.w_gate.shape, block.w_down.shape[1]) >= MOST_COLUMNS_OF_BOX
-    return FEW_TOKENS_EXACT < len(block.x) <= FEW_TOKENS and fits and torch.cuda.get_device_capability() == (9, 0)
+    fits = min(*block.w_gate.shape, block.w_down.shape[1]) >= calls.MOST_COLUMNS_OF_BOX
+    return calls.FEW_TOKENS_EXACT < len(block.x) <= FEW_TOKENS and fits and torch.cuda.get_device_capability() == (9, 0)
 
 
 def may_be_dense(block: Block) -> bool:
     """Say whether few tokens' u may be rounded, or h that is in fp32 elsewhere: the kernels' rule, with a margin."""
     rows = len(block.x)
-    if rows > FEW_TOKENS_EXACT:
+    if rows > calls.FEW_TOKENS_EXACT:
         return False
     active = torch.nn.functional.pad(reference.gate_values(block) != 0, (0, -len(block.w_gate) % 16))
     of_token = active.view(rows, -1, 16).sum(dim=2).amax(dim=0).sum()
@@ -95,7 +72,7 @@ def test_integers_match_bit_by_bit(case: Case) -> None:
     block = make_block(case, integers=True)
     call = Call(block, case.compression)
     y = call.run()
-    assert_packed(call, bits_of(reference.gate_values(block)))
+    calls.assert_packed(call, bits_of(reference.gate_values(block)))
     if reference.is_exact(block):
         # Few tokens or not, sums in another order are exact; only the dense paths round u and h.
         expected = reference.emulate(block)
@@ -133,51 +110,21 @@ def test_table_has_exact_and_overflowing_cases() -> None:
 
 @pytest.mark.parametrize("case", SMALL_KERNELS, ids=str)
 def test_sanitize(case: Case) -> None:
-    """What sanitize.py runs: plain buffers, so that reads of words nobody wrote show."""
+    """What sanitize.py runs."""
     block = make_block(case, integers=True, device="cpu")
-    call = Call(block.to("cuda"), case.compression, poison=False)
-    # The packed matrix is read 16 bytes at a time: words that the gate leaves alone come along, and are not used.
-    call.packed.zero_()
-    call.gate()
-    call.workspace[: call.packed.nbytes].zero_()
-    call.start_steps(0)
-    torch.cuda.synchronize()
-    reference.assert_close(call.y.cpu(), block)
-    call.mlp()
-    torch.cuda.synchronize()
-    reference.assert_close(call.y.cpu(), block)
 
+    def steps(call: Call) -> None:
+        call.gate()
+        call.start_steps(0)
 
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=("bf16", "fp16"))
-@pytest.mark.parametrize("gated", [True, False], ids=("gated", "plain"))
-@pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu"])
-@pytest.mark.parametrize("rows", [70, 34])
-def test_nan_and_infinity_stay_in_their_rows(rows: int, dtype: torch.dtype, gated: bool, activation: str) -> None:
-    case = Case(rows=rows, dtype=dtype, gated=gated, activation=activation)
-    block = make_block(case, integers=False)
-    clean = Call(block, case.compression).steps()
-    x = block.x.clone()
-    x[0, 71] = float("nan")
-    x[33, 5] = float("inf")
-    x[rows - 2, 0] = -float("inf")
-    dirty = dataclasses.replace(block, x=x)
-    call = Call(dirty, case.compression)
-    y = call.run()
-    assert torch.isnan(y[0]).all()
-    touched = [0, 33, rows - 2]
-    untouched = [row for row in range(case.rows) if row not in touched]
-    reference.assert_close(y, dirty)
-    assert torch.isfinite(y[untouched]).all()
-    assert_same_bits(call.steps()[untouched], clean[untouched])
-    counts = call.decoded().counts
-    assert counts[0].tolist() == [256, 256, 88]  # NaN is a non-zero, and columns past d_ff are not counted
-    assert_guards(call.packed_buffer)
+    for start in (steps, Call.mlp):
+        calls.run_plain_buffers(block, start, case.compression)
 
 
 def make_one_infinity(rows: int, d_model: int, device: str = "cuda") -> tuple[Block, torch.Tensor]:
     """Draw a block in which infinity ends the first row of x and reaches one neuron; also y of that row."""
     case = Case(rows=rows, d_model=d_model, d_ff=600, d_out=72, density=0.3, biases="")
-    block = make_block(case, integers=False, device=device)
+    block = make_block(case, device=device)
     assert block.w_up is not None
     block.x[0, -1] = float("inf")
     block.w_gate[:, -1] = -1.0
@@ -196,92 +143,20 @@ def test_infinity_is_not_multiplied_by_absent_weights(rows: int, d_model: int) -
     assert torch.isfinite(y[1:]).all()
 
 
-@pytest.mark.parametrize("where", ["w_gate", "b_gate", "w_up", "b_up", "w_down"])
-@pytest.mark.parametrize(
-    ("rows", "d_ff", "density"), [(20, 600, 0.3), (65, 600, 0.3), (60, 11008, 0.005), (60, MANY_NEURONS, 0.005)]
-)
-def test_nan_in_one_neuron(where: str, rows: int, d_ff: int, density: float) -> None:
-    block = make_block(Case(rows=rows, d_ff=d_ff, density=density), integers=False)
-    assert block.b_gate is not None
-    n = 300
-    block.b_gate[n] += 2 if density < 0.1 else 0  # active in some rows
-    getattr(block, where)[n] = float("nan")
-    y = Call(block, 4).run()
-    reference.assert_close(y, block)
-    active = reference.gate_values(block)[:, n] != 0
-    assert torch.isnan(y[active]).all() and torch.isfinite(y[~active]).all()
-    assert active.any() and (where in ("w_gate", "b_gate") or not active.all())
-
-
-@pytest.mark.parametrize("density", [0.005, 0.3])  # without and with tiles that overflow
-@pytest.mark.parametrize(("rows", "d_ff"), [(10, 600), (40, 600), (65, 600), (200, 600), (50, MANY_NEURONS)])
-def test_inactive_neurons_add_nothing(rows: int, d_ff: int, density: float) -> None:
-    """Where a dense block computes 0 * inf = NaN, the contract is 0."""
-    block = make_block(Case(rows=rows, d_ff=d_ff, density=density), integers=False)
-    assert block.b_gate is not None and block.w_up is not None
-    inactive = [0, 255, 256, 599]
-    block.w_gate[inactive] = 0
-    block.b_gate[inactive] = -1
-    expected = Call(block, 8).run()
-    block.w_up[inactive] = float("inf")
-    block.w_down[inactive] = float("nan")
-    y = Call(block, 8).run()
-    assert torch.isfinite(y).all()
-    reference.assert_close(y, block)
-    if density < 0.1 and rows <= FEW_TOKENS:  # a dense path sums again, in another order
-        assert_same_bits(y, expected)
-
-
 @pytest.mark.parametrize("b_down", [True, False])
 @pytest.mark.parametrize("rows", [5, 200])
 def test_rows_without_active_neurons(rows: int, b_down: bool) -> None:
-    block = make_block(Case(rows=rows, density=0.0, biases="d" if b_down else ""), integers=False)
+    block = make_block(Case(rows=rows, density=0.0, biases="d" if b_down else ""))
     y = Call(block, 8).run()
     expected = torch.zeros_like(y) if block.b_down is None else block.b_down.expand_as(y)
     assert_same_bits(y, expected.contiguous())
-
-
-@pytest.mark.parametrize(
-    ("rows", "d_ff", "density"),
-    [*((rows, 600, density) for rows in (10, 40, 65, 200) for density in (0.03, 1.0)), (50, MANY_NEURONS, 0.005)],
-)
-def test_fp16_does_not_overflow_between(rows: int, d_ff: int, density: float) -> None:
-    """A dense fp16 block stores u and g * u, which do not fit here; y does."""
-    block = make_block(Case(rows=rows, d_ff=d_ff, dtype=FP16, density=density, biases=""), integers=False)
-    assert block.w_up is not None
-    large = dataclasses.replace(
-        block, w_gate=block.w_gate * 64, w_up=block.w_up * 32768, w_down=block.w_down * 2.0**-13
-    )
-    assert not torch.isfinite(reference.plain(large)).all()
-    y = Call(large, 8).run()
-    assert torch.isfinite(y).all()
-    reference.assert_close(y, large)
-
-
-@pytest.mark.parametrize(
-    ("rows", "d_ff", "density"),
-    [*((rows, 600, density) for rows in (1, 10, 40, 65, 200) for density in (0.02, 0.3)), (50, MANY_NEURONS, 0.005)],
-)
-def test_active_neuron_whose_h_is_too_small_for_fp16(rows: int, d_ff: int, density: float) -> None:
-    """Its infinite weights reach y, also where h is rounded to 0 as if it were inactive."""
-    block = make_block(Case(rows=rows, d_ff=d_ff, dtype=FP16, density=density, biases=""), integers=False)
-    assert block.w_up is not None
-    block.w_gate[300] = block.x[-1].sign() * 2.0**-18
-    block.w_up[300] *= 2.0**-14
-    block.w_down[300, 5:] = float("inf")
-    leave_out_lost_gates(block)
-    y = Call(block, 8).run()
-    active = reference.gate_values(block)[:, 300] != 0
-    assert active[-1]
-    assert torch.isinf(y[active, 5:]).all() and torch.isfinite(y[active, :5]).all() and torch.isfinite(y[~active]).all()
-    reference.assert_close(y, block)
 
 
 @pytest.mark.parametrize("active", [100, 1000, 1300, 2816])
 @pytest.mark.parametrize("rows", [2, 12, 20, 40, 100])
 def test_one_heavy_token(rows: int, active: int) -> None:
     """A token with many active neurons among others with few, on either side of where the whole call becomes dense."""
-    block = make_block(Case(rows=rows, d_model=256, d_ff=2816, d_out=264, density=0.002), integers=False)
+    block = make_block(Case(rows=rows, d_model=256, d_ff=2816, d_out=264, density=0.002))
     heavy = rows // 2
     block.x[:, 7] = 0
     block.x[heavy, 7] = 8
@@ -294,7 +169,7 @@ def test_one_heavy_token(rows: int, active: int) -> None:
 @pytest.mark.parametrize("rows", [20, 40, 100])
 def test_long_list(rows: int) -> None:
     """About as many active neurons of a token as a sparse down projection lists on Hopper, over two passes."""
-    block = make_block(Case(rows=rows, d_model=16392, d_ff=8300, d_out=264, density=0.0002), integers=False)
+    block = make_block(Case(rows=rows, d_model=16392, d_ff=8300, d_out=264, density=0.0002))
     block.x[:, 7] = 0
     block.x[rows // 2, 7] = 8
     block.w_gate[6500:, 7] = 100
@@ -316,7 +191,7 @@ def test_counts_at_the_number_of_slots(count: int, compression: int) -> None:
     block.w_gate[chosen, 0] = 3
     call = Call(block, compression)
     y = call.run()
-    assert_packed(call, bits_of(reference.gate_values(block)))
+    calls.assert_packed(call, bits_of(reference.gate_values(block)))
     assert call.decoded().overflowed[:, 1].all() == (count > 256 // compression - 1)
     assert_same_bits(y, reference.emulate(block))
 
@@ -347,49 +222,28 @@ def test_full_empty_and_overflowed_tiles_beside_each_other() -> None:
     [(1, 2000), (3, 2000), (14, 2000), (30, 2000), (60, 2000), (200, 2000), (50, 11008), (60, MANY_NEURONS)],
 )
 def test_bitwise_repeatable(rows: int, d_ff: int, density: float) -> None:
-    block = make_block(Case(rows=rows, d_model=1024, d_ff=d_ff, d_out=1032, density=density), integers=False)
+    block = make_block(Case(rows=rows, d_model=1024, d_ff=d_ff, d_out=1032, density=density))
     call = Call(block, 8)
     steps, whole = call.steps(), call.run()
     packed = call.packed.clone()
     for _ in range(100):
-        call.packed.fill_(POISON_WORD - (1 << 32))
+        call.packed.fill_(calls.POISON_WORD - (1 << 32))
         assert_same_bits(call.steps(), steps)
         assert torch.equal(call.packed, packed)
-        call.y.view(torch.int16).fill_(POISON)
+        call.y.view(torch.int16).fill_(calls.POISON)
         call.mlp()
         assert_same_bits(call.y, whole)
 
 
 def test_calls_close_behind_each_other() -> None:
-    """Kernels of successive calls, which may overlap, share a workspace; each call's input is the output before."""
-    rows = 7
-    block = make_block(Case(rows=rows, d_model=512, d_ff=2000, d_out=512, density=0.1, biases=""), integers=False)
-    assert block.w_up is not None
+    block = make_block(Case(rows=7, d_model=512, d_ff=2000, d_out=512, density=0.1, biases=""))
     block.w_gate[:, 0] = 0.0  # about half of the neurons are active, whatever x is
-    calls: list[Call] = []
-    for _ in range(4):
-        calls.append(Call(block, 8))
-        calls[-1].workspace = calls[0].workspace
-        block = dataclasses.replace(block, x=calls[-1].y)
-    for call in calls:
-        call.mlp()
-        torch.cuda.synchronize()
-    expected = [call.y.clone() for call in calls]
-    for call, y in zip(calls, expected, strict=True):
-        reference.assert_close(y, call.block)
-    for _ in range(50):
-        for call in calls:
-            call.y.view(torch.int16).fill_(POISON)
-        for call in calls:
-            call.mlp()
-        torch.cuda.synchronize()
-        for call, y in zip(calls, expected, strict=True):
-            assert_same_bits(call.y, y)
+    calls.assert_chain_agrees(calls.chain(block, reads="x"), Call.mlp)
 
 
 def test_rows_do_not_depend_on_their_number() -> None:
     """All configurations of the two steps give the same bits for a row."""
-    block = make_block(Case(rows=300, d_model=264, d_out=1100 // 8 * 8, density=0.1), integers=False)
+    block = make_block(Case(rows=300, d_model=264, d_out=1100 // 8 * 8, density=0.1))
     whole = Call(block, 8).steps()
     for begin, end in ((0, 1), (7, 20), (100, 150), (150, 290)):
         part = dataclasses.replace(block, x=block.x[begin:end].contiguous())
@@ -399,16 +253,11 @@ def test_rows_do_not_depend_on_their_number() -> None:
 @pytest.mark.parametrize("rows", [1, 8, 16, 40, 200])
 def test_cuda_graph(rows: int) -> None:
     case = Case(rows=rows, density=0.1)
-    call = Call(make_block(case, integers=False), case.compression)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call.mlp()
+    call = Call(make_block(case), case.compression)
+    replay = calls.replays(call, call.mlp)
     for _ in range(3):
-        call.block.x.copy_(make_block(case, integers=False).x)
-        call.y.view(torch.int16).fill_(POISON)
-        graph.replay()
-        torch.cuda.synchronize()
-        reference.assert_close(call.y, call.block)
+        call.block.x.copy_(make_block(case).x)
+        reference.assert_close(replay(), call.block)
 
 
 @pytest.mark.parametrize("rows", [1, 200])
@@ -418,7 +267,7 @@ def test_cuda_graph_without_warm_up(rows: int) -> None:
         import torch
         from tests.plugins import reference, test_kernels
         case = test_kernels.Case(rows={rows}, density=0.1)
-        call = test_kernels.Call(test_kernels.make_block(case, integers=False), case.compression)
+        call = test_kernels.Call(test_kernels.make_block(case), case.compression)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             call.mlp()
@@ -439,20 +288,7 @@ def test_streams_at_once() -> None:
         Case(rows=1, d_model=1024, density=0.1),
         Case(rows=1, d_model=1024, d_ff=3000, density=0.9),
     )
-    calls = [Call(make_block(case, integers=False), case.compression) for case in cases]
-    expected = [call.run() for call in calls]
-    streams = [torch.cuda.Stream() for _ in calls]  # type: ignore[no-untyped-call]
-    for _ in range(20):
-        for call in calls:
-            call.y.view(torch.int16).fill_(POISON)
-        torch.cuda.synchronize()
-        for _ in range(5):
-            for call, stream in zip(calls, streams, strict=True):
-                with torch.cuda.stream(stream):
-                    call.mlp()
-        torch.cuda.synchronize()
-        for call, y in zip(calls, expected, strict=True):
-            assert_same_bits(call.y, y)
+    calls.assert_streams_agree([Call(make_block(case), case.compression) for case in cases], Call.mlp, runs=5)
 
 
 @pytest.mark.parametrize(
@@ -464,7 +300,7 @@ def test_more_than_2_31_elements(rows: int, d_model: int, d_ff: int, d_out: int,
     if torch.cuda.get_device_properties(0).total_memory < 40e9:
         pytest.skip("needs 40 GB of device memory")
     case = Case(rows=64, d_model=d_model, d_ff=d_ff, d_out=d_out, compression=compression, density=0.01, biases="")
-    block = make_block(case, integers=False)
+    block = make_block(case)
     picked = torch.tensor([0, 1, rows // 2, rows - 129, rows - 2, rows - 1], device="cuda")
     x = torch.zeros((rows, d_model), dtype=block.x.dtype, device="cuda")
     x[picked] = block.x[: len(picked)]
@@ -479,7 +315,7 @@ def test_more_than_2_31_elements(rows: int, d_model: int, d_ff: int, d_out: int,
 
 @pytest.fixture
 def call() -> Call:
-    return Call(make_block(Case(residual=True), integers=False), 8)
+    return Call(make_block(Case(residual=True)), 8)
 
 
 def status_of(call: Call) -> tuple[int, int]:
@@ -498,7 +334,7 @@ def test_bad_pointers(call: Call, name: str) -> None:
     gate_reads = name in ("x", "w_gate", "b_gate")
     pointer = getattr(call.tensors, name)
     setattr(call.tensors, name, pointer + 8)
-    wrong = MISALIGNED_ADDRESS
+    wrong = calls.MISALIGNED_ADDRESS
     assert status_of(call) == (wrong if gate_reads else SUCCESS, wrong)
     setattr(call.tensors, name, None)
     wrong = SUCCESS if name.startswith("b_") or name == "residual" else INVALID_VALUE
@@ -520,10 +356,10 @@ def test_bad_workspace(call: Call) -> None:
     mlp, gate = call.lib.twell_mlp, call.lib.twell_gate
     assert mlp(call.problem, call.tensors, pointer, size - 1, None) == INVALID_VALUE
     assert mlp(call.problem, call.tensors, None, size, None) == INVALID_VALUE
-    assert mlp(call.problem, call.tensors, pointer + 16, size, None) == MISALIGNED_ADDRESS
+    assert mlp(call.problem, call.tensors, pointer + 16, size, None) == calls.MISALIGNED_ADDRESS
     assert gate(call.problem, call.tensors, None, None) == INVALID_VALUE
     assert gate(call.problem, None, packed, None) == INVALID_VALUE
-    assert gate(call.problem, call.tensors, packed + 4, None) == MISALIGNED_ADDRESS
+    assert gate(call.problem, call.tensors, packed + 4, None) == calls.MISALIGNED_ADDRESS
 
 
 def test_bad_problem(call: Call) -> None:
@@ -532,7 +368,7 @@ def test_bad_problem(call: Call) -> None:
 
 
 def test_plain_takes_no_up_weights() -> None:
-    call = Call(make_block(Case(gated=False), integers=False), 8)
+    call = Call(make_block(Case(gated=False)), 8)
     call.tensors.w_up = call.tensors.w_gate
     assert status_of(call) == (SUCCESS, INVALID_VALUE)
 

@@ -1,4 +1,4 @@
-"""Problems that nobody has thought of, on a GPU: random sizes, kinds, densities and odd rows, held to float64.
+"""Problems drawn at random, on a GPU: random sizes, kinds, densities and odd rows, held to float64.
 
 A failure shows the seed that draws the problem again.
 """
@@ -106,7 +106,7 @@ def test_random_problem(number: int) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     case = draw_case(rng)
-    block = make_block(case, integers=False)
+    block = make_block(case)
     sys.stdout.write(f"seed {seed}: {case}, {', '.join(disturb(rng, block)) or 'nothing odd'}\n")
     call = Call(block, case.compression, hot=case.hot)
     for name, run in ways(call).items():

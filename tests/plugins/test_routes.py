@@ -372,7 +372,7 @@ def test_every_route_and_configuration_is_reached() -> None:
 )
 def test_what_is_said_is_what_runs(case: Case, tmp_path: Path) -> None:
     """The launches of a call, by the profiler: as many, of the same sizes, in the same order."""
-    call = Call(make_block(case, integers=False), case.compression)
+    call = Call(make_block(case), case.compression)
     call.mlp()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

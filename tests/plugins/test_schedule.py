@@ -65,7 +65,7 @@ def assert_ordered(result: Schedule, counts: torch.Tensor) -> None:
     assert result.split_end == split_end, "not these rows are split"
     # All rows of a bucket get as many units as the heaviest could need.
     needed = -(-totals[order[result.heavy_count :]] // UNIT_NONZEROS)
-    assert int(needed.sum()) <= result.unit_count <= int((needed + 1 + needed // 8).sum()), "not so many units"
+    assert int(needed.sum()) <= result.unit_count <= int((needed + 1 + needed // 8).sum()), "not this number of units"
 
 
 ROWS = (1, 2, 31, 32, 33, 1000, 4096, 4097, 131072)
@@ -101,7 +101,7 @@ def test_any_number_of_tiles(tiles: int) -> None:
 
 def test_results_do_not_depend_on_the_order() -> None:
     """A row comes to another place among other rows, and in the next run, and keeps its bits."""
-    block = make_block(Case(rows=600, d_model=264, d_ff=1500, d_out=264, density=0.05), integers=False)
+    block = make_block(Case(rows=600, d_model=264, d_ff=1500, d_out=264, density=0.05))
     expected = Call(block, 8).steps()
     shuffled = torch.randperm(600, device="cuda")
     block.x.copy_(block.x[shuffled].clone())

@@ -12,38 +12,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.plugins import reference
-from tests.plugins.calls import (
-    BEST,
-    GENERIC,
-    KERNELS,
-    ON_SM90,
-    POISON,
-    SPLIT,
-    Call,
-    assert_guards,
-    assert_same_bits,
-    needs_sm90,
-    run_poisoned,
-)
-from tests.plugins.cases import FP16, Case, leave_out_lost_gates, make_block, with_residual
-from tests.plugins.reference import Block
+from tests.plugins import calls, reference
+from tests.plugins.calls import BEST, GENERIC, KERNELS, SPLIT, Call, assert_guards, assert_same_bits, run_poisoned
+from tests.plugins.cases import FP16, KINDS, SPLIT_BASE, Case, make_block, split_block, with_residual
 
 pytestmark = pytest.mark.gpu
 
-KINDS = [(True, name) for name in ("relu", "relu2", "fatrelu", "drelu")]
-KINDS += [(False, name) for name in ("relu", "relu2", "fatrelu")]
-BASE = Case(rows=300, d_model=200, d_ff=900, d_out=136, hot=512)
-# Of so many products the two steps run on Hopper, too.
+BASE = SPLIT_BASE
+# With this number of products the two steps run on Hopper, too.
 LARGE = Case(rows=9000, d_model=1088, d_ff=2816, d_out=264, hot=512)
-
-
-def split_block(case: Case, hot_density: float) -> Block:
-    """Draw a block whose first neurons have a density of their own."""
-    block = make_block(case, integers=False)
-    other = make_block(dataclasses.replace(case, density=hot_density), integers=False)
-    block.w_gate[: case.hot, 0] = other.w_gate[: case.hot, 0]
-    return block
 
 
 def without_residual() -> Iterator[Case]:
@@ -115,131 +92,61 @@ def test_large_calls_are_split(hot: int, residual: bool) -> None:
 
 @pytest.mark.parametrize("hot", [0, 8, 127])
 def test_too_few_hot_neurons_are_no_split(hot: int) -> None:
-    block = make_block(LARGE, integers=False)
-    calls = [Call(block, 8, hot=count) for count in (0, hot)]
-    first, second = (call.poisoned(call.mlp) for call in calls)
+    block = make_block(LARGE)
+    several = [Call(block, 8, hot=count) for count in (0, hot)]
+    first, second = (call.poisoned(call.mlp) for call in several)
     assert_same_bits(second, first)
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=("gated", "plain"))
 @pytest.mark.parametrize("rows", [1, 2, 3, 16, 17, 64])
 def test_few_tokens_ignore_the_hint(rows: int, gated: bool) -> None:
-    block = make_block(Case(rows=rows, d_model=264, d_ff=2816, d_out=264, gated=gated), integers=False)
-    calls = [Call(block, 8, hot=hot) for hot in (0, 512, 2816)]
-    first, *others = (call.poisoned(call.mlp) for call in calls)
+    block = make_block(Case(rows=rows, d_model=264, d_ff=2816, d_out=264, gated=gated))
+    several = [Call(block, 8, hot=hot) for hot in (0, 512, 2816)]
+    first, *others = (call.poisoned(call.mlp) for call in several)
     for other in others:
         assert_same_bits(other, first)
 
 
 @pytest.mark.sm90
-@needs_sm90
+@calls.needs_sm90
 @pytest.mark.parametrize("rows", [300, 1280, 6000])
 def test_dense_blocks_ignore_the_hint(rows: int) -> None:
-    block = make_block(Case(rows=rows, d_model=256, d_ff=2816, d_out=264), integers=False)
-    calls = [Call(block, 8, hot=hot) for hot in (0, 512)]
-    first, second = (call.poisoned(call.mlp) for call in calls)
+    block = make_block(Case(rows=rows, d_model=256, d_ff=2816, d_out=264))
+    several = [Call(block, 8, hot=hot) for hot in (0, 512)]
+    first, second = (call.poisoned(call.mlp) for call in several)
     assert_same_bits(second, first)
-
-
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize(("gated", "activation"), KINDS)
-def test_nan_and_infinity_stay_in_their_rows(gated: bool, activation: str, kernels: int) -> None:
-    case = dataclasses.replace(BASE, gated=gated, activation=activation, residual=True)
-    block = split_block(case, hot_density=0.3)
-    dirty = {3: "nan", 130: "inf", 299: "-inf"}
-    for row, value in dirty.items():
-        block.x[row, row % 7] = float(value)
-    assert block.residual is not None
-    block.residual[7, 9] = float("inf")
-    y = run_poisoned(Call(block, 8, hot=case.hot), SPLIT, kernels)
-    assert torch.isnan(y[3]).all()
-    reference.assert_close(y, block, split=case.hot)
-    clean = [row for row in range(case.rows) if row not in (*dirty, 7)]
-    assert torch.isfinite(y[clean]).all()
-
-
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_weights_that_are_not_finite(kernels: int) -> None:
-    """Inactive neurons add nothing, hot or not; an active one adds what it adds."""
-    case = dataclasses.replace(BASE, density=0.1, biases="")
-    block = split_block(case, hot_density=0.1)
-    for neuron, value in ((5, "inf"), (511, "nan"), (512, "inf"), (899, "-inf")):
-        block.w_down[neuron, neuron % 64 :: 64] = float(value)
-    leave_out_lost_gates(block)
-    y = run_poisoned(Call(block, 8, hot=case.hot), SPLIT, kernels)
-    assert torch.isfinite(y).any() and not torch.isfinite(y).all()
-    reference.assert_close(y, block, split=case.hot)
 
 
 def test_fp16_ignores_the_hint() -> None:
     """Sums over the hot neurons alone may be out of its range."""
-    block = make_block(dataclasses.replace(LARGE, dtype=FP16), integers=False)
+    block = make_block(dataclasses.replace(LARGE, dtype=FP16))
     first, second = (call.poisoned(call.mlp) for call in (Call(block, 8, hot=hot) for hot in (0, 512)))
     assert_same_bits(second, first)
-
-
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_hidden_values_that_overflow(kernels: int) -> None:
-    """Where u or h is large, y is not."""
-    case = dataclasses.replace(BASE, d_model=128, density=0.5, biases="", residual=True)
-    block = make_block(case, integers=False)
-    assert block.w_up is not None
-    large = dataclasses.replace(
-        block, w_gate=block.w_gate * 64, w_up=block.w_up * 32768, w_down=block.w_down * 2.0**-13
-    )
-    y = run_poisoned(Call(large, 8, hot=case.hot), SPLIT, kernels)
-    assert torch.isfinite(y).all()
-    reference.assert_close(y, large, split=case.hot)
 
 
 @pytest.mark.parametrize("density", [0.005, 0.1])
 @pytest.mark.parametrize("case", [dataclasses.replace(BASE, rows=2100, residual=True), LARGE], ids=str)
 def test_bitwise_repeatable(case: Case, density: float) -> None:
-    case = dataclasses.replace(case, density=density)
-    call = Call(split_block(case, hot_density=0.3), 8, hot=case.hot)
-    first = run_poisoned(call, SPLIT)
-    for _ in range(50):
-        assert_same_bits(run_poisoned(call, SPLIT), first)
+    call = Call(split_block(dataclasses.replace(case, density=density), hot_density=0.3), 8, hot=case.hot)
+    calls.assert_repeatable(lambda: run_poisoned(call, SPLIT), times=50)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_calls_that_follow_one_another(kernels: int) -> None:
-    """Kernels of either part, and of successive calls, may overlap; each call's residual is the output before."""
     case = dataclasses.replace(BASE, rows=700, d_model=256, d_ff=1500, density=0.02)
-    block = split_block(case, hot_density=0.3)
-    calls: list[Call] = []
-    for _ in range(4):
-        calls.append(Call(block, 8, hot=case.hot))
-        calls[-1].workspace = calls[0].workspace
-        block = dataclasses.replace(block, residual=calls[-1].y)
-    for call in calls:
-        call.start_steps(SPLIT, kernels)
-        torch.cuda.synchronize()
-        reference.assert_close(call.y, call.block, split=case.hot)
-    expected = [call.y.clone() for call in calls]
-    for _ in range(50):
-        for call in calls:
-            call.y.view(torch.int16).fill_(-1)
-        for call in calls:
-            call.start_steps(SPLIT, kernels)
-        torch.cuda.synchronize()
-        for call, y in zip(calls, expected, strict=True):
-            assert_same_bits(call.y, y)
+    several = calls.chain(split_block(case, hot_density=0.3), reads="residual", hot=case.hot)
+    calls.assert_chain_agrees(several, lambda call: call.start_steps(SPLIT, kernels), split=case.hot)
 
 
 def test_cuda_graph() -> None:
     case = dataclasses.replace(LARGE, residual=True)
     call = Call(split_block(case, hot_density=0.3), 8, hot=case.hot)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call.mlp()
+    replay = calls.replays(call, call.mlp)
     for _ in range(3):
-        call.block.x.copy_(make_block(case, integers=False).x)
-        call.y.view(torch.int16).fill_(POISON)
-        graph.replay()
-        torch.cuda.synchronize()
-        reference.assert_close(call.y, call.block, split=case.hot)
-        replayed = call.y.clone()
+        call.block.x.copy_(make_block(case).x)
+        replayed = replay().clone()
+        reference.assert_close(replayed, call.block, split=case.hot)
         assert_same_bits(call.poisoned(call.mlp), replayed)
 
 
@@ -269,7 +176,7 @@ def test_sanitize(case: Case) -> None:
     """What sanitize.py runs."""
     block = make_block(case, integers=True, device="cpu")
     call = Call(block.to("cuda"), case.compression, hot=case.hot, poison=False)
-    for kernels in (GENERIC, BEST) if ON_SM90 else (GENERIC,):
+    for kernels in (GENERIC, BEST) if calls.ON_SM90 else (GENERIC,):
         call.start_steps(SPLIT, kernels)
         torch.cuda.synchronize()
         reference.assert_close(call.y.cpu(), block, split=case.hot)
