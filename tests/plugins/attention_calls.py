@@ -36,9 +36,17 @@ class Plan:
         q, k, _ = operands
         self.lib = lib
         self.problem = library.AttentionProblem(
-            q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3],
-            library.DTYPES[str(q.dtype).removeprefix("torch.")], int(causal), int(has_lengths), SCALE,
-        )  # fmt: skip
+            q.shape[0],
+            q.shape[1],
+            k.shape[1],
+            q.shape[2],
+            k.shape[2],
+            q.shape[3],
+            library.DTYPES[str(q.dtype).removeprefix("torch.")],
+            int(causal),
+            int(has_lengths),
+            SCALE,
+        )
         self.message = ctypes.create_string_buffer(2000)
         self.handle = lib.twell_attention_create(self.problem, self.message, 2000)
         assert self.handle, self.message.value.decode()

@@ -1,6 +1,6 @@
 """A plugin of pytest for racecheck: the products of torch on a GPU are computed on the CPU.
 
-compute-sanitizer 2025.3.1 ends with an error of its own in cuBLAS under racecheck, also without a kernel of twellc.
+compute-sanitizer 2025.3.1 fails with an internal error in cuBLAS under racecheck, also without a kernel of twellc.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ def assert_close(actual: Tensor, block: Block, *, split: int = 0) -> None:
     finite = torch.isfinite(stored)
     same = torch.isnan(stored) == torch.isnan(actual)
     same &= torch.where(torch.isinf(stored), actual == stored, True)
-    same &= torch.isfinite(actual) | ~finite | ~torch.isfinite(base)  # where plain overflows, overflow is no fault
+    same &= torch.isfinite(actual) | ~finite | ~torch.isfinite(base)  # where plain overflows, overflow is not a fault
     at_the_end = (expected.abs() - info.max).abs() <= _PLAIN_FACTOR * rounded_h + info.eps * info.max
     same |= at_the_end & ~torch.isnan(actual)  # of the element type's range: either is right
     finite |= at_the_end & torch.isfinite(actual)

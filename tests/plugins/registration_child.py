@@ -1,4 +1,4 @@
-"""Walk through a list of steps in a process of its own and report on each; run by test_registration.py.
+"""Walk through a list of steps in a separate process and report on each; run by test_registration.py.
 
     python registration_child.py STEP... > report.json
 

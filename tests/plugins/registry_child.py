@@ -1,4 +1,4 @@
-"""Load plugin libraries into one TensorRT and report what happened; run as a process of its own by the tests.
+"""Load plugin libraries into one TensorRT and report what happened; run as a separate process by the tests.
 
 A TensorRT cannot be unloaded and its flavours share module names, so each runtime has a fresh interpreter:
 

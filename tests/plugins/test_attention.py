@@ -171,8 +171,9 @@ def test_evaluator_runs_the_op(name: str, dtype: torch.dtype, tmp_path: Path) ->
         inputs["lengths"] = torch.tensor(lengths, dtype=torch.int32)
     (y,) = OnnxEvaluator(tmp_path / "m.onnx", model).run(inputs)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    expected = ATTENTION(*(t.to(device) for t in (q, k, v)), None if lengths is None else inputs["lengths"].to(device),
-                         0.3, causal)  # fmt: skip
+    expected = ATTENTION(
+        *(t.to(device) for t in (q, k, v)), None if lengths is None else inputs["lengths"].to(device), 0.3, causal
+    )
     assert torch.equal(y, expected.cpu())
     assert plugin_nodes(model) == []
 
@@ -195,11 +196,23 @@ def problem(**changes: float) -> library.AttentionProblem:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"batch": 0}, {"tokens": 0, "causal": 0}, {"keys": 3, "causal": 0}, {"width": 256}, {"width": 8},
-     {"heads": 4, "kv_heads": 4}, {"kv_heads": 1}, {"dtype": 1}, {"lengths": 1}, {"scale": -1.0},
-     {"causal": 0, "cached": 1}, {"causal": 0, "cached": 1, "tokens": 1, "keys": 700}],
+    [
+        {},
+        {"batch": 0},
+        {"tokens": 0, "causal": 0},
+        {"keys": 3, "causal": 0},
+        {"width": 256},
+        {"width": 8},
+        {"heads": 4, "kv_heads": 4},
+        {"kv_heads": 1},
+        {"dtype": 1},
+        {"lengths": 1},
+        {"scale": -1.0},
+        {"causal": 0, "cached": 1},
+        {"causal": 0, "cached": 1, "tokens": 1, "keys": 700},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_validate_accepts(changes: dict[str, float]) -> None:
     attention_library()
     lib = library.load_attention()
@@ -251,7 +264,7 @@ print(message.value.decode())
 
 
 def create_without_cudnn(code: str, path: str) -> str:
-    """Run a program in which there is no cuDNN but the one that $TWELLC_CUDNN names; return what it prints."""
+    """Run a program whose only cuDNN is the one that $TWELLC_CUDNN names; return what it prints."""
     command = [sys.executable, "-P", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment(TWELLC_CUDNN=path))
     return done.stdout.strip()
@@ -260,11 +273,14 @@ def create_without_cudnn(code: str, path: str) -> str:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("/nowhere/libcudnn.so.9", r"cannot load cuDNN 9 \(.*/nowhere/libcudnn\.so\.9.*\). Install it, such as by "
-         r"`pip install nvidia-cudnn-cu13` for Python, or set TWELLC_CUDNN to the path of libcudnn\.so\.9"),
+        (
+            "/nowhere/libcudnn.so.9",
+            r"cannot load cuDNN 9 \(.*/nowhere/libcudnn\.so\.9.*\). Install it, such as by "
+            r"`pip install nvidia-cudnn-cu13` for Python, or set TWELLC_CUDNN to the path of libcudnn\.so\.9",
+        ),
         ("libc.so.6", r"libc\.so\.6 is no cuDNN 9: it has no function cudnnGetVersion"),
     ],
-)  # fmt: skip
+)
 def test_without_cudnn_there_is_one_message(path: str, message: str) -> None:
     attention_library()
     settings = environment(TWELLC_CUDNN=path)
@@ -316,9 +332,11 @@ def test_plan_through_the_compiler(tmp_path: Path) -> None:
     onnx.save(node_model(q, k, lengths=True, causal=True), path)
     shapes = {name: [(b, t, heads, 64) for b, t in ((1, 1), (1, 16), (4, 64))] for name, heads in (("q", 4), ("k", 2))}
     profile = {
-        "q": ShapeRange(*shapes["q"]), "k": ShapeRange(*shapes["k"]), "v": ShapeRange(*shapes["k"]),
+        "q": ShapeRange(*shapes["q"]),
+        "k": ShapeRange(*shapes["k"]),
+        "v": ShapeRange(*shapes["k"]),
         "lengths": ShapeRange((1,), (1,), (4,)),
-    }  # fmt: skip
+    }
     plan = build_plan("tensorrt-rtx", path, tmp_path / "m.plan", [profile], [], [], "", False, lambda phase: None)
     assert [each.name for each in plan.inputs] == ["q", "k", "v", "lengths"]
     assert b"TwellAttention" in (tmp_path / "m.plan").read_bytes()

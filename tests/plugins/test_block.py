@@ -148,9 +148,13 @@ def test_the_problem_of_the_header_has_every_option() -> None:
 @pytest.mark.parametrize(("struct", "mirror"), [("twell_problem", library.Problem), ("twell_tensors", library.Tensors)])
 def test_the_mirrors_of_structures(struct: str, mirror: type[ctypes.Structure]) -> None:
     kinds = {
-        "int32_t": ctypes.c_int32, "uint32_t": ctypes.c_uint32, "int64_t": ctypes.c_int64, "float": ctypes.c_float,
-        "void const*": ctypes.c_void_p, "void*": ctypes.c_void_p,
-    }  # fmt: skip
+        "int32_t": ctypes.c_int32,
+        "uint32_t": ctypes.c_uint32,
+        "int64_t": ctypes.c_int64,
+        "float": ctypes.c_float,
+        "void const*": ctypes.c_void_p,
+        "void*": ctypes.c_void_p,
+    }
     assert [(name, kinds.get(kind, kind)) for name, kind in members(struct).items()] == [
         (each[0], each[1]) for each in mirror._fields_
     ]
@@ -292,7 +296,7 @@ def spelt_out(tree: ast.AST) -> Iterator[tuple[int, set[str]]]:
             found = [name_of(each) for each in node.elts]
         elif isinstance(node, ast.Call):
             found = [name_of(each) for each in node.args]
-            # What BlockOptions is not given has its default, and a row of a report has fields of its own.
+            # What BlockOptions is not given has its default, and a row of a report has other fields.
             if name_of(node.func) not in ("BlockOptions", "Layer"):
                 found += [each.arg or "" for each in node.keywords]
         if len(names.intersection(found)) >= 3:
@@ -301,9 +305,11 @@ def spelt_out(tree: ast.AST) -> Iterator[tuple[int, set[str]]]:
 
 def test_a_list_of_options_is_seen() -> None:
     texts = (
-        "def f(activation, threshold, *, hot): pass", "x = (block.activation, block.threshold, compression)",
-        "f(activation=1, threshold=2, hot=3)", "{'activation': 1, 'threshold': 2, 'hot': 3}",
-    )  # fmt: skip
+        "def f(activation, threshold, *, hot): pass",
+        "x = (block.activation, block.threshold, compression)",
+        "f(activation=1, threshold=2, hot=3)",
+        "{'activation': 1, 'threshold': 2, 'hot': 3}",
+    )
     assert all(list(spelt_out(ast.parse(text))) for text in texts)
     assert not list(spelt_out(ast.parse("BlockOptions(activation=a, threshold=b, compression=c, hot=d)")))
 

@@ -264,9 +264,11 @@ def test_header_says_the_same() -> None:
     constants = {name.lower(): int(value) for name, value in re.findall(r"\bTWELL_(\w+) = (\d+)", text)}
     assert constants == {"bf16": 0, "fp16": 1, **library.VARIANTS, **library.ACTIVATIONS}
     for struct, mirror in (
-        ("twell_problem", library.Problem), ("twell_tensors", library.Tensors), ("twell_limits", library.Limits),
+        ("twell_problem", library.Problem),
+        ("twell_tensors", library.Tensors),
+        ("twell_limits", library.Limits),
         ("twell_device", library.Device),
-    ):  # fmt: skip
+    ):
         body = re.search(r"typedef struct \{([^}]*)\} " + struct, text)
         assert body is not None
         names = re.findall(r"(\w+);", re.sub(r"//.*", "", body.group(1)))

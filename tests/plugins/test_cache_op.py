@@ -94,7 +94,9 @@ ATTENTIONS: dict[str, tuple[tuple[int, ...], list[int], list[int]]] = {
 LARGE: dict[str, tuple[tuple[int, ...], list[int], list[int]]] = {
     **{
         f"decode-{batch}-{heads}-{kv_heads}-{width}": (
-            (batch, 1, heads, kv_heads, 1024, width), [1] * batch, [1 + (613 * i + 500) % 1024 for i in range(batch)],
+            (batch, 1, heads, kv_heads, 1024, width),
+            [1] * batch,
+            [1 + (613 * i + 500) % 1024 for i in range(batch)],
         )
         for batch, heads, kv_heads, width in ((1, 16, 16, 128), (8, 16, 16, 128), (32, 32, 8, 64), (3, 8, 1, 80))
     },
@@ -104,7 +106,7 @@ LARGE: dict[str, tuple[tuple[int, ...], list[int], list[int]]] = {
     "odd-chunk": ((2, 37, 8, 2, 333, 128), [37, 5], [333, 64]),
     "wide": ((2, 16, 4, 2, 96, 256), [16, 3], [90, 50]),
     "two-tokens": ((2, 2, 8, 2, 200, 128), [2, 1], [200, 1]),
-}  # fmt: skip
+}
 
 
 def attention_operands(name: str, dtype: torch.dtype) -> list[Any]:
@@ -160,7 +162,7 @@ def test_torch_computes_what_cudnn_does_not(name: str, monkeypatch: pytest.Monke
 
 @pytest.mark.gpu
 def test_threads_share_plans() -> None:
-    """At once, on streams of their own: no thread makes a plan anew, or changes what another computes."""
+    """At once, on a stream each: no thread makes a plan anew, or changes what another computes."""
     q, keys, values, queries, known, scale = attention_operands("decode-8-16-16-128", BF16)
     on_gpu = [tensor.cuda() for tensor in (q, keys, values, queries, known)]
     expected = CACHED_ATTENTION(*on_gpu, scale)

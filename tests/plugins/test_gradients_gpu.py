@@ -66,9 +66,17 @@ def test_against_float64(number: int) -> None:
     (variant, activation), (tokens, d_model, d_ff, d_out), density = CASES[number]
     dtype = DTYPES[number % 2]
     case = problem(
-        variant, activation, tokens=tokens, d_model=d_model, d_ff=d_ff, d_out=d_out, density=density,
-        extras=number % 4 < 2, dtype=dtype, seed=number,
-    )  # fmt: skip
+        variant,
+        activation,
+        tokens=tokens,
+        d_model=d_model,
+        d_ff=d_ff,
+        d_out=d_out,
+        density=density,
+        extras=number % 4 < 2,
+        dtype=dtype,
+        seed=number,
+    )
     hot, pairs = (0, d_ff // 24 * 8, d_ff)[number % 3], (128, 16, 3, 0)[number // 3 % 4]
     order = torch.randperm(d_ff, generator=torch.Generator().manual_seed(number)).int().cuda()
     assert_right(case, dtype, Step(hot=hot, pairs=pairs, order=order if number // 2 % 2 else None))

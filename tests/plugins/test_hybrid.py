@@ -70,7 +70,7 @@ def test_odd_rows(counts: tuple[int, ...], gated: bool) -> None:
 
 
 def test_the_largest_column() -> None:
-    """16 bits, of which the first is no sign."""
+    """16 bits, of which the first is not a sign."""
     g = torch.zeros(2, 65536, dtype=torch.float16)
     g[0, [0, 32767, 32768, 65535]] = torch.tensor([1.0, 2.0, 3.0, 4.0]).half()
     g[1, -WIDTH - 1 :] = 1

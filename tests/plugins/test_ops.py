@@ -147,7 +147,7 @@ def test_the_residual_is_added_before_the_one_rounding(gated: bool) -> None:
     eye, ones = torch.eye(8).half(), torch.ones(1, 8).half()
     weights = [eye, None, eye, None] if gated else [eye, None]
     op = GATED_MLP if gated else MLP
-    # 2049 is no float16; 2049 - 2048 is 1, where rounding first gives 0.
+    # 2049 is not a float16; 2049 - 2048 is 1, where rounding first gives 0.
     bias = torch.full((8,), 2048.0).half()
     y = op(ones, *weights, eye, bias, torch.full((1, 8), -2048.0).half(), "relu", 0.0, 8)
     assert torch.equal(y, ones)

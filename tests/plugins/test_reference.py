@@ -308,9 +308,11 @@ def test_sound_result_where_plain_overflows() -> None:
 def test_accepts_either_side_of_the_range() -> None:
     """A sum that rounds to the largest float16, or to infinity, as roundings of h will have it."""
     block = Block(
-        torch.ones(1, 8, dtype=torch.float16), torch.ones(8, 8, dtype=torch.float16), None,
+        torch.ones(1, 8, dtype=torch.float16),
+        torch.ones(8, 8, dtype=torch.float16),
+        None,
         torch.full((8, 8), 1023.75, dtype=torch.float16),
-    )  # fmt: skip
+    )
     for value in (65504.0, float("inf")):
         assert_close(torch.full((1, 8), value, dtype=torch.float16), block)
     for value in (float("nan"), 60000.0):

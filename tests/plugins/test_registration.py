@@ -81,8 +81,11 @@ def test_several_tensorrts_in_one_process(lean_folder: Folder) -> None:
     imports = [f"import {runtime}" for runtime in RUNTIMES]
     assert walk(lean_folder, *imports, "open", "show")[0] == [[*RUNTIMES]]
     assert walk(lean_folder, *imports, "load lean10", "show", "load rtx", "show")[0] == [
-        True, ["lean10"], True, ["rtx", "lean10"]
-    ]  # fmt: skip
+        True,
+        ["lean10"],
+        True,
+        ["rtx", "lean10"],
+    ]
     assert walk(lean_folder, *imports, "use lean11", "show", preload=True)[0] == [[*RUNTIMES]]
 
 
@@ -91,7 +94,7 @@ def test_into_a_registry_of_its_own(lean_folder: Folder) -> None:
     assert answers == [True, ["rtx"]]
 
 
-def test_messages_reach_the_logger_when_nobody_gave_one(lean_folder: Folder) -> None:
+def test_messages_reach_the_logger_without_one_that_was_given(lean_folder: Folder) -> None:
     # After dlopen there is no ILoggerFinder: the library asks TensorRT itself.
     (answer,), errors = walk(lean_folder, "import rtx", "open", "log")
     assert [text.partition(":")[0] for text in answer if "activation" in text] == ["TwellMlp 'layer0'"]
@@ -152,8 +155,8 @@ def test_no_program_links_with_the_hooks(tmp_path: Path) -> None:
     assert "undefined reference to `getPluginRegistry'" in done.stderr
 
 
-def test_layout_that_nobody_has_seen_is_left_alone(tmp_path: Path) -> None:
-    # A registry without a vtable: whoever calls it dies.
+def test_unknown_layout_is_left_alone(tmp_path: Path) -> None:
+    # A registry without a vtable: a call of it crashes.
     source = "long registry[2]; void* getPluginRegistry(void) { return registry; }"
     (tmp_path / "host.c").write_text(f"{source} int getInferLibVersion(void) {{ return 120000; }}")
     host = tmp_path / "libnvinfer.so.12"
@@ -213,8 +216,11 @@ def test_register_in_what_is_imported(lean_folder: Folder) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-P", "-c", code],
-        capture_output=True, text=True, check=True, env=with_leans(lean_folder, ["lean11"]),
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        env=with_leans(lean_folder, ["lean11"]),
+    )
     assert done.stdout == (
         "('tensorrt_lean_bindings', 'registered') ('tensorrt_rtx_bindings', 'already registered') False\n"
     )
@@ -302,9 +308,10 @@ def test_plugins_prints_what_the_library_is() -> None:
 def test_plugins_check_finds_modules_and_libraries(lean_folder: Folder) -> None:
     pytest.importorskip("tensorrt_rtx_bindings")
     done = plugins_command(
-        "--check", folder=lean_folder("lean11"),
+        "--check",
+        folder=lean_folder("lean11"),
         LD_LIBRARY_PATH=str(lean_folder("lean10") / "tensorrt_lean_libs"),
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith(("ok", "FAILED"))]
     assert "ok         tensorrt_lean_bindings 11.4.0.106: registered" in lines
