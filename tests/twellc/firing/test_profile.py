@@ -235,7 +235,7 @@ NOT_TAKEN: list[tuple[dict[str, Any], str]] = [
     ({"device": None}, "^--device None: is not a device; expected auto, cpu"),
     ({"device": "mps"}, "^--device mps: is not a device of"),
     ({"device": 99}, "^--device 99: torch sees no such GPU"),
-    *(({"data": data}, "^data: is no data to run a model on; got (int|NoneType);") for data in (5, None, [5], [None])),
+    *(({"data": data}, "^data: is not data to run a model on; got (int|NoneType);") for data in (5, None, [5], [None])),
 ]
 
 

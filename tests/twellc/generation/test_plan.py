@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,12 @@ import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
+import twellc
 from tests.twellc.generation.shared import StandIn, generate_alone, prompts
 from tests.twellc.generation.test_families import fails_anywhere
 from twellc import LLM, SamplingParams, UserError
 from twellc.base.caches import KeyValueCache
 from twellc.generation import llm as llm_module
-from twellc.generation import plan as plan_module
 from twellc.generation.model import CausalModel
 from twellc.generation.plan import PlanBackend, _size, profile_for
 from twellc.loaders.cached import load_with_cache
@@ -121,12 +120,11 @@ def test_llm(loaded: Any, talker: Path, tmp_path: Path, monkeypatch: pytest.Monk
         LLM(plan)
 
 
-def test_plans_that_do_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a plan without a cache the manifest alone is read."""
-    (tmp_path / "m.plan").write_bytes(b"")
-    monkeypatch.setattr(plan_module, "read_manifest", lambda path: types.SimpleNamespace(cache=None))
+def test_plans_that_do_not_answer(archive: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "m.plan"
+    twellc.compile(archive, plan, backend="tensorrt-rtx")
     with pytest.raises(UserError, match=r"m\.plan: has no key-value cache, so it can score a text and not answer"):
-        LLM(tmp_path / "m.plan")
+        LLM(plan)
     with pytest.raises(UserError, match=r"other\.plan: there is no such file or folder"):
         LLM(tmp_path / "other.plan")
 

@@ -222,7 +222,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "new bench": ({"bench": changed(bench_result, schema=9)}, "is of another version; got schema 9; expected 1"),
     "no results": ({"bench": changed(bench_result, results=[])}, "nothing was measured"),
     "no machine": ({"bench": changed(bench_result, machine=None)}, "is damaged: has no machine"),
-    "a text": ({"decisions": changed(decisions, layers=[{"module": 1}])}, "is damaged: layers[0].module is not a string"),
+    "a text": ({"decisions": changed(decisions, layers=[{"module": 1}])}, "is damaged: layers[0].module is not a"),
     "other model": ({"profile": "", "decisions": changed(decisions, model=OTHER)}, "is a profile of another model"),
     "other blocks": (
         {"profile": "", "bench": bench_result(["a", "b"])}, f"blocks a, b; expected {MODULES[0]} with d_ff 512",
