@@ -20,6 +20,7 @@ from transformers.utils.import_utils import KERNELS_MIN_VERSION
 from tests import models
 from tests.processes import environment
 from twellc.base.errors import UserError
+from twellc.base.transformers_private import nothing_fetched
 from twellc.loaders.model import load_model
 from twellc.options.source import TracingOptions
 from twellc.samples.tokenizer import load_tokenizer
@@ -154,6 +155,16 @@ def configured(source: Path, folder: Path, changes: dict[str, Any], part: str = 
     return folder
 
 
+def test_kernels_are_missing_for_transformers() -> None:
+    from transformers.integrations import hub_kernels
+
+    before = hub_kernels.is_kernels_available
+    with nothing_fetched():
+        assert not hub_kernels.is_kernels_available()
+    assert hub_kernels.is_kernels_available is before
+
+
+@pytest.mark.slow
 def test_no_key_of_a_configuration_asks_for_kernels(llama: Path, clip: Path, tmp_path: Path) -> None:
     whole = [configured(llama, tmp_path / name, changes) for name, changes in CHOICES.items()]
     parts = [

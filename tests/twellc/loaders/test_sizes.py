@@ -107,6 +107,7 @@ def test_one_size(canine: Path) -> None:
         load_model(TracingOptions(canine), sizes=(("input_ids", (0, 0)), ("other", (3,))))
 
 
+@pytest.mark.slow
 def test_compile_and_check_at_one_size(cli: Cli, canine: Path, tmp_path: Path) -> None:
     graph, profile = tmp_path / "canine.onnx", "input_ids:2x32:2x32:2x32"
     result = cli("compile", canine, "--backend", "none", "--onnx", graph, "--profile", profile)
