@@ -103,8 +103,6 @@ def _node_by_node(traced: ExportedProgram) -> ExportedProgram | None:
     for node in list(program.graph.nodes):
         if isinstance(node.meta.get("val"), torch.SymInt):
             replace_node(program, node, inliner.first_of_size(node))
-        elif node.target is aten.detach.default:
-            replace_node(program, node, node.all_input_nodes[0])
         elif _may_be_a_view(node) and not inliner.inline(node):
             return None
     return program
