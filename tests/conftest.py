@@ -237,11 +237,15 @@ def run_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch) -> Cli:
+def compiles_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile in this process: another one would import torch first."""
+    run_here(monkeypatch)
+
+
+@pytest.fixture
+def cli(compiles_here: None) -> Cli:
     """Return a function that runs the command line in this process, and what it would do in others, too."""
     from twellc.cli import main
-
-    run_here(monkeypatch)
 
     def run(*arguments: object) -> click.testing.Result:
         result = click.testing.CliRunner().invoke(main, [str(argument) for argument in arguments])

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import twellc
 
+pytestmark = pytest.mark.usefixtures("compiles_here")
+
 
 class Returning(nn.Module):
     """Returns what `form` says."""

@@ -53,6 +53,7 @@ SMALL += [(operation, number) for operation in (operator.mul, operator.truediv) 
 NEUTRAL: list[Case] = [(operator.add, 0.0), (operator.sub, 0.0), (operator.mul, 1.0), (operator.truediv, 1.0)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", ["scalar", "tensor", "vector"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_small_differences_stay(dtype: torch.dtype, form: str, tmp_path: Path) -> None:
@@ -100,6 +101,7 @@ def test_weights_are_initializers_once(tmp_path: Path) -> None:
     assert not [node for node in graph.node if node.op_type in ("Constant", "Identity")]
 
 
+@pytest.mark.slow
 def test_helium_with_a_padding_token(cli: Cli, tmp_path: Path) -> None:
     """Its norms have an epsilon of 1e-8, and the embedding of padding is a row of zeros."""
     options = {**models.SMALL, "head_dim": 8, "num_key_value_heads": 2, "intermediate_size": 64, "pad_token_id": 3}

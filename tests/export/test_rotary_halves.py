@@ -85,6 +85,7 @@ def turned(model: onnx.ModelProto) -> int:
     return sum(node.op_type == "Concat" and bool(negated & set(node.input)) for node in model.graph.node)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("part", "dtype"), [(1.0, torch.float32), (0.5, torch.bfloat16)])
 @pytest.mark.parametrize(("then", "count"), [("norm", 1), ("softmax", 2)])
 @pytest.mark.parametrize("form", ["slices", "chunks", "other sign", "wide", "wide x"])

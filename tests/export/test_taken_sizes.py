@@ -157,11 +157,13 @@ def check_relation(found: Translation, kind: str) -> None:
         refuse_unrelated("samples", [relation], {name: tuple(value.shape) for name, value in sample.items()})
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", DEMANDS | DEMANDS_OF_ONE)
 def test_traced(kind: str, tmp_path: Path) -> None:
     check_relation(translated(traced(kind, tmp_path)), kind)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", DEMANDS)
 @pytest.mark.parametrize("deferred", [False, True])
 def test_archives(kind: str, deferred: bool, tmp_path: Path) -> None:
@@ -281,6 +283,7 @@ def test_models_that_take_every_size(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(got, module(x, y), rtol=0.05, atol=0.2)
 
 
+@pytest.mark.slow
 def test_t5_takes_every_size(t5: Path, tmp_path: Path) -> None:
     """It has an encoder and a decoder of different lengths."""
     found = translate(compile_options(t5, None, onnx=tmp_path / "m.onnx", backend="none"), lambda step: None)

@@ -143,6 +143,7 @@ def _rewritten(
     return result, block
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("forms", FORMS)
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("causal", [True, False])
@@ -167,6 +168,7 @@ def test_the_operator_in_every_form(forms: tuple[str, ...], kv_heads: int, causa
         assert node.kwargs == {"scale": 1.0, "enable_gqa": kv_heads != 4}
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("forms", FORMS)
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("shape", [(2, 1, 1, 6), (2, 1, 6, 6), (1, 4, 6, 6), (1, 1, 6, 6), (2, 4, 1, 6)])

@@ -179,6 +179,7 @@ def test_form(form: str) -> None:
     assert_same(run(program)[0], truth.float())
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("form", [form for form in FORMS if "float64" not in form])
 def test_folding_is_exact_in_float64(form: str) -> None:
     """Nothing is lost: the order of sums and products is all that changes."""
@@ -197,6 +198,7 @@ def test_no_biases(form: str) -> None:
     assert_same(run(rewrite(program))[0], eager(copy.deepcopy(module).double(), x.double())[0].float())
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize(
     ("form", "dtype"),
     [*((form, torch.bfloat16) for form in FORMS), *((form, torch.float16) for form in list(FORMS)[:3])],

@@ -236,6 +236,7 @@ ACTIVATIONS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("values", ["finite", "nan", "inf", "-inf", "large"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("variant", ["gated", "plain"])

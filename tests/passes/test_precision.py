@@ -160,6 +160,7 @@ PICKY: dict[str, tuple[Callable[..., Any], Callable[[], nn.Module]]] = {
 }
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("case", PICKY)
 def test_operands_get_one_dtype(case: str, dtype: torch.dtype) -> None:
@@ -507,6 +508,7 @@ def token_inputs(model: Any) -> dict[str, Tensor]:
     return inputs
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_lowered_model_is_as_accurate_as_transformers_own(family: str) -> None:
     """float32 model: lowered here against loaded in bfloat16 by transformers, both against float64."""

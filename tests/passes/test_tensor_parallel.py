@@ -95,6 +95,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 BESIDE = {"gpt-neox", "gpt-j", "falcon"}
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("layers", ["all", "none"])
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_compute_what_the_model_does(name: str, layers: str) -> None:

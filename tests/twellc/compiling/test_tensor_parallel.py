@@ -18,6 +18,8 @@ from tests.conftest import Cli
 from tests.onnx_graphs import gated
 from twellc.base.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("compiles_here")
+
 
 def collectives(path: Path) -> list[dict[str, Any]]:
     """Return the attributes of the collectives of a graph."""

@@ -21,6 +21,8 @@ from twellc.generation.plan import PlanBackend, _size, profile_for
 from twellc.loaders.cached import load_with_cache
 from twellc.options.source import CacheOptions
 
+pytestmark = pytest.mark.usefixtures("compiles_here")
+
 LENGTH, CHUNK, BATCH = 40, 5, 3
 
 
