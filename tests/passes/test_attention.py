@@ -268,6 +268,7 @@ def test_other_attention_stays_and_says_why(attend: Callable[..., Tensor], reaso
     assert all(kept[name] == count for name, count in _operators(program).items())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("masked", [True, False])
 def test_layers_of_torch_itself(masked: bool) -> None:
     """Their results go through other permutations than those of Hugging Face models, and then into views."""

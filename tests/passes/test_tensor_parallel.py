@@ -95,7 +95,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 BESIDE = {"gpt-neox", "gpt-j", "falcon"}
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layers", ["all", "none"])
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_compute_what_the_model_does(name: str, layers: str) -> None:
@@ -112,6 +112,7 @@ def test_ranks_compute_what_the_model_does(name: str, layers: str) -> None:
     assert all(stored(each.program) - kept < 0.52 * (whole - kept) for each in found)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_forms_of_attention(form: str, ranks: int) -> None:

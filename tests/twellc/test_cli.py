@@ -553,6 +553,7 @@ def twellc(*arguments: object, **settings: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment(**settings), preexec_fn=listen, **options)
 
 
+@pytest.mark.slow
 def test_another_process_makes_the_same_graph(cli: Cli, archive: Path, tmp_path: Path) -> None:
     """A check makes a plan's graph again and compares digests, so nothing of a process may be in it."""
     process = twellc("compile", archive, "-o", tmp_path / "m.plan")

@@ -12,7 +12,7 @@ import pytest
 import twellc
 from tests import models
 from tests.caches import FAMILIES
-from tests.conftest import Cli
+from tests.conftest import Cli, run_here
 from twellc.base.errors import UserError
 from twellc.compiling.manifest import Manifest, read_manifest
 from twellc.options.commands import compile_options
@@ -41,7 +41,9 @@ def plan(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("the attention library was not built")
     path = tmp_path_factory.mktemp("plans") / "llm.plan"
     sizes = {"kv_cache": 24, "batch": 3, "prefill_chunk": 8}
-    twellc.compile(model, path, layers="all", backend="tensorrt-rtx", onnx=path.with_suffix(".onnx"), **sizes)
+    with pytest.MonkeyPatch.context() as patch:
+        run_here(patch)
+        twellc.compile(model, path, layers="all", backend="tensorrt-rtx", onnx=path.with_suffix(".onnx"), **sizes)
     return path
 
 
@@ -116,6 +118,7 @@ def test_windows_are_masks(tmp_path: Path) -> None:
     assert "no mask that the model computes" in manifest.attention[0].reason
 
 
+@pytest.mark.slow
 def test_a_window_that_holds_the_whole_cache_is_none(tmp_path: Path) -> None:
     model = models.save(FAMILIES["phi3-window"](num_hidden_layers=1), tmp_path / "phi3")
     manifest = forms(model, tmp_path, 5)

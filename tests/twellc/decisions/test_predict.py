@@ -17,6 +17,7 @@ GATED = Widths("gated", 2048, 5632, 2048)
 H200 = choose_target("h200", None).model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_error_of_the_model(target: str) -> None:
     """Nine of ten times are within 10 %, each predicted from all others; docs/when-it-pays.md states these."""
