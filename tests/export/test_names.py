@@ -40,6 +40,7 @@ class Returning(nn.Module):
         }[self.form]()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("form", "outputs", "renamed"),
     [
@@ -81,6 +82,7 @@ def onnx_file(path: Path, outputs: list[str], x: str = "x", y: str = "y") -> Pat
     return path
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("given", "outputs"),
     [

@@ -156,6 +156,7 @@ def test_existing_model_is_kept(repository: Path, archive: Path) -> None:
     assert f"--triton {plan}: the file exists already. Add --overwrite" in done.stderr
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -211,6 +211,7 @@ def matched() -> Exported:
     return Exported({spelling: function for spelling, (_, _, function) in SPELLINGS.items()})
 
 
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("variant", ["gated", "plain"])
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_spelling(matched: Exported, spelling: str, variant: str) -> None:

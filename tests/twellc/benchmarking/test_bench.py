@@ -61,6 +61,7 @@ def test_an_onnx_file(cli: Cli, tmp_path: Path) -> None:
 # ---- on a CPU, without the clock ----
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_gpu_needed")
 def test_language_model_on_a_text(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
     text, plot = tmp_path / "text.py", tmp_path / "picture.svg"

@@ -25,6 +25,8 @@ from twellc.export.profiles import resolve_profiles
 from twellc.export.shapes import ShapeRange, parse_profile
 from twellc.loaders.onnx_models import model_inputs
 
+pytestmark = pytest.mark.usefixtures("compiles_here")
+
 
 def fail(*arguments: object) -> str:
     return run(2, *arguments).output

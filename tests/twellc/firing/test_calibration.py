@@ -57,6 +57,7 @@ def splitting(advisor: Advisor, block: FfnBlock, neurons: Staying) -> Choice:
     return choice
 
 
+@pytest.mark.slow
 def test_split_graph_and_its_check(
     cli: Cli, bytelm: Path, profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
