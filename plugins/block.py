@@ -109,15 +109,17 @@ TENSORS = (
 )
 
 
-_OPERANDS = tuple(each.name for each in TENSORS)
-_WEIGHTS = _OPERANDS[1:-1]
+# Of weights in eight bits (docs/weights.md): what multiplies a matrix of TENSORS, as it is stored.
+SCALES = tuple(f"{each.name}_scale" for each in TENSORS if len(each.shape) == 2 and each.shape[0] == "d_ff")
+_OPERANDS = (*(each.name for each in TENSORS), *SCALES)
+_WEIGHTS = tuple(name for name in _OPERANDS if name not in ("x", "residual"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightOperands(Generic[T]):
     """The weights and biases of a block, as tensors of torch, nodes of a graph, or whatever stands for them.
 
-    `TENSORS` says what each is. Without `w_gate` the block is plain.
+    `TENSORS` says what each is. Without `w_gate` the block is plain. Weights in eight bits have scales, see `SCALES`.
     """
 
     w_gate: T | None = None
@@ -126,6 +128,9 @@ class WeightOperands(Generic[T]):
     b_up: T | None = None
     w_down: T
     b_down: T | None = None
+    w_gate_scale: T | None = None
+    w_up_scale: T | None = None
+    w_down_scale: T | None = None
 
     @property
     def variant(self) -> Variant:
@@ -169,6 +174,10 @@ class Operands(WeightOperands[T]):
     def arguments(self) -> list[T | None]:
         """Return the arguments of the op: the tensors of its variant, None where there is none."""
         return [getattr(self, each.name) for each in self.variant.tensors]
+
+    def scales(self) -> dict[str, T]:
+        """Return the scales that are there, by name: what a call of the op takes by name."""
+        return {name: value for name in SCALES if (value := getattr(self, name)) is not None}
 
     def map(self, function: Callable[[T], U]) -> Operands[U]:
         """Return the same with something else in the place of each."""
@@ -277,7 +286,8 @@ def schema_of(variant: Variant) -> str:
     options = [
         f"{each.kind.__name__} {each.name}{'' if each.default is None else f'={each.default}'}" for each in OPTIONS
     ]
-    return f"{variant.op}({', '.join([*tensors, *options])}) -> Tensor"
+    scales = [f"Tensor? {name}=None" for name in SCALES if variant is GATED or name != "w_gate_scale"]
+    return f"{variant.op}({', '.join([*tensors, *options, '*', *scales])}) -> Tensor"
 
 
 def call_of(variant: Variant, arguments: Sequence[Any], named: Mapping[str, Any]) -> tuple[Operands[Any], BlockOptions]:
@@ -300,6 +310,12 @@ def problem_of(
         variant=variant.code,
         **{**options.named(), "activation": library.ACTIVATIONS[options.activation]},
     )
+
+
+def set_scales(problem: library.Problem, gate_up: str, down: str) -> None:
+    """Say that weights are of eight bits, and how many scales gate and up, and down have: names of `library.SCALES`."""
+    problem.weight_dtype = library.E4M3
+    problem.gate_up_scale, problem.down_scale = library.SCALES[gate_up], library.SCALES[down]
 
 
 def tensors_of(operands: Operands[int], y: int) -> library.Tensors:

@@ -27,6 +27,8 @@ ATTENTION_NAMES = ("TwellAttention", "TwellCachedAttention", "TwellAppendCaches"
 ATTENTION_NAME, CACHED_ATTENTION_NAME, APPEND_NAME = ATTENTION_NAMES
 
 DTYPES = CODES
+E4M3 = 2  # `weight_dtype` of weights that have scales
+SCALES = {"tensor": 0, "neuron": 1, "output": 2}
 VARIANTS = {"gated": 0, "plain": 1}
 ACTIVATIONS = {"relu": 0, "relu2": 1, "fatrelu": 2, "drelu": 3}
 COMPRESSIONS = (1, 2, 4, 8)
@@ -63,7 +65,7 @@ _SIZE_OF_POINTERS = _each(ctypes.c_uint32, "struct_bytes reserved")
 
 
 class Problem(_Sized):
-    """Mirror of `twell_problem`; weights have the type of x."""
+    """Mirror of `twell_problem`; weights have the type of x if none is said."""
 
     _fields_ = (
         *_SIZE,
@@ -71,7 +73,7 @@ class Problem(_Sized):
         *_each(_I64, "tokens"),
         *_each(_I32, "d_ff d_out compression dtype weight_dtype variant activation"),
         *_each(ctypes.c_float, "threshold"),
-        *_each(_I32, "hot reserved"),
+        *_each(_I32, "hot reserved gate_up_scale down_scale"),
     )
 
     def __init__(self, *, dtype: int = 0, **fields: float) -> None:

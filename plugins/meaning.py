@@ -10,7 +10,9 @@ from torch import Tensor
 
 from twellc.base.dtypes import dtype_name
 from twellc.plugins import library
-from twellc.plugins.block import TENSORS, BlockOptions, Operands
+from twellc.plugins.block import SCALES, TENSORS, BlockOptions, Operands
+
+EIGHT_BITS = torch.float8_e4m3fn
 
 
 def activate(z: Tensor, activation: str, threshold: float) -> Tensor:
@@ -36,6 +38,10 @@ def widths_of(operands: Operands[Tensor]) -> dict[str, int]:
 def check_call(operands: Operands[Tensor], options: BlockOptions) -> None:
     """Raise ValueError for a shape that is not the block's or an option out of range, TypeError for another dtype."""
     widths, given, dtype = widths_of(operands), operands.named(), operands.first[0].dtype
+    like = "the weights"
+    if dtype == EIGHT_BITS:
+        dtype, like = operands.x.dtype, "x"
+    scaled = _check_scales(operands)
     leading = operands.x.shape[:-1]
     for each in TENSORS:
         tensor = given.get(each.name)
@@ -45,9 +51,60 @@ def check_call(operands: Operands[Tensor], options: BlockOptions) -> None:
         shape = (*rows, *(widths[name] for name in each.shape if name != "..."))
         if tuple(tensor.shape) != shape:
             raise ValueError(f"twell: {each.name} must have shape {shape}, got {tuple(tensor.shape)}")
-        if tensor.dtype != dtype:
-            raise TypeError(f"twell: {each.name} must be {dtype} like the weights, got {tensor.dtype}")
+        if tensor.dtype != (EIGHT_BITS if each.name in scaled else dtype):
+            expected = EIGHT_BITS if each.name in scaled else f"{dtype} like {like}"
+            raise TypeError(f"twell: {each.name} must be {expected}, got {tensor.dtype}")
     options.check(operands.variant, widths["d_ff"])
+
+
+def _check_scales(operands: Operands[Tensor]) -> set[str]:
+    """Return the names of the weights that have scales: all or none.
+
+    Raises:
+        ValueError: A scale is missing, or has another shape than a matrix may have.
+        TypeError: A scale, or a matrix without one, has another dtype.
+    """
+    given, scales = operands.named(), operands.scales()
+    scaled: set[str] = set()
+    if not scales and operands.first[0].dtype != EIGHT_BITS:
+        return scaled
+    for name in SCALES:
+        weight, scale = given.get(name.removesuffix("_scale")), scales.get(name)
+        if (weight is None) != (scale is None):
+            raise ValueError(f"twell: weights of {EIGHT_BITS} have a scale each, and others none: {name} does not fit")
+        if weight is None or scale is None:
+            continue
+        rows, columns = weight.shape
+        shapes = [(), (rows, 1), *([(1, columns)] if name == "w_down_scale" else [])]
+        if tuple(scale.shape) not in shapes:
+            expected = " or ".join(map(str, shapes))
+            raise ValueError(f"twell: {name} must have shape {expected}, got {tuple(scale.shape)}")
+        if scale.dtype != torch.float32:
+            raise TypeError(f"twell: {name} must be torch.float32, got {scale.dtype}")
+        scaled.add(name.removesuffix("_scale"))
+    return scaled
+
+
+def dequantised(operands: Operands[Tensor]) -> Operands[Tensor]:
+    """Return the same with weights in float64, if they have scales: what they are worth."""
+    scales = operands.scales()
+    worth = {
+        name: tensor.double() * scales[f"{name}_scale"].double() if f"{name}_scale" in scales else tensor
+        for name, tensor in operands.named().items()
+        if name not in scales
+    }
+    return Operands(**worth) if scales else operands
+
+
+def scale_kinds(operands: Operands[Tensor]) -> tuple[str, str] | None:
+    """Return how many scales gate and up, and down have, as `set_scales` takes it; None if weights have none."""
+    scales = operands.scales()
+    if not scales:
+        return None
+    down = scales.pop("w_down_scale")
+    outputs = "output" if down.dim() == 2 and down.shape[0] == 1 else "neuron"
+    gate_up = "neuron" if any(each.dim() == 2 for each in scales.values()) else "tensor"
+    return gate_up, "tensor" if down.dim() == 0 else outputs
 
 
 def math_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -50,6 +50,8 @@ ATTRIBUTES: dict[str, dict[str, type]] = {
 def node_attributes(operands: Operands[Any], options: BlockOptions) -> dict[str, str | int | float]:
     """Return the attributes of a block's node; its inputs are the operands that are there, in their order."""
     given = operands.named()
+    if operands.scales():
+        raise ValueError("blocks with weights in eight bits have no node")
     flags = {each.flag: int(each.name in given) for each in operands.variant.tensors if each.flag}
     return {**{each.name: each.kind(getattr(options, each.name)) for each in OPTIONS}, **flags, **IDENTITY}
 

@@ -5,7 +5,8 @@
 
 Shapes: x [..., d_model], w_gate and w_up [d_ff, d_model], w_down [d_ff, d_out] (neuron-major: the transpose of
 `torch.nn.Linear.weight`), biases [d_ff], [d_ff], [d_out], residual and y [..., d_out]. All tensors share one dtype;
-biases and residual may be None.
+biases and residual may be None. Or all weights are float8_e4m3fn, and `w_gate_scale`, `w_up_scale` and `w_down_scale`,
+float32, say what they are worth: docs/weights.md.
 
 The CPU implementation is the semantics: the pre-activation is rounded to the element type, everything after it is
 accumulated in float32 (or in float64 for float64 input) and rounded once. A neuron whose activation is 0 contributes
@@ -21,6 +22,7 @@ tokens compute that many, the first ones, as a dense product. Results stay the s
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ from twellc.plugins.block import (
     call_of,
     problem_of,
     schema_of,
+    set_scales,
     tensors_of,
 )
 from twellc.plugins.gradients.ops import register_gradients
@@ -46,9 +49,11 @@ from twellc.plugins.meaning import (
     check_call,
     check_on_gpu,
     check_problem,
+    dequantised,
     hidden_of,
     launch,
     output_of,
+    scale_kinds,
     widths_of,
 )
 from twellc.plugins.torch_library import define
@@ -57,6 +62,7 @@ from twellc.plugins.torch_library import define
 def _compute(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
     """Compute the block with dense torch operations: the meaning of the op, and its CPU implementation."""
     check_call(operands, options)
+    operands = dequantised(operands)
     return output_of(hidden_of(operands, options)[-1], operands)
 
 
@@ -66,8 +72,20 @@ def _launch(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
     check_on_gpu(operands)
     x, widths = operands.x, widths_of(operands)
     tokens = x.numel() // widths["d_model"]
+    kinds = scale_kinds(operands)
     problem = problem_of(operands.variant, options, dtype_name(x.dtype), tokens=tokens, **widths)
+    if kinds is not None:
+        set_scales(problem, *kinds)
     lib = library.load()
+    if kinds is not None and kinds[0] == "neuron":
+        operands = replace(
+            operands,
+            **{
+                name: each.expand(widths["d_ff"], 1)
+                for name, each in operands.scales().items()
+                if name != "w_down_scale"
+            },
+        )
     read = operands.map(as_read)  # kept until the kernels are launched
     y = x.new_empty((*x.shape[:-1], widths["d_out"]))
     tensors = tensors_of(read.map(Tensor.data_ptr), y.data_ptr())
@@ -104,5 +122,5 @@ VARIANT_OF = {op: variant for variant, op in OPS.items()}
 
 def run_block(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
     """Call the op of a block."""
-    y: Tensor = OPS[operands.variant](*operands.arguments(), *options.arguments())
+    y: Tensor = OPS[operands.variant](*operands.arguments(), *options.arguments(), **operands.scales())
     return y

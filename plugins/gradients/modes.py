@@ -18,6 +18,7 @@ from twellc.base.torch_private import (
     forward_mode_level,
     schema_of,
 )
+from twellc.plugins.block import SCALES
 
 _FIX = "run the model without the blocks: twellc.restore(model)"
 NO_SECOND = (
@@ -76,7 +77,9 @@ def _casting(op: OpOverload, device: str, key: DispatchKey) -> Callable[..., Any
         # Added in its own type: what a dense block adds to the result of its last projection.
         is_wider = residual is not None and residual.dtype == torch.float32
         cast = {
-            name: value.to(dtype) if isinstance(value, Tensor) and value.dtype in _CASTABLE else value
+            name: value.to(dtype)
+            if isinstance(value, Tensor) and value.dtype in _CASTABLE and name not in SCALES
+            else value
             for name, value in {**given, "residual": None if is_wider else residual}.items()
         }
         with ExcludeDispatchKeyGuard(DispatchKeySet(key)):

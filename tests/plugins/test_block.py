@@ -405,9 +405,9 @@ def test_an_option_that_is_added_to_the_table_reaches_everything(tmp_path: Path)
     table, mirror = package / "plugins" / "block.py", package / "plugins" / "library.py"
     last = re.findall(r"^    hot: int = _option\(.*\)\n", table.read_text(), flags=re.MULTILINE)[0]
     table.write_text(table.read_text().replace(last, last + OPTION))
-    fields = '(_I32, "hot reserved")'
+    fields = '(_I32, "hot reserved gate_up_scale down_scale")'
     assert mirror.read_text().count(fields) == 1
-    mirror.write_text(mirror.read_text().replace(fields, '(_I32, "hot spare reserved")'))
+    mirror.write_text(mirror.read_text().replace(fields, '(_I32, "hot spare reserved gate_up_scale down_scale")'))
     (tmp_path / "added.py").write_text(ADDED)
     done = subprocess.run(
         [sys.executable, "added.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
