@@ -18,16 +18,19 @@ KERNELS: dict[str, set[str]] = {
     "host": {"device"},
     "format": {"device"},
     "matmul": {"device", "host", "format"},
+    "eight_bits": {"device", "host"},
     "one_or_two_tokens": BASE,
     "few_tokens": BASE,
     "dense_block": BASE,
     MANY + "guard": BASE,
-    MANY + "gate": BASE | {MANY + "guard"},
+    MANY + "gate": BASE | {"eight_bits", MANY + "guard"},
     MANY + "dense": BASE | {MANY + "guard"},
     MANY + "chunks": BASE,
     MANY + "schedule": BASE | {MANY + "guard", MANY + "dense", MANY + "chunks"},
     MANY + "sparse": BASE | {MANY + "guard", MANY + "dense", MANY + "chunks"},
-    "many_tokens": BASE | {MANY + each for each in ("guard", "gate", "dense", "chunks", "schedule", "sparse")},
+    "many_tokens": BASE
+    | {"eight_bits"}
+    | {MANY + each for each in ("guard", "gate", "dense", "chunks", "schedule", "sparse")},
     "split": BASE | {"dense_block", "many_tokens"},
     "training": BASE | {MANY + "gate"},
 }

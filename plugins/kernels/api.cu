@@ -6,6 +6,7 @@
 
 #include "check.h"
 #include "dense_block/dense_block.h"
+#include "eight_bits/eight_bits.h"
 #include "few_tokens/few.h"
 #include "host/problem.h"
 #include "many_tokens/many_tokens.h"
@@ -63,8 +64,12 @@ size_t twell_workspace_bytes(twell_problem const* problem) {
     if (twell::read_problem(copy, problem).text != nullptr || copy.tokens == 0) {
         return 0;
     }
-    return std::max({twell::one_or_two_bytes(copy), twell::few_bytes(copy), twell::dense_block_bytes(copy),
-                     twell::many_tokens_bytes(copy), twell::split_bytes(copy)});
+    size_t const eight_bits = twell::bytes_taken([&](unsigned char*& end) {
+        twell::take_widened(copy, end);
+        twell::take_quantised(copy, end);
+    });
+    return eight_bits + std::max({twell::one_or_two_bytes(copy), twell::few_bytes(copy), twell::dense_block_bytes(copy),
+                                  twell::many_tokens_bytes(copy), twell::split_bytes(copy)});
 }
 
 cudaError_t twell_gate(twell_problem const* problem, twell_tensors const* tensors, uint32_t* packed,
@@ -72,7 +77,7 @@ cudaError_t twell_gate(twell_problem const* problem, twell_tensors const* tensor
     twell_problem problem_copy;
     twell_tensors tensors_copy;
     TWELL_TRY(twell::read_problem(problem_copy, problem).error);
-    if (tensors == nullptr) {
+    if (tensors == nullptr || twell::has_scales(problem_copy)) {
         return cudaErrorInvalidValue;
     }
     if (problem_copy.tokens == 0) {

@@ -2,6 +2,7 @@
 
 #include "check.h"
 #include "device/element.cuh"
+#include "host/problem.h"
 #include "host/structs.h"
 
 namespace twell {
@@ -39,8 +40,17 @@ char const* find_fault(twell_problem const& problem) {
     if (problem.dtype != TWELL_BF16 && problem.dtype != TWELL_FP16) {
         return "dtype must be bf16 (0) or fp16 (1)";
     }
-    if (problem.weight_dtype != problem.dtype) {
-        return "weight_dtype must be the same as dtype: there are no kernels for weights of another type";
+    if (problem.weight_dtype != problem.dtype && problem.weight_dtype != TWELL_E4M3) {
+        return "weight_dtype must be the same as dtype, or e4m3 (2)";
+    }
+    bool const scaled = problem.weight_dtype == TWELL_E4M3;
+    if (problem.gate_up_scale < TWELL_SCALE_TENSOR ||
+        problem.gate_up_scale > (scaled ? TWELL_SCALE_NEURON : TWELL_SCALE_TENSOR)) {
+        return "gate_up_scale must be tensor (0), or of e4m3 weights neuron (1)";
+    }
+    if (problem.down_scale < TWELL_SCALE_TENSOR ||
+        problem.down_scale > (scaled ? TWELL_SCALE_OUTPUT : TWELL_SCALE_TENSOR)) {
+        return "down_scale must be tensor (0), or of e4m3 weights neuron (1) or output (2)";
     }
     if (problem.variant != TWELL_GATED && problem.variant != TWELL_PLAIN) {
         return "variant must be gated (0) or plain (1)";
@@ -109,11 +119,21 @@ Refusal copy_tensors(twell_tensors& copy, twell_tensors const* tensors) {
     if (copy.reserved != 0) {
         return invalid("reserved must be 0");
     }
-    if (copy.w_gate_scale != nullptr || copy.w_up_scale != nullptr || copy.w_down_scale != nullptr) {
-        return invalid(
-            "w_gate_scale, w_up_scale and w_down_scale must be null: there are no kernels for scaled weights");
-    }
     return {};
+}
+
+Refusal check_scales(twell_problem const& problem, twell_tensors const& tensors) {
+    if (!has_scales(problem)) {
+        bool const none =
+            tensors.w_gate_scale == nullptr && tensors.w_up_scale == nullptr && tensors.w_down_scale == nullptr;
+        return none ? Refusal{} : invalid("w_gate_scale, w_up_scale and w_down_scale are for e4m3 weights alone");
+    }
+    if (problem.variant == TWELL_PLAIN && tensors.w_up_scale != nullptr) {
+        return invalid("w_up_scale must be null in a plain block");
+    }
+    return check_pointers({TWELL_REQUIRED(tensors, w_gate_scale), TWELL_REQUIRED(tensors, w_down_scale),
+                           Pointer{tensors.w_up_scale, problem.variant == TWELL_GATED, "w_up_scale is missing",
+                                   "w_up_scale must be aligned to 16 bytes"}});
 }
 
 }  // namespace
@@ -150,6 +170,10 @@ Refusal read_tensors(twell_tensors& copy, twell_tensors const* tensors, twell_pr
         refusal = check_pointers({TWELL_REQUIRED(copy, w_down), TWELL_OPTIONAL(copy, b_down),
                                   TWELL_OPTIONAL(copy, residual), TWELL_REQUIRED(copy, y)});
     }
+    if (refusal.text != nullptr) {
+        return refusal;
+    }
+    refusal = check_scales(problem, copy);
     if (refusal.text != nullptr) {
         return refusal;
     }

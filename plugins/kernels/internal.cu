@@ -1,5 +1,6 @@
 #include "check.h"
 #include "dense_block/dense_block.h"
+#include "eight_bits/eight_bits.h"
 #include "few_tokens/few.h"
 #include "host/problem.h"
 #include "internal.h"
@@ -25,6 +26,11 @@ cudaError_t run(Call const& call, void* workspace, twell_internal_choice const& 
     Kernels const kernels = static_cast<Kernels>(choice.kernels);
     if (choice.kernels < TWELL_KERNELS_BEST || choice.kernels > TWELL_KERNELS_SM90) {
         return cudaErrorInvalidValue;
+    }
+    bool const takes_scales = choice.path == TWELL_RUN_ROUTES || choice.path == TWELL_RUN_MANY_TOKENS ||
+                              choice.path == TWELL_RUN_EARLY || choice.path == TWELL_RUN_DENSE_ROWS;
+    if (twell::has_scales(call.problem) && !takes_scales) {
+        return cudaErrorNotSupported;
     }
     switch (choice.path) {
         case TWELL_RUN_ROUTES:
@@ -90,6 +96,7 @@ size_t twell_internal_configurations(char* text, size_t size) {
     twell::list_few(rows);
     twell::list_dense_block(rows);
     twell::list_many_tokens(rows);
+    twell::list_eight_bits(rows);
     return rows.bytes();
 }
 

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "dense_block/dense_block.h"
+#include "eight_bits/eight_bits.h"
 #include "few_tokens/few.h"
 #include "host/problem.h"
 #include "many_tokens/many_tokens.h"
@@ -82,6 +83,8 @@ constexpr int64_t kFew64 = kMostTokensFewGeneric;
 constexpr int64_t kFew128 = kMostTokensFew;
 constexpr int kWidestPair = kMostColumnsOneOrTwo;
 constexpr int kWidestBlock = kMostDModelDenseBlock;
+// With weights that have scales.
+constexpr int64_t kMostTokensFewScaled = kMostTokensFewGeneric;
 constexpr Row kRoutes[] = {
     // clang-format off
     //          GPU    block   tokens              columns   d_model       d_out         d_ff           hot           products
@@ -160,13 +163,43 @@ char const* name_of(Route route) {
             return "few_tokens";
         case Route::kDenseBlock:
             return "dense_block";
+        case Route::kWidened:
+            return "widened";
         default:
             return "many_tokens";
     }
 }
 
+namespace {
+
+// The route of weights that have scales.
+Route choose_scaled_route(twell_problem const& problem, Device const& device) {
+    Route const route = choose_route(problem, device);
+    if (route == Route::kOneOrTwoTokens ||
+        (problem.tokens <= kMostTokensFewScaled && problem.d_model <= kMostDModelFew)) {
+        return route == Route::kOneOrTwoTokens ? route : Route::kFewTokens;
+    }
+    return many_tokens_take_scales(problem, device) ? Route::kManyTokens : Route::kWidened;
+}
+
+cudaError_t launch_widened(Call const& call, void* workspace) {
+    unsigned char* next = static_cast<unsigned char*>(workspace);
+    Widened const widened = take_widened(call.problem, next);
+    TWELL_TRY(launch_widen(call, widened));
+    twell_problem const problem = widened_problem(call.problem);
+    twell_tensors const tensors = widened_tensors(call.tensors, widened);
+    return launch_route({problem, tensors, call.device, call.stream}, next);
+}
+
+}  // namespace
+
 cudaError_t launch_route(Call const& call, void* workspace) {
-    Route const route = choose_route(call.problem, call.device);
+    bool const scaled = has_scales(call.problem);
+    Route const route =
+        scaled ? choose_scaled_route(call.problem, call.device) : choose_route(call.problem, call.device);
+    if (route == Route::kWidened) {
+        return launch_widened(call, workspace);
+    }
     if (call.device.trace != nullptr) {
         call.device.trace->add("route %s\n", name_of(route));
     }
@@ -178,7 +211,8 @@ cudaError_t launch_route(Call const& call, void* workspace) {
         case Route::kDenseBlock:
             return launch_dense_block(call, workspace, true);
         default:
-            return is_split(call.problem) ? launch_split(call, workspace) : launch_many_tokens(call, workspace);
+            return is_split(call.problem) && !scaled ? launch_split(call, workspace)
+                                                     : launch_many_tokens(call, workspace);
     }
 }
 

@@ -16,6 +16,7 @@ enum class Route {
     kFewTokens,       // a token's work is spread over the device
     kDenseBlock,      // all neurons, whatever is active
     kManyTokens,      // the gate packs what is active, and a guard decides which rows are too dense for that
+    kWidened,         // weights of eight bits become 16 first, and another route follows
 };
 
 // The device has compute capability 8.0 or later.
@@ -47,6 +48,9 @@ size_t describe(twell_problem const* problem, twell_device const* described, cha
     tensors.y = memory;
     if (copy.variant == TWELL_GATED) {
         tensors.w_up = tensors.b_up = memory;
+    }
+    if (has_scales(copy)) {
+        tensors.w_gate_scale = tensors.w_up_scale = tensors.w_down_scale = memory;
     }
     return launch({copy, tensors, device, nullptr}, memory) == cudaSuccess ? trace.bytes() : 0;
 }

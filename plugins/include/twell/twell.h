@@ -33,7 +33,12 @@ extern "C" {
 // The version of this header: of structs, enums and promises. Within it the library only grows; see docs/c-api.md.
 #define TWELL_API_VERSION 2
 
-typedef enum { TWELL_BF16 = 0, TWELL_FP16 = 1 } twell_dtype;
+// TWELL_E4M3, OCP's eight bits (a NaN, no infinity, at most 448), is for weights alone.
+typedef enum { TWELL_BF16 = 0, TWELL_FP16 = 1, TWELL_E4M3 = 2 } twell_dtype;
+
+// How many scales a weight matrix of TWELL_E4M3 has: an element is worth its value times its scale. One for all, one
+// for each neuron (row of the matrix as it is stored), or one for each output (column; of w_down alone).
+typedef enum { TWELL_SCALE_TENSOR = 0, TWELL_SCALE_NEURON = 1, TWELL_SCALE_OUTPUT = 2 } twell_scale;
 
 typedef enum { TWELL_GATED = 0, TWELL_PLAIN = 1 } twell_variant;
 
@@ -56,12 +61,15 @@ typedef struct {
     int32_t d_out;          // columns of y: a positive multiple of 8, up to TWELL_MAX_WIDTH
     int32_t compression;    // 1, 2, 4 or 8: a tile of a row owns TWELL_TILE / compression words
     int32_t dtype;          // twell_dtype of x, residual, y and biases
-    int32_t weight_dtype;   // twell_dtype of w_gate, w_up and w_down: today the same as dtype
+    int32_t weight_dtype;   // twell_dtype of w_gate, w_up and w_down: that of dtype, or TWELL_E4M3
     int32_t variant;        // twell_variant
     int32_t activation;     // twell_activation
     float threshold;        // TWELL_FATRELU only, >= 0
     int32_t hot;            // 0 to d_ff: the first `hot` neurons had better be computed densely; see twell_mlp
     int32_t reserved;       // 0
+    // twell_scale of w_gate_scale and w_up_scale, and of w_down_scale; 0 if weights have the type of x.
+    int32_t gate_up_scale;
+    int32_t down_scale;
 } twell_problem;
 
 // A GPU, in the words of cudaDeviceGetAttribute.
@@ -87,7 +95,8 @@ typedef struct {
     void const* b_down;     // [d_out]
     void const* residual;   // [tokens, d_out]: added to y in fp32, before y is rounded
     void* y;                // [tokens, d_out]
-    // Scales of weights of a narrower type than x: today all null.
+    // Scales of weights of TWELL_E4M3, in fp32, as many as gate_up_scale and down_scale say; else null. w_up_scale is
+    // null for TWELL_PLAIN.
     void const* w_gate_scale;
     void const* w_up_scale;
     void const* w_down_scale;
@@ -129,15 +138,15 @@ TWELL_API size_t twell_packed_bytes(twell_problem const* problem);
 TWELL_API size_t twell_workspace_bytes(twell_problem const* problem);
 
 // The two functions below return cudaErrorInvalidValue for a problem that twell_validate refuses, a missing pointer,
-// a residual that overlaps y, a scale or too small a workspace, cudaErrorMisalignedAddress for a misaligned pointer,
-// cudaErrorNotSupported on a device below compute capability 8.0, and else what the launch returned. The current device
-// must be the stream's.
+// a residual that overlaps y, a scale of 16-bit weights or too small a workspace, cudaErrorMisalignedAddress for a
+// misaligned pointer, cudaErrorNotSupported on a device below compute capability 8.0, and else what the launch
+// returned. The current device must be the stream's.
 
-// The gate projection alone: packed = TwELL(act(x Wg^T + bg)). Reads x, w_gate and b_gate. `packed` is 16-byte aligned.
-// Word 0 of a (row, tile) is the true number of non-zeros, of the rounded values; a NaN counts. The other
-// TWELL_TILE / compression - 1 words are slots: they hold the non-zeros in ascending column order, the global column
-// index in the low 16 bits and the value's bits in the high 16 bits. Words past the last non-zero are not written. Of a
-// tile with more non-zeros than slots only word 0 is meaningful.
+// The gate projection alone, with 16-bit weights: packed = TwELL(act(x Wg^T + bg)). Reads x, w_gate and b_gate.
+// `packed` is 16-byte aligned. Word 0 of a (row, tile) is the true number of non-zeros, of the rounded values; a NaN
+// counts. The other TWELL_TILE / compression - 1 words are slots: they hold the non-zeros in ascending column order,
+// the global column index in the low 16 bits and the value's bits in the high 16 bits. Words past the last non-zero are
+// not written. Of a tile with more non-zeros than slots only word 0 is meaningful.
 TWELL_API cudaError_t twell_gate(twell_problem const* problem, twell_tensors const* tensors, uint32_t* packed,
                                  cudaStream_t stream);
 
@@ -147,6 +156,8 @@ TWELL_API cudaError_t twell_gate(twell_problem const* problem, twell_tensors con
 //  - a NaN in a row of x reaches all of that row of y, a NaN in the residual its place of y;
 //  - of finite inputs, only z and y can overflow, where they leave the range of the element type; u and h cannot;
 //  - the same call on the same device gives the same bits.
+// With weights of TWELL_E4M3 they compute with what these are worth. Which kernels round x, for the gate alone, to E4M3
+// with a scale for each row, twell_describe says ("quantise"); then an infinity in a row of x counts as a NaN.
 // They may differ, and so may the last bits of a row between calls with other `tokens` or other rows beside it, in
 //  - the order of sums;
 //  - whether u and h are rounded to the element type, as a dense block does, or kept in fp32.

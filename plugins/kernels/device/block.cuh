@@ -7,14 +7,32 @@
 
 namespace twell {
 
+// What elements of weights are worth, that are stored as Stored: those of 16 bits have no scales.
+template <class Stored>
+struct ScalesOf {
+    static constexpr bool kHasScales = false;
+};
+template <>
+struct ScalesOf<E4m3> {
+    static constexpr bool kHasScales = true;
+    float const* gate_scale;  // of neuron n at n * gate_up_step
+    float const* up_scale;
+    float const* down_scale;  // of neuron n at n * down_step, or, if by_output, of column c at c
+    int gate_up_step;         // 0: one for all
+    int down_step;
+    bool by_output;
+};
+
 // The tensors and options of a block: the beginning of most kernels' parameters, which may use a part of them only.
-struct BlockTensors {
+// Stored: of weights, uint16_t for those of the element type, or E4m3.
+template <class Stored>
+struct BlockTensorsOf : ScalesOf<Stored> {
     uint16_t const* x;         // [tokens, d_model]
-    uint16_t const* w_gate;    // [d_ff, d_model]
+    Stored const* w_gate;      // [d_ff, d_model]
     uint16_t const* b_gate;    // [d_ff] or null
-    uint16_t const* w_up;      // [d_ff, d_model], null in a plain block
+    Stored const* w_up;        // [d_ff, d_model], null in a plain block
     uint16_t const* b_up;      // [d_ff] or null
-    uint16_t const* w_down;    // [d_ff, d_out]
+    Stored const* w_down;      // [d_ff, d_out]
     uint16_t const* b_down;    // [d_out] or null
     uint16_t const* residual;  // [tokens, d_out] or null
     uint16_t* y;               // [tokens, d_out]
@@ -24,5 +42,47 @@ struct BlockTensors {
     bool relu_on_up;  // dReLU
     Activation act;
 };
+using BlockTensors = BlockTensorsOf<uint16_t>;
+
+// A sum of products with a neuron's row of w_gate or w_up, times the row's scale.
+template <class Params>
+__device__ __forceinline__ float scale_gate(Params const& params, float sum, int neuron) {
+    if constexpr (Params::kHasScales) {
+        return sum * params.gate_scale[static_cast<int64_t>(neuron) * params.gate_up_step];
+    } else {
+        return sum;
+    }
+}
+template <class Params>
+__device__ __forceinline__ float scale_up(Params const& params, float sum, int neuron) {
+    if constexpr (Params::kHasScales) {
+        return sum * params.up_scale[static_cast<int64_t>(neuron) * params.gate_up_step];
+    } else {
+        return sum;
+    }
+}
+
+// h of a neuron, for products with its row of w_down: times the row's scale, unless the columns have theirs.
+template <class Params>
+__device__ __forceinline__ float scale_h(Params const& params, float h, int neuron) {
+    if constexpr (Params::kHasScales) {
+        return params.by_output ? h : h * params.down_scale[static_cast<int64_t>(neuron) * params.down_step];
+    } else {
+        return h;
+    }
+}
+
+// Sums of neighbouring columns of a row of y, times the columns' scales.
+template <int kCount, class Params>
+__device__ __forceinline__ void scale_outputs(float (&sums)[kCount], Params const& params, int column) {
+    if constexpr (Params::kHasScales) {
+        if (params.by_output) {
+#pragma unroll
+            for (int k = 0; k < kCount; ++k) {
+                sums[k] *= params.down_scale[column + k];
+            }
+        }
+    }
+}
 
 }  // namespace twell

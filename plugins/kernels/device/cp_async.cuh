@@ -3,6 +3,8 @@
 
 #include <stdint.h>
 
+#include "device/element.cuh"
+
 namespace twell {
 
 // Copies 16 bytes to shared memory, or fills them with zeros; then the source is not read and may be any address.
@@ -31,6 +33,15 @@ __device__ __forceinline__ void copy_async_cached(uint32_t destination, void con
     int const bytes = valid ? 16 : 0;
     asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes)
                  : "memory");
+}
+
+// Copies eight elements of weights to shared memory, or fills them with zeros.
+__device__ __forceinline__ void copy_vector_async(uint32_t destination, uint16_t const* source, bool valid) {
+    copy_async(destination, source, valid);
+}
+__device__ __forceinline__ void copy_vector_async(uint32_t destination, E4m3 const* source, bool valid) {
+    int const bytes = valid ? 8 : 0;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
 }
 
 }  // namespace twell

@@ -1,6 +1,8 @@
 // Products of a row of x and rows of a matrix, x . row, by warps.
 #pragma once
 
+#include <type_traits>
+
 #include "device/cp_async.cuh"
 #include "device/element.cuh"
 #include "device/shared.cuh"
@@ -9,8 +11,8 @@
 namespace twell {
 
 // sum += x . w
-template <class Element>
-__device__ __forceinline__ void accumulate(float& sum, uint4 x_vector, uint4 w_vector) {
+template <class Element, class WVector>
+__device__ __forceinline__ void accumulate(float& sum, uint4 x_vector, WVector w_vector) {
     float x_values[kVector];
     float w_values[kVector];
     unpack<Element>(x_values, x_vector);
@@ -59,6 +61,7 @@ constexpr int kBytesDot = kDotSteps * 2 * kBytesPiece;
 // can delay a load to its use. The order of a sum depends on d_model only.
 template <class Element, int kSlots, class XOf, class WOf, class Emit>
 __device__ __forceinline__ void dot_products(int count, int d_model, uint32_t queue, XOf x_of, WOf w_of, Emit emit) {
+    using Stored = std::remove_const_t<std::remove_pointer_t<decltype(w_of(0))>>;
     int const lane = threadIdx.x % kWarpSize;
     int const num_vectors = d_model / kVector;
     int const num_chunks = (num_vectors + kDotSteps * kWarpSize - 1) / (kDotSteps * kWarpSize);
@@ -69,12 +72,13 @@ __device__ __forceinline__ void dot_products(int count, int d_model, uint32_t qu
         if (item < num_items) {
             int const i = item / num_chunks;
             int const first = (item - i * num_chunks) * (kDotSteps * kWarpSize) + lane;
-            uint16_t const* const w = w_of(i) + first * kVector;
+            Stored const* const w = w_of(i) + first * kVector;
             uint16_t const* const x = x_of(i) + first * kVector;
             // A vector past the end is zero in both rows.
 #pragma unroll
             for (int k = 0; k < kDotSteps; ++k) {
-                copy_async(slot + k * kBytesPiece, w + k * kWarpSize * kVector, first + k * kWarpSize < num_vectors);
+                copy_vector_async(slot + k * kBytesPiece, w + k * kWarpSize * kVector,
+                                  first + k * kWarpSize < num_vectors);
             }
 #pragma unroll
             for (int k = 0; k < kDotSteps; ++k) {
@@ -96,7 +100,7 @@ __device__ __forceinline__ void dot_products(int count, int d_model, uint32_t qu
 #pragma unroll
             for (int k = 0; k < kDotSteps; ++k) {
                 accumulate<Element>(parts[k % 4], load_chunk(slot + (kDotSteps + k) * kBytesPiece),
-                                    load_chunk(slot + k * kBytesPiece));
+                                    load_shared_vector<Stored>(slot + k * kBytesPiece));
             }
             fetch(item + kSlots, slot);
             slot = slot == queue + (kSlots - 1) * kBytesDot ? queue : slot + kBytesDot;
@@ -115,8 +119,8 @@ __device__ __forceinline__ void dot_products(int count, int d_model, uint32_t qu
 
 // sums[i] += x . matrix[row of lane i], over kSteps pieces of one vector a lane, from `column` on; the loads of kAtOnce
 // rows are issued together. Past `count` the last row is repeated, and the sums are not used.
-template <class Element, int kAtOnce, int kSteps, int kRows>
-__device__ __forceinline__ void add_products(float (&sums)[kRows], uint16_t const* x_row, uint16_t const* const& matrix,
+template <class Element, int kAtOnce, int kSteps, int kRows, class Stored>
+__device__ __forceinline__ void add_products(float (&sums)[kRows], uint16_t const* x_row, Stored const* const& matrix,
                                              int const& row_length, int column, uint32_t row, int count) {
     uint4 x_vectors[kSteps];
 #pragma unroll
@@ -128,11 +132,11 @@ __device__ __forceinline__ void add_products(float (&sums)[kRows], uint16_t cons
         if (begin >= count) {
             break;
         }
-        uint4 w_vectors[kAtOnce][kSteps];
+        Vector<Stored> w_vectors[kAtOnce][kSteps];
 #pragma unroll
         for (int r = 0; r < kAtOnce; ++r) {
             uint32_t const n = __shfl_sync(0xffffffffu, row, min(begin + r, count - 1));
-            uint16_t const* const w_row = matrix + static_cast<int64_t>(n) * row_length + column;
+            Stored const* const w_row = matrix + static_cast<int64_t>(n) * row_length + column;
 #pragma unroll
             for (int s = 0; s < kSteps; ++s) {
                 w_vectors[r][s] = load_vector(w_row + s * kWarpColumns);
@@ -184,8 +188,8 @@ constexpr int kLeastDotColumns = 2 * kWarpColumns;
 // By one warp: x . matrix[row] over the columns from `begin` to `end`, for the rows of the first `count` lanes, at most
 // kRows, given as reduce_rows says. NOTE: what is a kernel's parameter comes by reference, or the compiler keeps it in
 // registers.
-template <class Element, int kRows>
-__device__ __forceinline__ float dot_rows(uint16_t const* x_row, uint16_t const* const& matrix, int const& row_length,
+template <class Element, int kRows, class Stored>
+__device__ __forceinline__ float dot_rows(uint16_t const* x_row, Stored const* const& matrix, int const& row_length,
                                           int begin, int const& end, uint32_t row, int count) {
     int const lane = threadIdx.x % kWarpSize;
     float sums[kRows] = {};
@@ -220,17 +224,17 @@ __device__ __forceinline__ float dot_rows(uint16_t const* x_row, uint16_t const*
 // Multiplies kTokens rows of x by rows of a matrix, those of a set counted from `first_row` on, kRows at once, and
 // leaves each warp's part of the sums: parts(token) is [rows][kWarps]. By a CTA, each thread of which has a vector of
 // each row.
-template <class Element, int kTokens, int kRows, int kWarps, class Parts>
-__device__ __forceinline__ void dot_set(uint16_t const* x_rows, uint16_t const* matrix, int row_length, int first_row,
+template <class Element, int kTokens, int kRows, int kWarps, class Stored, class Parts>
+__device__ __forceinline__ void dot_set(uint16_t const* x_rows, Stored const* matrix, int row_length, int first_row,
                                         uint32_t set, Parts parts) {
     int const lane = threadIdx.x % kWarpSize;
     int const warp = threadIdx.x / kWarpSize;
     int const k = static_cast<int>(threadIdx.x) * kVector;
     bool const exists = k < row_length;
-    uint16_t const* const rows = matrix + static_cast<int64_t>(first_row) * row_length + k;
+    Stored const* const rows = matrix + static_cast<int64_t>(first_row) * row_length + k;
     uint16_t const* const x = x_rows + min(k, row_length - kVector);
     while (set != 0) {
-        uint4 weights[kRows];
+        Vector<Stored> weights[kRows];
         uint32_t rest = set;
 #pragma unroll
         for (int r = 0; r < kRows; ++r, rest &= rest - 1) {

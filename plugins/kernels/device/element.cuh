@@ -3,6 +3,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <stdint.h>
 
 namespace twell {
@@ -85,6 +86,24 @@ struct Fp16 : PairArithmetic<__half2> {
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     }
 };
+
+// An element of eight bits, E4M3: of weights, whose element type is then that of x for all else, and of rounded x.
+struct E4m3 {
+    uint8_t bits;
+};
+
+// Four neighbours as fp16, which holds all numbers of E4M3, as does bf16.
+__device__ __forceinline__ uint2 e4m3_to_fp16(uint32_t four) {
+    __half2_raw const low = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(four), __NV_E4M3);
+    __half2_raw const high = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(four >> 16), __NV_E4M3);
+    return make_uint2(low.x | static_cast<uint32_t>(low.y) << 16, high.x | static_cast<uint32_t>(high.y) << 16);
+}
+
+// Four neighbours rounded; what is above 448 becomes 448.
+__device__ __forceinline__ uint32_t to_e4m3(float a, float b, float c, float d) {
+    return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3) |
+           static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, __NV_E4M3)) << 16;
+}
 
 // Every activation is: 0 where z <= cut, else z or z^2. NaN compares false, so it is kept.
 struct Activation {

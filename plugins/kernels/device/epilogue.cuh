@@ -3,6 +3,9 @@
 
 #include <stdint.h>
 
+#include <type_traits>
+
+#include "device/block.cuh"
 #include "device/element.cuh"
 #include "device/vector.cuh"
 
@@ -41,9 +44,17 @@ __device__ __forceinline__ void add_elements(float (&sums)[kCount], uint16_t con
     }
 }
 
+template <class Params, class = void>
+constexpr bool kScalesOutputs = false;
+template <class Params>
+constexpr bool kScalesOutputs<Params, std::void_t<decltype(Params::kHasScales)>> = Params::kHasScales;
+
 // Adds what `params` has of it to sums of a row of y, those of `column` and its neighbours, before they are rounded.
 template <class Element, int kCount, class Params>
 __device__ __forceinline__ void add_bias(float (&sums)[kCount], Params const& params, int column) {
+    if constexpr (kScalesOutputs<Params>) {
+        scale_outputs(sums, params, column);
+    }
     if (params.b_down != nullptr) {
         add_elements<Element>(sums, params.b_down + column);
     }

@@ -20,8 +20,8 @@ __device__ __forceinline__ float to_float(uint16_t h) {
 }
 
 // sums += h * row
-template <class Element, class H>
-__device__ __forceinline__ void add_row(float (&sums)[kVector], H h, uint4 row) {
+template <class Element, class H, class RowVector>
+__device__ __forceinline__ void add_row(float (&sums)[kVector], H h, RowVector row) {
     float values[kVector];
     unpack<Element>(values, row);
 #pragma unroll
@@ -33,10 +33,10 @@ __device__ __forceinline__ void add_row(float (&sums)[kVector], H h, uint4 row) 
 // Adds kRows rows, each by one thread: those at `position` of the list, at position + slots and so on, as far as the
 // list's `count` goes. `matrix` is that of the thread's columns. NOTE: all loads are issued together and under no
 // condition; else the compiler delays each to its use.
-template <class Element, int kRows, class H>
+template <class Element, int kRows, class H, class Stored>
 __device__ __forceinline__ void gather_some(float (&sums)[kVector], uint16_t const* list, int position, int slots,
-                                            int count, H const* h, uint16_t const* matrix, int row_length) {
-    uint4 vectors[kRows];
+                                            int count, H const* h, Stored const* matrix, int row_length) {
+    Vector<Stored> vectors[kRows];
     H values[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -53,9 +53,9 @@ __device__ __forceinline__ void gather_some(float (&sums)[kVector], uint16_t con
 }
 
 // The same for all rows of the list from `position` on in steps of `slots`, up to kMostRows at once.
-template <class Element, int kMostRows, class H>
+template <class Element, int kMostRows, class H, class Stored>
 __device__ __forceinline__ void gather_listed(float (&sums)[kVector], uint16_t const* list, int position, int slots,
-                                              int count, H const* h, uint16_t const* matrix, int row_length) {
+                                              int count, H const* h, Stored const* matrix, int row_length) {
     for (; position + 3 * slots < count; position += kMostRows * slots) {
         gather_some<Element, kMostRows>(sums, list, position, slots, count, h, matrix, row_length);
     }
@@ -135,10 +135,10 @@ struct RowFactor {
 
 // Adds the rows that the lanes from `begin` on have, `count` <= kRows of them, each by one lane with its factor. All
 // loads are issued together: past the last row they repeat it, and the values are not used.
-template <class Element, int kRows>
-__device__ __forceinline__ void gather_of_lanes(float (&sums)[kVector], uint16_t const* matrix, int row_length,
+template <class Element, int kRows, class Stored>
+__device__ __forceinline__ void gather_of_lanes(float (&sums)[kVector], Stored const* matrix, int row_length,
                                                 RowFactor row, int begin, int count) {
-    uint4 vectors[kRows];
+    Vector<Stored> vectors[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
         uint32_t const n = __shfl_sync(0xffffffffu, row.neuron, begin + min(r, count - 1));
@@ -159,18 +159,19 @@ __device__ __forceinline__ void gather_of_lanes(float (&sums)[kVector], uint16_t
 
 // Sends for this thread's vector of each row of a set, given as bits: the i-th to pieces + i * kBytesPiece in shared
 // memory. `matrix` is that of the thread's columns.
-__device__ __forceinline__ void send_for_set(uint32_t pieces, uint16_t const* matrix, int row_length, uint32_t set) {
+template <class Stored>
+__device__ __forceinline__ void send_for_set(uint32_t pieces, Stored const* matrix, int row_length, uint32_t set) {
     for (uint32_t rest = set; rest != 0; rest &= rest - 1, pieces += kBytesPiece) {
-        copy_async(pieces, matrix + static_cast<int64_t>(__ffs(rest) - 1) * row_length, true);
+        copy_vector_async(pieces, matrix + static_cast<int64_t>(__ffs(rest) - 1) * row_length, true);
     }
     commit_async();
 }
 
 // Calls use(row, vector) for each of them, when they have come.
-template <class Use>
+template <class Stored, class Use>
 __device__ __forceinline__ void use_set(uint32_t pieces, uint32_t set, Use use) {
     for (uint32_t rest = set; rest != 0; rest &= rest - 1, pieces += kBytesPiece) {
-        use(__ffs(rest) - 1, load_chunk(pieces));
+        use(__ffs(rest) - 1, load_shared_vector<Stored>(pieces));
     }
 }
 

@@ -59,6 +59,12 @@ __device__ __forceinline__ uint4 load_chunk(uint32_t address) {
     return chunk;
 }
 
+__device__ __forceinline__ uint2 load_half_chunk(uint32_t address) {
+    uint2 chunk;
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(chunk.x), "=r"(chunk.y) : "r"(address) : "memory");
+    return chunk;
+}
+
 __device__ __forceinline__ void store_chunk(uint32_t address, uint4 chunk) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(chunk.x), "r"(chunk.y), "r"(chunk.z),
                  "r"(chunk.w)

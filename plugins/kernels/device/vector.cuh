@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device/element.cuh"
+#include "device/shared.cuh"
 
 namespace twell {
 
@@ -42,6 +43,35 @@ __device__ __forceinline__ uint4 load_vector(uint16_t const* pointer) {
     return vector;
 }
 
+// Eight elements of eight bits.
+__device__ __forceinline__ uint2 load_vector(E4m3 const* pointer) {
+    uint2 vector;
+    asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(vector.x), "=r"(vector.y) : "l"(pointer));
+    return vector;
+}
+
+// What load_vector gives of eight elements that are stored as Stored: uint16_t, those of the element type, or E4m3.
+template <class Stored>
+struct VectorOf {
+    using Type = uint4;
+};
+template <>
+struct VectorOf<E4m3> {
+    using Type = uint2;
+};
+template <class Stored>
+using Vector = typename VectorOf<Stored>::Type;
+
+// The same from shared memory, where copy_vector_async has brought them.
+template <class Stored>
+__device__ __forceinline__ Vector<Stored> load_shared_vector(uint32_t address) {
+    if constexpr (sizeof(Stored) == 1) {
+        return load_half_chunk(address);
+    } else {
+        return load_chunk(address);
+    }
+}
+
 // The same of what may be another kernel's of the call.
 __device__ __forceinline__ uint4 load_written_vector(uint16_t const* pointer) {
     uint4 vector;
@@ -65,6 +95,21 @@ __device__ __forceinline__ uint4 load_vector_if(uint16_t const* pointer, bool ex
         "@exists ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n"
         "}\n"
         : "=&r"(vector.x), "=&r"(vector.y), "=&r"(vector.z), "=&r"(vector.w)
+        : "l"(pointer), "r"(static_cast<int>(exists)));
+    return vector;
+}
+
+__device__ __forceinline__ uint2 load_vector_if(E4m3 const* pointer, bool exists) {
+    uint2 vector;
+    asm volatile(
+        "{\n"
+        ".reg .pred exists;\n"
+        "setp.ne.s32 exists, %3, 0;\n"
+        "mov.b32 %0, 0;\n"
+        "mov.b32 %1, 0;\n"
+        "@exists ld.global.nc.v2.u32 {%0, %1}, [%2];\n"
+        "}\n"
+        : "=&r"(vector.x), "=&r"(vector.y)
         : "l"(pointer), "r"(static_cast<int>(exists)));
     return vector;
 }
@@ -98,6 +143,33 @@ __device__ __forceinline__ void unpack(float (&values)[kVector], uint4 vector) {
     }
 }
 
+template <class Element>
+__device__ __forceinline__ void unpack(float (&values)[kVector], uint2 vector) {
+    uint2 const pairs[2] = {e4m3_to_fp16(vector.x), e4m3_to_fp16(vector.y)};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        float2 const low = Fp16::to_float2(pairs[i].x);
+        float2 const high = Fp16::to_float2(pairs[i].y);
+        values[4 * i] = low.x;
+        values[4 * i + 1] = low.y;
+        values[4 * i + 2] = high.x;
+        values[4 * i + 3] = high.y;
+    }
+}
+
+// A vector of weights as the tensor cores take them, in the element type.
+template <class Element>
+__device__ __forceinline__ uint4 as_elements(uint4 vector) {
+    return vector;
+}
+template <class Element>
+__device__ __forceinline__ uint4 as_elements(uint2 vector) {
+    float values[kVector];
+    unpack<Element>(values, vector);
+    return make_uint4(Element::from_float2(values[0], values[1]), Element::from_float2(values[2], values[3]),
+                      Element::from_float2(values[4], values[5]), Element::from_float2(values[6], values[7]));
+}
+
 // Of four: uint4, float4.
 template <class Four>
 __device__ __forceinline__ void add(Four& sum, Four values) {
@@ -116,8 +188,9 @@ __device__ __forceinline__ void store_vector(uint16_t* pointer, float const (&va
 }
 
 // Brings a row into L2, by one warp.
-__device__ __forceinline__ void prefetch_row(uint16_t const* row, int length) {
-    constexpr int kLine = 64;  // elements
+template <class Stored>
+__device__ __forceinline__ void prefetch_row(Stored const* row, int length) {
+    constexpr int kLine = 128 / static_cast<int>(sizeof(Stored));  // elements
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x) % kWarpSize * kLine; i < length; i += kWarpSize * kLine) {
         asm volatile("prefetch.global.L2 [%0];" ::"l"(row + i));

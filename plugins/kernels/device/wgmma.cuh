@@ -96,7 +96,28 @@ struct Wgmma;
                 : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposedA ? 1 : 0));                                       \
         }                                                                                                            \
     };
+// Of eight bits: a step is 32 along K, as many bytes, and both operands are K-major.
+#define TWELL_WGMMA_OF_BYTES(n, registers, operands, num_registers, a_idx, b_idx, accumulate_idx)                    \
+    template <>                                                                                                      \
+    struct Wgmma<E4m3, n> {                                                                                          \
+        template <bool kTransposedA>                                                                                 \
+        static __device__ __forceinline__ void run(float (&d)[num_registers], uint64_t a, uint64_t b,                \
+                                                   int accumulate) {                                                 \
+            static_assert(!kTransposedA, "there is no such instruction");                                            \
+            asm volatile(                                                                                            \
+                "{\n"                                                                                                \
+                ".reg .pred accumulate;\n"                                                                           \
+                "setp.ne.b32 accumulate, %" #accumulate_idx ", 0;\n"                                                 \
+                "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" registers "}, "                         \
+                "%" #a_idx ", %" #b_idx ", accumulate, 1, 1;\n"                                                      \
+                "}\n"                                                                                                \
+                : operands                                                                                           \
+                : "l"(a), "l"(b), "r"(accumulate));                                                                  \
+        }                                                                                                            \
+    };
 #define TWELL_WGMMA(n, num_registers, a_idx, b_idx, accumulate_idx, trans_idx)                                       \
+    TWELL_WGMMA_OF_BYTES(n, TWELL_REGISTERS_##num_registers, TWELL_OPERANDS_##num_registers, num_registers, a_idx,   \
+                         b_idx, accumulate_idx)                                                                      \
     TWELL_WGMMA_OF(Bf16, "bf16", n, TWELL_REGISTERS_##num_registers, TWELL_OPERANDS_##num_registers, num_registers,  \
                    a_idx, b_idx, accumulate_idx, trans_idx)                                                          \
     TWELL_WGMMA_OF(Fp16, "f16", n, TWELL_REGISTERS_##num_registers, TWELL_OPERANDS_##num_registers, num_registers,   \
@@ -135,6 +156,7 @@ TWELL_WGMMA(248, 124, 124, 125, 126, 127)
 TWELL_WGMMA(256, 128, 128, 129, 130, 131)
 
 #undef TWELL_WGMMA_OF
+#undef TWELL_WGMMA_OF_BYTES
 #undef TWELL_WGMMA
 // clang-format on
 

@@ -8,8 +8,8 @@ namespace twell::down_few {
 
 using namespace masked_down;
 
-template <class Element, class Cfg>
-__global__ void __launch_bounds__(Cfg::kThreads, 1024 / Cfg::kThreads) down_kernel(Params const params) {
+template <class Element, class Stored, class Cfg>
+__global__ void __launch_bounds__(Cfg::kThreads, 1024 / Cfg::kThreads) down_kernel(ParamsOf<Stored> const params) {
     __shared__ Shared<Cfg> shared;
     __shared__ WordTotals totals;
     allow_dependent_launch();

@@ -131,7 +131,7 @@ void choose_down(FewConfig& config, twell_problem const& problem, Device const& 
 FewConfig choose(twell_problem const& problem, FewScratch const& scratch, Device const& device) {
     FewConfig config = {};
     if constexpr (kHasSm90) {
-        if (is_sm90(device) && few_sm90_supports(problem)) {
+        if (is_sm90(device) && few_sm90_supports(problem) && !has_scales(problem)) {
             config.may_be_dense = true;
             config.gate_up_is_sm90 = problem.tokens > GateUp16::kTokens;
             if (config.gate_up_is_sm90) {
@@ -148,17 +148,18 @@ FewConfig choose(twell_problem const& problem, FewScratch const& scratch, Device
     return config;
 }
 
-template <class Element>
+template <class Element, class Stored>
 cudaError_t launch_gate_up(Call const& call, FewScratch const& scratch, FewConfig const& config) {
     twell_problem const& problem = call.problem;
     twell_tensors const& tensors = call.tensors;
-    gate_up_few::Params params = {};
+    gate_up_few::ParamsOf<Stored> params = {};
+    set_scales(params, problem, tensors);
     params.x = static_cast<uint16_t const*>(tensors.x);
-    params.w_gate = static_cast<uint16_t const*>(tensors.w_gate);
+    params.w_gate = static_cast<Stored const*>(tensors.w_gate);
     params.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
-    params.w_up = static_cast<uint16_t const*>(tensors.w_up);
+    params.w_up = static_cast<Stored const*>(tensors.w_up);
     params.b_up = static_cast<uint16_t const*>(tensors.b_up);
-    params.w_down = static_cast<uint16_t const*>(tensors.w_down);
+    params.w_down = static_cast<Stored const*>(tensors.w_down);
     params.masks = scratch.masks;
     params.h = scratch.h;
     params.counters = scratch.counters;
@@ -182,14 +183,14 @@ cudaError_t launch_gate_up(Call const& call, FewScratch const& scratch, FewConfi
         },
         [&](auto c) {
             using Cfg = decltype(c);
-            return launch_dependent(gate_up_label_of<Cfg>(), gate_up_few::gate_up_kernel<Element, Cfg>, params, grid,
-                                    gate_up_few::kThreads, Cfg::kSharedBytes, call.device, call.stream, choice);
+            return launch_dependent(gate_up_label_of<Cfg>(), gate_up_few::gate_up_kernel<Element, Stored, Cfg>, params,
+                                    grid, gate_up_few::kThreads, Cfg::kSharedBytes, call.device, call.stream, choice);
         });
 }
 
-template <class Element>
+template <class Element, class Stored>
 cudaError_t launch_down(Call const& call, FewScratch const& scratch, FewConfig const& config) {
-    down_few::Params params = down_params(call, scratch);
+    down_few::ParamsOf<Stored> params = down_params<Stored>(call, scratch);
     params.sums = scratch.sums;
     params.counters = scratch.counters;
     params.num_slabs = static_cast<int>(ceil_div(params.d_out, config.down_columns));
@@ -204,22 +205,22 @@ cudaError_t launch_down(Call const& call, FewScratch const& scratch, FewConfig c
         },
         [&](auto c) {
             using Cfg = decltype(c);
-            return launch_dependent(down_label_of<Cfg>(), down_few::down_kernel<Element, Cfg>, params, grid,
+            return launch_dependent(down_label_of<Cfg>(), down_few::down_kernel<Element, Stored, Cfg>, params, grid,
                                     Cfg::kThreads, 0, call.device, call.stream, choice);
         });
 }
 
-template <class Element>
+template <class Element, class Stored>
 cudaError_t launch(Call const& call, FewScratch const& scratch, FewConfig const& config) {
-    if constexpr (kHasSm90) {
+    if constexpr (kHasSm90 && sizeof(Stored) == 2) {
         if (config.may_be_dense) {
             TWELL_TRY(config.gate_up_is_sm90 ? launch_gate_up_sm90(call, scratch, config)
-                                             : launch_gate_up<Element>(call, scratch, config));
+                                             : launch_gate_up<Element, Stored>(call, scratch, config));
             return launch_down_sm90(call, scratch, config);
         }
     }
-    TWELL_TRY(launch_gate_up<Element>(call, scratch, config));
-    return launch_down<Element>(call, scratch, config);
+    TWELL_TRY(launch_gate_up<Element, Stored>(call, scratch, config));
+    return launch_down<Element, Stored>(call, scratch, config);
 }
 
 template <class... Configs>
@@ -269,7 +270,11 @@ cudaError_t launch_few(Call const& call, void* workspace) {
     unsigned char* next = static_cast<unsigned char*>(workspace);
     FewScratch const scratch = take_scratch(call.problem, next);
     FewConfig const config = choose(call.problem, scratch, call.device);
-    return call.problem.dtype == TWELL_BF16 ? launch<Bf16>(call, scratch, config) : launch<Fp16>(call, scratch, config);
+    bool const is_bf16 = call.problem.dtype == TWELL_BF16;
+    if (has_scales(call.problem)) {
+        return is_bf16 ? launch<Bf16, E4m3>(call, scratch, config) : launch<Fp16, E4m3>(call, scratch, config);
+    }
+    return is_bf16 ? launch<Bf16, uint16_t>(call, scratch, config) : launch<Fp16, uint16_t>(call, scratch, config);
 }
 
 }  // namespace twell

@@ -44,8 +44,9 @@ struct FewScratch {
 inline int most_counted(int num_mask_words) { return num_mask_words * kMaskBits / MMA_M; }
 
 // What every sparse down projection has in common.
-inline masked_down::Params down_params(Call const& call, FewScratch const& scratch) {
-    masked_down::Params params = {};
+template <class Stored = uint16_t>
+masked_down::ParamsOf<Stored> down_params(Call const& call, FewScratch const& scratch) {
+    masked_down::ParamsOf<Stored> params = {};
     set_block(params, call.problem, call.tensors);
     params.h = scratch.h;
     params.h_rounded = scratch.h_rounded;

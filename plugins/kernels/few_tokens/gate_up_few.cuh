@@ -6,6 +6,7 @@
 // tokens are.
 #pragma once
 
+#include "device/block.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/dot_rows.cuh"
 #include "device/element.cuh"
@@ -23,13 +24,14 @@ using namespace matmul_few;
 static_assert(kMaskBits % MMA_M == 0, "a CTA stores halves of a mask word");
 
 // NOTE: not BlockTensors, with which fewer loops are unrolled.
-struct Params {
+template <class Stored>
+struct ParamsOf : ScalesOf<Stored> {
     uint16_t const* x;       // [tokens, d_model]
-    uint16_t const* w_gate;  // [d_ff, d_model]
+    Stored const* w_gate;    // [d_ff, d_model]
     uint16_t const* b_gate;  // [d_ff] or null
-    uint16_t const* w_up;    // [d_ff, d_model], null in a plain block
+    Stored const* w_up;      // [d_ff, d_model], null in a plain block
     uint16_t const* b_up;    // [d_ff] or null
-    uint16_t const* w_down;  // [d_ff, d_out]; only brought closer
+    Stored const* w_down;    // [d_ff, d_out]; only brought closer
     uint32_t* masks;         // [tokens, num_mask_words]
     float* h;                // [tokens, d_ff], written where a neuron is active
     int* counters;           // [num_counters], which become 0: see down_few.cuh and down_sm90.cuh
@@ -98,8 +100,8 @@ struct Shared {
     int tokens[Cfg::kTokens];
 };
 
-template <class Element, class Cfg, class Source, class Begin, class End, class Emit>
-__device__ __forceinline__ void project(Source const& neurons, Source const& tokens, int d_model,
+template <class Element, class Cfg, class Neurons, class Tokens, class Begin, class End, class Emit>
+__device__ __forceinline__ void project(Neurons const& neurons, Tokens const& tokens, int d_model,
                                         unsigned char* dynamic, Begin begin, End end, Emit emit) {
     float accumulators[Cfg::kTilesM][Cfg::kTilesN][4] = {};
     multiply<Element, Cfg::kTilesM, Cfg::kTilesN, Cfg::kNumStages>(accumulators, neurons, tokens, d_model,
@@ -108,10 +110,12 @@ __device__ __forceinline__ void project(Source const& neurons, Source const& tok
     exchange<Cfg::kTilesM, Cfg::kTilesN, Cfg::kTilesExchanged>(accumulators, reinterpret_cast<float*>(dynamic), emit);
 }
 
-template <class Element, class Cfg>
-__global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(Params const params) {
+template <class Element, class Stored, class Cfg>
+__global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(ParamsOf<Stored> const params) {
     extern __shared__ __align__(128) unsigned char dynamic[];
     __shared__ Shared<Cfg> shared;
+    constexpr bool kHasScales = ParamsOf<Stored>::kHasScales;
+    __shared__ float gate_scales[kHasScales ? Cfg::kNeurons : 1];
     uint16_t* const g = reinterpret_cast<uint16_t*>(dynamic + Cfg::kBytesQueue);  // [kNeurons, kStrideG]
 
     int const thread = threadIdx.x;
@@ -131,6 +135,7 @@ __global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(Para
     bool const has_bias = thread < Cfg::kNeurons && neuron_begin + thread < params.d_ff;
     uint16_t b_gate = 0;
     uint16_t b_up = 0;
+    float own_scale = 0.0f;
     auto const begin = [&] {
         wait_for_previous_launch();
         allow_dependent_launch();
@@ -139,6 +144,9 @@ __global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(Para
         }
         if (has_bias && params.b_up != nullptr) {
             b_up = params.b_up[neuron_begin + thread];
+        }
+        if constexpr (kHasScales) {
+            own_scale = has_bias ? scale_gate(params, 1.0f, neuron_begin + thread) : 0.0f;
         }
         if (params.h_rounded != nullptr) {
             constexpr int kVectors = Cfg::kNeurons / kVector;
@@ -154,6 +162,11 @@ __global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(Para
         }
     };
     auto const end = [&] {
+        if constexpr (kHasScales) {
+            if (thread < Cfg::kNeurons) {
+                gate_scales[thread] = own_scale;
+            }
+        }
         if (has_bias) {
             shared.b_gate[thread] = b_gate;
             shared.b_up[thread] = b_up;
@@ -162,9 +175,13 @@ __global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(Para
 
     // Gate projection
     project<Element, Cfg>(
-        Consecutive{params.w_gate, neuron_begin, params.d_ff - neuron_begin}, Consecutive{params.x, 0, params.tokens},
-        params.d_model, dynamic, begin, end, [&](int m, int n, float sum) {
+        Consecutive<Stored>{params.w_gate, neuron_begin, params.d_ff - neuron_begin},
+        Consecutive<uint16_t>{params.x, 0, params.tokens}, params.d_model, dynamic, begin, end,
+        [&](int m, int n, float sum) {
             bool const valid = neuron_begin + m < params.d_ff && n < params.tokens;
+            if constexpr (kHasScales) {
+                sum *= gate_scales[m];
+            }
             float const z = params.b_gate == nullptr ? sum : sum + Element::to_float(shared.b_gate[m]);
             g[m * Cfg::kStrideG + n] = valid ? activate<Element>(z, params.act) : static_cast<uint16_t>(0);
         });
@@ -199,9 +216,12 @@ __global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(Para
     auto const finish = [&](int m, int token, float sum) {
         uint16_t const bits = g[m * Cfg::kStrideG + token];
         if (is_nonzero(bits)) {
+            if constexpr (kHasScales) {
+                sum = params.w_up == nullptr ? sum : scale_up(params, sum, neuron_begin + m);
+            }
             float u = params.b_up == nullptr ? sum : sum + Element::to_float(shared.b_up[m]);
             u = params.relu_on_up && u <= 0.0f ? 0.0f : u;  // NaN is kept
-            float const h = Element::to_float(bits) * u;
+            float const h = scale_h(params, Element::to_float(bits) * u, neuron_begin + m);
             params.h[static_cast<int64_t>(token) * params.d_ff + neuron_begin + m] = h;
             if (params.h_rounded != nullptr) {
                 params.h_rounded[token * stride_rounded + neuron_begin + m] = Element::from_float(h);
@@ -283,8 +303,8 @@ __global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(Para
         return;
     }
     project<Element, Cfg>(
-        Listed{params.w_up, neuron_begin, num_neurons, shared.neurons}, Listed{params.x, 0, num_tokens, shared.tokens},
-        params.d_model, dynamic, [] {}, [] {},
+        Listed<Stored>{params.w_up, neuron_begin, num_neurons, shared.neurons},
+        Listed<uint16_t>{params.x, 0, num_tokens, shared.tokens}, params.d_model, dynamic, [] {}, [] {},
         [&](int m, int n, float sum) {
             if (m < num_neurons && n < num_tokens) {
                 finish(shared.neurons[m], shared.tokens[n], sum);

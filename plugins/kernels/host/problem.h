@@ -11,6 +11,12 @@ namespace twell {
 
 inline int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
+// Whether weights are of eight bits, with scales.
+inline bool has_scales(twell_problem const& problem) { return problem.weight_dtype == TWELL_E4M3; }
+
+// Bytes of an element of them.
+inline int64_t weight_bytes(twell_problem const& problem) { return has_scales(problem) ? 1 : 2; }
+
 // Products of the gate projection.
 inline float gate_products(twell_problem const& problem) {
     return static_cast<float>(problem.tokens) * static_cast<float>(problem.d_model) * static_cast<float>(problem.d_ff);
@@ -59,13 +65,25 @@ inline Activation activation_of(twell_problem const& problem) {
     return {bits << 16 | bits, problem.activation == TWELL_RELU2};
 }
 
-inline void set_block(BlockTensors& block, twell_problem const& problem, twell_tensors const& tensors) {
+inline void set_scales(ScalesOf<uint16_t>&, twell_problem const&, twell_tensors const&) {}
+inline void set_scales(ScalesOf<E4m3>& scales, twell_problem const& problem, twell_tensors const& tensors) {
+    scales.gate_scale = static_cast<float const*>(tensors.w_gate_scale);
+    scales.up_scale = static_cast<float const*>(tensors.w_up_scale);
+    scales.down_scale = static_cast<float const*>(tensors.w_down_scale);
+    scales.gate_up_step = problem.gate_up_scale == TWELL_SCALE_NEURON ? 1 : 0;
+    scales.down_step = problem.down_scale == TWELL_SCALE_NEURON ? 1 : 0;
+    scales.by_output = problem.down_scale == TWELL_SCALE_OUTPUT;
+}
+
+template <class Stored>
+void set_block(BlockTensorsOf<Stored>& block, twell_problem const& problem, twell_tensors const& tensors) {
+    set_scales(block, problem, tensors);
     block.x = static_cast<uint16_t const*>(tensors.x);
-    block.w_gate = static_cast<uint16_t const*>(tensors.w_gate);
+    block.w_gate = static_cast<Stored const*>(tensors.w_gate);
     block.b_gate = static_cast<uint16_t const*>(tensors.b_gate);
-    block.w_up = static_cast<uint16_t const*>(tensors.w_up);
+    block.w_up = static_cast<Stored const*>(tensors.w_up);
     block.b_up = static_cast<uint16_t const*>(tensors.b_up);
-    block.w_down = static_cast<uint16_t const*>(tensors.w_down);
+    block.w_down = static_cast<Stored const*>(tensors.w_down);
     block.b_down = static_cast<uint16_t const*>(tensors.b_down);
     block.residual = static_cast<uint16_t const*>(tensors.residual);
     block.y = static_cast<uint16_t*>(tensors.y);

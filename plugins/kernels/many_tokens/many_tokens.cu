@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "eight_bits/eight_bits.h"
 #include "host/problem.h"
 #include "many_tokens/many_tokens.h"
 #include "many_tokens/schedule/schedule.h"
@@ -53,6 +54,11 @@ ManyTokensConfig choose_many_tokens(twell_problem const& problem, Device const& 
     return config;
 }
 
+bool many_tokens_take_scales(twell_problem const& problem, Device const& device) {
+    GateConfig const gate = choose_gate(problem, device, Kernels::kBest);
+    return gate.exists && gate.is_sm90;
+}
+
 size_t many_tokens_bytes(twell_problem const& problem) {
     return bytes_taken([&](unsigned char*& next) { take_memory(problem, next); });
 }
@@ -60,7 +66,10 @@ size_t many_tokens_bytes(twell_problem const& problem) {
 cudaError_t launch_many_tokens(Call const& call, void* workspace, Kernels kernels, GuardOrder order) {
     twell_problem const& problem = call.problem;
     ManyTokensConfig const config = choose_many_tokens(problem, call.device, kernels, order);
-    Memory const memory = memory_at(problem, workspace);
+    unsigned char* next = static_cast<unsigned char*>(workspace);
+    Widened const widened = take_widened(problem, next);
+    Quantised const rounded = take_quantised(problem, next);
+    Memory const memory = take_memory(problem, next);
     Schedule const schedule = schedule_at(problem, config.has_direct, memory.schedule);
     Chunks const chunks = chunks_at(problem, config.chunks, memory.shared);
 
@@ -75,7 +84,10 @@ cudaError_t launch_many_tokens(Call const& call, void* workspace, Kernels kernel
         output.cleared = chunks.hot.sampled;
         output.num_cleared = problem.d_ff;
     }
-    TWELL_TRY(launch_gate(call, output, config.gate));
+    if (has_scales(problem)) {
+        TWELL_TRY(launch_quantise(call, rounded));
+    }
+    TWELL_TRY(launch_gate(call, output, config.gate, rounded));
 
     GuardModel guard = config.guard;
     guard.count.parts = schedule.counted;
@@ -97,11 +109,18 @@ cudaError_t launch_many_tokens(Call const& call, void* workspace, Kernels kernel
     SparseInput const input = {memory.packed, memory.spilled, schedule, guard.count, gather, rows, chunks};
     TWELL_TRY(launch_sparse_up(call, input, config.sparse));
     bool const dense_first = config.dense.is_sm90;
-    if (dense_first) {
-        TWELL_TRY(launch_dense(call, gather, schedule, config.dense));
+    if (!dense_first) {
+        TWELL_TRY(launch_sparse_down(call, input, config.sparse, false));
     }
-    TWELL_TRY(launch_sparse_down(call, input, config.sparse, dense_first));
-    return dense_first ? cudaSuccess : launch_dense(call, gather, schedule, config.dense);
+    // Dense rows are multiplied by weights of 16 bits.
+    twell_problem const dense_problem = widened_problem(problem);
+    twell_tensors dense_tensors = call.tensors;
+    if (has_scales(problem)) {
+        TWELL_TRY(launch_widen(call, widened, &schedule.header->heavy_count));
+        dense_tensors = widened_tensors(call.tensors, widened);
+    }
+    TWELL_TRY(launch_dense({dense_problem, dense_tensors, call.device, call.stream}, gather, schedule, config.dense));
+    return dense_first ? launch_sparse_down(call, input, config.sparse, true) : cudaSuccess;
 }
 
 void list_many_tokens(Text& text) {

@@ -15,7 +15,8 @@
 
 namespace twell::masked_down {
 
-struct Params : BlockTensors {
+template <class Stored>
+struct ParamsOf : BlockTensorsOf<Stored> {
     // Valid where a neuron is active: in fp32, or rounded to the element type.
     float const* h;             // [tokens, d_ff]
     uint16_t const* h_rounded;  // [tokens, num_mask_words * kMaskBits]
@@ -27,6 +28,7 @@ struct Params : BlockTensors {
     int num_slabs;  // of columns
     int num_shares;
 };
+using Params = ParamsOf<uint16_t>;
 
 // kLanes threads side by side cover 8 kLanes columns; kThreads / kLanes slots share out the neurons, or those of one of
 // up to kMostShares CTAs.
@@ -65,7 +67,9 @@ struct Shared {
 
 // A thread's mask word of the pass that begins with a word. Here and below `thread` is its number among those that
 // share out a pass.
-__device__ __forceinline__ uint32_t load_mask(Params const& params, int64_t token, int word_begin, int thread) {
+template <class Stored>
+__device__ __forceinline__ uint32_t load_mask(ParamsOf<Stored> const& params, int64_t token, int word_begin,
+                                              int thread) {
     int const word = word_begin + thread;
     return thread < kPassWords && word < params.num_mask_words ? params.masks[token * params.num_mask_words + word] : 0;
 }
@@ -120,8 +124,8 @@ __device__ __forceinline__ void list_active(uint16_t* list, WordTotals const& to
 }
 
 // A token's.
-template <class H>
-__device__ __forceinline__ H const* h_of(Params const& params, int64_t token) {
+template <class H, class Stored>
+__device__ __forceinline__ H const* h_of(ParamsOf<Stored> const& params, int64_t token) {
     if constexpr (sizeof(H) == sizeof(float)) {
         return params.h + token * params.d_ff;
     } else {
@@ -147,8 +151,8 @@ __device__ __forceinline__ void store_partial(float (&accumulators)[kVector], fl
 }
 
 // Bias and residual, then the only rounding of y, of two columns. Says whether a value is not finite.
-template <class Element>
-__device__ __forceinline__ bool store_sums(Params const& params, int64_t token, int column, float2 sum) {
+template <class Element, class Stored>
+__device__ __forceinline__ bool store_sums(ParamsOf<Stored> const& params, int64_t token, int column, float2 sum) {
     float sums[2] = {sum.x, sum.y};
     add_bias_and_residual<Element>(sums, params, token, column);
     uint32_t const values = Element::from_float2(sums[0], sums[1]);
@@ -158,8 +162,8 @@ __device__ __forceinline__ bool store_sums(Params const& params, int64_t token, 
 
 // By one warp: adds up the shares' sums of two columns a lane, in their order, if this CTA is the last one to come.
 // Else gives false.
-template <class Cfg>
-__device__ __forceinline__ bool add_shares(float2& sum, Params const& params, int64_t slab, int share) {
+template <class Cfg, class Stored>
+__device__ __forceinline__ bool add_shares(float2& sum, ParamsOf<Stored> const& params, int64_t slab, int share) {
     float2* const sums = reinterpret_cast<float2*>(params.sums) + slab * (params.num_shares * kWarpSize) + threadIdx.x;
     sums[share * kWarpSize] = sum;
     __threadfence();
@@ -189,9 +193,9 @@ __device__ __forceinline__ bool add_shares(float2& sum, Params const& params, in
 // One slab of columns of one token, by one CTA or, if kIsShared, by params.num_shares. `mask`: load_mask of the first
 // pass; `end`: its scan_words(), after a __syncthreads(). Says whether this thread has stored a value that is not
 // finite.
-template <class Element, class Cfg, bool kIsShared = false, class H = float>
-__device__ __forceinline__ bool compute(Params const& params, Shared<Cfg>& shared, WordTotals& totals, int slab,
-                                        int64_t token, uint32_t mask, int end, int share = 0) {
+template <class Element, class Cfg, bool kIsShared = false, class H = float, class Stored>
+__device__ __forceinline__ bool compute(ParamsOf<Stored> const& params, Shared<Cfg>& shared, WordTotals& totals,
+                                        int slab, int64_t token, uint32_t mask, int end, int share = 0) {
     static_assert(Cfg::kThreads >= kPassWords, "one thread a word");
     int const thread = threadIdx.x;
     int const column_begin = slab * Cfg::kColumns;
@@ -207,7 +211,7 @@ __device__ __forceinline__ bool compute(Params const& params, Shared<Cfg>& share
         mask = load_mask(params, token, word_begin + kPassWords, thread);
         int64_t const neuron_begin = static_cast<int64_t>(word_begin) * kMaskBits;
         H const* const h = h_of<H>(params, token) + neuron_begin;
-        uint16_t const* const w_down = params.w_down + neuron_begin * params.d_out + column;
+        Stored const* const w_down = params.w_down + neuron_begin * params.d_out + column;
         int position = slot;
         if constexpr (kIsShared) {
             position += count * share / params.num_shares;

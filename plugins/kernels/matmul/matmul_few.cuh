@@ -29,28 +29,38 @@ template <int kTilesM, int kTilesN>
 constexpr int kBytesWarpStage = (kTilesM * MMA_M + kTilesN * MMA_N) * kVectorsPerStep * 16;
 
 // Rows `first` + i of a matrix, i < count. The rows from there on are zeros and are not read.
+template <class Stored>
 struct Consecutive {
-    uint16_t const* matrix;
+    using Element = Stored;
+    Stored const* matrix;
     int64_t first;
     int count;
 };
 
 // Rows `first` + list[i] of a matrix, i < count; likewise.
+template <class Stored>
 struct Listed {
-    uint16_t const* matrix;
+    using Element = Stored;
+    Stored const* matrix;
     int64_t first;
     int count;
     int const* list;
 };
 
-// What a lane copies of kRows rows: the 16 bytes at `lane % 8` of each line of rows `lane / 8`, `lane / 8` + 4, ...
+// Bytes of a row's line, and of those that a warp copies at once.
+template <class Stored>
+constexpr int kBytesLine = kVectorsPerStep * kVector * static_cast<int>(sizeof(Stored));
+template <class Stored>
+constexpr int kBytesLines = kRowsAtOnce * kBytesLine<Stored>;
+
+// What a lane copies of kRows rows: the vector at `lane % 8` of each line of rows `lane / 8`, `lane / 8` + 4, ...
 template <int kRows, class Source>
 class LineLoader;
 
-template <int kRows>
-class LineLoader<kRows, Consecutive> {
+template <int kRows, class Stored>
+class LineLoader<kRows, Consecutive<Stored>> {
   public:
-    __device__ __forceinline__ LineLoader(Consecutive const& source, int d_model, int first_vector)
+    __device__ __forceinline__ LineLoader(Consecutive<Stored> const& source, int d_model, int first_vector)
         : pointer_(source.matrix + (source.first + first_row()) * d_model + first_vector * kVector),
           row_stride_(static_cast<uint32_t>(kRowsAtOnce * d_model)),
           rows_left_(source.count - first_row()) {}
@@ -58,22 +68,22 @@ class LineLoader<kRows, Consecutive> {
     __device__ __forceinline__ void load(uint32_t destination, int vector, bool valid) const {
 #pragma unroll
         for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
-            copy_async(destination + i * kBytesPiece,
-                       pointer_ + vector * kVector + i * static_cast<uint64_t>(row_stride_),
-                       valid && i * kRowsAtOnce < rows_left_);
+            copy_vector_async(destination + i * kBytesLines<Stored>,
+                              pointer_ + vector * kVector + i * static_cast<uint64_t>(row_stride_),
+                              valid && i * kRowsAtOnce < rows_left_);
         }
     }
 
   private:
-    uint16_t const* pointer_;
+    Stored const* pointer_;
     uint32_t row_stride_;
     int rows_left_;
 };
 
-template <int kRows>
-class LineLoader<kRows, Listed> {
+template <int kRows, class Stored>
+class LineLoader<kRows, Listed<Stored>> {
   public:
-    __device__ __forceinline__ LineLoader(Listed const& source, int d_model, int first_vector)
+    __device__ __forceinline__ LineLoader(Listed<Stored> const& source, int d_model, int first_vector)
         : source_(source), d_model_(d_model), first_vector_(first_vector) {}
 
     __device__ __forceinline__ void load(uint32_t destination, int vector, bool valid) const {
@@ -81,25 +91,48 @@ class LineLoader<kRows, Listed> {
         for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
             int const p = i * kRowsAtOnce + first_row();
             int64_t const row = source_.first + (p < source_.count ? source_.list[p] : 0);
-            copy_async(destination + i * kBytesPiece,
-                       source_.matrix + row * d_model_ + (first_vector_ + vector) * kVector,
-                       valid && p < source_.count);
+            copy_vector_async(destination + i * kBytesLines<Stored>,
+                              source_.matrix + row * d_model_ + (first_vector_ + vector) * kVector,
+                              valid && p < source_.count);
         }
     }
 
   private:
-    Listed source_;
+    Listed<Stored> source_;
     int d_model_;
     int first_vector_;
 };
 
+// Where a lane puts its vector of a line, and whence it takes the first of its two vectors of a row; the second is
+// where the distance to it differs in the bit that `swap` has, too. Vectors of odd rows swap their halves, so that the
+// two rows x four vectors that a quarter of a warp reads at once lie in different banks; of eight bits it is four rows,
+// half of a warp and odd pairs of rows.
+template <class Stored>
+struct Places {
+    static constexpr int kVectorBytes = kVector * static_cast<int>(sizeof(Stored));
+    static constexpr int kQuad = 4 * kVectorBytes;
+    static constexpr int kPairs = sizeof(Stored) == 1 ? 1 : 0;  // bits of a row's number that do not tell
+    static constexpr int kBytesRows = 8 * kBytesLine<Stored>;   // of eight rows
+
+    __device__ __forceinline__ static uint32_t write_offset(int lane) {
+        return lane / 8 * kBytesLine<Stored> + ((lane % 8) ^ ((lane / 8 >> kPairs & 1) << 2)) * kVectorBytes;
+    }
+    __device__ __forceinline__ static uint32_t read_offset(int lane) {
+        return lane / 4 * kBytesLine<Stored> + (lane % 4) * kVectorBytes;
+    }
+    __device__ __forceinline__ static uint32_t read_swap(int lane) { return (lane / 4 >> kPairs & 1) * kQuad; }
+};
+
 // accumulators += matrix[rows, k] x[tokens, k] over this warp's share of k. The order of each sum does not depend on
 // the number of tiles. begin() is called before anything is read.
-template <class Element, int kTilesM, int kTilesN, int kNumStages, class Source, class Begin>
-__device__ __forceinline__ void multiply(float (&accumulators)[kTilesM][kTilesN][4], Source const& neurons,
-                                         Source const& tokens, int d_model, uint32_t queue, Begin begin) {
+template <class Element, int kTilesM, int kTilesN, int kNumStages, class Neurons, class Tokens, class Begin>
+__device__ __forceinline__ void multiply(float (&accumulators)[kTilesM][kTilesN][4], Neurons const& neurons,
+                                         Tokens const& tokens, int d_model, uint32_t queue, Begin begin) {
     constexpr int kBytesStage = kBytesWarpStage<kTilesM, kTilesN>;
-    constexpr int kBytesRows = 8 * kVectorsPerStep * 16;  // of eight rows
+    using Stored = typename Neurons::Element;
+    using PlacesW = Places<Stored>;
+    using PlacesX = Places<uint16_t>;
+    constexpr int kBytesRows = PlacesX::kBytesRows;
     int const lane = threadIdx.x % kWarpSize;
     int const warp = threadIdx.x / kWarpSize;
     int const num_vectors = d_model / kVector;
@@ -107,14 +140,12 @@ __device__ __forceinline__ void multiply(float (&accumulators)[kTilesM][kTilesN]
     int const first_vector = warp * kVectorsPerStep + lane % kVectorsPerStep;
     queue += warp * (kNumStages * kBytesStage);
 
-    // The vectors of odd rows swap their halves, so that the two rows x four vectors that a quarter of a warp reads at
-    // once lie in different banks.
-    uint32_t const write_offset = lane / 8 * 128 + ((lane % 8) ^ ((lane / 8 & 1) << 2)) * 16;
-    uint32_t const read_offset = lane / 4 * 128 + (lane % 4) * 16;
-    uint32_t const read_swap = (lane / 4 & 1) * 64;
+    uint32_t const write_offset = PlacesX::write_offset(lane);
+    uint32_t const read_offset = PlacesX::read_offset(lane);
+    uint32_t const read_swap = PlacesX::read_swap(lane);
 
-    LineLoader<kTilesM * MMA_M, Source> const weight_loader(neurons, d_model, first_vector);
-    LineLoader<kTilesN * MMA_N, Source> const x_loader(tokens, d_model, first_vector);
+    LineLoader<kTilesM * MMA_M, Neurons> const weight_loader(neurons, d_model, first_vector);
+    LineLoader<kTilesN * MMA_N, Tokens> const x_loader(tokens, d_model, first_vector);
     // A vector past the end is zero in both operands. Past the last step an empty group is committed, so that the
     // number of groups to wait for stays constant.
     auto const load_stage = [&](int step, uint32_t stage) {
@@ -122,7 +153,7 @@ __device__ __forceinline__ void multiply(float (&accumulators)[kTilesM][kTilesN]
             int const vector = step * (kVectorsPerStep * kWarps);
             bool const valid = first_vector + vector < num_vectors;
             x_loader.load(stage + kTilesM * 2 * kBytesRows + write_offset, vector, valid);
-            weight_loader.load(stage + write_offset, vector, valid);
+            weight_loader.load(stage + PlacesW::write_offset(lane), vector, valid);
         }
         commit_async();
     };
@@ -139,11 +170,15 @@ __device__ __forceinline__ void multiply(float (&accumulators)[kTilesM][kTilesN]
 #pragma unroll
         for (int quad = 0; quad < kVectorsPerStep / 4; ++quad) {
             uint32_t const fragments = stage + read_offset + ((quad * 64) ^ read_swap);
+            uint32_t const weights =
+                stage + PlacesW::read_offset(lane) + ((quad * PlacesW::kQuad) ^ PlacesW::read_swap(lane));
             uint32_t a[2][kTilesM][4];
 #pragma unroll
             for (int i = 0; i < kTilesM; ++i) {
-                uint4 const low = load_chunk(fragments + i * 2 * kBytesRows);
-                uint4 const high = load_chunk(fragments + (i * 2 + 1) * kBytesRows);
+                uint4 const low =
+                    as_elements<Element>(load_shared_vector<Stored>(weights + i * 2 * PlacesW::kBytesRows));
+                uint4 const high =
+                    as_elements<Element>(load_shared_vector<Stored>(weights + (i * 2 + 1) * PlacesW::kBytesRows));
                 a[0][i][0] = low.x, a[0][i][1] = high.x, a[0][i][2] = low.y, a[0][i][3] = high.y;
                 a[1][i][0] = low.z, a[1][i][1] = high.z, a[1][i][2] = low.w, a[1][i][3] = high.w;
             }

@@ -41,7 +41,8 @@ static_assert(kOffsetUp + kNeurons * kWarps * 4 <= kBytesQueue && kMostTokens <=
 // All CTAs that add up read at the same time which ones contribute, but not all of them the same copy.
 constexpr int kCopies = 8;
 
-struct Params : BlockTensors {
+template <class Stored>
+struct ParamsOf : BlockTensorsOf<Stored> {
     float* contributions;   // [tokens, num_ctas, d_out], written by those that contribute
     uint32_t* contributes;  // [kCopies, tokens, num_ctas]: 0 if it does not
     int num_ctas;
@@ -50,8 +51,8 @@ struct Params : BlockTensors {
 };
 
 // What each CTA's neurons contribute to y.
-template <class Element, int kTokens>
-__global__ void __launch_bounds__(kThreads, kMinBlocks) contribute_kernel(Params const params) {
+template <class Element, class Stored, int kTokens>
+__global__ void __launch_bounds__(kThreads, kMinBlocks) contribute_kernel(ParamsOf<Stored> const params) {
     static_assert(kTokens * kNeurons <= kWarpSize && kTokens <= kMostTokens, "a lane has a neuron of a token");
     extern __shared__ __align__(128) unsigned char dynamic[];
     __shared__ float gate_parts[kWarps][kTokens][kNeurons];
@@ -68,6 +69,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) contribute_kernel(Params
     bool const has_neuron = neuron < num_neurons;
     uint16_t b_gate = 0;
     uint16_t b_up = 0;
+    float scales[3] = {};  // of the lane's rows of weights
     auto const begin = [&] {
         wait_for_previous_launch();
         allow_dependent_launch();
@@ -77,12 +79,19 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) contribute_kernel(Params
         if (has_neuron && params.b_up != nullptr) {
             b_up = params.b_up[neuron_begin + neuron];
         }
+        if constexpr (ParamsOf<Stored>::kHasScales) {
+            if (has_neuron) {
+                scales[0] = scale_gate(params, 1.0f, neuron_begin + neuron);
+                scales[1] = params.w_up == nullptr ? 1.0f : scale_up(params, 1.0f, neuron_begin + neuron);
+                scales[2] = scale_h(params, 1.0f, neuron_begin + neuron);
+            }
+        }
     };
     float accumulators[1][1][4] = {};
     uint32_t const queues = shared_address(dynamic);
     matmul_few::multiply<Element, 1, 1, kNumStages>(
-        accumulators, matmul_few::Consecutive{params.w_gate, neuron_begin, num_neurons},
-        matmul_few::Consecutive{params.x, 0, kTokens}, params.d_model, queues, begin);
+        accumulators, matmul_few::Consecutive<Stored>{params.w_gate, neuron_begin, num_neurons},
+        matmul_few::Consecutive<uint16_t>{params.x, 0, kTokens}, params.d_model, queues, begin);
     if (lane % 4 == 0) {  // the first two of eight tokens
 #pragma unroll
         for (int t = 0; t < kTokens; ++t) {
@@ -92,10 +101,13 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) contribute_kernel(Params
     }
     __syncthreads();
     // Each warp adds up for itself, so that all of them know.
-    float z = Element::to_float(b_gate);
+    float z = ParamsOf<Stored>::kHasScales ? 0.0f : Element::to_float(b_gate);
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
         z += gate_parts[w][token][neuron];
+    }
+    if constexpr (ParamsOf<Stored>::kHasScales) {
+        z = z * scales[0] + Element::to_float(b_gate);
     }
     uint16_t const g = has_neuron ? activate<Element>(z, params.act) : static_cast<uint16_t>(0);
     uint32_t const found = __ballot_sync(0xffffffffu, is_nonzero(g));
@@ -119,7 +131,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) contribute_kernel(Params
     // Rows of w_down. Columns past the end repeat the last ones and are not stored.
     int const column = static_cast<int>(threadIdx.x) * kVector;
     uint32_t const pieces = queues + warp * kBytesQueue + lane * 16;
-    uint16_t const* const w_down =
+    Stored const* const w_down =
         params.w_down + static_cast<int64_t>(neuron_begin) * params.d_out + min(column, params.d_out - kVector);
     send_for_set(pieces, w_down, params.d_out, any);
 
@@ -132,18 +144,24 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) contribute_kernel(Params
         }
         __syncthreads();
         // NOTE: u and h stay in fp32; a dense fp16 block, which stores both, can overflow here.
-        float u = Element::to_float(b_up);
+        float u = ParamsOf<Stored>::kHasScales ? 0.0f : Element::to_float(b_up);
 #pragma unroll
         for (int w = 0; w < kWarps; ++w) {
             u += up_parts(token)[neuron * kWarps + w];  // of an inactive neuron whatever is there: not used
         }
+        if constexpr (ParamsOf<Stored>::kHasScales) {
+            u = u * scales[1] + Element::to_float(b_up);
+        }
         u = params.relu_on_up && u <= 0.0f ? 0.0f : u;  // NaN is kept
         h *= u;
+    }
+    if constexpr (ParamsOf<Stored>::kHasScales) {
+        h *= scales[2];
     }
 
     wait_async<0>();
     float sums[kTokens][kVector] = {};
-    use_set(pieces, any, [&](int n, uint4 row) {
+    use_set<Stored>(pieces, any, [&](int n, Vector<Stored> row) {
         float weights[kVector];
         unpack<Element>(weights, row);
 #pragma unroll
@@ -196,8 +214,8 @@ __device__ __forceinline__ float4 load_if(float const* pointer, bool exists) {
     return values;
 }
 
-template <class Element>
-__global__ void __launch_bounds__(kAddThreads) add_kernel(Params const params) {
+template <class Element, class Stored>
+__global__ void __launch_bounds__(kAddThreads) add_kernel(ParamsOf<Stored> const params) {
     __shared__ float parts[kAddWarps][kAddColumns];
     int const thread = threadIdx.x;
     int const lane = thread % kWarpSize;
@@ -225,10 +243,12 @@ __global__ void __launch_bounds__(kAddThreads) add_kernel(Params const params) {
     }
     // Comes together with the contributions.
     float y[1] = {};
+    float scale[1] = {1.0f};
     int const stored = slab * kAddColumns + thread;
     bool const stores = thread < kAddColumns && stored < params.d_out;
     if (stores) {
         add_bias_and_residual<Element>(y, params, token, stored);
+        scale_outputs(scale, params, stored);
     }
     float4 sum = {};
 #pragma unroll
@@ -248,7 +268,7 @@ __global__ void __launch_bounds__(kAddThreads) add_kernel(Params const params) {
     if (stores) {
 #pragma unroll
         for (int w = 0; w < kAddWarps; ++w) {
-            y[0] += parts[w][thread];
+            y[0] += ParamsOf<Stored>::kHasScales ? parts[w][thread] * scale[0] : parts[w][thread];
         }
         params.y[token * params.d_out + stored] = Element::from_float(y[0]);
     }

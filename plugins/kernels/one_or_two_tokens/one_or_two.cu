@@ -15,8 +15,9 @@ bool suits_contributing(twell_problem const& problem) {
 
 int most_contributing_ctas(twell_problem const& problem) { return std::min(problem.d_ff, contribute_few::kMostCtas); }
 
-contribute_few::Params take_contributions(twell_problem const& problem, unsigned char*& memory) {
-    contribute_few::Params params = {};
+template <class Stored>
+contribute_few::ParamsOf<Stored> take_contributions(twell_problem const& problem, unsigned char*& memory) {
+    contribute_few::ParamsOf<Stored> params = {};
     if (suits_contributing(problem)) {
         int64_t const rows =
             std::min(problem.tokens, int64_t{contribute_few::kMostTokens}) * most_contributing_ctas(problem);
@@ -36,32 +37,32 @@ OneOrTwoConfig choose(twell_problem const& problem, Device const& device) {
     return {num_ctas, problem.d_ff / num_ctas, problem.d_ff % num_ctas};
 }
 
-template <class Element>
+template <class Element, class Stored>
 cudaError_t launch(Call const& call, void* workspace, OneOrTwoConfig const& config) {
     twell_problem const& problem = call.problem;
     unsigned char* next = static_cast<unsigned char*>(workspace);
-    contribute_few::Params params = take_contributions(problem, next);
+    contribute_few::ParamsOf<Stored> params = take_contributions<Stored>(problem, next);
     set_block(params, problem, call.tensors);
     params.num_ctas = config.num_ctas;
     params.neurons_each = config.neurons_each;
     params.neurons_left = config.neurons_left;
     static_assert(contribute_few::kMostTokens == 2, "one of two kernels");
-    auto const kernel = problem.tokens == 1 ? contribute_few::contribute_kernel<Element, 1>
-                                            : contribute_few::contribute_kernel<Element, 2>;
+    auto const kernel = problem.tokens == 1 ? contribute_few::contribute_kernel<Element, Stored, 1>
+                                            : contribute_few::contribute_kernel<Element, Stored, 2>;
     TWELL_TRY(launch_dependent({"contribute", {{"tokens", problem.tokens}}}, kernel, params,
                                dim3(static_cast<unsigned>(params.num_ctas)), contribute_few::kThreads,
                                contribute_few::kSharedBytes, call.device, call.stream,
                                {{}, params.num_ctas, most_contributing_ctas(problem)}));
     dim3 const grid(static_cast<unsigned>(ceil_div(problem.d_out, contribute_few::kAddColumns)),
                     static_cast<unsigned>(problem.tokens));
-    return launch_dependent({"add_contributions"}, contribute_few::add_kernel<Element>, params, grid,
+    return launch_dependent({"add_contributions"}, contribute_few::add_kernel<Element, Stored>, params, grid,
                             contribute_few::kAddThreads, 0, call.device, call.stream);
 }
 
 }  // namespace
 
 size_t one_or_two_bytes(twell_problem const& problem) {
-    return bytes_taken([&](unsigned char*& end) { take_contributions(problem, end); });
+    return bytes_taken([&](unsigned char*& end) { take_contributions<uint16_t>(problem, end); });
 }
 
 void list_one_or_two(Text& text) {
@@ -72,8 +73,11 @@ void list_one_or_two(Text& text) {
 
 cudaError_t launch_one_or_two(Call const& call, void* workspace) {
     OneOrTwoConfig const config = choose(call.problem, call.device);
-    return call.problem.dtype == TWELL_BF16 ? launch<Bf16>(call, workspace, config)
-                                            : launch<Fp16>(call, workspace, config);
+    bool const is_bf16 = call.problem.dtype == TWELL_BF16;
+    if (has_scales(call.problem)) {
+        return is_bf16 ? launch<Bf16, E4m3>(call, workspace, config) : launch<Fp16, E4m3>(call, workspace, config);
+    }
+    return is_bf16 ? launch<Bf16, uint16_t>(call, workspace, config) : launch<Fp16, uint16_t>(call, workspace, config);
 }
 
 }  // namespace twell

@@ -107,7 +107,8 @@ ChunkConfig choose_chunks(twell_problem const& problem, Device const& device, Ke
     float const products = gate_products(problem);
     bool const wanted = all || (kernels == Kernels::kBest && products >= kFewestProducts);
     ChunkConfig config = {};
-    config.exists = wanted && suits(problem) && problem.tokens <= kMostTokens && is_sm90(device);
+    config.exists =
+        wanted && suits(problem) && !has_scales(problem) && problem.tokens <= kMostTokens && is_sm90(device);
     config.has_hot = config.exists && (all || products >= kFewestProductsHot);
     config.parts = config.exists ? chunk_parts(problem, device) : 0;
     return config;

@@ -118,7 +118,7 @@ GateConfig choose_gate(twell_problem const& problem, Device const& device, Kerne
         }
     }
     GateConfig config = {};
-    config.exists = kernels != Kernels::kSm90;
+    config.exists = kernels != Kernels::kSm90 && !has_scales(problem);
     if (problem.tokens <= ConfigSmall::BLOCK_M) {
         config.rest_block = ConfigSmall::BLOCK_M;
     } else {
@@ -129,13 +129,14 @@ GateConfig choose_gate(twell_problem const& problem, Device const& device, Kerne
     return config;
 }
 
-cudaError_t launch_gate(Call const& call, GateOutput const& output, GateConfig const& config) {
+cudaError_t launch_gate(Call const& call, GateOutput const& output, GateConfig const& config,
+                        Quantised const& rounded) {
     if (!config.exists) {
         return cudaErrorNotSupported;
     }
     if constexpr (kHasSm90) {
         if (config.is_sm90) {
-            return launch_gate_sm90(call, output, config);
+            return launch_gate_sm90(call, rounded, output, config);
         }
     }
     twell_problem const& problem = call.problem;

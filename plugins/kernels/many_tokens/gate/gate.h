@@ -1,6 +1,7 @@
 // Gate projection with packing: packed = TwELL(act(x Wg^T + bg)).
 #pragma once
 
+#include "eight_bits/eight_bits.h"
 #include "host/launch.h"
 #include "matmul/tiling_sm90.h"
 #include "twell/twell.h"
@@ -32,7 +33,9 @@ GateConfig choose_gate(twell_problem const& problem, Device const& device, Kerne
 
 // Enqueues the gate kernel; cudaErrorNotSupported if there is none. The problem has been validated, has at least one
 // row, and the pointers have been checked.
-cudaError_t launch_gate(Call const& call, GateOutput const& output, GateConfig const& config);
+// rounded: x, if weights have scales.
+cudaError_t launch_gate(Call const& call, GateOutput const& output, GateConfig const& config,
+                        Quantised const& rounded = {});
 
 // The rows of all configurations, a line each.
 void list_gate(Text& text);

@@ -4,6 +4,7 @@
 // atomics.
 #pragma once
 
+#include "device/block.cuh"
 #include "device/dependent_launch.cuh"
 #include "format/pack.cuh"
 #include "matmul/matmul_sm90.cuh"
@@ -19,7 +20,22 @@ constexpr int kRegistersPacker = 120;
 constexpr int kRegistersGateConsumer = 192;
 static_assert(registers_suffice(kRegistersPacker, kRegistersGateConsumer), "setmaxnreg.inc would wait for ever");
 
-struct Params {
+// What eight bits of x and of weights are worth; of 16 bits nothing is here.
+template <class Operand>
+struct GateScalesOf {
+    static constexpr bool kHasScales = false;
+};
+template <>
+struct GateScalesOf<E4m3> {
+    static constexpr bool kHasScales = true;
+    float const* x_scale;     // [tokens], and one block more that is read, but not used
+    float const* gate_scale;  // see ScalesOf
+    int gate_up_step;
+};
+
+// Operand: what is multiplied, the element type or E4m3, of which two count as one column below.
+template <class Operand>
+struct ParamsOf : GateScalesOf<Operand> {
     CUtensorMap x;           // [tokens, d_model], boxes of [kRowsLoaded, BLOCK_K]
     CUtensorMap w_gate;      // [d_ff, d_model], boxes of [BLOCK_M, BLOCK_K]
     uint16_t const* b_gate;  // [d_ff] or null
@@ -76,7 +92,7 @@ __device__ __forceinline__ Octet activate_octet(uint4 chunk, Columns const& colu
 
 // Packs, with one warp, every kStep-th row of a block from `first` on. Half of the lanes read z of either CTA. Gives
 // the sum of what pack_rows does.
-template <class Element, class Cfg, int kStep>
+template <class Element, class Cfg, int kStep, class Params>
 __device__ __forceinline__ uint32_t pack_block(Params const& params, int i, uint32_t z, int first) {
     constexpr int N = Cfg::BLOCK_N;
     Tile const tile(params.num_blocks, params.num_tiles, i);
@@ -134,9 +150,21 @@ __device__ __forceinline__ uint32_t pack_block(Params const& params, int i, uint
     return counted;
 }
 
-template <class Element, class Cfg>
+// round_pair of sums that have scales: `scales`, of a thread's two neurons, and those of the tokens, whose first one's
+// is `x_scale`.
+template <class Element, int kAccumulators>
+__device__ __forceinline__ uint32_t round_scaled_pair(float const (&accumulators)[kAccumulators], float2 scales,
+                                                      float2 biases, float const* x_scale, int i) {
+    float const* const of_pair = x_scale + i / 4 * 8 + threadIdx.x % 4 * 2;
+    float const scale = i % 4 == 0 ? scales.x : scales.y;
+    float const bias = i % 4 == 0 ? biases.x : biases.y;
+    return Element::from_float2(fmaf(accumulators[i], scale * of_pair[0], bias),
+                                fmaf(accumulators[i + 1], scale * of_pair[1], bias));
+}
+
+template <class Element, class Operand, class Cfg>
 __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
-    gate_kernel(__grid_constant__ Params const params) {
+    gate_kernel(__grid_constant__ ParamsOf<Operand> const params) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Shared<Cfg> const shared = {shared_address(shared_bytes)};
     uint32_t const z = shared.result();
@@ -181,17 +209,27 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         int i = tiles_begin;
         while (true) {
             Tile const tile(params.num_blocks, params.num_tiles, i);
-            float2 const biases = load_biases<Element>(
-                params.b_gate,
-                tile.tile_idx * TWELL_TILE + static_cast<int>(rank) * BLOCK_M + consumer_warp * 16 + lane / 4,
-                params.d_ff);
+            int const neuron =
+                tile.tile_idx * TWELL_TILE + static_cast<int>(rank) * BLOCK_M + consumer_warp * 16 + lane / 4;
+            float2 const biases = load_biases<Element>(params.b_gate, neuron, params.d_ff);
             float accumulators[1][Cfg::kAccumulators];
-            multiply<Element, Cfg, false>(accumulators, shared, ring, consumer_warp / kWarpgroupWarps, num_slices);
+            multiply<Operand, Cfg, false>(accumulators, shared, ring, consumer_warp / kWarpgroupWarps, num_slices);
 
             // Epilogue, first part
             wait_barrier(z_empty, z_parity ^ 1);
-            store_result<Cfg>(z, consumer_warp * 2,
-                              [&](int i) { return round_pair<Element>(accumulators[0], biases, i); });
+            if constexpr (ParamsOf<Operand>::kHasScales) {
+                // Those of neurons that are not there are any other one's.
+                float2 const scales = make_float2(scale_gate(params, 1.0f, min(neuron, params.d_ff - 1)),
+                                                  scale_gate(params, 1.0f, min(neuron + 8, params.d_ff - 1)));
+                float const* const x_scale =
+                    params.x_scale + Tokens::of<Cfg>(tile, 0, static_cast<int>(params.tokens)).begin;
+                store_result<Cfg>(z, consumer_warp * 2, [&](int i) {
+                    return round_scaled_pair<Element>(accumulators[0], scales, biases, x_scale, i);
+                });
+            } else {
+                store_result<Cfg>(z, consumer_warp * 2,
+                                  [&](int i) { return round_pair<Element>(accumulators[0], biases, i); });
+            }
             if (i + tiles_step >= tiles_end) {
                 break;
             }

@@ -29,7 +29,8 @@ int64_t max_dense_part(twell_problem const& problem) { return ceil_div(problem.t
 GuardModel guard_model(twell_problem const& problem, PathCosts const& costs, bool dense_first, float nonzeros_in_chunks,
                        int num_count_parts, GuardOrder order) {
     bool const gated = problem.variant == TWELL_GATED;
-    float const row_bytes = 2.0f * static_cast<float>(problem.d_out + (gated ? problem.d_model : 0));
+    float const row_bytes =
+        static_cast<float>(weight_bytes(problem)) * static_cast<float>(problem.d_out + (gated ? problem.d_model : 0));
     float const copied_bytes = 2.0f * static_cast<float>(gated ? problem.d_model : spilled_stride(problem));
     bool const with_chunks = nonzeros_in_chunks > 0.0f;
     GuardModel model = {};

@@ -23,7 +23,8 @@ constexpr int kRowsAtOnce = 8;            // of Wd, whose loads are issued toget
 constexpr int kRowsAtEnd = 4;             // the same, for what is left over
 constexpr uint32_t kNoRow = 0xffffffffu;  // in place of a number of non-zeros
 
-struct Params : BlockTensors {
+template <class Stored>
+struct ParamsOf : BlockTensorsOf<Stored> {
     Schedule schedule;
     SparseRows rows;
     int num_tiles;
@@ -40,11 +41,11 @@ __device__ __forceinline__ SparseEntry load_entry(SparseEntry const* list, int b
 }
 
 // sums += h Wd[n, columns] for a list, whose first kWarpSize entries are in `entry`.
-template <class Element>
-__device__ __forceinline__ void add_list(float (&sums)[kVector], Params const& params, SparseEntry const* list,
-                                         int count, SparseEntry entry, int column) {
+template <class Element, class Stored>
+__device__ __forceinline__ void add_list(float (&sums)[kVector], ParamsOf<Stored> const& params,
+                                         SparseEntry const* list, int count, SparseEntry entry, int column) {
     // Lanes past the last column read the last vector and store nothing.
-    uint16_t const* const w_down = params.w_down + min(column, params.d_out - kVector);
+    Stored const* const w_down = params.w_down + min(column, params.d_out - kVector);
     for (int begin = 0; begin < count; begin += kWarpSize) {
         if (begin != 0) {
             entry = load_entry(list, begin, count);
@@ -62,7 +63,7 @@ __device__ __forceinline__ void add_list(float (&sums)[kVector], Params const& p
 }
 
 // Adds bias and residual, which has been loaded, and rounds y, once.
-template <class Element>
+template <class Element, class Params>
 __device__ __forceinline__ void store_y(Params const& params, int64_t row, int column, float (&sums)[kVector],
                                         uint4 residual) {
     if (column >= params.d_out) {
@@ -99,14 +100,15 @@ __device__ __forceinline__ void reduce(float (&sums)[kVector]) {
     }
 }
 
+template <class Params>
 __device__ __forceinline__ SparseEntry const* list_of(Params const& params, RowWork work) {
     return work.count < static_cast<uint32_t>(params.schedule.listed_from)
                ? list_in_words(params.schedule, params.num_tiles, work.row)
                : params.rows.list(work.row);
 }
 
-template <class Element>
-__global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks) down_kernel(Params const params) {
+template <class Element, class Stored>
+__global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks) down_kernel(ParamsOf<Stored> const params) {
     uint32_t const lane = threadIdx.x % kWarpSize;
     // Told to be the same in all lanes: then it takes no vector register, and nothing is spilled.
     uint32_t const warp = __shfl_sync(0xffffffffu, threadIdx.x / kWarpSize, 0);

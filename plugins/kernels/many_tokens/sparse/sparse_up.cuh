@@ -31,7 +31,8 @@ constexpr int kNeurons = static_cast<int>(kUnitNonzeros) / kWarps;
 // A launch has a multiple of that many columns, or the last ones.
 constexpr int kLeastColumns = kLeastDotColumns;
 
-struct Params : BlockTensors {
+template <class Stored>
+struct ParamsOf : BlockTensorsOf<Stored> {
     uint32_t const* packed;   // [tokens, num_tiles * words_per_tile]
     uint16_t const* spilled;  // [tokens, num_tiles * TWELL_TILE]
     Schedule schedule;
@@ -65,6 +66,7 @@ struct Share {
         : Share(unit.row, unit.begin(), unit.range == kNoRange ? 0 : unit.count()) {}
 
     // The packed word of this lane's entry.
+    template <class Params>
     __device__ __forceinline__ uint32_t load_word(Params const& params) const {
         int const lane = threadIdx.x % kWarpSize;
         return lane < count ? params.schedule.words[row * max_listed(params.num_tiles) + begin + lane] : 0;
@@ -72,15 +74,17 @@ struct Share {
 };
 
 // h, from u without its bias.
-template <class Element>
+template <class Element, class Params>
 __device__ __forceinline__ float finish(Params const& params, uint32_t neuron, uint32_t word, float u) {
+    u = scale_up(params, u, static_cast<int>(neuron));
     u += params.b_up == nullptr ? 0.0f : Element::to_float(params.b_up[neuron]);
     // NOTE: u and h stay in fp32; a dense fp16 block, which stores both, can overflow here. NaN is kept.
-    return Element::to_float(static_cast<uint16_t>(word >> 16)) * (params.relu_on_up && u <= 0.0f ? 0.0f : u);
+    float const h = Element::to_float(static_cast<uint16_t>(word >> 16)) * (params.relu_on_up && u <= 0.0f ? 0.0f : u);
+    return scale_h(params, h, static_cast<int>(neuron));
 }
 
 // row_list: of h, of the share's row.
-template <class Element>
+template <class Element, class Params>
 __device__ __forceinline__ void compute(Params const& params, Share const& share, uint32_t word,
                                         SparseEntry* row_list) {
     if (share.count <= 0) {
@@ -91,7 +95,8 @@ __device__ __forceinline__ void compute(Params const& params, Share const& share
     SparseEntry* const list = row_list + share.begin;
     if (params.w_up == nullptr) {
         if (lane < share.count) {
-            list[lane] = {neuron, Element::to_float(static_cast<uint16_t>(word >> 16))};
+            float const h = Element::to_float(static_cast<uint16_t>(word >> 16));
+            list[lane] = {neuron, scale_h(params, h, static_cast<int>(neuron))};
         }
         return;
     }
@@ -133,7 +138,7 @@ __device__ __forceinline__ float add_parts(Chunks const& chunks, uint32_t i) {
 }
 
 // By one warp: h of the pairs of a chunk of a block of neurons, the i-th of all chunks.
-template <class Element>
+template <class Element, class Params>
 __device__ __forceinline__ void finish_chunk(Params const& params, Chunk const& chunk, int block, uint32_t i) {
     Chunks const& chunks = params.chunks;
     int const lane = threadIdx.x % kWarpSize;
@@ -154,6 +159,7 @@ constexpr uint32_t kTooMany = 0xffffffffu;
 
 // By a CTA: entries of a row of the packed matrix, from the first-th on, up to `most`, in `words`. Gives how many the
 // row has, or kTooMany if these are `limit` or more.
+template <class Params>
 __device__ __forceinline__ uint32_t list_entries(uint32_t* words, Params const& params, int64_t row, uint32_t first,
                                                  uint32_t most, uint32_t limit) {
     int const lane = threadIdx.x % kWarpSize;
@@ -195,7 +201,7 @@ __device__ __forceinline__ uint32_t list_entries(uint32_t* words, Params const& 
 }
 
 // By a CTA: a row, if it is direct.
-template <class Element>
+template <class Element, class Params>
 __device__ __forceinline__ void compute_direct(Params const& params, int64_t row) {
     __shared__ uint32_t words[kMostDirectBelow];
     __shared__ uint32_t counted;
@@ -227,7 +233,7 @@ __device__ __forceinline__ void compute_direct(Params const& params, int64_t row
 }
 
 // By a CTA: a unit, where rows may be direct.
-template <class Element>
+template <class Element, class Params>
 __device__ __forceinline__ void compute_unit(Params const& params, Unit unit) {
     __shared__ uint32_t words[kUnitNonzeros];
     int const lane = threadIdx.x % kWarpSize;
@@ -247,6 +253,7 @@ __device__ __forceinline__ void compute_unit(Params const& params, Unit unit) {
 }
 
 // By the CTAs behind those that have a row: what the dense path needs of its rows.
+template <class Params>
 __device__ __forceinline__ void gather_rows(Params const& params) {
     uint32_t const dense_rows = params.schedule.header->heavy_count;
     if (dense_rows == params.tokens) {
@@ -260,8 +267,8 @@ __device__ __forceinline__ void gather_rows(Params const& params) {
 
 // Where rows may be direct, the first CTAs have a row each. They do not wait for the schedule; the others, which have
 // the units of rows with more non-zeros, do. On compute capability 9.0 alone.
-template <class Element>
-__global__ void __launch_bounds__(kThreads, kMinBlocksDirect) up_direct_kernel(Params const params) {
+template <class Element, class Stored>
+__global__ void __launch_bounds__(kThreads, kMinBlocksDirect) up_direct_kernel(ParamsOf<Stored> const params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     if (blockIdx.x < params.num_direct) {
         if (params.column_begin != 0) {
@@ -283,8 +290,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksDirect) up_direct_kernel(P
 #endif
 }
 
-template <class Element>
-__global__ void __launch_bounds__(kThreads, kMinBlocks) up_kernel(Params const params) {
+template <class Element, class Stored>
+__global__ void __launch_bounds__(kThreads, kMinBlocks) up_kernel(ParamsOf<Stored> const params) {
     if (ends_early(is_early(params.schedule))) {
         return;
     }
@@ -298,7 +305,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) up_kernel(Params const p
 }
 
 // By a CTA: units of rows that are in no chunk, of all units.
-template <class Element>
+template <class Element, class Params>
 __device__ __forceinline__ void compute_left(Params const& params) {
     __shared__ uint32_t left_lanes;
     int const lane = threadIdx.x % kWarpSize;
@@ -325,8 +332,8 @@ __device__ __forceinline__ void compute_left(Params const& params) {
 }
 
 // up_kernel where there are chunks.
-template <class Element>
-__global__ void __launch_bounds__(kThreads, kMinBlocks) up_with_chunks_kernel(Params const params) {
+template <class Element, class Stored>
+__global__ void __launch_bounds__(kThreads, kMinBlocks) up_with_chunks_kernel(ParamsOf<Stored> const params) {
     int const lane = threadIdx.x % kWarpSize;
     Chunks const& chunks = params.chunks;
     if (ends_early(is_early(params.schedule))) {

@@ -1,0 +1,44 @@
+// What calls with weights of eight bits need beside the kernels of 16 bits: weights widened for kernels that read no
+// others, and x rounded for products of eight bits.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "host/launch.h"
+#include "twell/twell.h"
+
+namespace twell {
+
+// Weights in 16 bits.
+struct Widened {
+    uint16_t* w_gate;  // [d_ff, d_model]
+    uint16_t* w_up;    // [d_ff, d_model], of a gated block
+    uint16_t* w_down;  // [d_ff, d_out]
+};
+
+// A piece of the workspace for them. With no scales there is none.
+Widened take_widened(twell_problem const& problem, unsigned char*& memory);
+
+// The problem and the tensors with these in the place of the weights.
+twell_problem widened_problem(twell_problem const& problem);
+twell_tensors widened_tensors(twell_tensors const& tensors, Widened const& widened);
+
+// Enqueues a kernel that writes them: each weight times its scale, rounded once. It does nothing where `needed`, a word
+// in device memory that the launch before the one before may have written, is 0; null: it is needed.
+cudaError_t launch_widen(Call const& call, Widened const& widened, uint32_t const* needed = nullptr);
+
+// x in eight bits, a scale a row: a row's largest magnitude becomes E4M3's largest number.
+struct Quantised {
+    uint8_t* x;    // [tokens, d_model]
+    float* scale;  // [tokens]: x is about its number times that
+};
+
+Quantised take_quantised(twell_problem const& problem, unsigned char*& memory);
+
+cudaError_t launch_quantise(Call const& call, Quantised const& quantised);
+
+// The rows of the configurations, a line each.
+void list_eight_bits(Text& text);
+
+}  // namespace twell
