@@ -1,0 +1,295 @@
+"""Weights in eight bits: what they mean, what is refused, which kernels read them, and what those compute."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from twellc.plugins import library
+from twellc.plugins.block import GATED, BlockOptions, Operands, problem_of, set_scales
+from twellc.plugins.meaning import EIGHT_BITS, activate, dequantised
+from twellc.plugins.onnx_node import node_attributes
+from twellc.plugins.ops import run_block
+
+BF16, FP16 = torch.bfloat16, torch.float16
+LARGEST = 448.0
+FORMS = {"tensor": None, "neuron": 1, "output": 0}
+
+
+def quantised(weight: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    dim = FORMS[form]
+    largest = weight.abs().amax() if dim is None else weight.abs().amax(dim, keepdim=True)
+    scale = (largest / LARGEST).float().clamp(min=1e-12)
+    return (weight / scale).clamp(-LARGEST, LARGEST).to(EIGHT_BITS), scale
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    tokens: int = 5
+    d_model: int = 128
+    d_ff: int = 300
+    d_out: int = 72
+    dtype: torch.dtype = BF16
+    gated: bool = True
+    activation: str = "relu"
+    density: float = 0.05
+    gate_up: str = "neuron"
+    down: str = "neuron"
+    biases: bool = True
+    residual: bool = False
+
+
+def make(case: Case, device: str = "cpu") -> tuple[Operands[Tensor], BlockOptions]:
+    generator = torch.Generator().manual_seed(7)
+
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(device)
+
+    density = torch.tensor(1 - case.density)
+    shift = float(torch.distributions.Normal(0.0, 1.0).icdf(density)) if case.density < 1 else -12.0
+    x, first = draw(case.tokens, case.d_model), draw(case.d_ff, case.d_model, scale=case.d_model**-0.5)
+    x[:, 0], first[:, 0] = 1.0, -shift
+    weights = {
+        "w_gate" if case.gated else "w_up": quantised(first, case.gate_up),
+        "w_down": quantised(draw(case.d_ff, case.d_out, scale=(1 + case.density * case.d_ff) ** -0.5), case.down),
+    }
+    if case.gated:
+        weights["w_up"] = quantised(draw(case.d_ff, case.d_model, scale=case.d_model**-0.5), case.gate_up)
+    tensors = {name: pair[0] for name, pair in weights.items()}
+    tensors |= {f"{name}_scale": pair[1] for name, pair in weights.items()}
+    if case.biases:
+        names = ["b_gate"] if case.gated else []
+        tensors |= {name: draw(case.d_ff, scale=0.05).to(case.dtype) for name in [*names, "b_up"]}
+        tensors["b_down"] = draw(case.d_out).to(case.dtype)
+    if case.residual:
+        tensors["residual"] = draw(case.tokens, case.d_out).to(case.dtype)
+    threshold = 0.05 if case.activation == "fatrelu" else 0.0
+    return Operands(x=x.to(case.dtype), **tensors), BlockOptions(activation=case.activation, threshold=threshold)
+
+
+def rows_of_eight_bits(rows: Tensor) -> Tensor:
+    """Round rows to E4M3, each with a scale."""
+    scale = (rows.abs().amax(-1, keepdim=True) / LARGEST).clamp(min=1e-30)
+    return (rows / scale).float().clamp(-LARGEST, LARGEST).to(EIGHT_BITS).double() * scale
+
+
+def exact(operands: Operands[Tensor], options: BlockOptions, *, eight_bits: bool = False) -> Tensor:
+    """Return y in float64 of what the weights are worth; `eight_bits`: as dense FP8, whose rows are rounded, too."""
+    given = {name: value.double() for name, value in dequantised(operands).named().items()}
+    wide = Operands(**given)
+    round_rows = rows_of_eight_bits if eight_bits else (lambda rows: rows)
+    x, none = round_rows(wide.x), torch.zeros((), dtype=torch.float64, device=wide.x.device)
+    weight, bias = wide.first
+    h = activate(x @ weight.T + (none if bias is None else bias), options.activation, options.threshold)
+    if wide.w_gate is not None:
+        u = x @ wide.w_up.T + (none if wide.b_up is None else wide.b_up)
+        h = h * (u.relu() if options.activation == "drelu" else u)
+    y = round_rows(h) @ wide.w_down
+    return y + sum(none if each is None else each for each in (wide.b_down, wide.residual))
+
+
+def error(y: Tensor, truth: Tensor) -> float:
+    return float((y.double() - truth).norm() / truth.norm().clamp(min=1e-30))
+
+
+KINDS = [
+    Case(),
+    Case(dtype=FP16, gate_up="tensor", down="output", residual=True),
+    Case(activation="relu2", down="tensor", biases=False, density=0.5),
+    Case(activation="fatrelu", dtype=FP16, density=0.5),
+    Case(activation="drelu", gate_up="tensor", down="tensor", residual=True),
+    Case(gated=False, down="output", density=0.3),
+    Case(gated=False, dtype=FP16, gate_up="tensor", biases=False, density=1.0),
+]
+
+
+# ---- meaning ----
+
+
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_the_meaning_is_that_of_the_dequantised_weights(case: Case) -> None:
+    operands, options = make(case)
+    y = run_block(operands, options)
+    assert y.dtype == case.dtype
+    # z and y are rounded, once each.
+    assert error(y, exact(operands, options)) < (1e-2 if case.dtype == BF16 else 2e-3)
+    dense = run_block(dequantised(operands).map(Tensor.double), options)
+    assert error(dense, exact(operands, options)) < 1e-6
+
+
+def test_scales_are_not_rounded_by_autocast() -> None:
+    operands, options = make(Case(gate_up="tensor"))
+    expected = run_block(operands, options)
+    with torch.autocast("cpu", dtype=BF16):
+        assert torch.equal(run_block(operands, options), expected)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_op_traces(gated: bool) -> None:
+    operands, options = make(Case(gated=gated, biases=False))
+    y = run_block(operands.map(lambda tensor: tensor.to("meta")), options)
+    assert (tuple(y.shape), y.dtype) == ((5, 72), BF16)
+
+
+def test_a_nan_of_x_reaches_its_row() -> None:
+    operands, options = make(Case())
+    operands.x[2, 3] = float("nan")
+    y = run_block(operands, options)
+    assert y[2].isnan().all() and not y[[0, 1, 3, 4]].isnan().any()
+
+
+def wrong(**changes: Any) -> tuple[dict[str, Any], str]:
+    message = changes.pop("message")
+    return changes, message
+
+
+WRONG = [
+    wrong(w_up_scale=None, message="weights of torch.float8_e4m3fn have a scale each, and others none: w_up_scale"),
+    wrong(w_up_scale=torch.ones(1, 128), message="w_up_scale must have shape () or (300, 1), got (1, 128)"),
+    wrong(w_down_scale=torch.ones(72), message="w_down_scale must have shape () or (300, 1) or (1, 72), got (72,)"),
+    wrong(w_gate_scale=torch.ones((), dtype=BF16), message="w_gate_scale must be torch.float32, got torch.bfloat16"),
+    wrong(w_down=torch.ones(300, 72, dtype=BF16), message="w_down must be torch.float8_e4m3fn, got torch.bfloat16"),
+    wrong(b_up=torch.ones(300), message="b_up must be torch.bfloat16 like x, got torch.float32"),
+    wrong(
+        **dict.fromkeys(("w_gate_scale", "w_up_scale", "w_down_scale")),
+        message="weights of torch.float8_e4m3fn have a scale each",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG, ids=lambda each: each if isinstance(each, str) else "")
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str, device: str) -> None:
+    operands, options = make(Case())
+    given = {name: value.to(device) for name, value in {**operands.named(), **changes}.items() if value is not None}
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+        run_block(Operands(**given), options)
+
+
+def test_there_are_no_gradients_and_no_node() -> None:
+    operands, options = make(Case())
+    with pytest.raises(ValueError, match="weights in eight bits have no node"):
+        node_attributes(operands, options)
+    operands.x.requires_grad_()
+    with pytest.raises(NotImplementedError, match="weights in eight bits has no gradients"):
+        run_block(operands, options)
+
+
+# ---- the C API ----
+
+SCALED = {"weight_dtype": library.E4M3}
+
+
+def problem(**changes: Any) -> library.Problem:
+    return library.Problem(**{"tokens": 100, "d_model": 72, "d_ff": 600, "d_out": 136, "compression": 8, **changes})
+
+
+@pytest.mark.parametrize("dtype", [0, 1])
+@pytest.mark.parametrize(("gate_up", "down"), itertools.product((0, 1), (0, 1, 2)))
+def test_problems_with_scales_are_valid(dtype: int, gate_up: int, down: int) -> None:
+    lib = library.load()
+    scaled = problem(**SCALED, dtype=dtype, gate_up_scale=gate_up, down_scale=down)
+    assert lib.twell_validate(scaled) is None
+    assert lib.twell_workspace_bytes(scaled) > lib.twell_workspace_bytes(problem(dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {**SCALED, "gate_up_scale": 2},
+        {**SCALED, "down_scale": 3},
+        {**SCALED, "gate_up_scale": -1},
+        {"gate_up_scale": 1},
+        {"down_scale": 1},
+    ],
+    ids=str,
+)
+def test_forms_of_scales_that_are_refused(changes: dict[str, int]) -> None:
+    fault = library.load().twell_validate(problem(**changes))
+    name = next(name for name in changes if name != "weight_dtype")
+    assert fault is not None and name in fault.decode()
+
+
+def test_pointers_to_scales() -> None:
+    lib = library.load()
+    names = ("x", "w_gate", "w_up", "w_down", "y", "w_gate_scale", "w_up_scale", "w_down_scale")
+    addresses = {name: (1 << 20) * (i + 1) for i, name in enumerate(names)}
+    assert lib.twell_validate_tensors(problem(**SCALED), library.Tensors(**addresses)) is None
+    for name in names[-3:]:
+        for address, word in ((None, "missing"), (8, "aligned")):
+            fault = lib.twell_validate_tensors(problem(**SCALED), library.Tensors(**{**addresses, name: address}))
+            assert fault.decode().startswith(f"{name} ") and word in fault.decode()
+    plain = {**addresses, "w_up": None}
+    fault = lib.twell_validate_tensors(problem(**SCALED, variant=1), library.Tensors(**plain))
+    assert fault == b"w_up_scale must be null in a plain block"
+
+
+def test_the_gate_alone_takes_16_bits() -> None:
+    assert library.load().twell_gate(problem(**SCALED), library.Tensors(), 256, None) == 1
+
+
+ROUTES = [
+    (1, "H100", ["one_or_two_tokens", "contribute", "add_contributions"]),
+    (8, "H100", ["few_tokens", "gate_up_few", "down_few"]),
+    (2048, "H100", ["many_tokens", "quantise", "gate_bytes_sm90", "widen", "sparse_down"]),
+    (2048, "A100", ["widened", "widen", "many_tokens", "gate_generic"]),
+]
+
+
+@pytest.mark.parametrize(("tokens", "gpu", "names"), ROUTES, ids=str)
+def test_routes(tokens: int, gpu: str, names: list[str]) -> None:
+    scaled = problem_of(
+        GATED, BlockOptions(activation="relu"), "bfloat16", tokens=tokens, d_model=2048, d_ff=5632, d_out=2048
+    )
+    set_scales(scaled, "neuron", "output")
+    found = library.describe(scaled, library.GPUS[gpu])
+    positions = [found.index(name) for name in names]
+    assert positions == sorted(positions)
+
+
+# ---- the kernels ----
+
+GPU_CASES = [
+    dataclasses.replace(case, tokens=tokens, d_model=d_model, d_ff=d_ff, d_out=d_out)
+    for (d_model, d_ff, d_out), tokens in itertools.product(
+        ((128, 300, 72), (72, 700, 136), (1024, 3000, 1032), (2048, 5632, 2048)),
+        (1, 2, 3, 8, 16, 17, 40, 65, 130, 1000),
+    )
+    for case in KINDS
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_no_error_is_larger_than_that_of_dense_fp8(case: Case) -> None:
+    operands, options = make(case, "cuda")
+    truth = exact(operands, options)
+    y = run_block(operands, options)
+    rounding = 2**-8 if case.dtype == BF16 else 2**-11
+    assert error(y, truth) <= max(error(exact(operands, options, eight_bits=True), truth), rounding)
+    for _ in range(3):
+        assert torch.equal(run_block(operands, options), y)
+    operands.x[-1, 1] = float("nan")
+    y = run_block(operands, options)
+    assert y[-1].isnan().all() and not y[:-1].isnan().any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 8, 300])
+def test_a_graph_replays_the_same(tokens: int) -> None:
+    operands, options = make(Case(tokens=tokens), "cuda")
+    expected = run_block(operands, options)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run_block(operands, options)
+    for _ in range(3):
+        y.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(y, expected)
