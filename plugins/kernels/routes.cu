@@ -197,13 +197,12 @@ cudaError_t launch_route(Call const& call, void* workspace) {
     bool const scaled = has_scales(call.problem);
     Route const route =
         scaled ? choose_scaled_route(call.problem, call.device) : choose_route(call.problem, call.device);
-    if (route == Route::kWidened) {
-        return launch_widened(call, workspace);
-    }
     if (call.device.trace != nullptr) {
         call.device.trace->add("route %s\n", name_of(route));
     }
     switch (route) {
+        case Route::kWidened:
+            return launch_widened(call, workspace);
         case Route::kOneOrTwoTokens:
             return launch_one_or_two(call, workspace);
         case Route::kFewTokens:

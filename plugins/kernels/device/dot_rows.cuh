@@ -193,7 +193,7 @@ __device__ __forceinline__ float dot_rows(uint16_t const* x_row, Stored const* c
                                           int begin, int const& end, uint32_t row, int count) {
     int const lane = threadIdx.x % kWarpSize;
     float sums[kRows] = {};
-    constexpr int kAtOnce = 2;
+    constexpr int kAtOnce = 4 / static_cast<int>(sizeof(Stored));  // rows, of as many bytes together
     constexpr int kSteps = 2;
     static_assert(kLeastDotColumns == kSteps * kWarpColumns, "else the order of a sum is another one");
     int column = lane * kVector;

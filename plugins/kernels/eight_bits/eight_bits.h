@@ -25,7 +25,7 @@ twell_problem widened_problem(twell_problem const& problem);
 twell_tensors widened_tensors(twell_tensors const& tensors, Widened const& widened);
 
 // Enqueues a kernel that writes them: each weight times its scale, rounded once. It does nothing where `needed`, a word
-// in device memory that the launch before the one before may have written, is 0; null: it is needed.
+// in device memory that is final when the launch before lets this one start, is 0; null: it is needed.
 cudaError_t launch_widen(Call const& call, Widened const& widened, uint32_t const* needed = nullptr);
 
 // x in eight bits, a scale a row: a row's largest magnitude becomes E4M3's largest number.

@@ -22,17 +22,21 @@ struct Matrix {
 
 struct Params {
     Matrix matrices[kMatrices];
-    uint32_t const* needed;  // 0: nothing is to be done; or null
+    uint32_t const* needed;  // 0: nothing is to be done; final before this launch may start; or null
 };
 
-// NOTE: the next kernel may start when all CTAs have left, not before: it may read weights through a cache that keeps
-// what was there when it started.
+// NOTE: if weights are written, the next kernel may start when all CTAs have left, not before: it may read them through
+// a cache that keeps what was there when it started.
 template <class Element>
 __global__ void __launch_bounds__(kThreads) widen_kernel(Params const params) {
-    wait_for_previous_launch();
     if (params.needed != nullptr && __ldcg(params.needed) == 0) {
+        allow_dependent_launch();
+        if (!ends_early(true)) {
+            wait_for_previous_launch();
+        }
         return;
     }
+    wait_for_previous_launch();
     for (int m = 0; m < kMatrices; ++m) {
         Matrix const& matrix = params.matrices[m];
         int64_t const step = int64_t{gridDim.x} * kThreads;
