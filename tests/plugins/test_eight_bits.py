@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from twellc.plugins import library
-from twellc.plugins.block import GATED, BlockOptions, Operands, problem_of, set_scales
+from twellc.plugins.block import GATED, PLAIN, BlockOptions, Operands, problem_of, set_scales
 from twellc.plugins.meaning import EIGHT_BITS, activate, dequantised
 from twellc.plugins.onnx_node import node_attributes
 from twellc.plugins.ops import run_block
@@ -264,6 +265,24 @@ GPU_CASES = [
     for case in KINDS
 ]
 
+# Blocks of tokens of every size that the gate has, on 132 multiprocessors.
+GPU_CASES += [
+    Case(tokens=tokens, d_ff=5632, dtype=dtype, density=0.01)
+    for tokens, dtype in itertools.product((65, 195, 390, 481, 585, 637, 676, 728), (BF16, FP16))
+]
+
+
+def called() -> Iterator[library.Problem]:
+    """Yield the problems of these cases, for the test that all kernels are reached."""
+    for case in GPU_CASES:
+        variant = GATED if case.gated else PLAIN
+        found = problem_of(
+            variant, BlockOptions(activation=case.activation), str(case.dtype).removeprefix("torch."),
+            tokens=case.tokens, d_model=case.d_model, d_ff=case.d_ff, d_out=case.d_out,
+        )  # fmt: skip
+        set_scales(found, case.gate_up, case.down)
+        yield found
+
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
@@ -272,7 +291,8 @@ def test_no_error_is_larger_than_that_of_dense_fp8(case: Case) -> None:
     truth = exact(operands, options)
     y = run_block(operands, options)
     rounding = 2**-8 if case.dtype == BF16 else 2**-11
-    assert error(y, truth) <= max(error(exact(operands, options, eight_bits=True), truth), rounding)
+    # Where both round x for the gate alone, both have the same error, and that of rounding y besides.
+    assert error(y, truth) <= max(error(exact(operands, options, eight_bits=True), truth) * 1.01, rounding)
     for _ in range(3):
         assert torch.equal(run_block(operands, options), y)
     operands.x[-1, 1] = float("nan")

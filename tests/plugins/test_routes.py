@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.plugins import cases
+from tests.plugins import cases, test_eight_bits
 from tests.plugins.calls import BEST, DENSE_BLOCK, GENERIC, GUARD_DECIDES, SM90, Call, Choice, Run, choose
 from tests.plugins.cases import Case, make_block
 from twellc.base.errors import UserError
@@ -336,6 +336,8 @@ def all_calls() -> Iterator[tuple[Problem, Run, int]]:
         yield of(case), GUARD_DECIDES, SM90
     for case, _ in cases.hot_table():
         yield of(case), GUARD_DECIDES, SM90
+    for scaled in test_eight_bits.called():
+        yield scaled, Run.ROUTES, BEST
     yield problem(300, 8192, 8192, 64), GUARD_DECIDES, BEST  # test_direct.test_columns_in_several_launches
 
 
