@@ -92,11 +92,26 @@ struct E4m3 {
     uint8_t bits;
 };
 
-// Four neighbours as fp16, which holds all numbers of E4M3, as does bf16.
+// Two neighbours as fp16, which holds all numbers of E4M3, as does bf16.
+__device__ __forceinline__ uint32_t e4m3_to_fp16_pair(uint32_t two) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+    // No instruction does it: exponent and mantissa move to their places, and the exponents' biases differ by 8.
+    uint32_t const bits = __byte_perm(two, 0, 0x1404);
+    uint32_t const magnitudes = bits & 0x7f007f00u;
+    uint32_t const nans = __vcmpeq2(magnitudes, 0x7f007f00u) & 0x7fff7fffu;
+    uint32_t const scaled = (bits & 0x80008000u) | magnitudes >> 1;
+    __half2 const values =
+        __hmul2(*reinterpret_cast<__half2 const*>(&scaled), __half2half2(__ushort_as_half(0x5c00)));  // 2^8
+    return *reinterpret_cast<uint32_t const*>(&values) | nans;
+#else
+    __half2_raw const values = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(two), __NV_E4M3);
+    return values.x | static_cast<uint32_t>(values.y) << 16;
+#endif
+}
+
+// Four neighbours.
 __device__ __forceinline__ uint2 e4m3_to_fp16(uint32_t four) {
-    __half2_raw const low = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(four), __NV_E4M3);
-    __half2_raw const high = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(four >> 16), __NV_E4M3);
-    return make_uint2(low.x | static_cast<uint32_t>(low.y) << 16, high.x | static_cast<uint32_t>(high.y) << 16);
+    return make_uint2(e4m3_to_fp16_pair(four), e4m3_to_fp16_pair(four >> 16));
 }
 
 // Four neighbours rounded; what is above 448 becomes 448.
