@@ -6,6 +6,7 @@ something. Every test first lets transformers alone ask it, to be sure that the 
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -156,8 +157,7 @@ def configured(source: Path, folder: Path, changes: dict[str, Any], part: str = 
 
 
 def test_kernels_are_missing_for_transformers() -> None:
-    from transformers.integrations import hub_kernels
-
+    hub_kernels: Any = importlib.import_module("transformers.integrations.hub_kernels")
     before = hub_kernels.is_kernels_available
     with nothing_fetched():
         assert not hub_kernels.is_kernels_available()
