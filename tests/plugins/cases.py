@@ -432,7 +432,7 @@ def make_active(block: Block, neurons: torch.Tensor, share: float) -> None:
     block.w_gate[neurons, 0] = -statistics.NormalDist().inv_cdf(1 - share)
 
 
-def choose(d_ff: int, count: int) -> torch.Tensor:
+def choose_neurons(d_ff: int, count: int) -> torch.Tensor:
     return torch.randperm(d_ff)[:count].sort().values
 
 

@@ -11,8 +11,18 @@ import pytest
 import torch
 
 from tests.plugins import calls, cases, reference
-from tests.plugins.calls import BEST, SM90, Call, assert_guards, assert_same_bits, choose, run_dense, run_poisoned
-from tests.plugins.cases import FP16, HOT_BASE, Case, chunk_table, hot_table, make_active, make_block, unequal_block
+from tests.plugins.calls import BEST, SM90, Call, assert_guards, assert_same_bits, run_dense, run_poisoned
+from tests.plugins.cases import (
+    FP16,
+    HOT_BASE,
+    Case,
+    choose_neurons,
+    chunk_table,
+    hot_table,
+    make_active,
+    make_block,
+    unequal_block,
+)
 from tests.plugins.reference import Block
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, calls.needs_sm90]
@@ -140,7 +150,7 @@ def case_id(value: object) -> str:
 def test_hot_neurons_against_float64(case_and_count: tuple[Case, int], dense: float) -> None:
     case, count = case_and_count
     block = make_block(case)
-    chosen = choose(case.d_ff, count)
+    chosen = choose_neurons(case.d_ff, count)
     make_active(block, chosen, 0.33)
     call = Call(block, case.compression)
     y = run_call(call, int(case.rows * dense))
@@ -169,7 +179,7 @@ def test_hot_neurons_side_by_side() -> None:
 
 def test_small_calls_do_not_look_for_hot_neurons() -> None:
     block = make_block(Case(rows=4200, d_model=1024, d_ff=2816, d_out=1024, density=0.01))
-    make_active(block, choose(2816, 100), 0.4)
+    make_active(block, choose_neurons(2816, 100), 0.4)
     call = Call(block, 8)
     y = run_dense(call, 0, BEST)
     reference.assert_close(y, block)
@@ -178,7 +188,7 @@ def test_small_calls_do_not_look_for_hot_neurons() -> None:
 
 def test_large_calls_have_hot_neurons() -> None:
     block = make_block(Case(rows=16384, d_model=2048, d_ff=5632, d_out=136, density=0.003))
-    chosen = choose(5632, 100)
+    chosen = choose_neurons(5632, 100)
     make_active(block, chosen, 0.2)
     by_itself, forced = Call(block, 8), Call(block, 8)
     by_itself.mlp()
@@ -192,7 +202,7 @@ def test_large_calls_have_hot_neurons() -> None:
 def test_rows_that_are_dense_by_the_guard(step: int) -> None:
     """All rows, where nothing is to be multiplied, and a part of them."""
     block = unequal_block(8192, 0.0, 0.001)
-    chosen = choose(2816, 100)
+    chosen = choose_neurons(2816, 100)
     make_active(block, chosen, 0.3)
     sparse = Call(block, 8)
     run_call(sparse)  # before any row is dense: dense ones take the memory of hot neurons
@@ -208,7 +218,7 @@ def test_rows_that_are_dense_by_the_guard(step: int) -> None:
 
 def test_hot_neurons_are_repeatable() -> None:
     block = make_block(dataclasses.replace(HOT_BASE, d_ff=5632, d_model=512))
-    make_active(block, choose(5632, 100), 0.4)
+    make_active(block, choose_neurons(5632, 100), 0.4)
     block.x[7, 3] = float("nan")
     call = Call(block, 8)
     calls.assert_repeatable(lambda: run_poisoned(call, 0, SM90))
@@ -223,7 +233,7 @@ def test_replays_choose_hot_neurons_again() -> None:
     replay = calls.replays(call, lambda: call.start_steps(0, SM90))
     w_gate = block.w_gate.clone()
     for count in (60, 0, 90):
-        chosen = choose(1600, count)
+        chosen = choose_neurons(1600, count)
         block.w_gate.copy_(w_gate)
         make_active(block, chosen, 0.4)
         reference.assert_close(replay(), block)
@@ -234,7 +244,7 @@ def test_replays_choose_hot_neurons_again() -> None:
 def test_hot_neurons_on_streams_at_once() -> None:
     blocks = [make_block(dataclasses.replace(HOT_BASE, d_ff=3000)) for _ in range(3)]
     for block in blocks:
-        make_active(block, choose(3000, 80), 0.3)
+        make_active(block, choose_neurons(3000, 80), 0.3)
     calls.assert_streams_agree([Call(block, 8) for block in blocks], lambda call: call.start_steps(0, SM90), runs=1)
 
 
@@ -251,6 +261,6 @@ def test_sanitize_hot_neurons(case_and_count: tuple[Case, int], dense: int) -> N
     """What sanitize.py runs."""
     case, count = case_and_count
     block = make_block(case, integers=True, device="cpu")
-    block.w_gate[choose(case.d_ff, count), 0] = -1
+    block.w_gate[choose_neurons(case.d_ff, count), 0] = -1
     call = calls.run_plain_buffers(block, lambda call: call.start_steps(dense, SM90), case.compression)
     assert dense > 0 or calls.hot_neurons(call)

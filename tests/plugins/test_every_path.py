@@ -17,7 +17,17 @@ import torch
 
 from tests.plugins import calls, cases, reference
 from tests.plugins.calls import DENSE_BLOCK, SM90, Call, assert_guards, assert_same_bits, run_dense, run_poisoned
-from tests.plugins.cases import BF16, FP16, HOT_BASE, MANY_NEURONS, SPLIT_BASE, Case, choose, make_block, split_block
+from tests.plugins.cases import (
+    BF16,
+    FP16,
+    HOT_BASE,
+    MANY_NEURONS,
+    SPLIT_BASE,
+    Case,
+    choose_neurons,
+    make_block,
+    split_block,
+)
 from tests.plugins.reference import Block
 
 pytestmark = pytest.mark.gpu
@@ -45,7 +55,7 @@ class Path:
 def draw_hot(case: Case) -> Block:
     """Draw a block with hot neurons, of which NEURON is one."""
     block = make_block(case)
-    chosen = torch.cat([choose(case.d_ff, 60), torch.tensor([NEURON])])
+    chosen = torch.cat([choose_neurons(case.d_ff, 60), torch.tensor([NEURON])])
     cases.make_active(block, chosen, 0.4)
     call = Call(block, 8)
     run_dense(call, 0, SM90)
