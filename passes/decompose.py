@@ -7,6 +7,7 @@ After:  the same ops without aliasing; `aten.linear` and the rest stay whole. Of
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -92,8 +93,9 @@ def _node_by_node(traced: ExportedProgram) -> ExportedProgram | None:
     """Return what `_traced_again` does, in a tenth of the time: only operations that it would change are traced.
 
     These are the ones that may return a view of an operand, such as `reshape` and `to`. None is returned for a program
-    whose operations write to tensors or run graphs; for one from an archive, as tracing it again shows whether its
-    shapes fit together; and for one whose dtypes are not those that it computes, as torch.export leaves it in autocast.
+    whose operations write to tensors, run graphs or are functions of torch.func; for one from an archive, as tracing it
+    again shows whether its shapes fit together; and for one whose dtypes are not those that it computes, as
+    torch.export leaves it in autocast.
     """
     from_archive = "inline_constraints" not in traced.graph_module.meta  # which torch.export notes
     if from_archive or any(_writes_or_nests(node) or _computes_another_dtype(node) for node in traced.graph.nodes):
@@ -118,9 +120,14 @@ def _computes_another_dtype(node: Node) -> bool:
 
 
 def _writes_or_nests(node: Node) -> bool:
-    """Whether a node writes to a tensor, makes one of a constant that others may write to, or has an inner graph."""
+    """Whether a node writes to a tensor, makes one of a constant that others may write to, or has an inner graph.
+
+    So has what `torch.func.vmap` leaves: functions that give tensors, and are not operators.
+    """
     if node.op == "get_attr" or isinstance(node.target, HigherOrderOperator):
         return True
+    if node.op == "call_function" and not isinstance(node.target, OpOverload) and node.target is not operator.getitem:
+        return isinstance(node.meta.get("val"), torch.Tensor)
     lifts = node.target in (aten.lift_fresh.default, aten.lift_fresh_copy.default)
     return lifts or (isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable)
 

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.dropout import _DropoutNd
 
 from twellc.base.errors import UserError
-from twellc.base.torch_private import is_traceable_wrapper_subclass, top_saved_tensors_default_hooks
+from twellc.base.torch_private import DropoutNd, is_traceable_wrapper_subclass, top_saved_tensors_default_hooks
 from twellc.eager.hidden import Blended, Deferred, Hidden, holds_hidden, real
 from twellc.eager.module_blocks import Operand, Optimized, has_global_hooks, has_hooks
 from twellc.eager.sharded import is_sharded, local_of, sum_over_ranks
@@ -386,7 +385,7 @@ def _of_training(
 
 def _drops(module: nn.Module) -> bool:
     """Whether it is dropout that is switched on."""
-    return isinstance(module, _DropoutNd) and module.training and module.p > 0
+    return isinstance(module, DropoutNd) and module.training and module.p > 0
 
 
 def _is_plain(x: Tensor) -> bool:
