@@ -71,17 +71,16 @@ def open_candidate(options: CheckOptions, folder: Path, progress: Callable[[str]
         raise UserError(str(path), "there is no such file", expected="an ONNX file or a plan")
     if looks_like_onnx(path):
         progress("reading the candidate")
-        candidate = _open_onnx(path)
-        _refuse_foreign(options, candidate.settings)
-        return candidate
+        return _open_onnx(options, path)
     if is_plan(path):
         return _open_plan(options, folder, progress)
     raise UserError(str(path), "is neither an ONNX file nor a plan with its manifest beside it")
 
 
-def _open_onnx(path: Path) -> Candidate:
+def _open_onnx(options: CheckOptions, path: Path) -> Candidate:
     model = load_onnx(path)
     settings = noted_settings(model)
+    _refuse_foreign(options, settings)
     evaluator = OnnxEvaluator(path, model)
     executed = "the ONNX graph, in onnx's reference evaluator"
     if runs_kernels():
@@ -125,9 +124,9 @@ def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], No
             steps=None if manifest.cache is None else plan_steps(opened, manifest),
         )
     if is_kept:
-        candidate, source = _open_onnx(kept), f"{kept.name}, the ONNX graph that it was built from"
+        candidate, source = _open_onnx(options, kept), f"{kept.name}, the ONNX graph that it was built from"
     else:
-        candidate = _open_onnx(_graph_made_again(options, manifest, folder, progress))
+        candidate = _open_onnx(options, _graph_made_again(options, manifest, folder, progress))
         source = "the ONNX graph that it was built from, made again"
     executed = candidate.executed.replace("the ONNX graph", source, 1)
     note = f"the plan itself was NOT run: {obstacle}"
