@@ -114,6 +114,8 @@ def promoting_by_known_values() -> Iterator[None]:
 
     It runs every operator on shapes for that, which takes seconds in a deep model. Those whose operands it casts are
     still run.
+
+    It replaces a class of torch for all threads: enter it under `PROCESS_WIDE`, as `quiet_torch` holds it.
     """
     from twellc.base import torch_private
 
