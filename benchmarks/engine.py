@@ -5,7 +5,7 @@ python benchmarks/engine.py --smoke
 
 The model is that of model.py, with fewer layers. Contestants are two plans of the same export, one with all
 feed-forward blocks rewritten (twell) and one with none (dense), in each form of attention that is asked for; and torch,
-eager and compiled, dense and rewritten, and compiled with packed blocks and with FP8 ones (see
+eager and compiled, dense and rewritten, and compiled with packed blocks, with FP8 and with INT4 ones (see
 `twellc.benchmarking.forms`), with two kinds of attention: `sdpa` is transformers' own, whose mask keeps torch from its
 causal kernel where the model is compiled or exported; `causal` is that kernel, without a mask.
 
@@ -46,7 +46,7 @@ from torch.utils import _pytree as pytree
 from twellc.base.errors import UserError, first_line
 from twellc.benchmarking.blocks import dense_models, see_blocks
 from twellc.benchmarking.contest import Contest
-from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, dense_forms
+from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, LOSSY, dense_forms
 from twellc.benchmarking.plans import add_plan
 from twellc.compiling.manifest import manifest_path
 from twellc.export.runner import Execution, OpenPlan, engine_layers, open_plan, prepare
@@ -269,7 +269,7 @@ def add_torch(contest: Contest, model: Logits, ids: Tensor, rewritten: bool) -> 
             contest.failed[f"torch rewritten, {attention}"] = f"{type(error).__name__}: {first_line(error)}"
         for label, module in modules.items():
             call = functools.partial(module, ids)
-            contest.add(f"torch {label}, {attention}", call, module, lossy=label == FP8)
+            contest.add(f"torch {label}, {attention}", call, module, lossy=label in LOSSY)
 
 
 def _compiled(module: Any) -> Any:

@@ -7,10 +7,11 @@ python benchmarks/generate.py --smoke
 The model is that of model.py, 1.5 billion parameters, and every contestant keeps its keys and values in the static
 cache that `twellc generate` has, and attends to it with torch's scaled_dot_product_attention. A step is one new token
 of each sequence in the last place of a full cache, the greedy choice included, as a CUDA graph. Contestants are the
-dense model, eager, compiled, and compiled with gate and up in one product; that with blocks in FP8; the blocks by the
-`twell` ops, eager and compiled; and with --plans a dense and a rewritten plan of `twellc compile --kv-cache`, which
-need full TensorRT. All take turns, in a new order in each repetition. Before that, the logits of each are compared with
-float64. Plans that are in the folder already are used again, so that building and timing may be two calls.
+dense model, eager, compiled, and compiled with gate and up in one product; that with blocks in FP8 and in INT4; the
+blocks by the `twell` ops, eager and compiled; and with --plans a dense and a rewritten plan of `twellc compile
+--kv-cache`, which need full TensorRT. All take turns, in a new order in each repetition. Before that, the logits of
+each are compared with float64. Plans that are in the folder already are used again, so that building and timing may be
+two calls.
 
 By the contestants of twellc a whole answer is decoded, too, which gives tokens a second as a user has them, and the gap
 that the host leaves between two steps.
@@ -43,7 +44,21 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 import twellc
 from twellc.base.errors import first_line
 from twellc.benchmarking.contest import Contest
-from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, PACKED, Block, Fp8, Packed, takes_fp8
+from twellc.benchmarking.forms import (
+    BASELINES,
+    COMPILED,
+    EAGER,
+    FP8,
+    INT4,
+    LOSSY,
+    PACKED,
+    Block,
+    Fp8,
+    Int4,
+    Packed,
+    takes_fp8,
+    takes_int4,
+)
 from twellc.benchmarking.plans import PLAN_DENSE, PLAN_TWELL
 from twellc.generation.backend import Backend
 from twellc.generation.choice import Prompt
@@ -53,7 +68,7 @@ from twellc.generation.steps import Decoder
 
 TWELL_EAGER, TWELL_COMPILED = "twell eager", "twell compiled"
 # Where these stand among the contestants, the first one is the yardstick of errors.
-LABELS = (EAGER, COMPILED, PACKED, FP8, TWELL_EAGER, TWELL_COMPILED, PLAN_DENSE, PLAN_TWELL)
+LABELS = (EAGER, COMPILED, PACKED, FP8, INT4, TWELL_EAGER, TWELL_COMPILED, PLAN_DENSE, PLAN_TWELL)
 _PLANS = {PLAN_DENSE: "none", PLAN_TWELL: "all"}  # values of --layers
 _CHECKED_ROWS = 2
 _COUNTED = (4, 512)  # sequences and tokens in which active neurons are counted
@@ -116,8 +131,11 @@ def make_contestants(model: Any, cache: int, labels: set[str], prefill: bool) ->
         TWELL_COMPILED: ours,
     }
     layer = model.model.layers[0].mlp
-    if takes_fp8(Block(layer.gate_proj.weight, layer.up_proj.weight, layer.down_proj.weight)):
+    block = Block(layer.gate_proj.weight, layer.up_proj.weight, layer.down_proj.weight)
+    if takes_fp8(block):
         made[FP8] = lambda: with_forms(model, Fp8, calibration)
+    if takes_int4(block):
+        made[INT4] = lambda: with_forms(model, lambda block, _: Int4(block), calibration)
     chosen = [label for label in LABELS if label in made and label in labels]
     return {label: functools.partial(backend, made[label], label) for label in chosen}
 
@@ -202,7 +220,7 @@ def measure(
         except Exception as error:  # whatever it is, the others go on
             contest.failed[label] = f"{type(error).__name__}: {first_line(error)}"
             continue
-        contest.add(label, call(), backend, lossy=label == FP8)
+        contest.add(label, call(), backend, lossy=label in LOSSY)
         if label in contest and not prefill and "twell" in label:
             answers[label] = functools.partial(whole_answer, backend, ids)
     times = {label: each.to_json() for label, each in contest.time(repeats).items()}
@@ -254,7 +272,7 @@ def page_of(report: dict[str, Any]) -> str:
         f"{report['arguments']}"
     ]
     blocks.append("Milliseconds, median:\n\n" + table(["", *results], rows))
-    rivals = {"the fastest dense form in bf16": BASELINES, "dense FP8": (FP8,), "the dense plan": (PLAN_DENSE,)}
+    rivals = {"the fastest dense form in bf16": BASELINES, FP8: (FP8,), INT4: (INT4,), "the dense plan": (PLAN_DENSE,)}
     rows = []
     for ours in (label for label in labels if "twell" in label):
         for name, theirs in rivals.items():

@@ -146,7 +146,7 @@ def test_table_row(benchmark_module: Callable[[str], Any]) -> None:
     result: dict[str, Any] = {"tokens": 4, "mean_nonzeros": 28.0, "max_nonzeros": 60}
     result["times"] = {name: {"median_us": value} for name, value in times.items()}
     row = block.table_row(result)
-    assert row == "| 4 | 28.0 / 60 | 30.0 | - | 20.0 | - | 8.0 | 10.0 (1.25) | 10.0 | 2.00 | - |"
+    assert row == "| 4 | 28.0 / 60 | 30.0 | - | 20.0 | - | - | 8.0 | 10.0 (1.25) | 10.0 | 2.00 | - |"
     assert row.count("|") == block.HEADER.splitlines()[0].count("|")
     result["times"]["dense FP8"] = {"median_us": 9.0}
     assert block.table_row(result).endswith("| 2.00 | 0.90 |")

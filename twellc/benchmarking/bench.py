@@ -3,7 +3,7 @@
 At each shape there are two contests, in CUDA graphs, of contestants that take turns. In the first everybody runs the
 whole model, in the second the rewritten blocks alone, one after the other, on what they see in the model. Before that,
 results are compared with float64: a contestant whose error exceeds twice the eager model's is left out, but for
-FP8, and what lacks pruned neurons, which are as wrong as they are. At last each block is timed by itself.
+FP8 and INT4, and what lacks pruned neurons, which are as wrong as they are. At last each block is timed by itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from twellc.benchmarking.blocks import (
 )
 from twellc.benchmarking.contest import Contest, time_rotated
 from twellc.benchmarking.energy import EnergyMeter
-from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, dense_forms, many_sizes
+from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, FP8_TUNED, LOSSY, dense_forms, many_sizes, tuned
 from twellc.benchmarking.inputs import make_samples
 from twellc.benchmarking.plans import PLAN_TWELL, add_plan, build_plans, profiles_of, why_no_plans
 from twellc.benchmarking.plot import refuse_plot, write_plot
@@ -107,7 +107,7 @@ def _what_it_would_do(options: BenchOptions) -> str:
     plans = "; plans of both, where full TensorRT is installed" if options.tensorrt else ""
     return (
         f"With a GPU it would time {options.model} at {shapes}: the original and the rewritten model, {compiled}, in "
-        f"CUDA graphs; beside them dense blocks with gate and up in one product, in bf16 and in FP8{plans}."
+        f"CUDA graphs; beside them dense blocks with gate and up in one product, in bf16, FP8 and INT4{plans}."
     )
 
 
@@ -238,7 +238,7 @@ class _Shape:
         self._modules = [layer.module for layer in chosen]
         pruned = any(layer.neurons is not None and layer.neurons.dead for layer in chosen)
         # Their error has no limit: what is pruned lacks what its neurons would add.
-        self._lossy = {FP8, *((TWELL, TWELL_EAGER, TWELL_COMPILED, PLAN_TWELL) if pruned else ())}
+        self._lossy = {*LOSSY, *((TWELL, TWELL_EAGER, TWELL_COMPILED, PLAN_TWELL) if pruned else ())}
 
     def run(
         self,
@@ -256,15 +256,18 @@ class _Shape:
         seen = see_blocks(whole, args, kwargs)
         tokens = seen[0].x.numel() // seen[0].x.shape[-1]
         densities = [float(each.block.active(each.x).double().mean()) for each in seen]
-        forms = [dense_forms(each.block, each.x, self._options.compiled) for each in seen]
+        options = self._options
+        forms = [dense_forms(each.block, each.x, options.compiled, max_autotune=options.max_autotune) for each in seen]
         modules: dict[str, Any] = {
             EAGER: dense.module(check_guards=False),
             TWELL_EAGER: ours.module(check_guards=False),
         }
-        if self._options.compiled:
+        if options.compiled:
             modules |= {COMPILED: _compiled(modules[EAGER]), TWELL_COMPILED: _compiled(modules[TWELL_EAGER])}
         models = dense_models(whole, forms)
-        modules |= {name: _compiled(each) for name, each in models.items()} if self._options.compiled else models
+        modules |= {name: _compiled(each) for name, each in models.items()} if options.compiled else models
+        if options.max_autotune and FP8 in models:
+            modules[FP8_TUNED] = tuned(models[FP8])
         contest = Contest(truth, self._draw, language_model=False)
         for label, module in modules.items():
             contest.add(label, functools.partial(module, *args, **kwargs), module, lossy=label in self._lossy)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from twellc.base.torch_private import schema_of
-from twellc.benchmarking.forms import COMPILED, FP8, PACKED, Block, dense_forms
+from twellc.benchmarking.forms import COMPILED, FP8, INT4, PACKED, Block, dense_forms
 from twellc.benchmarking.timing import sets_in_rotation
 from twellc.passes.decide import options_of
 from twellc.passes.match.find_ffn import find_ffn_blocks
@@ -78,13 +78,13 @@ def see_blocks(program: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str
 
 
 def dense_models(program: ExportedProgram, forms: list[dict[str, Form]]) -> dict[str, nn.Module]:
-    """Return a rewritten program as modules that compute its blocks packed and in FP8, by the names of these forms.
+    """Return a rewritten program as modules that compute its blocks packed, in FP8 and in INT4, by these names.
 
     Args:
         program: The program.
         forms: The forms of each block by name; what not all of them have is left out.
     """
-    chosen = [name for name in (PACKED, FP8) if all(name in own for own in forms)]
+    chosen = [name for name in (PACKED, FP8, INT4) if all(name in own for own in forms)]
     return {name: with_forms(program, [own[name] for own in forms]) for name in chosen}
 
 
@@ -110,12 +110,12 @@ def rotated_calls(whole: Seen, own: Seen, names: list[str]) -> dict[str, list[Ca
     Args:
         whole: The block with all neurons.
         own: The block as twell computes it.
-        names: The dense forms, by which to compute it beside twell, none in FP8.
+        names: The dense forms, by which to compute it beside twell, none of `LOSSY`.
     """
     weights = [each for each in vars(whole.block).values() if isinstance(each, Tensor)]
     more = sets_in_rotation(sum(each.numel() * each.element_size() for each in weights)) - 1
     blocks = [whole.block, *(whole.block.copy() for _ in range(more))]
-    forms = [dense_forms(block, own.x, COMPILED in names, with_fp8=False) for block in blocks]
+    forms = [dense_forms(block, own.x, COMPILED in names, with_lossy=False) for block in blocks]
     calls: dict[str, list[Callable[[], Tensor]]] = {
         name: [functools.partial(form[name], own.x) for form in forms] for name in names
     }

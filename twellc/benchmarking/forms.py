@@ -4,9 +4,13 @@
     compiled   the same through torch.compile
     packed     gate and up in one product, one compiled kernel for the activation, as serving engines do
     FP8        packed, with weights, x and the hidden tensor in E4M3, one scale each; x and the hidden tensor are
-               quantised by compiled kernels, with scales that were calibrated beforehand
+               quantised by compiled kernels, with scales that were calibrated beforehand; in a model that is compiled
+               as a whole these are the kernels of the norm before the block and of the activation
+    … tuned    the same, compiled as a whole with max-autotune: torch then chooses among kernels of its own, too
+    INT4       packed, with weights of 4 bits, a scale for 128 inputs of a neuron, rounded to nearest; x and the hidden
+               tensor stay in bf16
 
-The fastest of the first three is the baseline of every speed-up. FP8 rounds more and stands beside it.
+The fastest of the first three is the baseline of every speed-up. FP8 and INT4 round more and stand beside it.
 """
 
 from __future__ import annotations
@@ -26,13 +30,20 @@ from twellc.base.torch_private import dynamo, scaled_mm
 from twellc.plugins.meaning import activate
 
 EAGER, COMPILED, PACKED, FP8 = "dense eager", "dense compiled", "dense packed", "dense FP8"
+FP8_TUNED, INT4 = "dense FP8 tuned", "dense INT4"
 BASELINES = (EAGER, COMPILED, PACKED)
+# They round more than the model's dtype does.
+LOSSY = (FP8, FP8_TUNED, INT4)
 
 _FP8_DTYPE = torch.float8_e4m3fn
 _FP8_MAX = torch.finfo(_FP8_DTYPE).max
 _FP8_CAPABILITY = (8, 9)
 # cuBLAS takes FP8 matrices whose sizes are multiples of this.
 _FP8_MULTIPLE = 16
+# torch's product with weights of 4 bits: a scale for so many inputs, tiles of 16 inputs that it packs together.
+_INT4_CAPABILITY = (8, 0)
+_INT4_GROUP = 128
+_INT4_TILES = 8
 # Sizes that torch compiles one function for.
 _MOST_SIZES = 1024
 
@@ -224,6 +235,58 @@ def _product(
     return result
 
 
+class Int4:
+    """A block with weights of 4 bits, with gate and up in one product; x is bf16."""
+
+    def __init__(self, block: Block) -> None:
+        """Quantise the weights."""
+        self._block = block
+        weight, self._bias = packed_weights(block)
+        self._weight, self._down = _packed_int4(weight), _packed_int4(block.down)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute y [..., d_out] of x [..., d_model]."""
+        block, rows = self._block, x.reshape(-1, x.shape[-1])
+        gate_up = _int4_product(rows, self._weight, self._bias)
+        h = _fused(_combine_packed, gate_up, block.up is not None, block.activation, block.threshold)
+        y = _int4_product(h, self._down, block.down_bias)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def takes_int4(block: Block) -> bool:
+    """Whether GPU, type and widths allow for weights of 4 bits."""
+    widths = (*block.gate.shape, len(block.down))
+    return (
+        torch.cuda.get_device_capability() >= _INT4_CAPABILITY
+        and block.gate.dtype == torch.bfloat16
+        and all(width % _INT4_GROUP == 0 for width in widths)
+    )
+
+
+def quantise_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Round a weight [rows, columns] to q · scale with q of -8 to 7.
+
+    Returns:
+        q + 8, uint8 [rows, columns], and the scales, bf16 [rows, columns / 128].
+    """
+    groups = weight.float().reshape(len(weight), -1, _INT4_GROUP)
+    scale = (groups.abs().amax(-1) / 7).clamp(min=torch.finfo(torch.bfloat16).tiny).to(torch.bfloat16)
+    q = (groups / scale.float().unsqueeze(-1)).round().clamp(-8, 7) + 8
+    return q.flatten(1).to(torch.uint8), scale
+
+
+def _packed_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a weight as torch's product of 4 bits takes it: its elements, and scales and zeros."""
+    q, scale = quantise_int4(weight)
+    packed = torch.ops.aten._convert_weight_to_int4pack(q[:, ::2] << 4 | q[:, 1::2], _INT4_TILES)
+    return packed, torch.stack([scale, torch.zeros_like(scale)], -1).transpose(0, 1).contiguous()
+
+
+def _int4_product(rows: Tensor, weight: tuple[Tensor, Tensor], bias: Tensor | None) -> Tensor:
+    y: Tensor = torch.ops.aten._weight_int4pack_mm(rows, weight[0], _INT4_GROUP, weight[1])
+    return y if bias is None else y + bias
+
+
 def compiled_dense(block: Block) -> Callable[[Tensor], Tensor]:
     """Return the block through torch.compile, for exactly the sizes of each call; blocks of one form share it."""
     weights = (block.gate, block.up, block.down, block.gate_bias, block.up_bias, block.down_bias)
@@ -240,7 +303,7 @@ def _dense(x: Tensor, *weights: Any) -> Tensor:
 
 
 def dense_forms(
-    block: Block, x: Tensor, with_compiled: bool = True, with_fp8: bool = True
+    block: Block, x: Tensor, with_compiled: bool = True, with_lossy: bool = True, max_autotune: bool = False
 ) -> dict[str, Callable[[Tensor], Tensor]]:
     """Return the dense forms of a block by name, as far as GPU and widths allow for them.
 
@@ -248,12 +311,22 @@ def dense_forms(
         block: The block.
         x: What FP8 is calibrated on, [..., d_model].
         with_compiled: Whether to have the form that is compiled as a whole.
-        with_fp8: Whether to have the form in FP8.
+        with_lossy: Whether to have the forms in FP8 and INT4.
+        max_autotune: Whether to have FP8 compiled with max-autotune.
     """
     forms: dict[str, Callable[[Tensor], Tensor]] = {EAGER: block.dense}
     if with_compiled:
         forms[COMPILED] = compiled_dense(block)
     forms[PACKED] = Packed(block)
-    if with_fp8 and takes_fp8(block):
+    if with_lossy and takes_fp8(block):
         forms[FP8] = Fp8(block, x)
+        if max_autotune:
+            forms[FP8_TUNED] = tuned(forms[FP8])
+    if with_lossy and takes_int4(block):
+        forms[INT4] = Int4(block)
     return forms
+
+
+def tuned(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function through torch.compile with max-autotune, for exactly the sizes of each call."""
+    return torch.compile(function, dynamic=False, mode="max-autotune-no-cudagraphs")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from twellc.base.records import Amount, Record, Share, Size, Time
 from twellc.benchmarking.blocks import TWELL
-from twellc.benchmarking.forms import BASELINES, FP8
+from twellc.benchmarking.forms import BASELINES, FP8, FP8_TUNED, INT4
 from twellc.benchmarking.timing import CallTime, Machine
 from twellc.passes.report import Layer
 
@@ -34,7 +34,7 @@ class Standings(Record):
 
     @property
     def baseline(self) -> str | None:
-        """The fastest of the dense contestants in torch, without FP8; None where all failed."""
+        """The fastest of the dense contestants in torch, without FP8 and INT4; None where all failed."""
         return self.fastest(BASELINES)
 
     @property
@@ -56,7 +56,7 @@ class BlockTimes(Record):
 
     Attributes:
         module: Path of its module.
-        dense: The fastest dense form of it in torch, without FP8.
+        dense: The fastest dense form of it in torch, without FP8 and INT4.
         dense_us: Time of this form.
         twell_us: Time of TwELL.
     """
@@ -101,7 +101,7 @@ class BenchResult(Record):
         schema: The version of this form.
         machine: What was measured on and with.
         model: Name of the model.
-        dtype: Precision of the models but FP8.
+        dtype: Precision of the models but FP8 and INT4.
         inputs: What was run on, in words.
         notes: What the user should know.
         layers: What became of each feed-forward block.
@@ -131,7 +131,8 @@ def gains_of(labels: tuple[str, ...], tokens: Sequence[int], standings: Sequence
 TWELL_EAGER, TWELL_COMPILED = "twell eager", "twell compiled"
 SHOWN = {
     "twell": (TWELL, TWELL_EAGER, TWELL_COMPILED),
-    FP8: (FP8,),
+    FP8: (FP8, FP8_TUNED),
+    INT4: (INT4,),
     "plan twell": ("plan twell",),
     "plan dense": ("plan dense",),
 }

@@ -144,6 +144,7 @@ class BenchOptions(TracingOptions, DecisionOptions, SampleOptions):
             such as 1x1,1x512,4x2048. Default: one token, and some prompts.
         repeats: How often each contestant is timed; they take turns.
         compiled: Measure what torch.compile makes of the models, too, which may take minutes a shape.
+        max_autotune: Measure FP8 through torch.compile with max-autotune, too, which takes minutes more.
         tensorrt: Build and measure plans, too, where full TensorRT is installed.
         plot: Draw the speed-ups, as .svg, .png or .pdf; needs matplotlib.
         overwrite: Replace an existing picture or data file.
@@ -152,6 +153,7 @@ class BenchOptions(TracingOptions, DecisionOptions, SampleOptions):
     shapes: tuple[Shape, ...] = option((), "SIZES,...", parse_sizes, separator=",")
     repeats: int = option(20, "N", COUNT)
     compiled: bool = option(True)
+    max_autotune: bool = option(False)
     tensorrt: bool = option(True)
     plot: Path | None = option(None, "FILE", OUTPUT)
     overwrite: bool = option(False)

@@ -116,6 +116,7 @@ class BenchKeywords(TracingKeywords, DecisionKeywords, SampleKeywords, RunKeywor
     shapes: Sequence[str | Shape]
     repeats: int
     compiled: bool
+    max_autotune: bool
     tensorrt: bool
     plot: AnyPath | None
     overwrite: bool

@@ -212,10 +212,10 @@ def gains(title: str, tokens: Sequence[int], standings: Sequence[Standings], exp
 
     from twellc.benchmarking.result import SHOWN, gains_of
 
-    colors = (_WARM, _HOT, _INK, _MUTED)
+    colors = (_WARM, _HOT, _MUTED, _INK, _MUTED)
     with _figure(f"gains {title}", 240) as (axes, svg):
         axes.axhline(1, color=_MUTED, linewidth=1)
-        for (name, labels), color, marker in zip(SHOWN.items(), colors, "os^v", strict=True):
+        for (name, labels), color, marker in zip(SHOWN.items(), colors, "osx^v", strict=True):
             points = gains_of(labels, tokens, standings)
             if points:
                 axes.plot(*zip(*points, strict=True), marker=marker, markersize=5, color=color, label=name)

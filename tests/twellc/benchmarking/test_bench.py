@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("remembered_models")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_says_what_it_would_do(cli: Cli, llama: Path, tmp_path: Path) -> None:
     result = cli("bench", llama, "--shapes", "1x1,2x8", "--plot", tmp_path / "a.svg")
-    failed(result, "torch sees none here", f"With a GPU it would time {llama} at 1x1, 2x8", "in FP8", "TensorRT")
+    failed(result, "torch sees none here", f"With a GPU it would time {llama} at 1x1, 2x8", "FP8 and INT4", "TensorRT")
     assert not list(tmp_path.iterdir())
     with pytest.raises(twellc.UserError, match="it would time"):
         twellc.bench(llama, compiled=False, tensorrt=False)

@@ -9,7 +9,18 @@ import torch
 from torch import Tensor
 
 from twellc.benchmarking import forms
-from twellc.benchmarking.forms import BASELINES, EAGER, FP8, PACKED, Block, Packed, dense_forms, fused_dense, many_sizes
+from twellc.benchmarking.forms import (
+    BASELINES,
+    EAGER,
+    FP8,
+    LOSSY,
+    PACKED,
+    Block,
+    Packed,
+    dense_forms,
+    fused_dense,
+    many_sizes,
+)
 
 
 def block(variant: str, activation: str, biases: bool, device: str = "cpu") -> Block:
@@ -43,6 +54,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run what is compiled as it is written: whether torch compiles right is not the question here."""
     monkeypatch.setattr(forms, "_compiled", lambda function: function)
     monkeypatch.setattr(forms, "takes_fp8", lambda _: True)
+    monkeypatch.setattr(forms, "takes_int4", lambda _: False)
 
 
 def relative(y: Tensor, exact: Tensor) -> float:
@@ -72,6 +84,20 @@ def test_fp8_rounds() -> None:
     large = replace(own, down=own.down * 1e4)
     assert relative(dense_forms(large, x * 1e3, False)[FP8](x * 1e3), large.double().dense(1e3 * x.double())) < 0.15
     assert not dense_forms(own, 0 * x, False)[FP8](0 * x).any()
+
+
+def test_four_bits() -> None:
+    """A weight is off by half a step of its group at most, and by none where it is a multiple of the scale."""
+    weight = torch.randn(16, 256).bfloat16()
+    weight[0, :128] = torch.arange(-7, 8).repeat(9)[:128]
+    weight[1] = 0
+    q, scale = forms.quantise_int4(weight)
+    steps = scale.float().repeat_interleave(128, 1)
+    found = (q.float() - 8) * steps
+    assert q.dtype == torch.uint8 and q.max() <= 15 and scale.shape == (16, 2)
+    # A scale in bf16 may be too small for the largest one by 2^-9 of 7 steps.
+    assert bool(((found - weight.float()).abs() <= steps * (0.5 + 7 / 2**9) + 1e-30).all())
+    assert torch.equal(found[:2, :128], weight[:2, :128].float())
 
 
 def test_many_widths(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +135,16 @@ def test_on_the_gpu(variant: str, activation: str, biases: bool) -> None:
         assert FP8 in found or torch.cuda.get_device_capability() < (8, 9)
         for name, form in found.items():
             assert relative(form(x), exact) < (0.15 if name == FP8 else 0.01), name
+
+
+@pytest.mark.gpu
+def test_lossy_forms_on_the_gpu() -> None:
+    own = Block(*(torch.randn(shape, device="cuda").bfloat16() / 16 for shape in ((384, 256), (384, 256), (256, 384))))
+    x = torch.randn(40, 256, device="cuda").bfloat16()
+    exact = own.double().dense(x.double())
+    found = dense_forms(own, x, with_compiled=False, max_autotune=True)
+    errors = {name: relative(found[name](x), exact) for name in LOSSY}
+    assert all(0.02 < error < 0.3 for error in errors.values()), errors
 
 
 @pytest.mark.gpu
