@@ -146,6 +146,10 @@ class WeightOperands(Generic[T]):
         """Return those that are there, by name, in the order of `TENSORS`."""
         return {name: value for name in _WEIGHTS if (value := getattr(self, name)) is not None}
 
+    def scales(self) -> dict[str, T]:
+        """Return the scales that are there, by name: what a call of the op takes by name."""
+        return {name: value for name in SCALES if (value := getattr(self, name)) is not None}
+
     def map(self, function: Callable[[T], U]) -> WeightOperands[U]:
         """Return the same with something else in the place of each."""
         return WeightOperands(**{name: function(value) for name, value in self.named().items()})
@@ -174,10 +178,6 @@ class Operands(WeightOperands[T]):
     def arguments(self) -> list[T | None]:
         """Return the arguments of the op: the tensors of its variant, None where there is none."""
         return [getattr(self, each.name) for each in self.variant.tensors]
-
-    def scales(self) -> dict[str, T]:
-        """Return the scales that are there, by name: what a call of the op takes by name."""
-        return {name: value for name in SCALES if (value := getattr(self, name)) is not None}
 
     def map(self, function: Callable[[T], U]) -> Operands[U]:
         """Return the same with something else in the place of each."""

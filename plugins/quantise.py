@@ -1,0 +1,60 @@
+"""Quantise weights to E4M3: the one place that makes eight bits of more. docs/weights.md says what they mean."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from twellc.base.errors import UserError
+from twellc.plugins.block import SCALES, WeightOperands
+from twellc.plugins.meaning import EIGHT_BITS
+
+LARGEST = torch.finfo(EIGHT_BITS).max
+_SHARED_AXIS = {"tensor": None, "neuron": 1, "output": 0}  # the axis that a scale is shared along; None: both
+
+
+def quantise(weight: Tensor, kind: str, where: str = "a weight") -> tuple[Tensor, Tensor]:
+    """Return a matrix in E4M3, and its scales: it is about one times the other.
+
+    Args:
+        weight: Of any floating type, [rows, columns]. As blocks store them, w_down included, a row is a neuron; of the
+            weight of a down projection's torch.nn.Linear a row is an output.
+        kind: `neuron`: a scale for each row, [rows, 1]; `output`: for each column, [1, columns]; `tensor`: one, [].
+        where: What the message of an error calls the matrix.
+
+    Returns:
+        float8_e4m3fn in the shape of the weight, and float32: the largest magnitude of what shares a scale becomes 448,
+        E4M3's largest number. What is all zeros has the scale 1.
+
+    Raises:
+        UserError: A weight is NaN or infinite.
+    """
+    wide = weight.detach().float()
+    bad = int((~wide.isfinite()).sum())
+    if bad:
+        raise UserError(
+            where,
+            f"cannot be quantised: {bad} of {wide.numel()} weights are NaN, or infinite in float32",
+            expected="finite weights",
+            fix="Mend the model, or leave the block in its own type.",
+        )
+    axis = _SHARED_AXIS[kind]
+    largest = wide.abs().amax() if axis is None else wide.abs().amax(axis, keepdim=True)
+    # Not below float32's least normal number: GPUs may take what is below for 0.
+    scale = (largest / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+    scale = torch.where(largest == 0, torch.ones_like(scale), scale)
+    return (wide / scale).clamp(-LARGEST, LARGEST).to(EIGHT_BITS), scale
+
+
+def quantise_block(weights: WeightOperands[Tensor], where: str = "a block") -> WeightOperands[Tensor]:
+    """Return the same block with its matrices in E4M3, a scale for each neuron; biases are as they were.
+
+    Raises:
+        UserError: See `quantise`; `where` names the block.
+    """
+    found = weights.named()
+    for name in SCALES:
+        matrix = name.removesuffix("_scale")
+        if matrix in found:
+            found[matrix], found[name] = quantise(found[matrix], "neuron", f"{where}: {matrix}")
+    return WeightOperands(**found)

@@ -1,0 +1,52 @@
+"""Weights are quantised to E4M3: scales, what becomes of zeros and of tiny and large weights, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from twellc.base.errors import UserError
+from twellc.plugins.block import WeightOperands
+from twellc.plugins.meaning import EIGHT_BITS
+from twellc.plugins.quantise import LARGEST, quantise, quantise_block
+
+STEP = 2.0**-4  # half of the distance of neighbours of E4M3 with three bits of mantissa, relative to them
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("kind", "shape"), [("neuron", (24, 1)), ("output", (1, 40)), ("tensor", ())])
+def test_weights_are_close_and_none_is_beyond(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    weight = (torch.randn(24, 40) * torch.logspace(-3, 3, 24)[:, None]).to(dtype)
+    q, scale = quantise(weight, kind)
+    assert (q.dtype, scale.dtype, q.shape, tuple(scale.shape)) == (EIGHT_BITS, torch.float32, weight.shape, shape)
+    worth, wide = q.double() * scale.double(), weight.double()
+    least = scale.double() * 2.0**-10  # half of E4M3's least number
+    assert ((worth - wide).abs() <= (wide.abs() * STEP).maximum(least) * (1 + 1e-6)).all()
+    assert q.float().abs().amax() == LARGEST
+
+
+def test_zeros_have_the_scale_one_and_tiny_rows_are_finite() -> None:
+    weight = torch.tensor([[0.0, -0.0], [1e-44, 0.0], [3e38, -3e38], [1e-30, 1e-36]])
+    q, scale = quantise(weight, "neuron")
+    assert scale[0] == 1 and (q[0].float() == 0).all()
+    assert scale.isfinite().all() and (scale >= torch.finfo(torch.float32).tiny).all()
+    assert q.float().isfinite().all()
+    assert q[2].float().tolist() == [LARGEST, -LARGEST]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_refused(value: float) -> None:
+    weight = torch.ones(4, 8)
+    weight[1, 2] = value
+    with pytest.raises(UserError, match=r"layer 3: w_up: cannot be quantised: 1 of 32 weights are NaN, or infinite"):
+        quantise_block(WeightOperands(w_up=weight, w_down=torch.ones(4, 2)), "layer 3")
+
+
+def test_a_block_has_a_scale_for_each_neuron_and_keeps_its_biases() -> None:
+    bias = torch.ones(6)
+    block = quantise_block(WeightOperands(w_up=torch.randn(6, 4), b_up=bias, w_down=torch.randn(6, 3)))
+    assert {name: tuple(each.shape) for name, each in block.scales().items()} == {
+        "w_up_scale": (6, 1),
+        "w_down_scale": (6, 1),
+    }
+    assert block.b_up is bias and block.w_up.dtype == block.w_down.dtype == EIGHT_BITS

@@ -1,0 +1,36 @@
+"""Options that say in which type the weights of blocks are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from twellc.base.errors import UserError
+from twellc.options.option import SHARE, option
+
+KEEP, FP8 = WEIGHTS = ("keep", "fp8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightOptions:
+    """In which type the weights of blocks are read.
+
+    Attributes:
+        weights: keep: as the model has them. fp8: blocks that are rewritten are quantised to eight bits, E4M3, with a
+            scale for each neuron.
+        fp8_error: With --weights fp8: leave a block as it is where, on the samples, eight bits change its output by
+            more than this: the norm of the difference over the norm of the output.
+    """
+
+    weights: str = option(KEEP, kind=WEIGHTS)
+    fp8_error: float | None = option(None, "SHARE", SHARE)
+
+
+def refuse_weights(options: WeightOptions) -> None:
+    """Raise `UserError` if a largest error of eight bits is given and nothing is quantised."""
+    if options.fp8_error is not None and options.weights != FP8:
+        raise UserError(
+            f"--fp8-error {options.fp8_error}",
+            "no weights are quantised",
+            got=f"--weights {options.weights}",
+            fix=f"Add --weights {FP8}, or leave it out.",
+        )
