@@ -47,6 +47,12 @@ class Variant:
         return tuple(each for each in TENSORS if self is not PLAIN or not each.gated_only)
 
     @functools.cached_property
+    def scales(self) -> tuple[str, ...]:
+        """Its scales, in the order in which the op and the node take them: of each matrix one."""
+        names = {each.name for each in self.tensors}
+        return tuple(name for name in SCALES if name.removesuffix("_scale") in names)
+
+    @functools.cached_property
     def arguments(self) -> tuple[str, ...]:
         """Names of the arguments of its op, in order."""
         return *(each.name for each in self.tensors), *_OPTIONS
@@ -111,6 +117,7 @@ TENSORS = (
 
 # Of weights in eight bits (docs/weights.md): what multiplies a matrix of TENSORS, as it is stored.
 SCALES = tuple(f"{each.name}_scale" for each in TENSORS if len(each.shape) == 2 and each.shape[0] == "d_ff")
+SCALES_FLAG = "scales"  # the attribute of a node that says whether they are there
 _OPERANDS = (*(each.name for each in TENSORS), *SCALES)
 _WEIGHTS = tuple(name for name in _OPERANDS if name not in ("x", "residual"))
 
@@ -286,7 +293,7 @@ def schema_of(variant: Variant) -> str:
     options = [
         f"{each.kind.__name__} {each.name}{'' if each.default is None else f'={each.default}'}" for each in OPTIONS
     ]
-    scales = [f"Tensor? {name}=None" for name in SCALES if variant is GATED or name != "w_gate_scale"]
+    scales = [f"Tensor? {name}=None" for name in variant.scales]
     return f"{variant.op}({', '.join([*tensors, *options, '*', *scales])}) -> Tensor"
 
 

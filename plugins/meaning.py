@@ -102,7 +102,7 @@ def scale_kinds(operands: Operands[Tensor]) -> tuple[str, str] | None:
     if not scales:
         return None
     down = scales.pop("w_down_scale")
-    outputs = "output" if down.dim() == 2 and down.shape[0] == 1 else "neuron"
+    outputs = "output" if down.dim() == 2 and down.shape[1] > 1 else "neuron"  # there are eight outputs at least
     gate_up = "neuron" if any(each.dim() == 2 for each in scales.values()) else "tensor"
     return gate_up, "tensor" if down.dim() == 0 else outputs
 

@@ -1,13 +1,14 @@
 """The ONNX form of the plugins: node types, inputs and attributes, as TensorRT's parser takes them.
 
-    twell::TwellGatedMlp(x, w_gate, [b_gate], w_up, [b_up], w_down, [b_down], [residual])
-    twell::TwellMlp(x, w_up, [b_up], w_down, [b_down], [residual])
+    twell::TwellGatedMlp(x, w_gate, [b_gate], w_up, [b_up], w_down, [b_down], [residual], [scales])
+    twell::TwellMlp(x, w_up, [b_up], w_down, [b_down], [residual], [scales])
     twell::TwellAttention(q, k, v, [lengths])
     twell::TwellCachedAttention(q, keys, values, query_counts, key_counts)
     twell::TwellAppendCaches(keys, values, new_keys, new_values, starts, counts)  -> keys, values
 
 What is in brackets is left out of the inputs where it is absent; the attributes `gate_bias`, `up_bias`, `down_bias`,
-`residual` and `lengths` say what is there. The other attributes of a block are its options, see `block.py`. The lengths
+`residual`, `scales` and `lengths` say what is there; `scales` are those of weights in eight bits, one for each matrix.
+The other attributes of a block are its options, see `block.py`. The lengths
 must be 1 to the number of keys: a graph that cannot promise that clamps them before, since the plugin has no kernel of
 its own to do it. Nodes over caches mean what the ops of the same names in `cache_op.py` do; the caches that
 TwellAppendCaches gives back are the memory of those that it takes.
@@ -20,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from twellc.plugins.block import BY_NODE, OPTIONS, BlockOptions, Operands
+from twellc.plugins.block import BY_NODE, OPTIONS, SCALES_FLAG, BlockOptions, Operands
 from twellc.plugins.library import (
     APPEND_NAME,
     ATTENTION_NAME,
@@ -38,6 +39,7 @@ ATTRIBUTES: dict[str, dict[str, type]] = {
         name: {
             **{each.name: each.kind for each in OPTIONS},
             **{each.flag: int for each in variant.tensors if each.flag},
+            SCALES_FLAG: int,
         }
         for name, variant in BY_NODE.items()
     },
@@ -50,9 +52,8 @@ ATTRIBUTES: dict[str, dict[str, type]] = {
 def node_attributes(operands: Operands[Any], options: BlockOptions) -> dict[str, str | int | float]:
     """Return the attributes of a block's node; its inputs are the operands that are there, in their order."""
     given = operands.named()
-    if operands.scales():
-        raise ValueError("blocks with weights in eight bits have no node")
     flags = {each.flag: int(each.name in given) for each in operands.variant.tensors if each.flag}
+    flags[SCALES_FLAG] = int(bool(operands.scales()))
     return {**{each.name: each.kind(getattr(options, each.name)) for each in OPTIONS}, **flags, **IDENTITY}
 
 
@@ -64,8 +65,9 @@ def read_node(op_type: str, inputs: Sequence[T], attributes: Mapping[str, Any]) 
     """
     variant = BY_NODE[op_type]
     try:
-        present = [each for each in variant.tensors if not each.flag or attributes[each.flag]]
-        operands = Operands(**{each.name: value for each, value in zip(present, inputs, strict=True)})
+        present = [each.name for each in variant.tensors if not each.flag or attributes[each.flag]]
+        present += variant.scales if attributes.get(SCALES_FLAG, 0) else ()  # graphs of before there were any lack it
+        operands = Operands(**dict(zip(present, inputs, strict=True)))
         return operands, read_options(attributes)
     except (KeyError, ValueError) as error:
         raise ValueError("it has not the fields and inputs of one") from error

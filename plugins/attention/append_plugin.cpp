@@ -34,7 +34,12 @@ int64_t bytes_of(Dims const& dims) {
 
 AppendPlugin::AppendPlugin(std::string layer)
     : PluginBase(kAppendName, std::move(layer),
-                 {{"keys"}, {"values"}, {"new_keys"}, {"new_values"}, {"starts", true}, {"counts", true}}) {}
+                 {{"keys"},
+                  {"values"},
+                  {"new_keys"},
+                  {"new_values"},
+                  {"starts", InputType::kInt32},
+                  {"counts", InputType::kInt32}}) {}
 
 // ---- build ----
 

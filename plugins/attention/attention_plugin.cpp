@@ -95,11 +95,11 @@ int64_t known(int64_t first, int64_t second) { return first == kAny ? second : f
 
 std::vector<Input> inputs_of(AttentionOptions const& options) {
     if (options.cached) {
-        return {{"q"}, {"keys"}, {"values"}, {"query_counts", true}, {"key_counts", true}};
+        return {{"q"}, {"keys"}, {"values"}, {"query_counts", InputType::kInt32}, {"key_counts", InputType::kInt32}};
     }
     std::vector<Input> inputs{{"q"}, {"k"}, {"v"}};
     if (options.lengths) {
-        inputs.push_back({"lengths", true});
+        inputs.push_back({"lengths", InputType::kInt32});
     }
     return inputs;
 }

@@ -50,6 +50,32 @@ char const* text_of(DataType type) {
 
 bool is_supported(DataType type) { return type == DataType::kBF16 || type == DataType::kHALF; }
 
+bool may_be(InputType input, DataType type, DataType first) {
+    switch (input) {
+        case InputType::kInt32:
+            return type == DataType::kINT32;
+        case InputType::kFloat32:
+            return type == DataType::kFLOAT;
+        case InputType::kFp8:
+            return type == DataType::kFP8 || type == DataType::kINT8;
+        default:
+            return is_supported(type) && type == first;
+    }
+}
+
+char const* text_of(InputType type) {
+    switch (type) {
+        case InputType::kInt32:
+            return text_of(DataType::kINT32);
+        case InputType::kFloat32:
+            return text_of(DataType::kFLOAT);
+        case InputType::kFp8:
+            return "fp8, or int8 with its bytes";
+        default:
+            return "";
+    }
+}
+
 Dims known_dims(nvinfer1::DimsExprs const& expressions) {
     Dims dims{};
     dims.nbDims = expressions.nbDims;

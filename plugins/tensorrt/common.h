@@ -33,14 +33,23 @@ bool is_supported(nvinfer1::DataType type);
 // Extents as they are known while a network is built; kAny for the others.
 nvinfer1::Dims known_dims(nvinfer1::DimsExprs const& expressions);
 
-// An input of a plugin. Those that are not int32 have the plugin's element type.
+// Which type an input of a plugin has: the plugin's element type, or always the same one. kFp8 may also come as int8,
+// byte by byte, since TensorRT has fp8 for GPUs of compute capability 8.9 or newer only.
+enum class InputType { kElement, kInt32, kFloat32, kFp8 };
+
 struct Input {
     char const* name;
-    bool is_int32 = false;
+    InputType type = InputType::kElement;
 };
 
+// Whether an input may be of `type` where the first one is of `first`.
+bool may_be(InputType input, nvinfer1::DataType type, nvinfer1::DataType first);
+
+// The name of an input's type; empty for the element type.
+char const* text_of(InputType type);
+
 // The shapes of a plugin's inputs, in order.
-constexpr size_t kMostInputs = 8;
+constexpr size_t kMostInputs = 11;
 using Shapes = std::array<nvinfer1::Dims, kMostInputs>;
 
 nvinfer1::Dims dims_of(std::initializer_list<int64_t> extents);

@@ -1,6 +1,7 @@
 #include "feed_forward_plugin.h"
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 #include <utility>
 #include <vector>
@@ -20,9 +21,12 @@ using nvinfer1::TensorRTPhase;
 
 static_assert(kRoles <= kMostInputs);
 
-constexpr char const* kGatedNames[] = {"x", "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down", "residual"};
+constexpr char const* kGatedNames[] = {"x",      "w_gate",   "b_gate",       "w_up",       "b_up",        "w_down",
+                                       "b_down", "residual", "w_gate_scale", "w_up_scale", "w_down_scale"};
 // The kernels call the only projection before the activation "gate", whatever the block.
-constexpr char const* kPlainNames[] = {"x", "w_up", "b_up", "", "", "w_down", "b_down", "residual"};
+constexpr char const* kPlainNames[] = {"x",          "w_up", "b_up",        "", "", "w_down", "b_down", "residual",
+                                       "w_up_scale", "",     "w_down_scale"};
+static_assert(std::size(kGatedNames) == kRoles && std::size(kPlainNames) == kRoles);
 
 char const* role_name(twell_variant variant, int32_t role) {
     return variant == TWELL_GATED ? kGatedNames[role] : kPlainNames[role];
@@ -30,7 +34,9 @@ char const* role_name(twell_variant variant, int32_t role) {
 
 std::array<bool, kRoles> present_roles(twell_variant variant, Options const& options) {
     bool const gated = variant == TWELL_GATED;
-    return {true, true, options.b_gate, gated, gated && options.b_up, true, options.b_down, options.residual};
+    return {true,          true,           options.b_gate,   gated,          gated && options.b_up,
+            true,          options.b_down, options.residual, options.scales, gated && options.scales,
+            options.scales};
 }
 
 std::vector<Input> inputs_of(twell_variant variant, Options const& options) {
@@ -38,7 +44,9 @@ std::vector<Input> inputs_of(twell_variant variant, Options const& options) {
     std::vector<Input> inputs;
     for (int32_t role = 0; role < kRoles; ++role) {
         if (present[role]) {
-            inputs.push_back({role_name(variant, role)});
+            bool const is_weight = role == kWGate || role == kWUp || role == kWDown;
+            InputType const of_weights = options.scales && is_weight ? InputType::kFp8 : InputType::kElement;
+            inputs.push_back({role_name(variant, role), role >= kGateScale ? InputType::kFloat32 : of_weights});
         }
     }
     return inputs;
@@ -67,7 +75,8 @@ FeedForwardPlugin::FeedForwardPlugin(FeedForwardPlugin const& other)
 // ---- checks shared by build and runtime ----
 
 std::string FeedForwardPlugin::allowed_types(DataType first) const {
-    return std::string("all inputs must be bf16, or all fp16 (x is ") + text_of(first) + ")";
+    std::string const others = options_.scales ? "all inputs but weights and their scales" : "all inputs";
+    return others + " must be bf16, or all fp16 (x is " + text_of(first) + ")";
 }
 
 // The problem that these input shapes pose. Extents may be kAny; then only what is known is checked, and the result
@@ -130,11 +139,40 @@ twell_problem FeedForwardPlugin::problem_of(Shapes const& inputs, DataType type)
     problem.activation = options_.activation;
     problem.threshold = options_.threshold;
     problem.hot = options_.hot;
+    if (options_.scales) {
+        check_scales(inputs, problem);
+    }
     if (char const* const complaint = twell_validate(&problem); complaint != nullptr) {
         throw Refusal(std::string(complaint) + " (x " + text_of(x) + ", " + role_name(variant_, kWGate) + " " +
                       text_of(w_gate) + ", w_down " + text_of(w_down) + ")");
     }
     return problem;
+}
+
+// Writes into the problem which form scales have, by their shapes: [], [d_ff, 1], or of w_down [1, d_out].
+void FeedForwardPlugin::check_scales(Shapes const& inputs, twell_problem& problem) const {
+    auto const shape = [&](Role role) -> Dims const& { return inputs[slots_[role]]; };
+    int64_t const d_ff = shape(kWGate).d[0];
+    int64_t const d_out = shape(kWDown).d[1];
+    bool const by_neuron = shape(kGateScale).nbDims != 0;
+    auto const check = [&](Role role, Dims const& expected, char const* meaning) {
+        check_shape(role_name(variant_, role), shape(role), expected, meaning);
+    };
+    if (by_neuron) {
+        check(kGateScale, dims_of({d_ff, 1}), "none, or [d_ff, 1]");
+    }
+    if (slots_[kUpScale] >= 0) {
+        check(kUpScale, by_neuron ? dims_of({d_ff, 1}) : dims_of({}), "that of w_gate_scale");
+    }
+    Dims const& down = shape(kDownScale);
+    bool const by_output = down.nbDims == 2 && down.d[1] != 1;  // d_out is a multiple of 8
+    if (down.nbDims != 0) {
+        check(kDownScale, by_output ? dims_of({1, d_out}) : dims_of({d_ff, 1}),
+              by_output ? "none, [d_ff, 1] or [1, d_out]" : "none, [1, d_out] or [d_ff, 1]");
+    }
+    problem.weight_dtype = TWELL_E4M3;
+    problem.gate_up_scale = by_neuron ? TWELL_SCALE_NEURON : TWELL_SCALE_TENSOR;
+    problem.down_scale = down.nbDims == 0 ? TWELL_SCALE_TENSOR : by_output ? TWELL_SCALE_OUTPUT : TWELL_SCALE_NEURON;
 }
 
 // ---- build ----
@@ -192,6 +230,9 @@ void FeedForwardPlugin::run(PluginTensorDesc const* descs, void const* const* in
     tensors.w_down = input(kWDown);
     tensors.b_down = input(kBDown);
     tensors.residual = input(kResidual);
+    tensors.w_gate_scale = input(kGateScale);
+    tensors.w_up_scale = input(kUpScale);
+    tensors.w_down_scale = input(kDownScale);
     tensors.y = outputs[0];
     cudaError_t const status = twell_mlp(&problem, &tensors, workspace, twell_workspace_bytes(&problem), stream);
     if (status != cudaSuccess) {

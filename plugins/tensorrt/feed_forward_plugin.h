@@ -25,7 +25,7 @@ constexpr char const* plugin_name(twell_variant variant) {
 // ---- tensor slots ----
 
 // What a tensor is to the kernels; which input it is depends on the variant and on which optional inputs there are.
-enum Role { kX, kWGate, kBGate, kWUp, kBUp, kWDown, kBDown, kResidual, kRoles };
+enum Role { kX, kWGate, kBGate, kWUp, kBUp, kWDown, kBDown, kResidual, kGateScale, kUpScale, kDownScale, kRoles };
 
 // The two blocks differ in name, inputs and fields only, so they are one class with a variant.
 class FeedForwardPlugin final : public PluginBase<FeedForwardPlugin> {
@@ -45,6 +45,7 @@ class FeedForwardPlugin final : public PluginBase<FeedForwardPlugin> {
     nvinfer1::PluginFieldCollection const* plan_fields() override;
 
     twell_problem problem_of(Shapes const& inputs, nvinfer1::DataType type) const;
+    void check_scales(Shapes const& inputs, twell_problem& problem) const;
     twell_problem largest_problem(nvinfer1::DynamicPluginTensorDesc const* inputs) const;
 
     twell_variant const variant_;

@@ -23,6 +23,8 @@ constexpr char const* kGateBias = "gate_bias";
 constexpr char const* kUpBias = "up_bias";
 constexpr char const* kDownBias = "down_bias";
 constexpr char const* kResidualField = "residual";
+// May be left out, in a plan, too: then there are none. Plans of before there were any have none.
+constexpr char const* kScales = "scales";
 // In plans only: raised whenever the meaning of the plan fields changes.
 constexpr char const* kSchema = "schema";
 constexpr int32_t kSchemaVersion = 3;
@@ -96,6 +98,7 @@ Options read_fields(twell_variant variant, PluginFieldCollection const* collecti
     }
     options.b_down = fields.integer(kDownBias, {0, 1}) == 1;
     options.residual = fields.integer(kResidualField, {0, 1}) == 1;
+    options.scales = fields.has(kScales) && fields.integer(kScales, {0, 1}) == 1;
     fields.reject_rest(field_names(variant));
     return options;
 }
@@ -107,7 +110,7 @@ std::vector<PluginField> field_names(twell_variant variant) {
         {kActivation, nullptr, PluginFieldType::kCHAR, 1},     {kThreshold, nullptr, PluginFieldType::kFLOAT32, 1},
         {kCompression, nullptr, PluginFieldType::kINT32, 1},   {kHot, nullptr, PluginFieldType::kINT32, 1},
         {kUpBias, nullptr, PluginFieldType::kINT32, 1},        {kDownBias, nullptr, PluginFieldType::kINT32, 1},
-        {kResidualField, nullptr, PluginFieldType::kINT32, 1},
+        {kResidualField, nullptr, PluginFieldType::kINT32, 1}, {kScales, nullptr, PluginFieldType::kINT32, 1},
     };
     if (variant == TWELL_GATED) {
         fields.emplace_back(kGateBias, nullptr, PluginFieldType::kINT32, 1);
@@ -140,6 +143,9 @@ Serialized::Serialized(twell_variant variant, Options const& options) : threshol
     }
     add(kDownBias, options.b_down ? 1 : 0);
     add(kResidualField, options.residual ? 1 : 0);
+    if (options.scales) {  // else as before there were any: older libraries read such plans, too
+        add(kScales, 1);
+    }
     collection_.nbFields = static_cast<int32_t>(fields_.size());
     collection_.fields = fields_.data();
 }

@@ -20,6 +20,7 @@ struct Options {
     bool b_up = false;
     bool b_down = false;
     bool residual = false;
+    bool scales = false;  // whether weights are of fp8, each with its scales
 };
 
 // The fields that a node of this variant may have, for IPluginCreatorV3One::getFieldNames.
@@ -41,7 +42,7 @@ class Serialized {
     nvinfer1::PluginFieldCollection const* collection() const { return &collection_; }
 
   private:
-    std::array<int32_t, 8> integers_{};
+    std::array<int32_t, 9> integers_{};
     float threshold_ = 0.0F;
     std::vector<nvinfer1::PluginField> fields_;
     nvinfer1::PluginFieldCollection collection_{};

@@ -17,7 +17,7 @@
 namespace twell {
 
 // `Plugin` is the class that derives from this one; clone() copies it. `Build` is the interface that it is built by.
-// All inputs and outputs have the element type of the first input, but for inputs of int32.
+// All inputs and outputs have the element type of the first input, but for inputs that have a fixed one.
 template <class Plugin, class Build = nvinfer1::IPluginV3OneBuild, int32_t OUTPUTS = 1>
 class PluginBase : public nvinfer1::IPluginV3,
                    public nvinfer1::IPluginV3OneCore,
@@ -77,10 +77,7 @@ class PluginBase : public nvinfer1::IPluginV3,
         if (desc.format != nvinfer1::TensorFormat::kLINEAR) {
             return false;
         }
-        if (pos < input_count && inputs_[pos].is_int32) {
-            return desc.type == nvinfer1::DataType::kINT32;
-        }
-        return is_supported(desc.type) && desc.type == in_out[0].desc.type;
+        return may_be(pos < input_count ? inputs_[pos].type : InputType::kElement, desc.type, in_out[0].desc.type);
     }
 
     int32_t configurePlugin(nvinfer1::DynamicPluginTensorDesc const* in, int32_t input_count,
@@ -195,10 +192,11 @@ class PluginBase : public nvinfer1::IPluginV3,
     void check_types(TypeOf&& type_of) const {
         for (size_t i = 0; i < inputs_.size(); ++i) {
             nvinfer1::DataType const type = type_of(i);
-            bool const is_int32 = inputs_[i].is_int32;
-            if (is_int32 ? type != nvinfer1::DataType::kINT32 : !is_supported(type) || type != type_of(0)) {
+            InputType const expected = inputs_[i].type;
+            if (!may_be(expected, type, type_of(0))) {
                 throw Refusal("input " + std::string(inputs_[i].name) + " is " + text_of(type) + "; " +
-                              (is_int32 ? "expected int32" : allowed_types(type_of(0))));
+                              (expected == InputType::kElement ? allowed_types(type_of(0))
+                                                               : std::string("expected ") + text_of(expected)));
             }
         }
     }

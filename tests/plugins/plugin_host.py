@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-BF16, FP16, FLOAT32, INT32 = 7, 1, 0, 3  # nvinfer1::DataType
+BF16, FP16, FLOAT32, INT32, FP8 = 7, 1, 0, 3, 6  # nvinfer1::DataType
 LINEAR, CHW4 = 0, 3  # nvinfer1::TensorFormat
-TORCH = {BF16: torch.bfloat16, FP16: torch.float16}
+TORCH = {BF16: torch.bfloat16, FP16: torch.float16, FLOAT32: torch.float32, FP8: torch.float8_e4m3fn}
 
 
 class Dims(ctypes.Structure):

@@ -55,6 +55,8 @@ def make_onnx(case: dict[str, Any]) -> bytes:
         "bf16": TensorProto.BFLOAT16,
         "fp16": TensorProto.FLOAT16,
         "fp32": TensorProto.FLOAT,
+        "fp8": TensorProto.FLOAT8E4M3FN,
+        "int8": TensorProto.INT8,
         "int32": TensorProto.INT32,
         "int64": TensorProto.INT64,
     }
@@ -69,6 +71,8 @@ def make_onnx(case: dict[str, Any]) -> bytes:
             values = (values.view(np.uint32) >> 16).astype(np.uint16)
         elif kind == "fp16":
             values = values.astype(np.float16)
+        elif kind in ("fp8", "int8"):
+            values = values.astype(np.int8)  # small numbers
         weights.append(helper.make_tensor(name, dtypes[kind], extents, values.tobytes(), raw=True))
     outputs = [
         helper.make_tensor_value_info(f"y{i}", dtypes[kind], extents)
@@ -109,7 +113,8 @@ def build(trt: Any, logger: Any, case: dict[str, Any]) -> dict[str, Any]:
     if len(case["outputs"]) > 1:
         config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     config.num_compute_capabilities = 1
-    config.set_compute_capability(trt.ComputeCapability.SM80, 0)
+    has_fp8 = any(kind == "fp8" for _, kind, _ in case["inputs"])
+    config.set_compute_capability(trt.ComputeCapability.SM89 if has_fp8 else trt.ComputeCapability.SM80, 0)
     dynamic = [each for each in case["inputs"] if any(isinstance(size, str) for size in each[2])]
     for scale in range(1, case.get("profiles", 1) + 1) if dynamic else ():
         profile = builder.create_optimization_profile()

@@ -19,6 +19,7 @@ from twellc.plugins.block import (
     GATED,
     OPTIONS,
     PLAIN,
+    SCALES_FLAG,
     TENSORS,
     VARIANTS,
     BlockOptions,
@@ -110,7 +111,8 @@ def test_the_default_compression() -> None:
 def test_nodes_are_read_as_they_are_written() -> None:
     for variant in VARIANTS.values():
         for absent in [*(each.name for each in variant.tensors if each.flag), ""]:
-            operands = Operands(**{each.name: each.name for each in variant.tensors if each.name != absent})
+            names = [each.name for each in variant.tensors if each.name != absent]
+            operands = Operands(**{name: name for name in (*names, *(variant.scales if absent == "residual" else ()))})
             options = BlockOptions(activation="relu2", compression=4, hot=8)
             attributes = node_attributes(operands, options)
             assert attributes.keys() == {*ATTRIBUTES[variant.node], "plugin_version", "plugin_namespace"}
@@ -119,7 +121,7 @@ def test_nodes_are_read_as_they_are_written() -> None:
             for broken in (["x"], [*operands.named().values(), "more"]):
                 with pytest.raises(ValueError, match="not the fields and inputs of one"):
                     read_node(variant.node, broken, stored)
-            for name in ATTRIBUTES[variant.node]:
+            for name in ATTRIBUTES[variant.node].keys() - {"scales"}:
                 rest = {key: value for key, value in stored.items() if key != name}
                 with pytest.raises(ValueError, match="not the fields and inputs of one"):
                     read_node(variant.node, list(operands.named().values()), rest)
@@ -191,10 +193,11 @@ def function(name: str) -> str:
 
 
 FLAGS = {each.flag: each for each in TENSORS if each.flag}
+ALL_FLAGS = {*FLAGS, SCALES_FLAG}
 
 
 def test_the_plugins_know_the_names_of_all_fields() -> None:
-    assert set(constants().values()) == {*(each.name for each in OPTIONS), *FLAGS, "schema"}
+    assert set(constants().values()) == {*(each.name for each in OPTIONS), *ALL_FLAGS, "schema"}
 
 
 def test_the_fields_that_the_creators_name() -> None:
@@ -202,7 +205,7 @@ def test_the_fields_that_the_creators_name() -> None:
     found = {
         constants()[constant]: kind for constant, kind in re.findall(r"(k\w+), nullptr, PluginFieldType::(k\w+)", body)
     }
-    expected = {each.name: FIELD_TYPES[each.kind] for each in OPTIONS} | dict.fromkeys(FLAGS, "kINT32")
+    expected = {each.name: FIELD_TYPES[each.kind] for each in OPTIONS} | dict.fromkeys(ALL_FLAGS, "kINT32")
     assert found == expected
     only_gated = {constants()[name] for name in re.findall(r"(k\w+), nullptr", body.partition("TWELL_GATED")[2])}
     assert only_gated == {flag for flag, each in FLAGS.items() if each.gated_only}
@@ -249,9 +252,9 @@ def test_the_plugins_write_all_fields_into_a_plan() -> None:
         if each.kind is float:
             written = rf"{names[each.name]}, &{each.name}_"
         assert re.search(written, body), each.name
-    for flag in FLAGS:
+    for flag in ALL_FLAGS:
         assert f"add({names[flag]}, " in body, flag
-    integers = 1 + len(FLAGS) + sum(each.kind is not float for each in OPTIONS)
+    integers = 1 + len(ALL_FLAGS) + sum(each.kind is not float for each in OPTIONS)
     header = without_comments(TENSORRT / "options.h")
     assert re.search(r"std::array<int32_t, (\d+)> integers_", header)[1] == str(integers)  # type: ignore[index]
 
@@ -271,7 +274,7 @@ def test_the_plugins_pass_all_options_on() -> None:
         assert f"problem.{each.name} = options_.{each.name};" in text, each.name
     for variant, table in ((GATED, "kGatedNames"), (PLAIN, "kPlainNames")):
         names = re.findall(r'"(\w+)"', text.partition(f"{table}[] = {{")[2].partition("};")[0])
-        assert names == [each.name for each in variant.tensors]
+        assert names == [*(each.name for each in variant.tensors), *variant.scales]
 
 
 # ---- nothing else spells the options ----

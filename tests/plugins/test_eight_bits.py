@@ -15,7 +15,6 @@ from torch import Tensor
 from twellc.plugins import library
 from twellc.plugins.block import GATED, PLAIN, BlockOptions, Operands, problem_of, set_scales
 from twellc.plugins.meaning import EIGHT_BITS, activate, dequantised
-from twellc.plugins.onnx_node import node_attributes
 from twellc.plugins.ops import run_block
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -173,10 +172,8 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str, dev
         run_block(Operands(**given), options)
 
 
-def test_there_are_no_gradients_and_no_node() -> None:
+def test_there_are_no_gradients() -> None:
     operands, options = make(Case())
-    with pytest.raises(ValueError, match="weights in eight bits have no node"):
-        node_attributes(operands, options)
     operands.x.requires_grad_()
     with pytest.raises(NotImplementedError, match="weights in eight bits has no gradients"):
         run_block(operands, options)

@@ -19,8 +19,21 @@ import torch
 
 from tests.plugins import plugin_host
 from tests.plugins.attention_calls import SCALE, MakePlan, assert_right, lib, make_plan, on_gpu, random_operands
-from tests.plugins.plugin_host import BF16, CHW4, FLOAT32, FP16, INT32, TORCH, host, make_desc, make_descs, make_ranges
+from tests.plugins.plugin_host import (
+    BF16,
+    CHW4,
+    FLOAT32,
+    FP8,
+    FP16,
+    INT32,
+    TORCH,
+    host,
+    make_desc,
+    make_descs,
+    make_ranges,
+)
 from twellc.plugins import library
+from twellc.plugins.block import set_scales
 
 __all__ = ["host", "lib", "make_plan"]
 
@@ -37,6 +50,7 @@ class Block:
     d_model: int = 64
     d_ff: int = 300
     d_out: int = 32
+    scales: tuple[str, str] | None = None  # how many gate and up, and down have, if weights are of fp8
 
     def inputs(self, leading: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """Return the shape of each plugin input, in order, under its name in the C API."""
@@ -50,10 +64,20 @@ class Block:
             shapes["b_down"] = (self.d_out,)
         if self.residual:
             shapes["residual"] = (*leading, self.d_out)
+        if self.scales is not None:
+            forms: dict[str, tuple[int, ...]] = {"tensor": (), "neuron": (self.d_ff, 1), "output": (1, self.d_out)}
+            for name in [name for name in shapes if name[:2] == "w_"]:
+                shapes[f"{name}_scale"] = forms[self.scales[name == "w_down"]]
         return shapes
 
+    def kind(self, name: str, dtype: int) -> int:
+        """Return the type of an input, by its name in the C API, of a block of this element type."""
+        if self.scales is None or name[:2] != "w_":
+            return dtype
+        return FLOAT32 if name.endswith("_scale") else FP8
+
     def problem(self, tokens: int, dtype: int) -> library.Problem:
-        return library.Problem(
+        problem = library.Problem(
             tokens=tokens,
             d_model=self.d_model,
             d_ff=self.d_ff,
@@ -65,6 +89,9 @@ class Block:
             threshold=self.threshold,
             hot=self.hot,
         )
+        if self.scales is not None:
+            set_scales(problem, *self.scales)
+        return problem
 
     def create(self, host: ctypes.CDLL) -> Any:
         """Create the plugin of this block."""
@@ -73,11 +100,11 @@ class Block:
             name: int(bias in self.biases) for name, bias in (bias_fields | {"down_bias": "down"}).items()
         }
         values |= {"activation": self.activation, "threshold": self.threshold, "residual": int(self.residual)}
-        values |= {"compression": self.compression, "hot": self.hot}
+        values |= {"compression": self.compression, "hot": self.hot, "scales": int(self.scales is not None)}
         return plugin_host.create_plugin(host, library.library_path(), 0 if self.gated else 1, values)
 
     def tensors(self, leading: Sequence[int], dtype: int = BF16) -> plugin_host.Tensors:
-        return [(shape, dtype) for shape in self.inputs(leading).values()]
+        return [(shape, self.kind(name, dtype)) for name, shape in self.inputs(leading).items()]
 
 
 BLOCKS = [
@@ -94,6 +121,9 @@ BLOCKS = [
     Block(gated=False, biases=("down",), residual=True),
     Block(gated=True, d_ff=900, hot=500, residual=True),
     Block(gated=False, hot=300),
+    Block(gated=True, biases=("gate", "up", "down"), residual=True, scales=("neuron", "neuron"), d_model=128),
+    Block(gated=True, scales=("tensor", "output")),
+    Block(gated=False, biases=("down",), scales=("neuron", "tensor")),
 ]
 
 
@@ -182,6 +212,7 @@ def test_any_rank_and_token_count_is_accepted(host: ctypes.CDLL, block: Block, l
 
 
 GATED, RESIDUAL = Block(gated=True), Block(gated=True, residual=True)
+SCALED = Block(gated=False, scales=("neuron", "output"))
 ONE_TYPE = "all inputs must be bf16, or all fp16"
 OF_KEYS, OF_Y = "expected [batch, keys, kv_heads, width]", "expected that of y, [..., d_out] = [4, 32]"
 
@@ -204,6 +235,10 @@ OF_KEYS, OF_Y = "expected [batch, keys, kv_heads, width]", "expected that of y, 
         (RESIDUAL, 4, (2, 2, 32), BF16, f"input residual has shape [2, 2, 32]; {OF_Y}"),
         (RESIDUAL, 4, (32,), BF16, f"input residual has shape [32]; {OF_Y}"),
         (RESIDUAL, 4, (4, 32), FP16, f"input residual is fp16; {ONE_TYPE} (x is bf16)"),
+        (SCALED, 1, (300, 64), BF16, "input w_up is bf16; expected fp8, or int8 with its bytes"),
+        (SCALED, 0, (4, 64), FP8, "input x is fp8; all inputs but weights and their scales must be bf16, or all fp16"),
+        (SCALED, 3, (64, 1), FLOAT32, "input w_up_scale has shape [64, 1]; expected none, or [d_ff, 1] = [300, 1]"),
+        (SCALED, 4, (1, 300), FLOAT32, "input w_down_scale has shape [1, 300]; expected none, [d_ff, 1] or [1, d_out]"),
         (None, 0, (2, 9, 256), BF16, "input q has shape [2, 9, 256]; expected [batch, tokens, heads, width] = [?, ?"),
         (None, 0, (2, 9, 3, 64), BF16, "heads must be a positive multiple of kv_heads (q [2, 9, 3, 64], k [2, 9, 2, "),
         (None, 0, (2, 9, 4, 60), BF16, f"input k has shape [2, 9, 2, 64]; {OF_KEYS} = [2, 9, ?, 60]"),
@@ -230,7 +265,7 @@ def test_bad_shapes_at_run_time_are_refused(
     inputs[slot] = make_desc(shape, dtype)
     assert host.shape_change(plugin, inputs, len(inputs), None) != 0
     host.destroy(plugin)
-    name = "TwellAttention" if block is None else "TwellGatedMlp"
+    name = "TwellAttention" if block is None else "TwellGatedMlp" if block.gated else "TwellMlp"
     assert f"log 1 {name} 'layer0': {message}" in capfd.readouterr().out
 
 
@@ -248,7 +283,7 @@ def test_a_wrong_number_of_inputs_is_refused(host: ctypes.CDLL, capfd: pytest.Ca
 def test_enqueue_equals_the_c_api(host: ctypes.CDLL, block: Block, dtype: int, leading: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     tensors = {
-        name: torch.randn(shape, device="cuda").to(TORCH[dtype]) / (1 if name == "x" else 4)
+        name: (torch.randn(shape, device="cuda") / (1 if name == "x" else 4)).to(TORCH[block.kind(name, dtype)])
         for name, shape in block.inputs(leading).items()
     }
     tokens = math.prod(leading)

@@ -83,6 +83,7 @@ ACCEPTED = [
     *(accepted(plugin, activation=["CHAR", "relu2\0"]) for plugin in BLOCKS),
     *(accepted(plugin, threshold=None) for plugin in BLOCKS),
     *(accepted(plugin, hot=["INT32", 65536]) for plugin in BLOCKS),
+    *(accepted(plugin, phase, scales=["INT32", 1]) for plugin in BLOCKS for phase in ("BUILD", "RUNTIME")),
     accepted(GATED, activation=["CHAR", "drelu"]),
     accepted(PLAIN, activation=["CHAR", "fatrelu"], threshold=["FLOAT32", 0.5]),
     accepted(ATTENTION, lengths=["INT32", 1], causal=["INT32", 0], scale=["FLOAT32", -2.0]),
@@ -125,11 +126,12 @@ REFUSED = [
     refused(GATED, "residual", None, " is missing"),
     refused(PLAIN, "residual", ["INT32", 2], ": got 2; allowed: 0 or 1"),
     refused(PLAIN, "down_bias", None, " is missing"),
+    refused(GATED, "scales", ["INT32", 2], ": got 2; allowed: 0 or 1"),
     refused(
         PLAIN,
         "gate_bias",
         ["INT32", 0],
-        " is unknown; allowed: activation, threshold, compression, hot, up_bias, down_bias, residual",
+        " is unknown; allowed: activation, threshold, compression, hot, up_bias, down_bias, residual, scales",
     ),
     refused(GATED, "tile", ["INT32", 256], " is unknown; allowed: activation,"),
     refused(GATED, "schema", ["INT32", 1], " is unknown"),
@@ -187,7 +189,7 @@ def created(request: pytest.FixtureRequest, lean_folder: Any) -> tuple[str, Repo
 
 def test_creators_are_registered(created: tuple[str, Report]) -> None:
     common = {"activation": "CHAR", "threshold": "FLOAT32"}
-    common |= dict.fromkeys(("compression", "hot", "up_bias", "down_bias", "residual"), "INT32")
+    common |= dict.fromkeys(("compression", "hot", "up_bias", "down_bias", "residual", "scales"), "INT32")
     expected: dict[str, dict[str, str]] = {PLAIN: common, GATED: common | {"gate_bias": "INT32"}}
     if attention_library_path():
         expected |= {ATTENTION: {"scale": "FLOAT32", "causal": "INT32", "lengths": "INT32"}}
@@ -290,7 +292,7 @@ def block(
     )
     leading, attributes = changes.pop("leading", LEADING), changes.pop("attributes", {})
     inputs: dict[str, Input | None] = {"x": [dtype, [*leading, d_model]]}
-    said: dict[str, Any] = {"activation": "relu", "threshold": 0.0, "compression": 8, "hot": 0}
+    said: dict[str, Any] = {"activation": "relu", "threshold": 0.0, "compression": 8, "hot": 0, "scales": 0}
     for name in ("gate", "up", "down") if plugin == GATED else ("up", "down"):
         inputs[f"w_{name}"] = [dtype, [d_ff, d_out if name == "down" else d_model]]
         inputs[f"b_{name}"] = [dtype, [d_out if name == "down" else d_ff]] if name[0] in biases else None
@@ -298,6 +300,15 @@ def block(
     inputs["residual"] = (residual if isinstance(residual, list) else [dtype, [*leading, d_out]]) if residual else None
     case = node(plugin, inputs | changes, **said | {"residual": int(bool(residual))} | attributes)
     return case | {"outputs": [[dtype, [*leading, d_out]]]}
+
+
+def scaled(case: Case, gate_up: list[int], down: list[int], stored: str = "fp8", **changes: Input) -> Case:
+    """Return a case of a block with weights of fp8, and scales of these extents behind its inputs."""
+    inputs = [[n, stored if n[:2] == "w_" else kind, extents] for n, kind, extents in case["inputs"]]
+    names = [name for name, *_ in inputs if name[:2] == "w_"]
+    inputs += [[f"{name}_scale", "fp32", down if name == "w_down" else gate_up] for name in names]
+    inputs = [[name, *changes.get(name, value)] for name, *value in inputs]
+    return case | {"inputs": inputs, "attributes": {**case["attributes"], "scales": 1}}
 
 
 def attention(
@@ -360,6 +371,12 @@ BUILT: dict[str, Case] = {
     "drelu": block(GATED, attributes={"activation": "drelu", "compression": 2}),
     "hot": block(GATED, d_ff=512, attributes={"hot": 256}, residual=True),
     "all-hot": block(PLAIN, attributes={"hot": 300}, biases="ud"),
+    "scales-by-neuron": scaled(block(GATED, biases="gud", residual=True), [300, 1], [300, 1]),
+    "scales-by-output": scaled(block(PLAIN, "fp16", attributes={"hot": 300}), [300, 1], [1, 64]),
+    "scales-of-one-neuron": scaled(block(GATED, d_ff=1), [1, 1], [1, 1]),
+    "one-scale": scaled(block(GATED), [], []),
+    "scales-of-int8": scaled(block(GATED, biases="u"), [300, 1], [300, 1], stored="int8"),
+    "one-scale-plain": scaled(block(PLAIN, biases="d"), [], [300, 1]),
     "cached": cached(),
     "cached-fp16": cached("fp16"),
     "append": appending(),
@@ -421,6 +438,24 @@ NOT_BUILT: list[tuple[Case, str]] = [
         block(GATED, attributes={"compression": 8.0}),
         "field 'compression': got 1 of type float32; allowed: one int32, 1, 2, 4 or 8",
     ),
+    (scaled(block(GATED), [300, 1], [300, 1], w_up=["bf16", [300, 64]]), "input w_up is bf16; expected fp8, or int8"),
+    (
+        scaled(block(GATED), [300, 1], [300, 1], w_down_scale=["bf16", [300, 1]]),
+        "input w_down_scale is bf16; expected float32",
+    ),
+    (
+        scaled(block(PLAIN), [64], []),
+        wrong_shape("w_up_scale", "[64]", "none, or [d_ff, 1] = [300, 1]"),
+    ),
+    (
+        scaled(block(GATED), [300, 1], [], w_up_scale=["fp32", []]),
+        wrong_shape("w_up_scale", "[]", "that of w_gate_scale = [300, 1]"),
+    ),
+    (
+        scaled(block(GATED), [], [1, 300]),
+        wrong_shape("w_down_scale", "[1, 300]", "none, [d_ff, 1] or [1, d_out] = [1, 64]"),
+    ),
+    (block(GATED, attributes={"scales": 1}), "got 4 inputs; expected 7: x, w_gate, w_up, w_down, w_gate_scale, w_up"),
     (
         attention(k=["bf16", ["batch", "tokens", 128]]),
         wrong_shape("k", "[?, ?, 128]", f"{OF_KEYS} = [?, ?, ?, 64]"),

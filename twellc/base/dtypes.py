@@ -44,6 +44,7 @@ TABLE = (
     DType("float32", 1, "FLOAT", "TYPE_FP32"),
     DType("bfloat16", 16, "BF16", "TYPE_BF16", "bf16", 0),
     DType("float16", 10, "HALF", "TYPE_FP16", "fp16", 1),
+    DType("float8_e4m3fn", 17),
     DType("int64", 7, "INT64", "TYPE_INT64"),
     DType("int32", 6, "INT32", "TYPE_INT32"),
     DType("int16", 5),
