@@ -1,7 +1,8 @@
 """Write an ExportedProgram with `twell` ops as an ONNX file with nodes of the `twell` domain.
 
-    torch.ops.twell.gated_mlp  ->  twell::TwellGatedMlp(x, w_gate, [b_gate], w_up, [b_up], w_down, [b_down], [residual])
-    torch.ops.twell.mlp        ->  twell::TwellMlp(x, w_up, [b_up], w_down, [b_down], [residual])
+    torch.ops.twell.gated_mlp  ->  twell::TwellGatedMlp(x, w_gate, [b_gate], w_up, [b_up], w_down, [b_down], [residual],
+                                                        [scales])
+    torch.ops.twell.mlp        ->  twell::TwellMlp(x, w_up, [b_up], w_down, [b_down], [residual], [scales])
     torch.ops.twell.attention  ->  twell::TwellAttention(q, k, v, [lengths])
     torch.ops.twell.cached_attention, append_caches  ->  twell::TwellCachedAttention, twell::TwellAppendCaches
     torch.ops.twell.all_reduce ->  trt::DistCollective(x), an operator of TensorRT's own
@@ -218,12 +219,12 @@ def _schema(op_type: str, attributes: dict[str, type], domain: str) -> onnx.defs
         op_type,
         domain,
         1,
-        # Not all of one type: lengths are integers.
+        # Not all of one type: lengths are integers, weights may be of eight bits.
         inputs=[parameter("operands", "I", param_option=parameter_option.Variadic, is_homogeneous=False)],
         outputs=[parameter("y", "T")] if op_type != APPEND_NODE else [parameter("keys", "T"), parameter("values", "T")],
         type_constraints=[
             ("T", [f"tensor({name})" for name in types], ""),
-            ("I", [f"tensor({name})" for name in (*types, "int32")], ""),
+            ("I", [f"tensor({name})" for name in (*types, "int32", "float8e4m3fn")], ""),
         ],
         attributes=[onnx.defs.OpSchema.Attribute(name, _KIND_OF[kind]) for name, kind in attributes.items()],
     )
@@ -248,6 +249,7 @@ def _block(variant: Variant) -> Callable[..., Any]:
     for each in OPTIONS:
         default = inspect.Parameter.empty if each.default is None else each.default
         parameters.append(inspect.Parameter(each.name, _POSITIONAL, annotation=each.kind, default=default))
+    parameters += [inspect.Parameter(name, _POSITIONAL, annotation=Any, default=None) for name in variant.scales]
     write.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     write.__annotations__ = {each.name: each.annotation for each in parameters}
     return write
