@@ -109,6 +109,7 @@ def _decide(
         decision, reason = "dense", f"left dense: {choice.facts}"
     else:
         decision, reason, hot, compression = "twell", choice.facts, choice.hot, choice.compression
+    weights = block.weights if decision == "twell" else None
     return Layer(
         module=block.module,
         variant=block.variant,
@@ -118,7 +119,8 @@ def _decide(
         d_out=block.d_out,
         matched=not refusal,
         decision=decision,
-        reason=reason,
+        reason=reason if weights is None else f"{reason}; {weights}",
+        weights=weights,
         residual=decision == "twell" and block.residual is not None,
         hot=hot,
         compression=compression,

@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 def fold_weights(program: ExportedProgram) -> ExportedProgram:
     """Return the program with computed weights as constants; itself where it has none."""
-    if not _computed_weights(ProgramConstants(program)):
+    if not computed_weights(ProgramConstants(program)):
         return program
     program = editable(program)
     fold_weights_in(ProgramConstants(program))
@@ -36,7 +36,7 @@ def fold_weights(program: ExportedProgram) -> ExportedProgram:
 def fold_weights_in(constants: Constants) -> None:
     """Make constants of the computed weights of a graph whose nodes have their values in `meta`."""
     folds: list[tuple[Node, list[Node], torch.Tensor]] = []  # complete before the first: one may be made of another
-    for node in _computed_weights(constants):
+    for node in computed_weights(constants):
         sources = [source for source in _sources(node) if source in constants.names]
         folds.append((node, sources, constants.value(node).clone()))
     for node, sources, tensor in folds:
@@ -45,7 +45,7 @@ def fold_weights_in(constants: Constants) -> None:
         constants.replace(node, folded, computes=folded)
 
 
-def _computed_weights(constants: Constants) -> list[Node]:
+def computed_weights(constants: Constants) -> list[Node]:
     """Return the weights that are computed from constants alone, in graph order."""
     known, found = set(constants.names), []
     for node in constants.graph.nodes:

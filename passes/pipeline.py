@@ -37,10 +37,13 @@ from twellc.passes.block_profile import Calibration
 from twellc.passes.decide import Advise, decide, options_of
 from twellc.passes.decompose import decompose
 from twellc.passes.dump import NOWHERE, GraphDump
+from twellc.passes.eight_bits import EightBits, Wish, dequantise, in_eight_bits, judge
 from twellc.passes.feature_last import feature_last
 from twellc.passes.fold_constants import fold_constants
 from twellc.passes.fold_weights import fold_weights
+from twellc.passes.graph.program import tensor_of
 from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks
+from twellc.passes.match.linear import Weight
 from twellc.passes.match.shared_axis import WHOLE, Part
 from twellc.passes.merge_views import merge_views
 from twellc.passes.name_casts import name_casts
@@ -82,6 +85,7 @@ class PassOptions:
         attention: The forms to write attention in, see `rewrite_attention`; none leaves it as it is.
         calibration: How often neurons fire, and what may be done with that; None if nothing is known.
         advise: See `decide`.
+        weights: Which blocks are to be computed with weights in eight bits that the model has in others.
         part: Which of several ranks the program is for, and how many there are.
         dump: Receives the graph as traced, and after each pass.
         progress: Receives before each step how many are done, and of how many.
@@ -93,6 +97,7 @@ class PassOptions:
     attention: tuple[str, ...] = ()
     calibration: Calibration | None = None
     advise: Advise | None = None
+    weights: Wish = Wish()  # noqa: RUF009
     part: Part = WHOLE
     dump: GraphDump = NOWHERE
     progress: Callable[[int, int], None] = lambda done, steps: None
@@ -106,6 +111,7 @@ class Passed:
         program: The program.
         stage: The last stage that it has passed.
         dense: The program before its blocks were rewritten; None until then.
+        eight_bits: The weights that the model has in eight bits, by the names of the constants that they became.
         blocks: Its feed-forward blocks, from FIND on.
         staying: Which neurons of each stay if TwELL runs it, from STAY on.
         layers: What becomes of each, from DECIDE on.
@@ -117,6 +123,7 @@ class Passed:
     program: ExportedProgram
     stage: Stage = Stage.TRACED
     dense: ExportedProgram | None = None
+    eight_bits: Mapping[str, EightBits] = field(default_factory=dict)
     blocks: Sequence[FfnBlock] = ()
     staying: Sequence[Staying] = ()
     layers: list[Layer] = field(default_factory=list)
@@ -192,8 +199,20 @@ def _in_precision(passed: Passed, options: PassOptions) -> Passed:
     return replace(passed, program=in_precision(passed.program, options.dtype))
 
 
+def _dequantise(passed: Passed, options: PassOptions) -> Passed:
+    program, eight_bits = dequantise(passed.program)
+    return replace(passed, program=program, eight_bits=eight_bits)
+
+
 def _find(passed: Passed, options: PassOptions) -> Passed:
-    return replace(passed, blocks=find_ffn_blocks(passed.program))
+    blocks = find_ffn_blocks(passed.program)
+    return replace(
+        passed, blocks=[replace(each, weights=judge(each, _stored(passed), options.weights)) for each in blocks]
+    )
+
+
+def _stored(passed: Passed) -> Callable[[Weight], EightBits | None]:
+    return lambda weight: passed.eight_bits.get(weight.name)
 
 
 def _stay(passed: Passed, options: PassOptions) -> Passed:
@@ -217,7 +236,12 @@ def _share(passed: Passed, options: PassOptions) -> Passed:
 
 def _rewrite_ffn(passed: Passed, options: PassOptions) -> Passed:
     rewrites = [(block, options_of(block, layer, options.compression)) for block, layer in passed.chosen]
-    return replace(passed, dense=passed.program, program=rewrite_ffn(passed.program, rewrites, passed.orders))
+
+    def quantised(block: FfnBlock, order: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        return in_eight_bits(block, _stored(passed), lambda each: tensor_of(passed.program, each.name), order)
+
+    program = rewrite_ffn(passed.program, rewrites, passed.orders, quantised)
+    return replace(passed, dense=passed.program, program=program)
 
 
 def _split(passed: Passed, options: PassOptions) -> Passed:
@@ -238,7 +262,14 @@ def _rewrite_attention(passed: Passed, options: PassOptions) -> Passed:
 
 
 STEPS: dict[Stage, tuple[Step, ...]] = {
-    Stage.FUNCTIONAL: (step(decompose), step(name_casts), step(write_numbers), step(merge_views), step(name_relus)),
+    Stage.FUNCTIONAL: (
+        step(decompose),
+        step(name_casts),
+        Step("dequantise", _dequantise),
+        step(write_numbers),
+        step(merge_views),
+        step(name_relus),
+    ),
     Stage.ARRANGING: (step(fold_weights), step(fold_constants), step(feature_last)),
     Stage.PRECISION: (Step("in_precision", _in_precision),),
     Stage.FIND: (Step("find", _find, edits=False),),

@@ -118,6 +118,25 @@ class Neurons(Record):
 
 
 @dataclass(frozen=True)
+class Weights(Record):
+    """In how many bits the weights of a block are read that TwELL runs, and why.
+
+    Attributes:
+        bits: 8, E4M3 with scales, or 16.
+        reason: Why.
+        error: By how much eight bits change the output of the block on samples: the norm of the difference over the
+            norm of the output; None where that was not measured.
+    """
+
+    bits: Annotated[int, OneOf((8, 16))]
+    reason: str
+    error: Amount | None = field(default=None, metadata=OPTIONAL)
+
+    def __str__(self) -> str:
+        return f"weights in {self.bits} bits, {self.reason}"
+
+
+@dataclass(frozen=True)
 class Layer(Record):
     """What became of a feed-forward block: a row of every report.
 
@@ -132,6 +151,7 @@ class Layer(Record):
         residual: Whether it also adds its result to what this was added to, if TwELL runs it.
         hot: How many of its neurons, the first ones, calls with many tokens compute densely, if TwELL runs it.
         neurons: What became of its neurons; None where nothing did, or TwELL does not run it.
+        weights: In how many bits its weights are read; None where in those of its dtype, or TwELL does not run it.
         compression: The TwELL compression factor that a profile suggests; None where there is none.
         expectation: What measured times let expect of it; None where nobody asked, or it cannot be rewritten.
     """
@@ -150,6 +170,7 @@ class Layer(Record):
     compression: Compression | None = field(default=None, metadata=OPTIONAL)
     expectation: Expectation | None = field(default=None, metadata=OPTIONAL)
     neurons: Neurons | None = field(default=None, metadata=OPTIONAL)
+    weights: Weights | None = field(default=None, metadata=OPTIONAL)
 
     @property
     def kept(self) -> int:

@@ -7,7 +7,7 @@
 A block with a residual takes in the Add behind y, and stands in its place.
 Wd' is Wd transposed, a new parameter: the kernels read the weights of one neuron as one row. A parameter that nothing
 reads any more is dropped from the program. Where neurons are moved or removed (see `neurons.py`), all weights and the
-biases of gate and up are new parameters.
+biases of gate and up are new parameters. So are matrices and scales of blocks that are read in eight bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.fx import Node
 from twellc.passes.graph.program import add_call, add_parameter, editable, finish, replace_node, tensor_of
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import Weight
-from twellc.plugins.block import TENSORS, BlockOptions, TensorField, WeightOperands
+from twellc.plugins.block import SCALES, TENSORS, BlockOptions, TensorField, WeightOperands
 from twellc.plugins.ops import OPS
 
 T = TypeVar("T")
@@ -62,6 +62,7 @@ def rewrite_ffn(
     program: ExportedProgram,
     rewrites: Sequence[tuple[FfnBlock, BlockOptions]],
     neurons: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    in_eight_bits: Callable[[FfnBlock, torch.Tensor | None], dict[str, torch.Tensor]] | None = None,
 ) -> ExportedProgram:
     """Return the program with blocks rewritten.
 
@@ -70,13 +71,36 @@ def rewrite_ffn(
         rewrites: Some of the blocks found in it, without a refusal, and how each is to be computed.
         neurons: Of a block, by its module, the neurons to keep in their new order, int64 [kept]; without an entry all
             stay where they are.
+        in_eight_bits: Returns the matrices and scales of a block whose weights are to be read in eight bits, by name,
+            their neurons in the order that is given; None where there are none.
     """
     rewritten = editable(program)
     nodes: dict[str, Node] = {node.name: node for node in rewritten.graph.nodes}
     arranged: dict[tuple[Weight, bool], Node] = {}
+    eight_bits: dict[tuple[Weight, ...], dict[str, Node]] = {}
 
-    def arrange(weight: Weight, role: TensorField, order: torch.Tensor | None) -> Node:
+    def add_eight_bits(block: FfnBlock, order: torch.Tensor | None) -> dict[str, Node]:
+        """Return placeholders of the matrices and scales of a block that is read in eight bits, by name."""
+        if block.weights is None or block.weights.bits != 8:
+            return {}
+        assert in_eight_bits is not None
+        weights = weights_of(block, lambda weight, _: weight).named()
+        key = tuple(weights.values())
+        if order is not None or key not in eight_bits:
+            made: dict[str, Node] = {}
+            for name, tensor in in_eight_bits(block, order).items():
+                weight = weights[name.removesuffix("_scale")]
+                suffix = "scale" if name in SCALES else "e4m3"
+                made[name] = add_parameter(rewritten, f"{weight.name}_{suffix}", tensor, like=nodes[weight.node.name])
+            if order is not None:
+                return made
+            eight_bits[key] = made
+        return eight_bits[key]
+
+    def arrange(weight: Weight, role: TensorField, order: torch.Tensor | None, matrices: dict[str, Node]) -> Node:
         """Return the placeholder that holds a weight as the op reads it, its neurons in `order`."""
+        if role.name in matrices:
+            return matrices[role.name]
         in_out, order = role.in_out, order if role.by_neuron else None
         placeholder = nodes[weight.node.name]
         as_it_is = weight.in_out == in_out and weight.rows is None and placeholder.meta["val"].dim() <= 2
@@ -99,12 +123,16 @@ def rewrite_ffn(
         assert not block.refusal
         anchor = nodes[block.y.name]
         residual = nodes[block.residual.other.name] if block.residual else None
-        place = functools.partial(arrange, order=neurons.get(block.module))
+        order = neurons.get(block.module)
+        matrices = add_eight_bits(block, order)
+        place = functools.partial(arrange, order=order, matrices=matrices)
         operands = weights_of(block, place).of(nodes[block.x.name], residual)
         arguments = (*operands.arguments(), *options.arguments())
+        scales = {name: matrices[name] for name in SCALES if name in matrices}
         with rewritten.graph.inserting_before(anchor):
             # It is of the block's module also where it takes the place of a sum behind it.
-            op = add_call(rewritten.graph, OPS[operands.variant], *arguments, like=nodes[block.down.node.name])
+            like = nodes[block.down.node.name]
+            op = add_call(rewritten.graph, OPS[operands.variant], *arguments, like=like, **scales)
         replace_node(rewritten, anchor, op)
         nodes[anchor.name] = op  # what a later block may read as its x
     return finish(rewritten)

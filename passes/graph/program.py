@@ -141,6 +141,7 @@ def infer(node: Node, *others: Any) -> None:
     modes: list[Any] = [leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)]
     assert callable(node.target)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
         if modes:  # the graph of an ONNX file has other tensors
             stack.enter_context(modes[0])
             stack.enter_context(enable_python_dispatcher())

@@ -41,6 +41,7 @@ from twellc.passes.match.linear import (
 )
 from twellc.passes.match.residual import Residual, find_residual
 from twellc.passes.match.unread_ffn import UnreadForm, UnreadForms
+from twellc.passes.report import Weights
 
 aten = torch.ops.aten
 
@@ -66,6 +67,7 @@ class FfnBlock:
         gate, up, down: Its projections; a plain block has no gate, and a refused one may lack up.
         x: The node to read x from, with the same leading dimensions as `y`.
         residual: What its result is added to, if the sum belongs to the block; a refused block has none.
+        weights: In how many bits its weights are to be read, see `eight_bits.py`; None in those of its dtype.
     """
 
     module: str
@@ -82,6 +84,7 @@ class FfnBlock:
     down: Linear
     x: Node
     residual: Residual | None = None
+    weights: Weights | None = None
 
     @property
     def y(self) -> Node:

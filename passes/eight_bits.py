@@ -1,0 +1,228 @@
+"""Weights in eight bits in a program: those that it has, and which blocks are computed with such.
+
+    before   linear(x, to(q, float32) * s)          q  float8_e4m3fn [rows, columns], s  [], [rows, 1] or [1, columns]
+    after    linear(x, w)                           w  a constant; q and s are known by its name
+
+`dequantise` does this for every weight of a product, so that all other passes see constants of 16 or 32 bits. A block
+whose matrices are known in eight bits by the time that it is rewritten gets these and their scales, if the kernels take
+their scales; all other weights stay dequantised, and the report says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from twellc.base.dtypes import kernel_dtypes
+from twellc.passes.fold_weights import computed_weights
+from twellc.passes.graph.constants import ProgramConstants
+from twellc.passes.graph.program import editable, finish
+from twellc.passes.match.activations import arguments, packet
+from twellc.passes.match.find_ffn import FfnBlock
+from twellc.passes.match.linear import CASTS, Weight, operand
+from twellc.passes.report import Weights
+from twellc.passes.rewrite_ffn import arranged_view, weights_of
+from twellc.plugins.block import SCALES, TensorField
+from twellc.plugins.meaning import EIGHT_BITS
+from twellc.plugins.quantise import quantise
+
+aten = torch.ops.aten
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class EightBits:
+    """A matrix in eight bits.
+
+    Attributes:
+        q: Its values, float8_e4m3fn [rows, columns].
+        scale: What multiplies them, float32: [], [rows, 1] or [1, columns].
+    """
+
+    q: Tensor
+    scale: Tensor
+
+    def worth(self) -> Tensor:
+        """Return what it stands for, in float64."""
+        return self.q.double() * self.scale.double()
+
+
+# Returns what is known of a constant in eight bits, in the shape of the constant; None if nothing is.
+Stored = Callable[[Weight], EightBits | None]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Which blocks are to be computed with weights in eight bits that the model has in others.
+
+    Attributes:
+        quantise: Whether any are.
+        most: The largest relative error of a block's output on samples; None for any.
+        errors: These errors, by module.
+    """
+
+    quantise: bool = False
+    most: float | None = None
+    errors: Mapping[str, float] = field(default_factory=dict)
+
+
+# ---- what the model has ----
+
+
+def dequantise(program: ExportedProgram) -> tuple[ExportedProgram, dict[str, EightBits]]:
+    """Return the program without weights in eight bits, and those that it had by the names of the constants for them.
+
+    Weights whose scales have another shape, or are not finite, are left to `fold_weights`.
+    """
+    if not any(True for _ in _products(ProgramConstants(program))):
+        return program, {}
+    program = editable(program)
+    constants = ProgramConstants(program)
+    known: dict[str, EightBits] = {}
+    for node, source, found in list(_products(constants)):
+        last = node
+        while len(last.users) == 1 and packet(next(iter(last.users))) in CASTS:
+            last = next(iter(last.users))
+        sources = [each for each in _inputs(source) if each in constants.names]
+        made = constants.add(f"{constants.names[sources[0]]}_folded", constants.value(last).clone(), like=sources)
+        made.meta = {**last.meta, "val": made.meta["val"]}
+        constants.replace(last, made, computes=made)
+        known[constants.names[made]] = found
+    return finish(program), known
+
+
+def _products(constants: ProgramConstants) -> Iterator[tuple[Node, Node, EightBits]]:
+    """Yield what multiplies a matrix in eight bits by scales, that matrix, and both as tensors."""
+    for node in computed_weights(constants):
+        if packet(node) is not aten.mul:
+            continue
+        given = arguments(node)
+        for matrix, factor in (given, given[::-1]):
+            source = matrix
+            while isinstance(source, Node) and packet(source) in CASTS:
+                source = operand(source)
+            if source is matrix or not isinstance(source, Node) or source.meta["val"].dtype != EIGHT_BITS:
+                continue
+            scale = constants.value(factor) if isinstance(factor, Node) else torch.tensor(factor)
+            found = _as_scale(scale.float(), node.meta["val"].shape)
+            if found is not None and source.meta["val"].shape == node.meta["val"].shape:
+                yield node, source, EightBits(constants.value(source), found)
+                break
+
+
+def _as_scale(scale: Tensor, shape: torch.Size) -> Tensor | None:
+    """Return scales of a matrix of this shape as [], [rows, 1] or [1, columns]; None if they are none of these."""
+    if len(shape) != 2 or not bool(scale.isfinite().all()):
+        return None
+    if scale.numel() == 1:
+        return scale.reshape(())
+    scale = scale if scale.dim() == 2 else scale[None] if scale.dim() == 1 else scale
+    return scale if tuple(scale.shape) in ((shape[0], 1), (1, shape[1])) else None
+
+
+def _inputs(node: Node) -> list[Node]:
+    found = [node]
+    for each in found:
+        found.extend(other for other in each.all_input_nodes if other not in found)
+    return found
+
+
+# ---- what becomes of blocks ----
+
+
+def judge(block: FfnBlock, stored: Stored, wish: Wish) -> Weights | None:
+    """Return in how many bits the weights of a block are read if TwELL runs it; None where nothing is to be said."""
+    if block.refusal or block.dtype not in kernel_dtypes():
+        return None
+    found = _arranged(block, stored)
+    known = [name for name, each in found.items() if each is not None]
+    fault = "the model has only some of them in eight bits" if len(known) < len(found) else _fault(found)
+    if not fault:
+        return Weights(8, "as the model has them")
+    if not wish.quantise:
+        return Weights(16, f"dequantised: {fault}") if known else None
+    error = wish.errors.get(block.module)
+    if wish.most is not None and error is not None and not error <= wish.most:
+        return Weights(16, f"eight bits change its output by {error:.2%}, more than --fp8-error {wish.most:g}", error)
+    return Weights(8, "quantised", error)
+
+
+def in_eight_bits(
+    block: FfnBlock, stored: Stored, tensor: Callable[[Weight], Tensor], order: Tensor | None
+) -> dict[str, Tensor]:
+    """Return the matrices of a block in eight bits and their scales, as the op takes them, by name.
+
+    Args:
+        block: A block that is to be read in eight bits, see `judge`.
+        stored: What is known of its weights in eight bits; if not all is, or not in the right form, they are quantised.
+        tensor: Returns a constant of the program.
+        order: The neurons to keep in their new order, int64 [kept]; None keeps all where they are.
+
+    Raises:
+        UserError: It cannot be quantised; see `quantise`.
+    """
+    found = _arranged(block, stored)
+    if any(each is None for each in found.values()) or _fault(found):
+
+        def make(weight: Weight, role: TensorField) -> EightBits:
+            view = arranged_view(tensor(weight).detach(), weight, role.in_out)[1]
+            return EightBits(*quantise(view, "neuron", f"layer {block.module}: {role.name}"))
+
+        found = dict(_matrices(block, make))
+    result: dict[str, Tensor] = {}
+    by_neuron = any(each is not None and each.scale.dim() for name, each in found.items() if name != "w_down")
+    for name, each in found.items():
+        assert each is not None
+        q, scale = each.q.contiguous(), each.scale
+        if name != "w_down" and by_neuron:
+            scale = scale.expand(q.shape[0], 1)
+        if order is not None:
+            own = order.to(q.device)
+            q = q.view(torch.uint8).index_select(0, own).view(EIGHT_BITS)
+            scale = scale.index_select(0, own) if scale.shape[:1] == each.q.shape[:1] else scale
+        result[name], result[f"{name}_scale"] = q.clone(), scale.clone(memory_format=torch.contiguous_format)
+    return result
+
+
+def _arranged(block: FfnBlock, stored: Stored) -> dict[str, EightBits | None]:
+    """Return what is known of the matrices of a block in eight bits, as the op reads them; None where nothing is."""
+
+    def arrange(weight: Weight, role: TensorField) -> EightBits | None:
+        found = stored(weight)
+        if found is None:
+            return None
+        q, scale = arranged_view(found.q, weight, role.in_out)[1], found.scale
+        if scale.dim():
+            # Scales take the way of the matrix, as one of its size, and are then one along the axis that shares them.
+            wide = arranged_view(scale.expand(found.q.shape), weight, role.in_out)[1]
+            shared = scale.shape.index(1)
+            scale = wide.narrow(shared if weight.in_out == role.in_out else 1 - shared, 0, 1)
+        return EightBits(q, scale)
+
+    return dict(_matrices(block, arrange))
+
+
+def _matrices(block: FfnBlock, place: Callable[[Weight, TensorField], T]) -> Iterator[tuple[str, T]]:
+    """Yield what `place` makes of the matrices of a block, by name."""
+
+    def only_matrices(weight: Weight, role: TensorField) -> tuple[T] | None:
+        return (place(weight, role),) if f"{role.name}_scale" in SCALES else None
+
+    for name, each in weights_of(block, only_matrices).named().items():
+        if each is not None:
+            yield name, each[0]
+
+
+def _fault(found: Mapping[str, EightBits | None]) -> str:
+    """Say why the kernels do not take scales; empty where they do."""
+    for name, each in found.items():
+        if name != "w_down" and each is not None and each.scale.dim() and each.scale.shape[1] != 1:
+            return f"{name} has a scale for each input"
+    return ""
