@@ -154,7 +154,7 @@ def judge(block: FfnBlock, stored: Stored, wish: Wish) -> Weights | None:
     return Weights(8, "quantised", error)
 
 
-def in_eight_bits(
+def eight_bits_of(
     block: FfnBlock, stored: Stored, tensor: Callable[[Weight], Tensor], order: Tensor | None
 ) -> dict[str, Tensor]:
     """Return the matrices of a block in eight bits and their scales, as the op takes them, by name.

@@ -37,7 +37,7 @@ from twellc.passes.block_profile import Calibration
 from twellc.passes.decide import Advise, decide, options_of
 from twellc.passes.decompose import decompose
 from twellc.passes.dump import NOWHERE, GraphDump
-from twellc.passes.eight_bits import EightBits, Wish, dequantise, in_eight_bits, judge
+from twellc.passes.eight_bits import EightBits, Wish, dequantise, eight_bits_of, judge
 from twellc.passes.feature_last import feature_last
 from twellc.passes.fold_constants import fold_constants
 from twellc.passes.fold_weights import fold_weights
@@ -238,7 +238,7 @@ def _rewrite_ffn(passed: Passed, options: PassOptions) -> Passed:
     rewrites = [(block, options_of(block, layer, options.compression)) for block, layer in passed.chosen]
 
     def quantised(block: FfnBlock, order: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        return in_eight_bits(block, _stored(passed), lambda each: tensor_of(passed.program, each.name), order)
+        return eight_bits_of(block, _stored(passed), lambda each: tensor_of(passed.program, each.name), order)
 
     program = rewrite_ffn(passed.program, rewrites, passed.orders, quantised)
     return replace(passed, dense=passed.program, program=program)

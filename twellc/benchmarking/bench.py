@@ -3,7 +3,8 @@
 At each shape there are two contests, in CUDA graphs, of contestants that take turns. In the first everybody runs the
 whole model, in the second the rewritten blocks alone, one after the other, on what they see in the model. Before that,
 results are compared with float64: a contestant whose error exceeds twice the eager model's is left out, but for
-FP8 and INT4, and what lacks pruned neurons, which are as wrong as they are. At last each block is timed by itself.
+FP8, INT4, weights in eight bits, and what lacks pruned neurons, which are as wrong as they are. At last each block is timed
+by itself.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from twellc.benchmarking.result import (
 )
 from twellc.benchmarking.timing import machine, refuse_without_gpu
 from twellc.checks.reference import widen_sample
+from twellc.compiling.fp8_errors import measure_errors, wish_of
 from twellc.compiling.translate_torch import rewrite
 from twellc.export.profiles import program_inputs
 from twellc.export.runner import OpenPlan
@@ -60,8 +62,9 @@ from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.loaders.precision import choose_dtype
 from twellc.options.commands import BenchOptions
 from twellc.options.source import refuse_missing
+from twellc.options.weights import refuse_weights
 from twellc.passes.graph.execution import call_arguments
-from twellc.passes.pipeline import Rewritten
+from twellc.passes.pipeline import PassOptions, Rewritten
 from twellc.passes.precision import widen
 from twellc.passes.report import Layer
 from twellc.plugins import library
@@ -84,6 +87,7 @@ def bench_model(options: BenchOptions, progress: Callable[[str], None]) -> Bench
         UserError: There is no GPU, the model or its inputs cannot be read, or none of its blocks is rewritten.
     """
     import_modules(options.import_modules)
+    refuse_weights(options)
     refuse_missing(options.model, "a model")
     if looks_like_onnx(options.model):
         raise UserError(str(options.model), "is an ONNX file, which torch does not run", fix="Give the model itself.")
@@ -141,7 +145,12 @@ class _Bench:
     def _rewrite(self, calibrated: LoadedCalibration | None) -> Rewritten:
         """Rewrite the model as `twellc compile` does for optimization profiles that are the shapes to measure at."""
         self._profiles = profiles_of(program_inputs(self._model.program), list(self._samples.values()))
-        rewritten, advisor = rewrite(self._model, self._dtype, self._options, self._profiles, calibrated)
+        options = self._options
+        self._errors = None
+        if options.fp8_error is not None:
+            self._errors = measure_errors(self._model, self._dtype, self._samples.values(), self._progress)
+        wanted = PassOptions(weights=wish_of(options, self._errors))
+        rewritten, advisor = rewrite(self._model, self._dtype, options, self._profiles, calibrated, wanted)
         self._notes += advisor.notes(rewritten.layers)
         if calibrated is not None:
             self._notes += [*calibrated.profile.warnings, *calibrated.notes(rewritten.layers, self._dtype)]
@@ -180,7 +189,7 @@ class _Bench:
             self._notes.append(obstacle)
         if obstacle or not self._options.tensorrt:
             return {}, {}
-        return build_plans(self._options, self._profiles, self._folder, self._progress)
+        return build_plans(self._options, self._profiles, self._errors, self._folder, self._progress)
 
     def _draw(self, result: Any) -> Tensor:
         """Return some rows of the first floating-point output, the same ones each time."""
@@ -237,8 +246,9 @@ class _Shape:
         chosen = [layer for layer in layers if layer.decision == "twell"]
         self._modules = [layer.module for layer in chosen]
         pruned = any(layer.neurons is not None and layer.neurons.dead for layer in chosen)
-        # Their error has no limit: what is pruned lacks what its neurons would add.
-        self._lossy = {*LOSSY, *((TWELL, TWELL_EAGER, TWELL_COMPILED, PLAN_TWELL) if pruned else ())}
+        narrow = any(layer.weights is not None and layer.weights.bits == 8 for layer in chosen)
+        # Their error has no limit: what is pruned lacks what its neurons would add, and eight bits round as FP8 does.
+        self._lossy = {*LOSSY, *((TWELL, TWELL_EAGER, TWELL_COMPILED, PLAN_TWELL) if pruned or narrow else ())}
 
     def run(
         self,

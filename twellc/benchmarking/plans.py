@@ -18,6 +18,7 @@ from twellc.export.tensorrt_host import has_gpu, load_host, python_module
 from twellc.options.commands import BenchOptions, CompileOptions
 from twellc.options.decisions import DecisionOptions
 from twellc.options.source import TracingOptions
+from twellc.options.weights import WeightOptions
 from twellc.samples.samples import Sample
 
 TENSORRT = "tensorrt"
@@ -38,13 +39,18 @@ def profiles_of(inputs: ModelInputs, samples: list[Sample]) -> list[tuple[str, S
 
 
 def build_plans(
-    options: BenchOptions, profiles: list[tuple[str, ShapeRange]], folder: Path, progress: Callable[[str], None]
+    options: BenchOptions,
+    profiles: list[tuple[str, ShapeRange]],
+    errors: dict[str, float] | None,
+    folder: Path,
+    progress: Callable[[str], None],
 ) -> tuple[dict[str, OpenPlan], dict[str, str]]:
     """Build a dense plan and a rewritten one, and open them.
 
     Args:
         options: What was asked for.
         profiles: See `profiles_of`.
+        errors: By how much eight bits change the outputs of blocks, by module; None where that was not measured.
         folder: Where they may stand.
         progress: Receives the name of each step.
 
@@ -52,12 +58,13 @@ def build_plans(
         The plans by the contestants' names, and why others could not be built.
     """
     plans, failed = {}, {}
-    kinds = (TracingOptions, DecisionOptions)
+    kinds = (TracingOptions, DecisionOptions, WeightOptions)
     shared = {field.name: getattr(options, field.name) for kind in kinds for field in fields(kind)}
     for label, layers in ((PLAN_DENSE, "none"), (PLAN_TWELL, options.layers)):
         progress(f"building plans: {label}")
         path = folder / f"{label.replace(' ', '-')}.plan"
         given = shared | {"output": path, "backend": TENSORRT, "profiles": tuple(profiles), "layers": layers}
+        given["fp8_errors"] = errors
         try:
             compile_model(CompileOptions(**given), lambda step: None)
             host = load_host(TENSORRT)

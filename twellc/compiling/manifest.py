@@ -13,7 +13,7 @@ from twellc.base.caches import KeyValueCache
 from twellc.base.dtypes import DTYPES, UNCHANGED
 from twellc.base.errors import UserError
 from twellc.base.files import digest, read_file
-from twellc.base.records import OPTIONAL, Count, OneOf, Range, Record, Size, of_json, parse_json
+from twellc.base.records import OPTIONAL, Amount, Count, OneOf, Range, Record, Share, Size, of_json, parse_json
 from twellc.base.version import __version__
 from twellc.compiling.summary import TranslationSummary
 from twellc.export.plan import Plan
@@ -22,6 +22,7 @@ from twellc.export.shapes import LARGEST_SIZE, ShapeProfile
 from twellc.export.tensorrt_host import python_module
 from twellc.options.commands import CompileOptions
 from twellc.options.source import LOGITS, PADDINGS
+from twellc.options.weights import WEIGHTS
 from twellc.passes.report import Attention, Compression, Layer, Repeated
 from twellc.plugins.library import (
     APPEND_NAME,
@@ -61,7 +62,7 @@ class Settings(Record):
 
     `sizes` are those that the model was traced for where it does not take every size, such as `input_ids:1x128`,
     `calibration` is the SHA-256 of the profile, `decided` what was decided by it, `tensor_parallel`
-    the number of ranks.
+    the number of ranks, `fp8_errors` by how much eight bits changed the outputs of blocks on samples, by module.
     """
 
     dtype: Annotated[str, OneOf((*DTYPES, UNCHANGED))]
@@ -76,6 +77,9 @@ class Settings(Record):
     prune_dead: bool | None = field(default=None, metadata=OPTIONAL)
     decided: dict[str, Repeated] | None = field(default=None, metadata=OPTIONAL)
     tensor_parallel: Size | None = field(default=None, metadata=OPTIONAL)
+    weights: Annotated[str, OneOf(WEIGHTS)] | None = field(default=None, metadata=OPTIONAL)
+    fp8_error: Share | None = field(default=None, metadata=OPTIONAL)
+    fp8_errors: dict[str, Amount] | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 
 from twellc.base.dtypes import torch_dtype
 from twellc.base.errors import first_few
+from twellc.compiling.fp8_errors import measure_errors, read_samples, wish_of
 from twellc.compiling.result import Translation, annotate, check_matches
 from twellc.decisions.advise import Advisor, repeat
 from twellc.decisions.choose import Tokens
@@ -31,6 +32,7 @@ from twellc.loaders.precision import choose_dtype
 from twellc.options.commands import CompileOptions
 from twellc.options.decisions import DecisionOptions
 from twellc.options.source import LAST_LOGITS
+from twellc.options.weights import KEEP
 from twellc.passes.dump import NOWHERE, GraphDump
 from twellc.passes.graph.program import has_inner_graphs, written_tensors
 from twellc.passes.match.find_ffn import FfnBlock
@@ -73,7 +75,14 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
     def count(done: int, steps: int) -> None:
         progress(f"rewriting feed-forward blocks: pass {done + 1} of {steps}")
 
-    wanted = PassOptions(attention=forms, dump=dump, advise=advise, part=Part(0, ranks), progress=count)
+    errors = options.fp8_errors
+    if options.fp8_error is not None and errors is None:
+        # A model with a cache has other inputs than samples; its blocks are those of the model without one.
+        plain = model if options.cache is None else load_model(options)
+        errors = measure_errors(plain, dtype, read_samples(options, plain), progress)
+    wanted = PassOptions(
+        attention=forms, dump=dump, advise=advise, part=Part(0, ranks), progress=count, weights=wish_of(options, errors)
+    )
     wanted, advisor, (relations, size_warnings) = _complete(
         wanted, model, dtype, options, options.requested_profiles, calibrated
     )
@@ -101,6 +110,10 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
             traced_by["decided"] = decided
         if ranks > 1:
             traced_by["tensor_parallel"] = ranks
+        if options.weights != KEEP:
+            traced_by["weights"] = options.weights
+        if options.fp8_error is not None:
+            traced_by |= {"fp8_error": options.fp8_error, "fp8_errors": errors}
         yield Translation(
             kind=model.kind,
             inputs=inputs,

@@ -22,7 +22,7 @@ from twellc.decisions.choose import (
     percent,
     tuned_for,
 )
-from twellc.decisions.predict import Widths
+from twellc.decisions.predict import CostModel, Widths
 from twellc.decisions.targets import Target
 from twellc.options.commands import DEFAULT_DENSITY
 from twellc.passes.block_profile import Counts
@@ -65,41 +65,46 @@ class Advisor:
         self._target, self._tokens, self._density = target, tokens, density
         self._compression = compression
         self.decided: dict[str, dict[str, Any]] = {}
-        self._assumed: dict[tuple[Widths, tuple[Tokens, ...]], Choice] = {}
+        self._assumed: dict[tuple[Widths, tuple[Tokens, ...], bool], Choice] = {}
 
     def __call__(self, block: FfnBlock, neurons: Staying) -> Choice:
         """Return what is best for a block of which these neurons stay."""
         widths = replace(_widths(block), d_ff=len(neurons.kept))
         tokens = tuple(self._tokens(block))
+        narrow = block.weights is not None and block.weights.bits == 8
+        model = self._target.model.eight_bits if narrow else self._target.model
         if neurons.rates is None:
-            if (widths, tokens) not in self._assumed:
-                self._assumed[widths, tokens] = self._assume(widths, tokens)
-            choice = self._assumed[widths, tokens]
+            key = widths, tokens, narrow
+            if key not in self._assumed:
+                self._assumed[key] = self._assume(model, widths, tokens)
+            choice = self._assumed[key]
             if choice.decision == "twell":
                 return choice
         else:
-            choice = self._choose(block, widths, tokens, neurons)
+            choice = self._choose(model, block, widths, tokens, neurons)
         self.decided[block.module] = {name: getattr(choice, name) for name in _REPEATED}
         return choice
 
-    def _choose(self, block: FfnBlock, widths: Widths, tokens: tuple[Tokens, ...], neurons: Staying) -> Choice:
+    def _choose(
+        self, model: CostModel, block: FfnBlock, widths: Widths, tokens: tuple[Tokens, ...], neurons: Staying
+    ) -> Choice:
         """Return what is best for a block of which it is known how its neurons fire."""
         assert neurons.rates is not None
         spread = DEFAULT_ROW_SPREAD if neurons.rows is None else row_spread(neurons.rows)
         removed = block.d_ff - widths.d_ff
         splits = neurons.movable and block.dtype == _SPLIT_DTYPE
-        choice = choose(self._target.model, widths, neurons.rates, tokens, spread, splits=splits, removed=removed)
-        if not self._target.model.is_near(widths):  # a guess leaves nothing dense
+        choice = choose(model, widths, neurons.rates, tokens, spread, splits=splits, removed=removed)
+        if not model.is_near(widths):  # a guess leaves nothing dense
             active = active_text(float(neurons.rates.mean()), widths.d_ff, removed)
             slots = choose_compression(neurons.rates, spread)
             choice = replace(choice, decision="twell", facts=active, hot=0, compression=slots)
         return replace(choice, compression=compression_of(self._compression, choice.compression))
 
-    def _assume(self, widths: Widths, tokens: tuple[Tokens, ...]) -> Choice:
+    def _assume(self, model: CostModel, widths: Widths, tokens: tuple[Tokens, ...]) -> Choice:
         """Return what becomes of a block of which nothing is known."""
-        choice = choose(self._target.model, widths, np.full(widths.d_ff, self._density), tokens, assumed=True)
+        choice = choose(model, widths, np.full(widths.d_ff, self._density), tokens, assumed=True)
         expectation = choice.expectation
-        if expectation is None or expectation.pays_below > 0 or not self._target.model.is_near(widths):
+        if expectation is None or expectation.pays_below > 0 or not model.is_near(widths):
             return Choice("twell", "matches", 0, None, expectation)
         facts = f"TwELL {pays_text(expectation.pays_below)} {at_tokens(tuned_for(tokens))}"
         return Choice("dense", facts, 0, compression_of(self._compression), expectation)

@@ -18,6 +18,7 @@ caches.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Sequence
@@ -107,11 +108,27 @@ class _Call:
         return self.tokens * float(rates[:most].sum()), self.tokens * float(rates[most:].sum())
 
 
+# Time of a gated block of 2048 / 5632, 0.5 % active, with weights in eight bits over that with 16, by tokens: an H100,
+# 2026-11-27 (benchmarks/LOG.md). In between, the logarithm of tokens decides; other GPUs and blocks are taken to be
+# alike.
+_EIGHT_BITS = ((1, 0.76), (8, 0.79), (16, 0.81), (32, 0.94), (64, 1.12), (128, 1.39), (512, 0.90), (1024, 0.77),
+               (2048, 0.78), (8192, 0.82))  # fmt: skip
+
+
 class CostModel:
     """What blocks take on one GPU, from what was measured there; fitted when it is asked for the first time."""
 
     def __init__(self, times: GpuTimes) -> None:
         self.times = times
+        self._bits = 16
+
+    @functools.cached_property
+    def eight_bits(self) -> CostModel:
+        """The same of blocks that TwELL reads weights in eight bits of; dense ones have 16 as before."""
+        assert self._dense is not None and self._twell is not None  # fitted once, for both
+        made = copy.copy(self)
+        made._bits = 8
+        return made
 
     @functools.cached_property
     def _dense(self) -> _Interpolated:
@@ -134,6 +151,13 @@ class CostModel:
             rates: How often each neuron fires, as a share of the tokens: [d_ff].
             hot: How many neurons, the first in `rates`, are a dense product where calls are split.
         """
+        if self._bits == 8:
+            measured, ratios = zip(*_EIGHT_BITS, strict=True)
+            ratio = float(np.interp(math.log(max(tokens, 1)), np.log(measured), ratios))
+            return ratio * self._twell_us(widths, tokens, rates, hot)
+        return self._twell_us(widths, tokens, rates, hot)
+
+    def _twell_us(self, widths: Widths, tokens: int, rates: Rates, hot: int) -> float:
         call = _Call(widths, tokens, rates, hot)
         if self._twell.splits or not hot:
             return self._twell.predict(call)

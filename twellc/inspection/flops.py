@@ -110,11 +110,12 @@ def sparse_cost(layer: Layer, tokens: int, density: float) -> Cost:
     active = tokens * density * d_ff
     distinct = d_ff * -math.expm1(tokens * math.log1p(-density)) if density < 1 else d_ff
     packed = _WORD * (active + tokens * -(-d_ff // TILE))
-    elements = tokens * (d_model + d_out) + d_model * d_ff + distinct * neuron
+    of_weight = BYTES_PER_ELEMENT if layer.weights is None else layer.weights.bits // 8
+    read = of_weight * (d_model * d_ff + distinct * neuron)
     return Cost(
         flops=round(2 * tokens * d_model * d_ff + 2 * active * neuron),
-        bytes=round(BYTES_PER_ELEMENT * elements + packed),
-        gathered=round(BYTES_PER_ELEMENT * active * neuron),
+        bytes=round(BYTES_PER_ELEMENT * tokens * (d_model + d_out) + read + packed),
+        gathered=round(of_weight * active * neuron),
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from twellc.base.records import Record
 from twellc.passes.report import Layer
-from twellc.plugins.block import VARIANTS, BlockOptions, compression_of, problem_of
+from twellc.plugins.block import VARIANTS, BlockOptions, compression_of, problem_of, set_scales
 from twellc.plugins.library import ACTIVATIONS, GPUS, Problem, describe, load
 
 
@@ -62,4 +62,7 @@ def _problem_of(layer: Layer, tokens: int, compression: int | None) -> Problem |
     slots = compression_of(layer.compression, compression)
     options = BlockOptions(activation=layer.activation, compression=slots, hot=layer.hot)
     sizes = {"tokens": tokens, "d_model": layer.d_model, "d_ff": layer.kept, "d_out": layer.d_out}
-    return problem_of(VARIANTS[layer.variant], options, "bfloat16", **sizes)
+    problem = problem_of(VARIANTS[layer.variant], options, "bfloat16", **sizes)
+    if layer.weights is not None and layer.weights.bits == 8:
+        set_scales(problem, "neuron", "neuron")  # no kernel depends on how many there are
+    return problem

@@ -24,7 +24,9 @@ from twellc.loaders.precision import choose_dtype
 from twellc.options.commands import InspectOptions
 from twellc.options.decisions import refuse_calibration, refuse_decisions
 from twellc.options.source import refuse_choices, refuse_tracing
+from twellc.options.weights import FP8, refuse_weight_type
 from twellc.passes.attention import MATMUL
+from twellc.passes.eight_bits import Wish
 from twellc.passes.onnx.ffn import find_onnx_blocks
 from twellc.passes.onnx.graph import dtype_of
 from twellc.passes.pipeline import PassOptions, Stage, run_until
@@ -54,8 +56,9 @@ def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> 
     progress("looking for feed-forward blocks")
     calibration = None if calibrated is None else calibrated.calibration
     wanted = PassOptions(
-        torch_dtype(chosen), options.layers, options.compression, (MATMUL,), calibration, advise=advisor
-    )
+        torch_dtype(chosen), options.layers, options.compression, (MATMUL,), calibration, advise=advisor,
+        weights=Wish(options.weights == FP8),
+    )  # fmt: skip
     passed = run_until(model.program, wanted, Stage.ATTENTION, without=(Stage.FFN,))
     layers = passed.layers
     if calibrated is not None:
@@ -80,6 +83,7 @@ def inspect_onnx(options: InspectOptions, advisor: Advisor) -> Description:
     if nodes:
         refuse_tracing(options, f"{path}, a rewritten graph")
         refuse_decisions(options, f"{path}, a rewritten graph")
+        refuse_weight_type(options, f"{path}, a rewritten graph")
         dtype, layers = noted_settings(model).get("dtype"), noted_layers(model)
         layers = layers or [_layer_of(node) for node in nodes if node.type in PLUGIN_NAMES]
         notes = [f"{path.name} is a rewritten graph: {len(nodes)} of its nodes are plugins"]

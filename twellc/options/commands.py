@@ -13,7 +13,8 @@ from twellc.export.shapes import Shape, ShapeRange, parse_profile, parse_sizes
 from twellc.export.triton import PLAN_NAME, VERSION, model_folder
 from twellc.options.decisions import DecisionOptions
 from twellc.options.option import COUNT, NOT_NEGATIVE, OUTPUT, SEED, SHARE, SIZE, Number, option
-from twellc.options.source import CacheOptions, SampleOptions, SourceOptions, TracingOptions
+from twellc.options.source import CacheOptions, GivenSampleOptions, SampleOptions, SourceOptions, TracingOptions
+from twellc.options.weights import WeightOptions, WeightTypeOptions, refuse_weights
 from twellc.plugins.library import GPUS
 
 ATTENTIONS = ("auto", "tensorrt", "cudnn")
@@ -27,7 +28,7 @@ LEAST_LENGTH = 2  # of a key-value cache: torch.export takes a single place for 
 
 
 @dataclass(frozen=True)
-class CompileOptions(TracingOptions, DecisionOptions):
+class CompileOptions(TracingOptions, DecisionOptions, WeightOptions, GivenSampleOptions):
     """What `twellc compile` was asked to do.
 
     Attributes:
@@ -59,7 +60,10 @@ class CompileOptions(TracingOptions, DecisionOptions):
         embed_plugins: Put the plugin library into the plan.
         plugin_libraries: A library of other people's TensorRT plugins, for a graph with nodes of theirs; several may be
             given. Its code runs here.
+        arrays: With --fp8-error: measure on these arrays, named as the model's inputs.
+        text: With --fp8-error: measure on this text, in UTF-8, through the tokenizer in the model's directory.
         decided: What an earlier compilation decided for blocks, by module, to do it again.
+        fp8_errors: By how much eight bits changed the outputs of blocks on samples, by module, likewise.
     """
 
     output: Path | None = option(None, "FILE", OUTPUT, names=("-o", "--output"))
@@ -82,6 +86,7 @@ class CompileOptions(TracingOptions, DecisionOptions):
     embed_plugins: bool = option(False)
     plugin_libraries: tuple[Path, ...] = option((), "FILE", Path, names=("--plugin-library",))
     decided: Mapping[str, Mapping[str, Any]] | None = None
+    fp8_errors: Mapping[str, float] | None = None
 
     @property
     def cache(self) -> CacheOptions | None:
@@ -118,7 +123,7 @@ class CompileOptions(TracingOptions, DecisionOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectOptions(TracingOptions, DecisionOptions):
+class InspectOptions(TracingOptions, DecisionOptions, WeightTypeOptions):
     """What `twellc inspect` was asked to do; `model` may also be a plan or a rewritten ONNX file.
 
     Of what is compiled, `target_gpu` None takes the GPU that it was compiled for.
@@ -136,7 +141,7 @@ class InspectOptions(TracingOptions, DecisionOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions(TracingOptions, DecisionOptions, SampleOptions):
+class BenchOptions(TracingOptions, DecisionOptions, WeightOptions, SampleOptions):
     """What `twellc bench` was asked to do; `model` cannot be an ONNX file.
 
     Attributes:
@@ -291,7 +296,24 @@ def compile_options(
         raise UserError(f"--onnx {onnx}", "an ONNX file is not a plan", fix="Call it otherwise.")
     chosen = CompileOptions(model, output, onnx=onnx, triton=triton, **options)
     _refuse_cache(chosen)
+    _refuse_samples(chosen)
     return chosen
+
+
+def _refuse_samples(options: CompileOptions) -> None:
+    """Raise `UserError` if samples are missing for the largest error of eight bits, or given for nothing."""
+    refuse_weights(options)
+    given = {"--inputs": options.arrays, "--text": options.text}
+    sources = [f"{name} {path}" for name, path in given.items() if path is not None]
+    if options.fp8_error is None and sources:
+        raise UserError(sources[0], "the model is run only to measure eight bits", fix="Add --fp8-error SHARE.")
+    if options.fp8_error is not None and len(sources) != 1:
+        raise UserError(
+            f"--fp8-error {options.fp8_error}",
+            "is measured on samples",
+            got=" and ".join(sources) or "none",
+            expected="one of --inputs and --text",
+        )
 
 
 def _refuse_cache(options: CompileOptions) -> None:

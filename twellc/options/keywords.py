@@ -56,15 +56,32 @@ class DecisionKeywords(TypedDict, total=False):
     prune_check: AnyPath | None
 
 
-class SampleKeywords(TypedDict, total=False):
-    """See `SampleOptions`."""
+class WeightTypeKeywords(TypedDict, total=False):
+    """See `WeightTypeOptions`."""
 
-    seed: int | None
+    weights: str
+
+
+class WeightKeywords(WeightTypeKeywords, total=False):
+    """See `WeightOptions`."""
+
+    fp8_error: float | None
+
+
+class GivenSampleKeywords(TypedDict, total=False):
+    """See `GivenSampleOptions`."""
+
     arrays: AnyPath | None
     text: AnyPath | None
 
 
-class CompileKeywords(TracingKeywords, DecisionKeywords, RunKeywords, total=False):
+class SampleKeywords(GivenSampleKeywords, total=False):
+    """See `SampleOptions`."""
+
+    seed: int | None
+
+
+class CompileKeywords(TracingKeywords, DecisionKeywords, WeightKeywords, GivenSampleKeywords, RunKeywords, total=False):
     """See `CompileOptions`; a profile may be a text such as `x:1x64:16x64:512x64`."""
 
     onnx: AnyPath | None
@@ -85,7 +102,7 @@ class CompileKeywords(TracingKeywords, DecisionKeywords, RunKeywords, total=Fals
     plugin_libraries: Sequence[AnyPath]
 
 
-class InspectKeywords(TracingKeywords, DecisionKeywords, RunKeywords, total=False):
+class InspectKeywords(TracingKeywords, DecisionKeywords, WeightTypeKeywords, RunKeywords, total=False):
     """See `InspectOptions`."""
 
     density: float
@@ -110,7 +127,7 @@ class ProfileKeywords(TracingKeywords, RunKeywords, total=False):
     overwrite: bool
 
 
-class BenchKeywords(TracingKeywords, DecisionKeywords, SampleKeywords, RunKeywords, total=False):
+class BenchKeywords(TracingKeywords, DecisionKeywords, WeightKeywords, SampleKeywords, RunKeywords, total=False):
     """See `BenchOptions`; a shape may be a text such as `1x512`."""
 
     shapes: Sequence[str | Shape]

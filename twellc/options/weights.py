@@ -11,18 +11,35 @@ KEEP, FP8 = WEIGHTS = ("keep", "fp8")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightOptions:
+class WeightTypeOptions:
     """In which type the weights of blocks are read.
 
     Attributes:
         weights: keep: as the model has them. fp8: blocks that are rewritten are quantised to eight bits, E4M3, with a
             scale for each neuron.
+    """
+
+    weights: str = option(KEEP, kind=WEIGHTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightOptions(WeightTypeOptions):
+    """In which type the weights of blocks are read, and by how much that may change them.
+
+    Attributes:
         fp8_error: With --weights fp8: leave a block as it is where, on the samples, eight bits change its output by
             more than this: the norm of the difference over the norm of the output.
     """
 
-    weights: str = option(KEEP, kind=WEIGHTS)
     fp8_error: float | None = option(None, "SHARE", SHARE)
+
+
+def refuse_weight_type(options: WeightTypeOptions, target: str) -> None:
+    """Raise `UserError` if weights are to be quantised of a model that is compiled already."""
+    if options.weights != KEEP:
+        raise UserError(
+            f"--weights {options.weights}", "what is compiled keeps its weights", got=target, fix="Leave it out."
+        )
 
 
 def refuse_weights(options: WeightOptions) -> None:

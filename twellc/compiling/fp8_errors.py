@@ -1,0 +1,95 @@
+"""By how much weights in eight bits change the outputs of a model's blocks on samples."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from twellc.base.dtypes import torch_dtype
+from twellc.export.profiles import program_inputs
+from twellc.loaders.loaded import LoadedModel
+from twellc.options.commands import CompileOptions
+from twellc.options.weights import FP8, WeightOptions
+from twellc.passes.decide import options_of
+from twellc.passes.eight_bits import Wish, eight_bits_of
+from twellc.passes.graph.execution import Runner
+from twellc.passes.graph.program import tensor_of
+from twellc.passes.match.find_ffn import FfnBlock
+from twellc.passes.pipeline import PassOptions, Stage, run_until
+from twellc.passes.rewrite_ffn import arranged_view, weights_of
+from twellc.plugins.block import BlockOptions, Operands, WeightOperands
+from twellc.plugins.ops import run_block
+from twellc.samples.samples import Limits, Sample, read_arrays, read_text
+
+
+def read_samples(options: CompileOptions, model: LoadedModel) -> list[Sample]:
+    """Return what the errors of eight bits are measured on.
+
+    Raises:
+        UserError: It cannot be read, or is no input of the model.
+    """
+    limits = Limits(program_inputs(model.program), None, model.vocabulary)
+    if options.arrays is not None:
+        return [read_arrays(options.arrays, limits)]
+    assert options.text is not None
+    return read_text(options.text, options.model, model.language_model, limits).samples
+
+
+def wish_of(options: WeightOptions, errors: Mapping[str, float] | None = None) -> Wish:
+    """Return what the passes are to do about weights."""
+    return Wish(options.weights == FP8, options.fp8_error, errors or {})
+
+
+def measure_errors(
+    model: LoadedModel, dtype: str, samples: Iterable[Sample], progress: Callable[[str], None]
+) -> dict[str, float]:
+    """Return by how much eight bits change the output of each block that can be rewritten, by module.
+
+    It is ||y8 - y|| / ||y|| over all samples, y by weights of 16 bits, without what the block is added to; the input of
+    a block is that which it has with weights of 16 bits. Blocks that the model has in eight bits are left out.
+
+    Args:
+        model: The model.
+        dtype: `bf16` or `fp16`: its precision.
+        samples: Inputs of the model.
+        progress: Receives the name of each step.
+    """
+    progress("measuring what eight bits change")
+    found = run_until(model.program, PassOptions(torch_dtype(dtype), layers="all", weights=Wish(True)), Stage.DECIDE)
+    chosen = [each for each in found.chosen if _is_quantised(each[0])]
+    by_x: dict[str, list[tuple[FfnBlock, BlockOptions, list[WeightOperands[torch.Tensor]]]]] = defaultdict(list)
+    for block, layer in chosen:
+        by_x[block.x.name].append((block, options_of(block, layer, None), []))
+    difference: dict[str, float] = defaultdict(float)
+    size: dict[str, float] = defaultdict(float)
+
+    def tensor(weight: Any) -> torch.Tensor:
+        return tensor_of(found.program, weight.name).detach()
+
+    def visit(name: str, value: Any) -> Any:
+        for block, options, forms in by_x.get(name, ()):
+            if not forms:
+                sixteen = weights_of(block, lambda each, role: arranged_view(tensor(each), each, role.in_out)[1])
+                eight = eight_bits_of(block, lambda _: None, tensor, None)
+                forms += [sixteen, WeightOperands(**{**sixteen.named(), **eight})]
+            y, y8 = (run_block(Operands(**each.named(), x=value), options).double() for each in forms)
+            difference[block.module] += float((y8 - y).square().sum())
+            size[block.module] += float(y.square().sum())
+        return value
+
+    runner = Runner(found.program)
+    with torch.no_grad():
+        for sample in samples:
+            runner(sample, visit)
+    return {
+        block.module: math.sqrt(difference[block.module] / size[block.module]) if size[block.module] else 0.0
+        for block, _ in chosen
+    }
+
+
+def _is_quantised(block: FfnBlock) -> bool:
+    return block.weights is not None and block.weights.reason == "quantised"
