@@ -35,6 +35,7 @@ from twellc.plugins.quantise import quantise
 aten = torch.ops.aten
 
 T = TypeVar("T")
+QUANTISED = "quantised"  # why weights are read in eight bits that the model has in 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +152,7 @@ def judge(block: FfnBlock, stored: Stored, wish: Wish) -> Weights | None:
     error = wish.errors.get(block.module)
     if wish.most is not None and error is not None and not error <= wish.most:
         return Weights(16, f"eight bits change its output by {error:.2%}, more than --fp8-error {wish.most:g}", error)
-    return Weights(8, "quantised", error)
+    return Weights(8, QUANTISED, error)
 
 
 def eight_bits_of(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_line
 from twellc.base.files import temporary_folder
 from twellc.base.modules import import_modules
-from twellc.base.records import Record, of_json
+from twellc.base.records import OPTIONAL, Record, of_json
 from twellc.checks.accuracy import (
     COARSE,
     DiscreteAccuracy,
@@ -49,6 +50,8 @@ class BlockAccuracy(Record):
         module: Path of the module that holds the block's weights.
         density: Share of the gate's activations that are not zero for these inputs.
         accuracy: Accuracy of the node's output; the truth is the block in float64 with the weights of low precision.
+        quantisation: Of a block that was quantised, how much that changes its output: the norm of the difference over
+            the norm of the output, in float64; None of any other.
     """
 
     computed = ("diverges",)
@@ -56,6 +59,7 @@ class BlockAccuracy(Record):
     module: str
     density: float
     accuracy: OutputAccuracy
+    quantisation: float | None = field(default=None, metadata=OPTIONAL)
 
     @property
     def diverges(self) -> bool:
@@ -459,7 +463,9 @@ def _block(layer: Layer, runs: BlockRuns, neurons: Neurons | None) -> BlockAccur
     separation = separate(ours, ours, plain, exact, rewritten, exact, exact=not pruned)
     kept = 1.0 if neurons is None else neurons.kept / layer.d_ff
     density = kept * sum(runs.active) / max(sum(runs.activations), 1)
-    return BlockAccuracy(layer.module, density, replace(result, separation=separation))
+    changes, sizes = (sum(each) for each in zip(*runs.changes, strict=True)) if runs.changes else (0.0, 0.0)
+    quantisation = math.sqrt(changes / sizes) if sizes else None
+    return BlockAccuracy(layer.module, density, replace(result, separation=separation), quantisation)
 
 
 def _without_padding(output: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:

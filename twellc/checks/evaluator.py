@@ -210,25 +210,25 @@ class PluginNode:
     options: BlockOptions
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The element type of its weights."""
-        return _load(self.weights.first[0]).dtype
-
-    @property
     def widths(self) -> tuple[int, int, int]:
         """d_model, d_ff and the width of the output."""
         first, last = self.weights.first[0], self.weights.w_down
         return first.dims[1], first.dims[0], last.dims[1]
 
     def run(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """Return y, in the dtype of x and residual: both are in float64, or in the dtype of the weights."""
-        weights = self.weights.map(lambda each: _load(each).to(x.dtype))
-        return _run_block(weights.of(x, residual), self.options)
+        """Return y, in the dtype of x and residual: both are in float64, or in that of the block."""
+        narrow = {*self.weights.scales(), *(name.removesuffix("_scale") for name in self.weights.scales())}
+        tensors = {name: _load(each) for name, each in self.weights.named().items()}
+        weights = {name: each if name in narrow else each.to(x.dtype) for name, each in tensors.items()}
+        return _run_block(Operands(**weights, x=x, residual=residual), self.options)
 
     def active(self, x: torch.Tensor) -> int:
         """Return how many activations of the gate (of a plain block: of the hidden tensor) are not zero for x."""
         weight, bias = (None if each is None else _load(each).float().to(x.device) for each in self.weights.first)
         assert weight is not None
+        scale = self.weights.scales().get("w_up_scale" if self.weights.w_gate is None else "w_gate_scale")
+        if scale is not None:
+            weight = weight * _load(scale).to(x.device)
         z = torch.nn.functional.linear(x.float(), weight, bias).to(x.dtype)
         return int(activate(z, self.options.activation, self.options.threshold).count_nonzero())
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 
 from twellc.base.dtypes import DTYPES, torch_dtype
 from twellc.base.errors import UserError
+from twellc.checks.eight_bits import NarrowBlock, is_quantised, narrow_block, quantised_constants, with_worth
 from twellc.checks.evaluator import OnnxEvaluator, PluginNode
 from twellc.decisions.advise import repeat
 from twellc.export.profiles import ModelInputs, program_inputs
@@ -26,7 +27,9 @@ from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.onnx_models import choose_onnx_dtype, integer_range, model_inputs, open_model, refuse_rewritten
 from twellc.loaders.precision import choose_dtype
 from twellc.options.declared_inputs import InputDeclaration
-from twellc.passes.decide import Advise
+from twellc.options.weights import FP8
+from twellc.passes.decide import Advise, options_of
+from twellc.passes.eight_bits import Wish
 from twellc.passes.graph.execution import Runner, example_inputs
 from twellc.passes.graph.program import editable, finish
 from twellc.passes.onnx.ffn import Ends, OnnxBlocks, find_onnx_blocks, lower_onnx
@@ -71,6 +74,7 @@ class BlockRuns:
         exact: The block in float64, with the weights of the low precision.
         rewritten: The plugin node in float64.
         active, activations: How many activations of the gate were not zero, and how many there were.
+        changes: See `NarrowBlock.change`; none where the model has no weights of 16 bits, or the node reads those.
     """
 
     ends: Ends
@@ -81,6 +85,7 @@ class BlockRuns:
     rewritten: Outputs = field(default_factory=list)
     active: list[int] = field(default_factory=list)
     activations: list[int] = field(default_factory=list)
+    changes: list[tuple[float, float]] = field(default_factory=list)
 
     @property
     def reads(self) -> list[str]:
@@ -187,6 +192,7 @@ class TorchReference(Reference):
         name = settings.get("dtype")
         self.dtype = torch_dtype(name if name in DTYPES else choose_dtype(model, None)[0])
         options = PassOptions(self.dtype)
+        options = replace(options, weights=_wish(settings))
         functional = run_until(model.program, options, Stage.FUNCTIONAL)
         arranged = run_until(functional, options, Stage.ARRANGING)
         with_blocks = run_until(arranged, options, Stage.PRECISION)
@@ -195,12 +201,26 @@ class TorchReference(Reference):
         self._plain = self._with_blocks
         if arranged.program is not self._source:
             self._plain = run_until(functional, options, Stage.PRECISION, without=(Stage.ARRANGING,)).program
+        chosen = _decided(with_blocks, options, settings).chosen
+        pairs = [(block, options_of(block, layer, None)) for block, layer in chosen]
+        before = self._with_blocks
+        self._narrow = [narrow_block(before, *pair, functional.eight_bits) for pair in pairs]
+        self._eight_bits = dict(functional.eight_bits)
+        for block, _ in chosen:
+            if is_quantised(block):
+                self._eight_bits |= quantised_constants(before, block)
+        if any(self._narrow):
+            # Weights are those of eight bits, whose places only the program with blocks in their form tells.
+            self._source = with_worth(arranged.program, self._eight_bits)
+            self._with_blocks = with_worth(before, self._eight_bits)
+            self._plain = self._with_blocks
+            if before is arranged.program:
+                self._source = self._plain
         self.inputs = program_inputs(self._source)
         self.integers = integer_ranges(model)
         self.token_ids = model.vocabulary
         self.outputs = model.output_names
         self.language_model = model.language_model
-        chosen = _decided(with_blocks, options, settings).chosen
         self._ends = [
             Ends(block.x.name, block.residual.other.name if block.residual else None, block.y.name)
             for block, _ in chosen
@@ -214,10 +234,11 @@ class TorchReference(Reference):
         count = _counter(progress, "low precision", 2 * len(samples) * len(blocks))
         run_blocks = Runner(self._with_blocks)
         run_plain = run_blocks if runs.exact else Runner(self._plain)
+        narrow = [(ends, form) for ends, form in zip(self._ends, self._narrow, strict=True) if form is not None]
         for sample in samples:
-            visitor = _Visitor(blocks, count)
-            plain = _on_cpu(run_blocks(sample, visitor)) if graph and runs.exact else _on_cpu(run_plain(sample))
-            runs.plain.append(plain)
+            visitor = _Visitor(blocks, count, narrow=narrow)
+            visits = narrow or (graph and runs.exact)
+            runs.plain.append(_on_cpu(run_blocks(sample, visitor) if visits else run_plain(sample)))
             if graph is None:
                 continue
             if not runs.exact:
@@ -228,24 +249,30 @@ class TorchReference(Reference):
             runs.spliced.append(_on_cpu(run_blocks(sample, _Visitor(blocks, count, splice=True))))
         del run_blocks, run_plain
         count = _counter(progress, "float64", 2 * len(samples) * len(blocks))
-        wide = Runner(widen(_round_thresholds(self._plain)))
+        wide = self._widened(_round_thresholds(self._plain))
         runs.original.extend(_on_cpu(wide(widen_sample(sample))) for sample in samples)
         if not runs.exact:
             del wide  # a large model is larger in float64
-            wide = Runner(widen(_round_thresholds(self._with_blocks)))
+            wide = self._widened(_round_thresholds(self._with_blocks))
         for sample, given in zip(samples, inputs, strict=False):  # without a graph there are no inputs of blocks
             widened = widen_sample(sample)
             runs.rewritten.append(_on_cpu(wide(widened, _Visitor(blocks, count, splice=True))))
             visitor = _Visitor(blocks, count, given=widen_sample(given))
             wide(widened, visitor)
-            for index, block in enumerate(blocks):
+            for index, (block, form) in enumerate(zip(blocks, self._narrow, strict=True)):
                 block.add_wide(given, visitor.y[index])
+                if form is not None and form.wide is not None:
+                    block.changes.append(form.change(given[block.ends.x]))
         if self._plain is self._source:
             return replace(runs, truth=runs.original)
         del wide
-        wide = Runner(widen(self._source))
+        wide = self._widened(self._source)
         runs.truth.extend(_on_cpu(wide(widen_sample(sample))) for sample in samples)
         return runs
+
+    def _widened(self, program: ExportedProgram) -> Runner:
+        """Return what runs a program in float64, with all that weights in eight bits are worth."""
+        return Runner(with_worth(widen(program), self._eight_bits))
 
 
 def _on_cpu(outputs: Outputs) -> Outputs:
@@ -278,7 +305,12 @@ class _Visitor:
     """
 
     def __init__(
-        self, blocks: list[BlockRuns], count: Callable[[], None], splice: bool = False, given: Sample | None = None
+        self,
+        blocks: list[BlockRuns],
+        count: Callable[[], None],
+        splice: bool = False,
+        given: Sample | None = None,
+        narrow: Sequence[tuple[Ends, NarrowBlock]] = (),
     ) -> None:
         """Prepare a run.
 
@@ -287,14 +319,20 @@ class _Visitor:
             count: Is called when a block is done.
             splice: Whether the plugin nodes give the output of the blocks.
             given: What blocks read instead of what the program computes.
+            narrow: Blocks that are computed by dense FP8 instead.
         """
         self._blocks, self._count, self._splice, self._given = blocks, count, splice, given
+        self._forms = {ends.y: (ends, form) for ends, form in narrow}
         self._names = {name for block in blocks for name in block.reads}
+        self._names |= {name for ends, _ in narrow for name in (ends.x, ends.residual) if name is not None}
         self._writers = {block.ends.y: index for index, block in enumerate(blocks)}
         self.read: Sample = {}
         self.y: dict[int, torch.Tensor] = {}
 
     def __call__(self, name: str, value: Any) -> Any:
+        if name in self._forms:
+            ends, form = self._forms[name]
+            value = form.by_dense_fp8(self.read[ends.x], None if ends.residual is None else self.read[ends.residual])
         writer = self._writers.get(name)
         if writer is not None:
             self.y[writer] = value
@@ -315,6 +353,14 @@ def _decided(prepared: Passed, options: PassOptions, settings: dict[str, Any]) -
         return run_until(prepared, wanted, Stage.DECIDE)
     except (UserError, TypeError, AttributeError, KeyError):
         return run_until(prepared, options, Stage.DECIDE)  # the blocks are not those that the settings are for
+
+
+def _wish(settings: dict[str, Any]) -> Wish:
+    """Return which weights a compilation has quantised; none if the settings have not their form."""
+    most, errors = settings.get("fp8_error"), settings.get("fp8_errors") or {}
+    if not isinstance(errors, dict) or not isinstance(most, float | None):
+        return Wish()
+    return Wish(settings.get("weights") == FP8, most, errors)
 
 
 def _advise(settings: dict[str, Any]) -> Advise | None:
@@ -386,7 +432,7 @@ class OnnxReference(Reference):
             inputs.append({name: found[name] for name in read})
             for block in blocks:
                 # Of a block in float32 the plugin node reads x behind a cast, and its result is cast back.
-                dtype = block.node.dtype
+                dtype = self._dtype_of(found[block.ends.x])
                 block.add_low(_cast({name: found[name] for name in block.reads}, dtype), found[block.ends.y].to(dtype))
                 count()
         count = _counter(progress, "float64", len(samples) * len(blocks))
@@ -398,7 +444,7 @@ class OnnxReference(Reference):
         for block in blocks:
             part = OnnxEvaluator(self._path, part_of(wide, list(dict.fromkeys(block.reads)), block.ends.y))
             for sample, found in zip(samples, inputs, strict=True):
-                given = _cast({name: found[name] for name in block.reads}, block.node.dtype)
+                given = _cast({name: found[name] for name in block.reads}, self._dtype_of(found[block.ends.x]))
                 (exact,) = part.run({**widen_sample(sample), **widen_sample(given)})
                 block.add_wide(given, exact)
                 count()
@@ -412,6 +458,10 @@ class OnnxReference(Reference):
         evaluator = OnnxEvaluator(self._path, widen_onnx(self._model))
         runs.truth.extend(evaluator.run(widen_sample(sample)) for sample in samples)
         return runs
+
+    def _dtype_of(self, x: torch.Tensor) -> torch.dtype:
+        """Return the type that the plugin node of a block computes in, which reads x in the model."""
+        return self.dtype if x.dtype == torch.float32 else x.dtype
 
 
 def _decided_onnx(model: onnx.ModelProto, dtype: torch.dtype, settings: dict[str, Any]) -> OnnxBlocks:

@@ -15,7 +15,7 @@ from twellc.loaders.loaded import LoadedModel
 from twellc.options.commands import CompileOptions
 from twellc.options.weights import FP8, WeightOptions
 from twellc.passes.decide import options_of
-from twellc.passes.eight_bits import Wish, eight_bits_of
+from twellc.passes.eight_bits import QUANTISED, Wish, eight_bits_of
 from twellc.passes.graph.execution import Runner
 from twellc.passes.graph.program import tensor_of
 from twellc.passes.match.find_ffn import FfnBlock
@@ -60,7 +60,7 @@ def measure_errors(
     """
     progress("measuring what eight bits change")
     found = run_until(model.program, PassOptions(torch_dtype(dtype), layers="all", weights=Wish(True)), Stage.DECIDE)
-    chosen = [each for each in found.chosen if _is_quantised(each[0])]
+    chosen = [each for each in found.chosen if each[1].weights is not None and each[1].weights.reason == QUANTISED]
     by_x: dict[str, list[tuple[FfnBlock, BlockOptions, list[WeightOperands[torch.Tensor]]]]] = defaultdict(list)
     for block, layer in chosen:
         by_x[block.x.name].append((block, options_of(block, layer, None), []))
@@ -89,7 +89,3 @@ def measure_errors(
         block.module: math.sqrt(difference[block.module] / size[block.module]) if size[block.module] else 0.0
         for block, _ in chosen
     }
-
-
-def _is_quantised(block: FfnBlock) -> bool:
-    return block.weights is not None and block.weights.reason == "quantised"

@@ -1,0 +1,127 @@
+"""What `twellc check` compares blocks with whose weights are read in eight bits: dense FP8, and those of 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+
+from twellc.passes.eight_bits import QUANTISED, EightBits, eight_bits_of
+from twellc.passes.graph.program import editable, finish, stored_tensors, tensor_of
+from twellc.passes.match.find_ffn import FfnBlock
+from twellc.passes.match.linear import Weight
+from twellc.passes.rewrite_ffn import arranged_view, weights_of
+from twellc.plugins.block import SCALES, BlockOptions, Operands, WeightOperands
+from twellc.plugins.meaning import EIGHT_BITS, activate
+from twellc.plugins.ops import run_block
+from twellc.plugins.quantise import LARGEST, quantise
+
+
+@dataclass(frozen=True)
+class NarrowBlock:
+    """A block of the model whose weights the candidate reads in eight bits.
+
+    Attributes:
+        weights: Its weights in eight bits, with their scales, and its biases.
+        wide: Those that the model has where these are of 16 bits, else None.
+        options: How it is computed.
+    """
+
+    weights: WeightOperands[Tensor]
+    wide: WeightOperands[Tensor] | None
+    options: BlockOptions
+
+    def by_dense_fp8(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Return y [..., d_out] as dense FP8 computes it: rows of x and of h in E4M3, with a scale each.
+
+        It is the yardstick: no kernel may have a larger error (docs/weights.md).
+        """
+        worth = {name: each.to(x.device).float() for name, each in self.weights.named().items()}
+        for name in self.weights.scales():
+            worth[name.removesuffix("_scale")] *= worth.pop(name)
+        block = Operands(**worth, x=_rows_in_eight_bits(x.float()))
+        weight, bias = block.first
+        z = torch.nn.functional.linear(block.x, weight, bias).to(x.dtype)
+        h = activate(z, self.options.activation, self.options.threshold).float()
+        if block.w_gate is not None:
+            up = torch.nn.functional.linear(block.x, block.w_up, block.b_up)
+            h = h * (torch.relu(up) if self.options.activation == "drelu" else up)
+        y = torch.nn.functional.linear(_rows_in_eight_bits(h), block.w_down.t(), block.b_down)
+        return (y if residual is None else residual.float() + y).to(x.dtype)
+
+    def change(self, x: Tensor) -> tuple[float, float]:
+        """Return ||y8 - y||² and ||y||² in float64: what quantising the weights of 16 bits changes."""
+        assert self.wide is not None
+        x = x.cpu().double()
+        y8, y = (run_block(Operands(**_widened(form), x=x), self.options) for form in (self.weights, self.wide))
+        return float((y8 - y).square().sum()), float(y.square().sum())
+
+
+def _widened(weights: WeightOperands[Tensor]) -> dict[str, Tensor]:
+    tensors = {name: each.detach().cpu() for name, each in weights.named().items()}
+    return {n: each if each.dtype == EIGHT_BITS or n in SCALES else each.double() for n, each in tensors.items()}
+
+
+def _rows_in_eight_bits(rows: Tensor) -> Tensor:
+    scale = (rows.abs().amax(-1, keepdim=True) / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+    return (rows / scale).clamp(-LARGEST, LARGEST).to(EIGHT_BITS).float() * scale
+
+
+def narrow_block(
+    program: ExportedProgram, block: FfnBlock, options: BlockOptions, stored: Mapping[str, EightBits]
+) -> NarrowBlock | None:
+    """Return a block as it is compared; None where its weights are read in 16 bits.
+
+    Args:
+        program: The program that it was found in.
+        block: The block.
+        options: How it is computed.
+        stored: The weights that the model has in eight bits, by name.
+    """
+    if block.weights is None or block.weights.bits != 8:
+        return None
+
+    def tensor(weight: Weight) -> Tensor:
+        return tensor_of(program, weight.name).detach()
+
+    wide = weights_of(block, lambda each, role: arranged_view(tensor(each), each, role.in_out)[1])
+    narrow = eight_bits_of(block, lambda each: stored.get(each.name), tensor, None)
+    weights = WeightOperands(**{**wide.named(), **narrow})
+    return NarrowBlock(weights, wide if is_quantised(block) else None, options)
+
+
+def is_quantised(block: FfnBlock) -> bool:
+    """Whether the model has the weights of a block in 16 bits, and they are read in eight."""
+    return block.weights is not None and block.weights.reason == QUANTISED
+
+
+def quantised_constants(program: ExportedProgram, block: FfnBlock) -> dict[str, EightBits]:
+    """Return the matrices of a quantised block in eight bits, in the shapes of their constants, by name."""
+    found = {}
+    for part in (block.gate, block.up, block.down):
+        if part is None:
+            continue
+        weight = part.weight
+        matrix = tensor_of(program, weight.name).detach()
+        matrix = matrix.squeeze() if matrix.dim() > 2 else matrix
+        rows_are_outputs = not weight.in_out
+        kind = "neuron" if rows_are_outputs == (part is not block.down) else "output"
+        found[weight.name] = EightBits(*quantise(matrix, kind, f"layer {block.module}: {weight.name}"))
+    return found
+
+
+def with_worth(program: ExportedProgram, known: Mapping[str, EightBits]) -> ExportedProgram:
+    """Return a program with what weights in eight bits are worth, in the types of the constants that hold them."""
+    names = {name for name in stored_tensors(program).values() if name in known}
+    if not names:
+        return program
+    program = editable(program)
+    for name in names:
+        old = tensor_of(program, name)
+        new = known[name].worth().to(old.dtype).reshape(old.shape).to(old.device)
+        tensors = program.state_dict if name in program.state_dict else program.constants
+        tensors[name] = torch.nn.Parameter(new, requires_grad=False) if isinstance(old, torch.nn.Parameter) else new
+    return finish(program)
