@@ -112,13 +112,13 @@ def _products(constants: ProgramConstants) -> Iterator[tuple[Node, Node, EightBi
             if source is matrix or not isinstance(source, Node) or source.meta["val"].dtype != EIGHT_BITS:
                 continue
             scale = constants.value(factor) if isinstance(factor, Node) else torch.tensor(factor)
-            found = _as_scale(scale.float(), node.meta["val"].shape)
+            found = as_scale(scale.float(), node.meta["val"].shape)
             if found is not None and source.meta["val"].shape == node.meta["val"].shape:
                 yield node, source, EightBits(constants.value(source), found)
                 break
 
 
-def _as_scale(scale: Tensor, shape: torch.Size) -> Tensor | None:
+def as_scale(scale: Tensor, shape: torch.Size) -> Tensor | None:
     """Return scales of a matrix of this shape as [], [rows, 1] or [1, columns]; None if they are none of these."""
     if len(shape) != 2 or not bool(scale.isfinite().all()):
         return None

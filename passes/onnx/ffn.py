@@ -31,21 +31,25 @@ from twellc.base.arrays import to_numpy, to_torch
 from twellc.base.dtypes import BY_NAME, dtype_name
 from twellc.base.errors import UserError, first_line
 from twellc.passes.decide import Advise, decide, options_of
+from twellc.passes.eight_bits import EightBits, Wish, eight_bits_of, judge
 from twellc.passes.fold_constants import fold_constants_in
 from twellc.passes.fold_weights import fold_weights_in
 from twellc.passes.match.find_ffn import FfnBlock, find_blocks
 from twellc.passes.match.linear import Weight
-from twellc.passes.onnx.graph import Shadow, constant_values, shadow_of
+from twellc.passes.onnx.graph import Shadow, constant_values, in_eight_bits, shadow_of
 from twellc.passes.precision import convert
 from twellc.passes.report import Layer
 from twellc.passes.rewrite_ffn import arranged_copy, weights_of
-from twellc.plugins.block import Operands, TensorField
+from twellc.plugins.block import SCALES, Operands, TensorField, WeightOperands
 from twellc.plugins.library import PLUGIN_NAMESPACE
 from twellc.plugins.onnx_node import node_attributes
 
 # Initializers above this size take no part in shape inference, which would copy them.
 _SMALL = 1024
 _SCOPES = "pkg.torch.onnx.name_scopes"
+_FIRST_WITH_E4M3 = 9  # of the versions of the format
+# Of nodes that stand for blocks as dense FP8 computes them; `twellc check` alone knows them.
+DENSE_FP8 = "twell.dense_fp8"
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,18 @@ class OnnxBlocks:
     casts: bool
     folds: bool
 
+    @property
+    def narrow(self) -> bool:
+        """Whether weights of some that are rewritten are read in eight bits."""
+        return any(layer.weights is not None and layer.weights.bits == 8 for layer in self.layers)
+
 
 def find_onnx_blocks(
-    model: onnx.ModelProto, dtype: torch.dtype, layers: str, advise: Advise | None = None
+    model: onnx.ModelProto,
+    dtype: torch.dtype,
+    layers: str,
+    advise: Advise | None = None,
+    weights: Wish = Wish(),  # noqa: B008
 ) -> OnnxBlocks:
     """Find the blocks of a model and decide what becomes of each.
 
@@ -88,6 +101,7 @@ def find_onnx_blocks(
         dtype: What blocks in float32 are rewritten in: bfloat16 or float16.
         layers: See `decide`.
         advise: Likewise.
+        weights: See `judge`.
 
     Raises:
         UserError: See `decide`.
@@ -102,6 +116,7 @@ def find_onnx_blocks(
     ]
     given = [block.dtype for block in blocks]
     blocks = [replace(block, dtype=dtype) if block.dtype == torch.float32 else block for block in blocks]
+    blocks = [replace(block, weights=judge(block, _stored(shadow), weights)) for block in blocks]
     decisions = decide(blocks, layers, advise)
     casts = any(
         before == torch.float32 and layer.decision == "twell" for before, layer in zip(given, decisions, strict=True)
@@ -132,16 +147,25 @@ def rewrite_onnx(found: OnnxBlocks, compression: int | None = None) -> onnx.Mode
     return _replace(found, make, always=True)
 
 
-def lower_onnx(found: OnnxBlocks) -> onnx.ModelProto:
+def lower_onnx(found: OnnxBlocks, dense_fp8: bool = False) -> onnx.ModelProto:
     """Return the model with the blocks as plain operators whose precision or weights the rewriting changes.
 
     What remains between it and the rewritten model is the kernels' doing.
+
+    Args:
+        found: The blocks.
+        dense_fp8: Whether blocks with weights in eight bits become nodes of the domain `DENSE_FP8`, which have the
+            form of `twell` nodes.
     """
 
     def make(
-        block: FfnBlock, _: Layer, operands: Operands[gs.Tensor], y: gs.Tensor, temporary: Callable[[], gs.Tensor]
+        block: FfnBlock, layer: Layer, operands: Operands[gs.Tensor], y: gs.Tensor, temporary: Callable[[], gs.Tensor]
     ) -> list[gs.Node]:
         nodes: list[gs.Node] = []
+        if dense_fp8 and operands.scales():
+            op_type, inputs = operands.variant.node, list(operands.named().values())
+            attributes = node_attributes(operands, options_of(block, layer, None))
+            return [gs.Node(op_type, f"{y.name}/{op_type}", attributes, inputs, [y], domain=DENSE_FP8)]
 
         def emit(op: str, *inputs: gs.Tensor, out: gs.Tensor | None = None, **attributes: Any) -> gs.Tensor:
             result = temporary() if out is None else out
@@ -153,6 +177,14 @@ def lower_onnx(found: OnnxBlocks) -> onnx.ModelProto:
             product = emit("MatMul", x, matrix, out=out if bias is None else None)
             return product if bias is None else emit("Add", product, bias, out=out)
 
+        def worth(name: str) -> gs.Tensor:
+            q, scale = (to_torch(each.values) for each in (getattr(operands, name), operands.scales()[f"{name}_scale"]))
+            exact = gs.Constant(f"{y.name}/{name}", to_numpy(q.double() * scale.double()))
+            return emit("Cast", exact, to=BY_NAME[dtype_name(block.dtype)].onnx)
+
+        narrow = {name.removesuffix("_scale"): worth(name.removesuffix("_scale")) for name in operands.scales()}
+        given = {name: each for name, each in operands.named().items() if name not in SCALES}
+        operands = Operands(**{**given, **narrow})
         x = operands.x
         z = project(x, *operands.first, False)
         if block.activation == "fatrelu":
@@ -174,6 +206,44 @@ def lower_onnx(found: OnnxBlocks) -> onnx.ModelProto:
         return nodes
 
     return _replace(found, make, always=False)
+
+
+def narrow_weights(found: OnnxBlocks) -> list[tuple[WeightOperands[torch.Tensor], WeightOperands[torch.Tensor]] | None]:
+    """Return for each block that is rewritten its weights in eight bits, and as the model has them.
+
+    None stands for one whose weights are read in 16 bits.
+    """
+    (_, shadow), blocks = _open(found.model)
+    result: list[tuple[WeightOperands[torch.Tensor], WeightOperands[torch.Tensor]] | None] = []
+    for found_block, judged, layer in zip(blocks, found.blocks, found.layers, strict=True):
+        if layer.decision != "twell":
+            continue
+        block = replace(found_block, dtype=judged.dtype, weights=judged.weights)
+
+        def wide(weight: Weight, role: TensorField) -> torch.Tensor:
+            return arranged_copy(_values(shadow, weight), weight, role.in_out)[1]
+
+        if _is_narrow(block):
+            weights = weights_of(block, wide)
+            eight_bits = eight_bits_of(block, _stored(shadow), functools.partial(_values, shadow), None)
+            result.append((WeightOperands(**{**weights.named(), **eight_bits}), weights))
+        else:
+            result.append(None)
+    return result
+
+
+def _stored(shadow: Shadow) -> Callable[[Weight], EightBits | None]:
+    return lambda weight: in_eight_bits(shadow.tensors[weight.node])
+
+
+def _values(shadow: Shadow, weight: Weight) -> torch.Tensor:
+    values = constant_values(shadow.tensors[weight.node])
+    assert values is not None
+    return to_torch(values).reshape(weight.node.meta["val"].shape)
+
+
+def _is_narrow(block: FfnBlock) -> bool:
+    return block.weights is not None and block.weights.bits == 8
 
 
 def _open(model: onnx.ModelProto) -> tuple[tuple[gs.Graph, Shadow], list[FfnBlock]]:
@@ -277,6 +347,7 @@ _Make = Callable[[FfnBlock, Layer, Operands[gs.Tensor], gs.Tensor, Callable[[], 
 def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto:
     (graph, shadow), blocks = _open(found.model)
     arranged: dict[tuple[str, Any, bool], gs.Tensor] = {}
+    eight_bits: dict[tuple[Any, ...], dict[str, gs.Tensor]] = {}
     taken = {*graph.tensors(), *(tensor.name for tensor in shadow.tensors.values())}
 
     def unique(name: str) -> str:
@@ -287,7 +358,23 @@ def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto
         taken.add(result)
         return result
 
-    def arrange(weight: Weight, role: TensorField, dtype: torch.dtype) -> gs.Tensor:
+    def constants_in_eight_bits(block: FfnBlock) -> dict[str, gs.Tensor]:
+        """Return the matrices and scales of a block that is read in eight bits, by name."""
+        weights = weights_of(block, lambda weight, _: weight).named()
+        key = tuple((shadow.tensors[each.node].name, each.rows, each.in_out) for each in weights.values())
+        if key not in eight_bits:
+            made = {}
+            found_bits = eight_bits_of(block, _stored(shadow), functools.partial(_values, shadow), None)
+            for name, values in found_bits.items():
+                stem = shadow.tensors[weights[name.removesuffix("_scale")].node].name
+                suffix = "scale" if name in SCALES else "e4m3"
+                made[name] = gs.Constant(unique(f"{stem}_{suffix}"), to_numpy(values))
+            eight_bits[key] = made
+        return eight_bits[key]
+
+    def arrange(weight: Weight, role: TensorField, dtype: torch.dtype, narrow: dict[str, gs.Tensor]) -> gs.Tensor:
+        if role.name in narrow:
+            return narrow[role.name]
         tensor, in_out = shadow.tensors[weight.node], role.in_out
         rows = weight.rows
         dims = weight.node.meta["val"].dim()
@@ -296,9 +383,7 @@ def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto
             return tensor
         key = (tensor.name, (rows, weight.in_out), in_out)
         if key not in arranged:
-            found_values = constant_values(tensor)
-            assert found_values is not None
-            values = to_torch(found_values).reshape(weight.node.meta["val"].shape)
+            values = _values(shadow, weight)
             suffix = ""
             if not same:
                 suffix, values = arranged_copy(values, weight, in_out)
@@ -308,14 +393,17 @@ def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto
 
     for found_block, judged, layer in zip(blocks, found.blocks, found.layers, strict=True):
         casts = found_block.dtype != judged.dtype
-        if layer.decision != "twell" or not (casts or always or _is_folded(found_block, shadow)):
+        changes = casts or _is_narrow(judged) or _is_folded(found_block, shadow)
+        if layer.decision != "twell" or not (always or changes):
             continue
-        block = replace(found_block, dtype=judged.dtype)
+        block = replace(found_block, dtype=judged.dtype, weights=judged.weights)
         y = shadow.tensors[block.y]
         temporary = functools.partial(_temporary, f"{y.name}/twell", unique)
         residual = shadow.tensors[block.residual.other] if block.residual else None  # none between casts
-        place = functools.partial(arrange, dtype=block.dtype)
-        operands = weights_of(block, place).of(shadow.tensors[block.x], residual)
+        narrow = constants_in_eight_bits(block) if _is_narrow(block) else {}
+        place = functools.partial(arrange, dtype=block.dtype, narrow=narrow)
+        weights = WeightOperands(**{**weights_of(block, place).named(), **narrow})
+        operands = weights.of(shadow.tensors[block.x], residual)
         position = next(index for index, node in enumerate(graph.nodes) if node is y.inputs[0])
         y.inputs.clear()
         nodes: list[gs.Node] = []
@@ -330,6 +418,8 @@ def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto
         graph.nodes[position:position] = nodes
     graph.cleanup()
     exported: onnx.ModelProto = gs.export_onnx(graph, do_type_check=False)
+    if found.narrow:
+        exported.ir_version = max(exported.ir_version, _FIRST_WITH_E4M3)
     return exported
 
 

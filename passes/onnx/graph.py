@@ -25,7 +25,9 @@ from torch.fx import Graph, Node
 
 from twellc.base.arrays import to_numpy, to_torch
 from twellc.base.dtypes import BY_ONNX
+from twellc.passes.eight_bits import EightBits, as_scale
 from twellc.passes.graph.constants import evaluate
+from twellc.plugins.meaning import EIGHT_BITS
 
 aten = torch.ops.aten
 
@@ -97,6 +99,24 @@ def constant_values(tensor: gs.Tensor) -> NDArray[Any] | None:
             return np.asarray(attributes[name], kind)
     value = attributes.get("value")
     return value.values if isinstance(value, gs.Constant) else None
+
+
+def in_eight_bits(tensor: gs.Tensor) -> EightBits | None:
+    """Return the matrix in E4M3 and its scales that a DequantizeLinear makes a constant of; None for anything else."""
+    if isinstance(tensor, gs.Constant) or len(tensor.inputs) != 1 or tensor.inputs[0].op != "DequantizeLinear":
+        return None
+    node = tensor.inputs[0]
+    values = [constant_values(each) for each in node.inputs if each.name]
+    known = [to_torch(each) for each in values if each is not None]
+    if len(known) < max(len(values), 2) or int(node.attrs.get("block_size", 0)):
+        return None
+    q, scale, *zero = known
+    if q.dtype != EIGHT_BITS or any(bool(each.float().any()) for each in zero):
+        return None
+    if scale.dim() == 1 and int(node.attrs.get("axis", 1)) % 2 == 0:
+        scale = scale[:, None]
+    found = as_scale(scale.float(), q.shape)
+    return None if found is None else EightBits(q, found)
 
 
 def _dequantised(

@@ -8,7 +8,7 @@ do on a GPU; the reference evaluator alone would round inside of them, at every 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from onnx.reference.ops import load_op
 from twellc.base.arrays import BFLOAT16, Array, to_numpy, to_torch
 from twellc.base.dtypes import kernel_dtypes
 from twellc.base.errors import UserError, first_line
+from twellc.checks.eight_bits import NarrowBlock
 from twellc.checks.operators import own_operator
+from twellc.passes.onnx.ffn import DENSE_FP8
 from twellc.plugins.attention_op import ATTENTION
 from twellc.plugins.block import BY_NODE, BlockOptions, Operands, WeightOperands
 from twellc.plugins.cache_op import APPEND, CACHED_ATTENTION
@@ -153,17 +155,37 @@ def _widened(op_type: str, operator: Any) -> type[OpRun]:
     return Widened
 
 
-def _plugin_operator(name: str, compute: Callable[[list[torch.Tensor], dict[str, Any]], list[torch.Tensor]]) -> Any:
+def _plugin_operator(
+    name: str,
+    compute: Callable[[list[torch.Tensor], dict[str, Any]], list[torch.Tensor]],
+    domain: str = PLUGIN_NAMESPACE,
+) -> Any:
     """Return the operator of a `twell` node: a torch op. The evaluator finds the class by its name."""
 
     def run(_: OpRun, *operands: Array, **fields: Any) -> tuple[Array, ...]:
         return tuple(map(to_numpy, compute(list(map(to_torch, operands)), fields)))
 
-    return type(name, (OpRun,), {"op_domain": PLUGIN_NAMESPACE, "_run": run})
+    return type(name, (OpRun,), {"op_domain": domain, "_run": run})
 
 
 def _block_of(name: str) -> Any:
-    return _plugin_operator(name, lambda operands, fields: [_run_block(*read_node(name, operands, fields))])
+    return _plugin_operator(name, lambda operands, fields: [_run_block(*_read(name, operands, fields))])
+
+
+def _dense_fp8_of(name: str) -> Any:
+    """Return the operator of a node that stands for a block as dense FP8 computes it."""
+
+    def compute(inputs: list[torch.Tensor], fields: dict[str, Any]) -> list[torch.Tensor]:
+        operands, options = _read(name, inputs, fields)
+        return [NarrowBlock(operands.weights, None, options).by_dense_fp8(operands.x, operands.residual)]
+
+    return _plugin_operator(name, compute, DENSE_FP8)
+
+
+def _read(name: str, inputs: list[torch.Tensor], fields: dict[str, Any]) -> tuple[Operands[torch.Tensor], BlockOptions]:
+    """Return what a node is given; scales are in float32 also where the rest of a graph was widened."""
+    operands, options = read_node(name, inputs, fields)
+    return replace(operands, **{name: each.float() for name, each in operands.scales().items()}), options
 
 
 def _attend(operands: list[torch.Tensor], fields: dict[str, Any]) -> list[torch.Tensor]:
@@ -267,6 +289,7 @@ _AS_THEY_ARE = frozenset(
 )
 _OPERATORS: list[Any] = [
     *map(_block_of, BY_NODE),
+    *map(_dense_fp8_of, BY_NODE),
     _plugin_operator(ATTENTION_NAME, _attend),
     _plugin_operator(CACHED_ATTENTION_NAME, _attend_to_caches),
     _plugin_operator(APPEND_NAME, lambda operands, _: list(APPEND(*operands))),

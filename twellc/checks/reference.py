@@ -32,7 +32,7 @@ from twellc.passes.decide import Advise, options_of
 from twellc.passes.eight_bits import Wish
 from twellc.passes.graph.execution import Runner, example_inputs
 from twellc.passes.graph.program import editable, finish
-from twellc.passes.onnx.ffn import Ends, OnnxBlocks, find_onnx_blocks, lower_onnx
+from twellc.passes.onnx.ffn import Ends, OnnxBlocks, find_onnx_blocks, lower_onnx, narrow_weights
 from twellc.passes.onnx.part import part_of
 from twellc.passes.onnx.precision import widen_onnx
 from twellc.passes.pipeline import Passed, PassOptions, Stage, run_until
@@ -402,8 +402,13 @@ class OnnxReference(Reference):
         name = settings.get("dtype")
         self.dtype = torch_dtype(name if name in DTYPES else choose_onnx_dtype(self._model, None))
         found = _decided_onnx(self._model, self.dtype, settings)
-        self._with_blocks = lower_onnx(found) if found.casts or found.folds else self._model
-        self._plain = self._with_blocks if found.casts else self._model
+        changed = found.casts or found.folds or found.narrow
+        self._with_blocks = lower_onnx(found) if changed else self._model
+        self._plain = self._with_blocks if found.casts or found.narrow else self._model
+        self._low = lower_onnx(found, dense_fp8=True) if found.narrow else self._plain
+        # What quantised weights are worth is what the model is measured by.
+        self._source = self._with_blocks if found.narrow else self._model
+        self._narrow = _narrow_onnx(found)
         pairs = zip(found.ends, found.layers, strict=True)
         chosen = [(ends, layer) for ends, layer in pairs if layer.decision == "twell"]
         self._ends = [ends for ends, _ in chosen]
@@ -424,7 +429,7 @@ class OnnxReference(Reference):
         count = _counter(progress, "low precision", len(samples) * len(blocks))
         read = {name for block in blocks for name in block.reads}
         needed = {*self.outputs, *read, *(block.ends.y for block in blocks)}
-        evaluator = OnnxEvaluator(self._path, self._plain)
+        evaluator = OnnxEvaluator(self._path, self._low)
         evaluate_blocks = evaluator if runs.exact else OnnxEvaluator(self._path, self._with_blocks)
         for sample in samples:
             found = evaluate_blocks.run_to(sample, needed)
@@ -441,21 +446,23 @@ class OnnxReference(Reference):
         runs.original.extend(evaluator.run(widen_sample(sample)) for sample in samples)
         if not runs.exact:
             wide = widen_onnx(self._with_blocks)
-        for block in blocks:
+        for block, form in zip(blocks, self._narrow, strict=False):  # there are no blocks without a graph
             part = OnnxEvaluator(self._path, part_of(wide, list(dict.fromkeys(block.reads)), block.ends.y))
             for sample, found in zip(samples, inputs, strict=True):
                 given = _cast({name: found[name] for name in block.reads}, self._dtype_of(found[block.ends.x]))
                 (exact,) = part.run({**widen_sample(sample), **widen_sample(given)})
                 block.add_wide(given, exact)
+                if form is not None and form.wide is not None:
+                    block.changes.append(form.change(given[block.ends.x]))
                 count()
         if graph is not None:
             evaluator = OnnxEvaluator(graph.path, graph.model)
             runs.spliced.extend(graph.outputs or [evaluator.run(sample) for sample in samples])
             evaluator = OnnxEvaluator(graph.path, widen_onnx(graph.model))
             runs.rewritten.extend(evaluator.run(widen_sample(sample)) for sample in samples)
-        if self._plain is self._model:
+        if self._plain is self._source:
             return replace(runs, truth=runs.original)
-        evaluator = OnnxEvaluator(self._path, widen_onnx(self._model))
+        evaluator = OnnxEvaluator(self._path, widen_onnx(self._source))
         runs.truth.extend(evaluator.run(widen_sample(sample)) for sample in samples)
         return runs
 
@@ -470,7 +477,19 @@ def _decided_onnx(model: onnx.ModelProto, dtype: torch.dtype, settings: dict[str
         advise = _advise(settings)
     except (TypeError, AttributeError, KeyError):
         advise = None
-    return find_onnx_blocks(model, dtype, str(settings.get("layers", "auto")), advise)
+    return find_onnx_blocks(model, dtype, str(settings.get("layers", "auto")), advise, _wish(settings))
+
+
+def _narrow_onnx(found: OnnxBlocks) -> list[NarrowBlock | None]:
+    """Return each block that is rewritten as it is compared; None where its weights are read in 16 bits."""
+    if not found.narrow:
+        return [None for layer in found.layers if layer.decision == "twell"]
+    chosen = [pair for pair in zip(found.blocks, found.layers, strict=True) if pair[1].decision == "twell"]
+    forms: list[NarrowBlock | None] = []
+    for (block, layer), weights in zip(chosen, narrow_weights(found), strict=True):
+        wide = weights[1] if weights is not None and is_quantised(block) else None
+        forms.append(None if weights is None else NarrowBlock(weights[0], wide, options_of(block, layer, None)))
+    return forms
 
 
 def _cast(tensors: Sample, dtype: torch.dtype) -> Sample:

@@ -31,7 +31,9 @@ from twellc.loaders.onnx_models import (
 from twellc.options.commands import CompileOptions
 from twellc.options.decisions import refuse_calibration
 from twellc.options.source import refuse_choices
+from twellc.options.weights import FP8, KEEP
 from twellc.passes.dump import GraphDump
+from twellc.passes.eight_bits import Wish
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.onnx.ffn import OnnxBlocks, find_onnx_blocks, rewrite_onnx
 
@@ -51,6 +53,9 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
         expected = "a torch.export archive, a Hugging Face directory or a pickled module"
         raise UserError(where, what, got=str(options.model), expected=expected)
     refuse_calibration(options, f"{options.model}, an {KIND}")
+    if options.fp8_error is not None:
+        where, what = f"--fp8-error {options.fp8_error}", "an ONNX file is not run, so nothing is measured"
+        raise UserError(where, what, got=str(options.model), fix="Choose blocks by --layers.")
     if options.cache is not None:
         raise no_directory(options.model)
     progress("loading the model")
@@ -65,7 +70,7 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     target = choose_target(options.target_gpu, gpu_at_hand())
     advisor = Advisor(target, rows_of_inputs(inputs, profiles), compression=options.compression)
     advise = advisor if options.decided is None else repeat(options.decided)
-    found = find_onnx_blocks(model, torch_dtype(dtype), options.layers, advise)
+    found = find_onnx_blocks(model, torch_dtype(dtype), options.layers, advise, Wish(options.weights == FP8))
     rewritten = rewrite_onnx(found, options.compression)
     dump = GraphDump(options.dump_graphs)
     dump.text("source", lambda: onnx.helper.printable_graph(model.graph))
@@ -77,6 +82,7 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     name_ends(graph.graph, names, outputs)
     decided = options.decided or advisor.decided
     traced_by = {"attention_forms": [], **({"decided": decided} if decided else {})}
+    traced_by |= {"weights": options.weights} if options.weights != KEEP else {}
     is_low = bool(low_precisions(model)) or any(layer.decision == "twell" for layer in found.layers)
     settings = annotate(graph, found.layers, dtype if is_low else UNCHANGED, options, traced_by)
     return Translation(

@@ -90,7 +90,8 @@ def inspect_onnx(options: InspectOptions, advisor: Advisor) -> Description:
         return Description("rewritten ONNX file", layers, notes, dtype=dtype and str(dtype), nodes=nodes)
     refuse_choices(options.padding, options.logits, f"{path}, an {KIND}")
     chosen = choose_onnx_dtype(model, options.dtype)
-    found = find_onnx_blocks(model, torch_dtype(chosen), options.layers, advisor)
+    wish = Wish(options.weights == FP8)
+    found = find_onnx_blocks(model, torch_dtype(chosen), options.layers, advisor, wish)
     return Description(KIND, found.layers, [*cast_notes(found, chosen), *advisor.notes(found.layers)], dtype=chosen)
 
 
