@@ -3,8 +3,8 @@
 At each shape there are two contests, in CUDA graphs, of contestants that take turns. In the first everybody runs the
 whole model, in the second the rewritten blocks alone, one after the other, on what they see in the model. Before that,
 results are compared with float64: a contestant whose error exceeds twice the eager model's is left out, but for
-FP8, INT4, weights in eight bits, and what lacks pruned neurons, which are as wrong as they are. At last each block is timed
-by itself.
+FP8, INT4, weights in eight bits, and what lacks pruned neurons, which are as wrong as they are. At last each block is
+timed by itself.
 """
 
 from __future__ import annotations
