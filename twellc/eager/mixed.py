@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from twellc.base.errors import UserError
 from twellc.base.torch_private import DropoutNd, is_traceable_wrapper_subclass, top_saved_tensors_default_hooks
@@ -22,6 +22,7 @@ from twellc.passes.decide import KERNEL_DTYPES
 from twellc.passes.report import Layer
 from twellc.plugins.block import BlockOptions, Operands, WeightOperands
 from twellc.plugins.gradients.modes import is_forward_mode, is_transformed
+from twellc.plugins.meaning import EIGHT_BITS
 from twellc.plugins.ops import run_block
 
 # Of a submodule: its class, without what is mixed in here, and whether it has a forward that is not its class's.
@@ -258,7 +259,8 @@ class _UpProjection:
             enabled, dtype = self._autocast
             then = torch.autocast(self._x.device.type, dtype, enabled)
         with then:
-            return functional.linear(self._x, self._up.weight, self._up.bias)
+            dense: Tensor = super(Projection, self._up).forward(self._x)
+            return dense
 
     def compute(self, blended: Blended | None) -> Tensor | None:
         """Return what the block gives; None where the projections would now compute something else.
@@ -353,9 +355,10 @@ def _of_inference(
     if records and x.requires_grad:
         return None
     tensors: dict[str, Tensor] = {}
+    scales = block.weights.scales()
     for name, operand in block.weights.named().items():
         parameter = operand.parameter(module)
-        if parameter is None or parameter.dtype != x.dtype or parameter.device != x.device:
+        if parameter is None or parameter.dtype != _dtype_of(name, scales, x) or parameter.device != x.device:
             return None
         if (records and parameter.requires_grad) or (block.parts and is_sharded(parameter)):
             return None
@@ -364,6 +367,13 @@ def _of_inference(
             return None
         tensors[name] = operand.view(held)
     return WeightOperands(**tensors)
+
+
+def _dtype_of(name: str, scales: Collection[str], x: Tensor) -> torch.dtype:
+    """Return the type in which the op takes a weight, bias or scale, given the names of the scales."""
+    if name in scales:
+        return torch.float32
+    return EIGHT_BITS if f"{name}_scale" in scales else x.dtype
 
 
 def _of_training(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from twellc.base.torch_private import has_any_global_hook
+from twellc.eager.eight_bits import EightBitLinear, traceable_twin
 from twellc.eager.hidden import STEPS
 from twellc.eager.sharded import local_twin
 from twellc.eager.tracing import trace_alone
@@ -24,14 +25,16 @@ from twellc.passes.match.activations import packet
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import Weight, strip
 from twellc.passes.rewrite_ffn import weights_of
-from twellc.plugins.block import TensorField, WeightOperands
+from twellc.plugins.block import SCALES, TensorField, WeightOperands
 
 aten = torch.ops.aten
+_MIXED = "some of its weights are in eight bits, and others not"
+_TRAINED = "its weights are in eight bits, which are not trained"
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A weight or bias: the path of its parameter, and which view of it the op reads."""
+    """A weight, bias or scale: the path of its parameter, and which view of it the op reads."""
 
     path: tuple[str, ...]
     transposed: bool = False
@@ -110,15 +113,17 @@ def find_blocks(module: nn.Module, ranks: tuple[int, ...] = (3, 2), *, training:
         if isinstance(submodule, Optimized):
             known.append(path)
             continue
-        own = submodule if training else local_twin(submodule) or submodule
+        own = traceable_twin(submodule if training else local_twin(submodule) or submodule)
         found = _whole(path, own, ranks, training)
         if found is not None:
             known.append(path)
             weights = operands_of(submodule, found.block)
-            yield replace(found, module=submodule, weights=weights, block=replace(found.block, module=path))
+            whole = replace(found, module=submodule, weights=weights, block=replace(found.block, module=path))
+            yield whole.refused(whole.block.refusal or _of_scales(weights, training))
     for path, submodule in module.named_modules():
         if not _is_inside(path, known):
-            yield from _written_out_in(path, submodule, training)
+            for each in _written_out_in(path, submodule, training):
+                yield each.refused(each.block.refusal or _of_scales(each.weights, training))
 
 
 def blocks_at(path: str, module: nn.Module) -> list[FfnBlock]:
@@ -128,6 +133,14 @@ def blocks_at(path: str, module: nn.Module) -> list[FfnBlock]:
         return [whole.block]
     found = _written_out_in(path, module, training=False)
     return [each.block for each in found if not refusal_of(each) and each.weights is not None]
+
+
+def _of_scales(weights: WeightOperands[Operand] | None, training: bool) -> str:
+    """Say why the ops do not take a block whose weights have scales; empty where they do, and without scales."""
+    scales = {} if weights is None else weights.scales()
+    if weights is None or not scales:
+        return ""
+    return _MIXED if len(scales) < (2 if weights.w_gate is None else 3) else _TRAINED if training else ""
 
 
 def _is_inside(path: str, outer: list[str]) -> bool:
@@ -207,7 +220,8 @@ def _written_out_in(path: str, module: nn.Module, training: bool) -> list[FoundB
     if not _has_its_forward(module) or not _may_hold_block(module, linears.values()):
         return []
     found: list[FoundBlock] = []
-    traced = next(trace_alone(path, module, 3, training=training, alone=False), None)
+    twin = traceable_twin(module)
+    traced = next(trace_alone(path, twin, 3, training=training, alone=False), None)
     for block in traced.blocks if traced else ():
         weights = operands_of(module, block)
         layers = {each.layer for each in weights.named().values()} if weights else {_layer_of(block.down.weight)}
@@ -226,9 +240,9 @@ def _layer_of(weight: Weight) -> str:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether it is torch's own linear layer, with the weight and the forward that torch gave it."""
+    """Whether it is torch's own linear layer, or ours, with the weight and the forward that it was given."""
     return (
-        type(module) is nn.Linear
+        type(module) in (nn.Linear, EightBitLinear)
         and all(type(each) is nn.Parameter and each.is_floating_point() for each in module.parameters())
         and "weight" in module._parameters
         and "forward" not in vars(module)
@@ -314,4 +328,17 @@ def operands_of(module: nn.Module, block: FfnBlock) -> WeightOperands[Operand] |
     weights = weights_of(block, place)
     if any(operand.parameter(module) is None for operand in weights.named().values()):
         return None
-    return weights
+    return replace(weights, **_scales_of(module, weights.named()))
+
+
+def _scales_of(module: nn.Module, operands: dict[str, Operand]) -> dict[str, Operand]:
+    """Return how to read the scales of weights in eight bits, by name."""
+    scales = {}
+    for name in SCALES:
+        weight = operands.get(name.removesuffix("_scale"))
+        layer = None if weight is None else module.get_submodule(weight.layer)
+        if weight is not None and isinstance(layer, EightBitLinear):
+            by_output = layer.scale.dim() == 2 and layer.scale.shape[0] == layer.out_features
+            path = (*weight.path[:-1], "scale")
+            scales[name] = Operand(path, weight.transposed, weight.rows if by_output else None)
+    return scales

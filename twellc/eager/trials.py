@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from twellc.base.errors import first_line
 from twellc.base.torch_private import FakeTensorMode
@@ -29,13 +29,13 @@ def passes_hidden(found: FoundBlock, *, training: bool) -> bool:
     received: list[Hidden] = []
 
     def defer(x: Tensor) -> Hidden:
-        dense = functools.partial(nn.Linear.forward, up, x)
+        dense = functools.partial(type(up).forward, up, x)
         return Hidden(Deferred(dense, lambda _: None, down, found.block.activation, blends=False))
 
-    def receive(hidden: Any) -> Tensor:
+    def receive(hidden: Any) -> Any:
         if isinstance(hidden, Hidden) and hidden.is_whole(down):
             received.append(hidden)
-        return nn.Linear.forward(down, real(hidden))
+        return type(down).forward(down, real(hidden))
 
     original = module.forward
 
@@ -43,7 +43,7 @@ def passes_hidden(found: FoundBlock, *, training: bool) -> bool:
     def forward(*arguments: Any, **named: Any) -> Any:
         return real(original(*arguments, **named))
 
-    module.forward, up.forward, down.forward = forward, defer, receive  # type: ignore[method-assign, assignment]
+    module.forward, up.forward, down.forward = forward, defer, receive
     try:
         with quiet_torch(), torch.no_grad(), _scripts_refuse_hidden():
             traced(module, *found.inputs, training)
@@ -91,11 +91,10 @@ def own_gradient(found: FoundBlock) -> str:
     return ""
 
 
-def _projections(found: FoundBlock) -> list[nn.Linear]:
+def _projections(found: FoundBlock) -> list[Any]:
     """Return the up and the down projection of a block that is written out."""
     assert found.weights is not None
-    layers = [found.module._modules[each.layer] for each in (found.weights.w_up, found.weights.w_down)]
-    return [layer for layer in layers if isinstance(layer, nn.Linear)]
+    return [found.module._modules[each.layer] for each in (found.weights.w_up, found.weights.w_down)]
 
 
 @contextmanager

@@ -1,0 +1,93 @@
+"""Linear layers with weights in eight bits, E4M3, and scales: what checkpoints hold, and what `optimize` quantises."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+# Bytes and scales as integers, which `.half()` and its kind leave alone, and `.to(device)` moves.
+_INTEGERS = {"weight": torch.uint8, "scale": torch.int32}
+
+
+class EightBitLinear(nn.Module):
+    """x W^T + b in the type of x, where W is `weight` times `scale`, computed in float32 and rounded once.
+
+    Attributes:
+        weight: float8_e4m3fn [out_features, in_features].
+        scale: float32, [] for the tensor, [out_features, 1] for each output, or [1, in_features] for each input.
+        bias: [out_features], or None.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: Tensor, scale: Tensor, bias: nn.Parameter | None = None) -> None:
+        """Take the tensors as they are. Weight and scale have no gradients."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.scale = nn.Parameter(scale, requires_grad=False)
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute y [..., out_features] of x [..., in_features]."""
+        weight = (self.weight.to(torch.float32) * self.scale).to(x.dtype)
+        return functional.linear(x, weight, self.bias)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EightBitLinear:
+        """Let `.to()` and its kind move bytes and scales, but never convert them."""
+        own = {id(self._parameters[name]): kind for name, kind in _INTEGERS.items()}
+
+        def moved(tensor: Tensor) -> Tensor:
+            kind = own.get(id(tensor))
+            if kind is None:
+                return fn(tensor)
+            integers = tensor.detach().view(kind)
+            found = fn(integers)
+            return (found if found.dtype == kind else integers.to(found.device)).view(tensor.dtype)
+
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def extra_repr(self) -> str:
+        """Say the widths, as torch.nn.Linear does."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def holds_eight_bits(module: nn.Module) -> bool:
+    """Whether a module has layers with weights in eight bits."""
+    return any(isinstance(each, EightBitLinear) for each in module.modules())
+
+
+def traceable_twin(module: nn.Module) -> nn.Module:
+    """Return a module that computes the same with `torch.nn.Linear` in the place of layers in eight bits, to be traced.
+
+    Their weights stand for any: zeros, without memory. All else is shared. A module without such layers is its own.
+    """
+    if not holds_eight_bits(module):
+        return module
+    own = {id(parameter) for each in module.modules() for parameter in _of_eight_bits(each)}
+    dtypes = [each.dtype for each in module.parameters() if each.is_floating_point() and id(each) not in own]
+    return _twin(module, dtypes[0] if dtypes else torch.bfloat16)
+
+
+def _of_eight_bits(module: nn.Module) -> list[Tensor]:
+    return [module.weight, module.scale] if isinstance(module, EightBitLinear) else []
+
+
+def _twin(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    twin: Any = copy.copy(module)
+    state = vars(twin)
+    state["_modules"] = {
+        name: None if child is None else _twin(child, dtype) for name, child in module._modules.items()
+    }
+    if isinstance(module, EightBitLinear):
+        weight = module.weight
+        zeros = torch.zeros((), dtype=dtype, device=weight.device).expand(weight.shape)
+        state["_parameters"] = {"weight": nn.Parameter(zeros, requires_grad=False), "bias": module.bias}
+        twin.__class__ = nn.Linear
+    return twin  # type: ignore[no-any-return]
