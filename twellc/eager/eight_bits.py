@@ -38,6 +38,14 @@ class EightBitLinear(nn.Module):
         weight = (self.weight.to(torch.float32) * self.scale).to(x.dtype)
         return functional.linear(x, weight, self.bias)
 
+    def dequantised(self, dtype: torch.dtype) -> nn.Linear:
+        """Return a layer of `dtype` with what the weights are worth, rounded once, and the same bias."""
+        linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        weight = (self.weight.to(torch.float32) * self.scale).to(dtype)
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        linear.register_parameter("bias", self.bias)
+        return linear.train(self.training)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EightBitLinear:
         """Let `.to()` and its kind move bytes and scales, but never convert them."""
         own = {id(self._parameters[name]): kind for name, kind in _INTEGERS.items()}

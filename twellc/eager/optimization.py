@@ -29,6 +29,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from twellc.base.errors import UserError, first_few, first_line
+from twellc.eager.eight_bits import EightBitLinear
 from twellc.eager.mixed import (
     BlockModule,
     ContainerModule,
@@ -180,6 +181,23 @@ def optimized_blocks(module: nn.Module) -> list[Layer]:
     """Return the blocks of a module that `optimize` has taken, as rows of a report, in the order of `named_modules`."""
     refuse_other_than_modules("twellc.optimized_blocks", module)
     return [replace(block.layer, module=block.path(path)) for path, _, block in _taken_in(module)]
+
+
+def dequantise_others(module: nn.Module, dtype: torch.dtype) -> list[str]:
+    """Put linear layers of `dtype` in the place of those in eight bits that no block reads; return their paths."""
+    read = {
+        id(operand.parameter(submodule))
+        for _, submodule, block in _taken_in(module)
+        for operand in block.weights.named().values()
+    }
+    others = {
+        path: layer
+        for path, layer in module.named_modules()
+        if isinstance(layer, EightBitLinear) and id(layer.weight) not in read
+    }
+    for path, layer in others.items():
+        module.set_submodule(path, layer.dequantised(dtype))
+    return list(others)
 
 
 def refuse_other_than_modules(where: str, module: object) -> None:

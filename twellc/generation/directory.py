@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from twellc.base.devices import choose_device
-from twellc.base.errors import UserError
+from twellc.base.dtypes import dtype_name
+from twellc.base.errors import UserError, first_few
 from twellc.base.torch_private import dynamo
 from twellc.base.transformers_private import nothing_fetched
-from twellc.eager.optimization import optimize, optimized_blocks
+from twellc.eager.optimization import dequantise_others, optimize, optimized_blocks
 from twellc.generation.rows import RowCache
 from twellc.loaders.attention import NextCall, row_attention
 from twellc.loaders.cache_trial import CacheTrial, MadeUpKeys
@@ -209,6 +210,12 @@ def load_directory(
     model.to(chosen)
     with quiet_torch():
         optimize(model, layers=layers)
+    others = dequantise_others(model, model.dtype)
+    if others:
+        what = (
+            f"{len(others)} layers in E4M3 that no block by the op reads are dequantised to {dtype_name(model.dtype)}"
+        )
+        notes.append(f"{what}: {first_few(others)}")
     blocks = len(optimized_blocks(model))
     if not blocks and layers != "none":
         notes.append("no feed-forward block is one that twellc.optimize takes: the dense model runs")

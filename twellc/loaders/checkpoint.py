@@ -17,6 +17,13 @@ import torch
 
 from twellc.base.errors import UserError, first_few, first_line
 from twellc.base.files import open_file, read_file
+from twellc.loaders.eight_bits import (
+    Scaled,
+    refuse_other_algorithms,
+    refuse_other_forms,
+    refuse_other_methods,
+    take_eight_bits,
+)
 
 _WEIGHTS, _INDEX, _ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 _EXPORT = "Export it with torch.export.save and compile that archive."
@@ -28,7 +35,7 @@ _CHOICES = {
     "kernel_config", "fusion_config", "distributed_config", "custom_generate", "transformers_weights",
     "use_pretrained_backbone", "name_or_path", "_name_or_path",
 }  # fmt: skip
-_QUANTISED = ("quantization_config", "compression_config")
+_QUANTISED, _MODELOPT = ("quantization_config", "compression_config"), "hf_quant_config.json"
 # What wraps a module, and so puts a part into the names of its tensors.
 _WRAPPERS = {
     "_orig_mod.": "torch.compile",
@@ -36,7 +43,6 @@ _WRAPPERS = {
     "_checkpoint_wrapped_module.": "activation checkpointing",
 }
 _PARALLEL = "module."
-_QUANTISED_NAME = re.compile(r"qweight|qzeros|weight_scale(_inv)?|weight_packed|absmax|SCB")
 
 
 @dataclass(frozen=True)
@@ -45,12 +51,14 @@ class Checkpoint:
 
     Attributes:
         config: What config.json says, without what chooses implementations.
-        tensors: The weights by name; they are in the mapped files.
+        tensors: The weights by name, but those in eight bits; they are in the mapped files.
+        scaled: The matrices in eight bits, by the names of their weights.
         notes: What the user should hear.
     """
 
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor]
+    scaled: dict[str, Scaled]
     notes: list[str]
 
 
@@ -58,14 +66,15 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Read config.json and the weights of a directory.
 
     Raises:
-        UserError: One of them is missing, damaged, quantised or an adapter, or the model needs remote code.
+        UserError: One of them is missing, damaged, quantised in a way that is not read, or an adapter, or the model
+            needs remote code.
     """
     config = read_config(path)
     files, notes = _weight_files(path)
     stored: dict[str, torch.Tensor] = {}
     for file in files:
         stored |= _read_tensors(file)
-    _refuse_quantised(path, stored)
+    refuse_other_forms(path, stored)
     _refuse_adapter(path, stored)
     tensors, wrappers = _unwrapped(stored)
     if len(tensors) < len(stored):
@@ -74,17 +83,19 @@ def read_checkpoint(path: Path) -> Checkpoint:
         notes.append(f"the names of the weights hold {' and '.join(wrappers)}; they are taken without that")
     if (path / _ADAPTER).is_file():
         notes.append(f"the adapter beside the model ({_ADAPTER}) is not in the plan: {_MERGE}")
-    return Checkpoint(config, tensors, notes)
+    tensors, scaled, others = take_eight_bits(path, tensors)
+    return Checkpoint(config, tensors, scaled, notes + others)
 
 
 # ---- config.json ----
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return what config.json of a directory says, without what chooses implementations.
+    """Return what config.json of a directory says, without what chooses implementations, and how it is quantised.
 
     Raises:
-        UserError: There is none, it is damaged, or the model is an adapter, quantised, or needs remote code.
+        UserError: There is none, it is damaged, or the model is an adapter, quantised in a way that is not read, or
+            needs remote code.
     """
     file = path / "config.json"
     if not file.is_file():
@@ -97,8 +108,9 @@ def read_config(path: Path) -> dict[str, Any]:
             what = f"the model needs remote code ({place})"
             raise UserError(str(file), what, expected="an architecture of transformers itself", fix=_EXPORT)
         if key in _QUANTISED and value:
-            method = value.get("quant_method") if isinstance(value, dict) else None
-            raise _quantised(file, f"{place}{f' of {method}' if method else ''}")
+            refuse_other_methods(str(file), place, value)
+    if (path / _MODELOPT).is_file():
+        refuse_other_algorithms(str(path / _MODELOPT), _read_json(path / _MODELOPT))
     return dict(_without_choices(config))
 
 
@@ -175,7 +187,7 @@ def _entries(value: Any, place: str = "") -> Iterator[tuple[str, str, Any]]:
 
 def _without_choices(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_choices(each) for key, each in value.items() if key not in _CHOICES}
+        return {key: _without_choices(each) for key, each in value.items() if key not in (*_CHOICES, *_QUANTISED)}
     return [_without_choices(each) for each in value] if isinstance(value, list) else value
 
 
@@ -275,7 +287,7 @@ def _unwrapped(stored: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor]
     return {names[name]: tensor for name, tensor in stored.items()}, list(found)
 
 
-# ---- adapters and quantised checkpoints ----
+# ---- adapters ----
 
 
 def _only_an_adapter(path: Path) -> UserError:
@@ -290,24 +302,3 @@ def _refuse_adapter(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     if parts:
         what = "the weights hold an adapter beside the model's own"
         raise UserError(str(path), what, got=first_few(parts), fix=f"First {_MERGE}.")
-
-
-def _refuse_quantised(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Fail for weights that are integers, or floats of a byte: transformers would take them without their scales."""
-    for name, tensor in tensors.items():
-        last = name.rpartition(".")[2]
-        small = tensor.is_floating_point() and tensor.element_size() == 1
-        integer = last == "weight" and not tensor.is_floating_point() and not tensor.is_complex()
-        if small or integer or _QUANTISED_NAME.fullmatch(last):
-            raise _quantised(path, f"{name} of {str(tensor.dtype).removeprefix('torch.')}")
-
-
-def _quantised(where: Path, got: str) -> UserError:
-    return UserError(
-        str(where),
-        "quantised checkpoints are not read",
-        got=got,
-        expected="weights in float32, bfloat16 or float16",
-        fix="Take the checkpoint that this one was made from; or load it with transformers, call dequantize() of the"
-        " model, and write that with save_pretrained.",
-    )

@@ -20,6 +20,7 @@ from twellc.export.shapes import FixedSizes
 from twellc.loaders import sparselm
 from twellc.loaders.attention import traced_attention
 from twellc.loaders.checkpoint import activations, read_checkpoint
+from twellc.loaders.eight_bits import Scaled, kept_by_blocks, notes_on, put_eight_bits
 from twellc.loaders.huggingface_inputs import Input, at_sizes, inputs_of, longest_text, vocabulary_of, written_sizes
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.tracing import keep_tensor_outputs, trace
@@ -73,17 +74,20 @@ def open_directory(
         UserError: The directory is incomplete, needs remote code, or holds a model that transformers cannot make.
     """
     checkpoint = read_checkpoint(path)
+    scaled = checkpoint.scaled
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if checkpoint.config.get("model_type") == sparselm.MODEL_TYPE:
-        llama, tensors = sparselm.as_llama(path, checkpoint.config, checkpoint.tensors)
-        model, notes = _make_model(path, transformers.LlamaForCausalLM, llama, tensors, in_dtype)
+        given = checkpoint.tensors | {name: each.dequantised(torch.bfloat16) for name, each in scaled.items()}
+        llama, tensors = sparselm.as_llama(path, checkpoint.config, given)
+        model, notes = _make_model(path, transformers.LlamaForCausalLM, llama, tensors, {}, in_dtype)
+        notes = notes_on(scaled, {}, torch.bfloat16) + notes
     else:
         model_class = _class_of(path, checkpoint.config)
         config = _as_configuration(path, model_class, checkpoint.config)
-        model, notes = _make_model(path, model_class, config, checkpoint.tensors, in_dtype)
+        model, notes = _make_model(path, model_class, config, checkpoint.tensors, scaled, in_dtype)
     return model, checkpoint.config, checkpoint.notes + notes
 
 
@@ -115,21 +119,28 @@ def _make_model(
     model_class: Any,
     config: Any,
     tensors: dict[str, torch.Tensor],
+    scaled: dict[str, Scaled],
     in_dtype: Callable[[torch.dtype], torch.dtype] | None,
 ) -> tuple[Any, list[str]]:
-    """Make a model of its configuration and its tensors; and say which of these were left out."""
+    """Make a model of its configuration and its tensors; and say which of these were left out, and dequantised."""
     # As transformers finds the dtype "auto".
     stored = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
     own = config.dtype if isinstance(config.dtype, torch.dtype) else stored
-    dtype = in_dtype(own) if in_dtype else "auto"
+    dtype = in_dtype(own) if in_dtype else own
     try:
+        kept = kept_by_blocks(model_class, config, scaled) if scaled else {}
+        eight_bits = {
+            # Those that stay are put in afterwards.
+            name: each.stand_in(dtype) if name in kept.values() else each.dequantised(dtype)
+            for name, each in scaled.items()
+        }
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model, info = model_class.from_pretrained(
                 None,
                 config=config,
-                state_dict=tensors,
-                dtype=dtype,
+                state_dict=tensors | eight_bits,
+                dtype=dtype if in_dtype else "auto",
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
@@ -142,8 +153,11 @@ def _make_model(
         fix = "Check that config.json and the weights belong together."
         raise UserError(str(path), what, got=first_few(missing or others), fix=fix)
     unused = sorted(info["unexpected_keys"])
-    note = f"{len(unused)} tensors of the checkpoint have no place in the model: {first_few(unused)}"
-    return model.eval().requires_grad_(False), [note] if unused else []
+    notes = notes_on(scaled, kept, dtype)
+    if unused:
+        notes.append(f"{len(unused)} tensors of the checkpoint have no place in the model: {first_few(unused)}")
+    put_eight_bits(model, kept, scaled)
+    return model.eval().requires_grad_(False), notes
 
 
 def _cannot_make(path: Path, config: Any, error: Exception) -> UserError:

@@ -1,0 +1,247 @@
+"""Hugging Face directories with weights in E4M3: what is read, kept and dequantised, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests import models
+from twellc.base.errors import UserError
+from twellc.eager.eight_bits import EightBitLinear
+from twellc.generation.directory import load_directory
+from twellc.loaders.huggingface import open_directory
+from twellc.plugins.meaning import EIGHT_BITS
+from twellc.plugins.quantise import quantise
+
+Tensors = dict[str, Tensor]
+GATE = "model.layers.0.mlp.gate_proj"
+WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}},
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+    "transform_config": {},
+    "sparsity_config": {},
+}
+
+
+def blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    rows, columns = (-(-size // 128) for size in weight.shape)
+    scale = 0.01 + torch.rand(rows, columns) / 100
+    wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: weight.shape[0], : weight.shape[1]]
+    return (weight / wide).to(EIGHT_BITS), scale
+
+
+def by_output(weight: Tensor) -> tuple[Tensor, Tensor]:
+    return quantise(weight, "neuron")
+
+
+def by_tensor(weight: Tensor) -> tuple[Tensor, Tensor]:
+    return quantise(weight, "tensor")
+
+
+# Settings in config.json and hf_quant_config.json, the suffix of scales and the shape that they have.
+FORMS: dict[str, tuple[Any, Any, str, Callable[[Tensor], tuple[Tensor, Tensor]], Callable[[Tensor], Tensor]]] = {
+    "FP8_DYNAMIC": (COMPRESSED, None, "weight_scale", by_output, lambda scale: scale.bfloat16()),
+    "FP8": (COMPRESSED, None, "weight_scale", by_tensor, lambda scale: scale.reshape(1)),
+    "fp8": (
+        {"quant_method": "fp8", "weight_block_size": None, "modules_to_not_convert": ["lm_head", GATE]},
+        None,
+        "weight_scale_inv",
+        by_tensor,
+        torch.clone,
+    ),
+    "fbgemm_fp8": ({"quant_method": "fbgemm_fp8"}, None, "weight_scale", by_output, torch.clone),
+    "ModelOpt": (
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}},
+        "weight_scale",
+        by_tensor,
+        torch.clone,
+    ),
+    "ModelOpt by channel": (
+        None,
+        {"quantization": {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}},
+        "weight_scale",
+        by_output,
+        lambda scale: scale[:, 0],
+    ),
+    "blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, None, "weight_scale_inv", blocks, torch.clone),
+}
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def write(folder: Path, form: str) -> Tensors:
+    """Store the projections of a directory's layers in eight bits; return what all its tensors are worth."""
+    config, second, suffix, make, stored = FORMS[form]
+    edit(folder, quantization_config=config)
+    if second is not None:
+        (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, **second}))
+    tensors, worth = load_file(folder / "model.safetensors"), {}
+    for name, tensor in list(tensors.items()):
+        worth[name] = tensor
+        if name.endswith("_proj.weight"):
+            weight, scale = make(tensor.float())
+            scale = stored(scale)
+            tensors |= {name: weight, name.replace("weight", suffix): scale.contiguous()}
+            rows, columns = tensor.shape
+            wide = scale.float()
+            if form == "blocks":
+                wide = wide.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+            worth[name] = (weight.float() * (wide[:, None] if wide.shape == (rows,) else wide)).bfloat16()
+    save_file(tensors, folder / "model.safetensors")
+    return worth
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    models.llama(hidden_size=32, intermediate_size=320).bfloat16().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_blocks_keep_their_bytes(form: str, folder: Path) -> None:
+    worth, stored = write(folder, form), load_file(folder / "model.safetensors")
+    model, config, notes = open_directory(folder)
+    assert "quantization_config" not in config and not hasattr(model.config, "quantization_config")
+    layers = {path: each for path, each in model.named_modules() if isinstance(each, EightBitLinear)}
+    kept = 0 if form == "blocks" else 6
+    assert len(layers) == kept and all(".mlp." in path for path in layers)
+    for path, layer in layers.items():
+        assert torch.equal(layer.weight.float(), stored[f"{path}.weight"].float())
+        assert layer.scale.dtype == torch.float32
+    found = {
+        **model.state_dict(),
+        **{f"{path}.weight": each.dequantised(torch.bfloat16).weight for path, each in layers.items()},
+    }
+    assert all(torch.equal(found[name], tensor) for name, tensor in worth.items())
+    said = "; ".join(notes)
+    assert ("6 matrices of feed-forward blocks are read in eight bits" in said) == bool(kept)
+    expected = "8 other matrices in E4M3" if kept else "6 matrices in E4M3 with scales for blocks of 128 x 128"
+    assert f"{expected} are dequantised to bfloat16: model.layers.0." in said
+
+
+def test_generation_runs_blocks_in_eight_bits(folder: Path) -> None:
+    write(folder, "FP8_DYNAMIC")
+    backend = load_directory(folder, "cpu")
+    assert "2 feed-forward blocks by the twell ops" in backend.name
+    gate = backend.model.get_submodule(GATE)
+    assert gate.weight.dtype == EIGHT_BITS
+    backend = load_directory(folder, "cpu", layers="layers.1")
+    assert any("3 layers in E4M3 that no block by the op reads are dequantised" in note for note in backend.notes)
+    assert type(backend.model.get_submodule(GATE)) is torch.nn.Linear
+
+
+def test_a_block_with_a_matrix_in_16_bits(folder: Path) -> None:
+    """It is dequantised; and scales of activations and of the cache are not used."""
+    worth = write(folder, "ModelOpt")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[f"{GATE}.weight_scale"]
+    tensors |= {f"{GATE}.weight": worth[f"{GATE}.weight"], "model.layers.0.self_attn.k_proj.k_scale": torch.ones(())}
+    save_file(tensors, folder / "model.safetensors")
+    model, _, notes = open_directory(folder)
+    assert {path[:14] for path, each in model.named_modules() if isinstance(each, EightBitLinear)} == {"model.layers.1"}
+    assert any(note.startswith("1 scales of activations and caches are not used") for note in notes)
+
+
+def settings(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: edit(folder, quantization_config=COMPRESSED | changes)
+
+
+def weights(**changes: Any) -> Callable[[Path], None]:
+    return settings(config_groups={"g": {"weights": WEIGHTS | changes}})
+
+
+def storing(**changes: Tensor | None) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        tensors: dict[str, Any] = load_file(folder / "model.safetensors")
+        tensors |= {f"{GATE}.{name}": tensor for name, tensor in changes.items()}
+        present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        save_file(present, folder / "model.safetensors")
+
+    return change
+
+
+NOT_READ = "this form of quantised weights is not read; got "
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "int4": (
+        settings(format="pack-quantized"),
+        f"{NOT_READ}quantization_config of compressed-tensors with format pack",
+    ),
+    "the command that helps": (settings(format="nvfp4-pack-quantized"), "t.CompressedTensorsConfig(dequantize=True)"),
+    "int8": (weights(type="int"), "with weights of 8 bits, int"),
+    "groups": (weights(strategy="group"), "with strategy group"),
+    "zero points": (weights(symmetric=False), "with zero points"),
+    "act-order": (weights(actorder="static"), "with actorder static"),
+    "transforms": (settings(transform_config={"config_groups": {}}), "with transform_config"),
+    "sparse": (settings(sparsity_config={"format": "sparse-24-bitmask"}), "with sparsity_config of sparse-24-bitmask"),
+    "small blocks": (
+        lambda folder: edit(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [64, 64]}),
+        "of fp8 with weight_block_size [64, 64]",
+    ),
+    "ModelOpt's NVFP4": (
+        lambda folder: (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}'),
+        f"hf_quant_config.json: {NOT_READ}quant_algo NVFP4; expected",
+    ),
+    "smoothing": (storing(pre_quant_scale=torch.ones(32)), f"{NOT_READ}{GATE}.pre_quant_scale of float32"),
+    "SVD": (storing(svdquant_lora_a=torch.ones(4, 4)), f"{NOT_READ}{GATE}.svdquant_lora_a"),
+    "e5m2": (storing(weight=torch.zeros(320, 32).to(torch.float8_e5m2)), f"{NOT_READ}{GATE}.weight of float8_e5m2"),
+    "fnuz": (storing(weight=torch.zeros(320, 32).to(torch.float8_e4m3fnuz)), f"{GATE}.weight of float8_e4m3fnuz"),
+    "no scale": (storing(weight_scale=None), f"{GATE}.weight: is a weight in E4M3 that needs one scale; got none"),
+    "two scales": (
+        storing(weight_scale_inv=torch.ones(())),
+        "got " + f"{GATE}.weight_scale and {GATE}.weight_scale_inv",
+    ),
+    "no weight": (
+        storing(weight=None),
+        f"{GATE}.weight_scale: is a scale without a weight in E4M3; got no {GATE}.weight",
+    ),
+    "a zero scale": (
+        storing(weight_scale=torch.zeros(320, 1)),
+        "320 of 320 scales are not finite and positive; got 0.0",
+    ),
+    "an infinite scale": (
+        storing(weight_scale=torch.tensor([float("inf")])),
+        "1 of 1 scales are not finite and positive",
+    ),
+    "another shape": (
+        storing(weight_scale=torch.ones(32)),
+        "got [32] for a weight [320, 32]; expected [], [320], [320, 1] or, for blocks of 128 x 128, [3, 1]",
+    ),
+    "another dtype": (
+        storing(weight_scale=torch.ones(320, 1).double()),
+        "got float64; expected float32 or bfloat16 or",
+    ),
+}
+
+
+@pytest.mark.parametrize("state", REFUSED)
+def test_refused(state: str, quantised: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(quantised, tmp_path / "model"))
+    change, message = REFUSED[state]
+    change(folder)
+    with pytest.raises(UserError) as refusal:
+        open_directory(folder)
+    assert str(refusal.value).startswith(str(folder)) and message in str(refusal.value)
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quantised") / "model"
+    models.llama(hidden_size=32, intermediate_size=320).bfloat16().save_pretrained(folder)
+    write(folder, "FP8_DYNAMIC")
+    return folder

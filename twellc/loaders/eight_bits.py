@@ -1,0 +1,294 @@
+"""Weights in eight bits in Hugging Face directories, as other libraries store them: E4M3, and scales.
+
+    compressed-tensors   float-quantized                    weight_scale       [out, 1], [1] or blocks
+    transformers         fp8                                weight_scale_inv   [] or blocks
+    transformers         fbgemm_fp8                         weight_scale       [out, 1]
+    ModelOpt             FP8, FP8_PER_CHANNEL_PER_TOKEN     weight_scale       [], [out]
+
+`weight` is float8_e4m3fn [out, in], and is worth its values times its scale, also where that is called inverse. Blocks
+are of 128 x 128 elements: [out / 128, in / 128], rounded up. What the configuration says is in eight bits does not
+matter: the tensors do. Activations are never rounded as a checkpoint says it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twellc.base.dtypes import dtype_name
+from twellc.base.errors import UserError, first_few
+from twellc.eager.eight_bits import EightBitLinear
+from twellc.eager.module_blocks import find_blocks
+from twellc.plugins.meaning import EIGHT_BITS
+
+_SIDE = 128
+_BLOCK = [_SIDE, _SIDE]
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SCALE = re.compile(r"(.*weight)_scale(_inv)?")
+# Scales of activations and of the cache of keys and values.
+_ACTIVATIONS = ("input_scale", "activation_scale", "input_scale_ub", "output_scale", "q_scale", "k_scale", "v_scale")
+# What other forms store beside weights, or in their place.
+_OTHER_NAMES = re.compile(
+    r"qweight|qzeros|absmax|SCB|(weight_)?g_idx|weight_(packed|shape|zero_point|scale_2|global_scale)|"
+    r"input_global_scale|pre_quant_scale|svdquant_.*"
+)
+_FORMATS = ("float-quantized", "naive-quantized")
+_STRATEGIES = ("tensor", "channel", "block")
+_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+_READ = "16 or 32 bits, or E4M3 with scales: float-quantized of compressed-tensors, fp8, fbgemm_fp8, FP8 of ModelOpt"
+_TAKE_ORIGINAL = "Take the checkpoint that this one was made from"
+_CONFIGS = {"compressed-tensors": "CompressedTensorsConfig", "fp8": "FineGrainedFP8Config"}
+# Methods that transformers knows, but cannot undo.
+_LASTING = ("awq", "gptq", "modelopt", "modelopt_fp4", "auto-round", "aqlm", "hqq", "quanto", "quark", "vptq", "eetq")
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A matrix in eight bits.
+
+    Attributes:
+        weight: float8_e4m3fn [out, in].
+        scale: float32: [], [out, 1], or one for each block.
+    """
+
+    weight: Tensor
+    scale: Tensor
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether it has a scale for each block of 128 x 128 elements."""
+        return self.scale.dim() == 2 and self.scale.shape != (len(self.weight), 1)
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """Return what it is worth, [out, in], computed in float32 and rounded once."""
+        scale = self.scale
+        if self.has_blocks:
+            rows, columns = self.weight.shape
+            scale = scale.repeat_interleave(_SIDE, 0)[:rows].repeat_interleave(_SIDE, 1)[:, :columns]
+        return (self.weight.float() * scale).to(dtype)
+
+    def stand_in(self, dtype: torch.dtype) -> Tensor:
+        """Return zeros [out, in] without memory, in the place of what is put in later."""
+        return torch.zeros((), dtype=dtype).expand(self.weight.shape)
+
+
+# ---- what configurations say ----
+
+
+def refuse_other_methods(where: str, place: str, settings: Any) -> None:
+    """Fail for the settings of a quantisation that is not read, at a place of a file."""
+    settings = settings if isinstance(settings, dict) else {}
+    method = settings.get("quant_method")
+    fault = _fault_of(settings, method)
+    if fault:
+        got = f"{place}{f' of {method}' if method else ''}{f' with {fault}' * (fault != str(method))}"
+        raise _not_read(where, got, method)
+
+
+def refuse_other_algorithms(where: str, settings: Mapping[str, Any]) -> None:
+    """Fail for the hf_quant_config.json of ModelOpt if that is of a form that is not read."""
+    quantization = settings.get("quantization")
+    fault = _fault_of_algorithm(quantization) if isinstance(quantization, dict) else "no quantization"
+    if fault:
+        raise _not_read(where, fault, "modelopt")
+
+
+def _fault_of(settings: dict[str, Any], method: object) -> str:
+    """Return what in the settings of a method is not read; empty if all is."""
+    if method == "compressed-tensors":
+        return next(_faults_of_groups(settings), "")
+    if method == "fp8":
+        size = settings.get("weight_block_size")
+        return "" if size in (None, _BLOCK) else f"weight_block_size {size}"
+    if method == "modelopt":
+        return _fault_of_algorithm(settings)
+    return "" if method == "fbgemm_fp8" else str(method)
+
+
+def _faults_of_groups(settings: dict[str, Any]) -> Iterator[str]:
+    sparsity, groups = settings.get("sparsity_config") or {}, settings.get("config_groups")
+    if settings.get("transform_config"):
+        yield "transform_config"
+    if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
+        yield f"sparsity_config of {sparsity['format']}"
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        yield "no config_groups"
+        return
+    for group in groups.values():
+        weights = group.get("weights")
+        form = group.get("format") or settings.get("format")
+        if not isinstance(weights, dict):
+            continue
+        if form not in _FORMATS:
+            yield f"format {form}"
+        if (weights.get("type"), weights.get("num_bits")) != ("float", 8):
+            yield f"weights of {weights.get('num_bits')} bits, {weights.get('type')}"
+        if weights.get("strategy") not in _STRATEGIES:
+            yield f"strategy {weights.get('strategy')}"
+        if weights.get("strategy") == "block" and weights.get("block_structure") != _BLOCK:
+            yield f"block_structure {weights.get('block_structure')}"
+        if weights.get("symmetric") is False:
+            yield "zero points"
+        if weights.get("actorder"):
+            yield f"actorder {weights['actorder']}"
+
+
+def _fault_of_algorithm(settings: dict[str, Any]) -> str:
+    algorithm, layers = settings.get("quant_algo"), settings.get("quantized_layers")
+    if algorithm == "MIXED_PRECISION" and isinstance(layers, dict):
+        found = [each.get("quant_algo") if isinstance(each, dict) else each for each in layers.values()]
+    else:
+        found = [algorithm]
+    others = [str(each) for each in found if each not in (None, *_ALGORITHMS)]
+    return f"quant_algo {first_few(sorted(set(others)))}" if others else ""
+
+
+def _not_read(where: str, got: str, method: object = None) -> UserError:
+    fix = f"{_TAKE_ORIGINAL}."
+    if method in _CONFIGS:
+        config = _CONFIGS[str(method)]
+        fix = (
+            f'{_TAKE_ORIGINAL}, or undo this: python -c "import transformers as t; '
+            "t.AutoModelForCausalLM.from_pretrained('FOLDER', "
+            f"quantization_config=t.{config}(dequantize=True)).save_pretrained('NEW')\"."
+        )
+    elif method not in _LASTING:
+        fix = (
+            f"{_TAKE_ORIGINAL}; or load it with transformers, call dequantize() of the model, and write that with"
+            " save_pretrained."
+        )
+    return UserError(where, "this form of quantised weights is not read", got=got, expected=_READ, fix=fix)
+
+
+# ---- what files hold ----
+
+
+def refuse_other_forms(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fail for weights that are integers, or floats of a byte but E4M3, and for what other forms store beside them."""
+    for name, tensor in tensors.items():
+        last = name.rpartition(".")[2]
+        small = tensor.is_floating_point() and tensor.element_size() == 1 and tensor.dtype != EIGHT_BITS
+        integer = last == "weight" and not tensor.is_floating_point() and not tensor.is_complex()
+        if small or integer or _OTHER_NAMES.fullmatch(last):
+            raise _not_read(str(path), f"{name} of {dtype_name(tensor.dtype)}")
+
+
+def take_eight_bits(path: Path, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Scaled], list[str]]:
+    """Return the tensors of no matrix in eight bits, these matrices by the names of their weights, and notes.
+
+    Raises:
+        UserError: A weight has no scale, or not one that is read; or a scale has no weight.
+    """
+    weights = {name: tensor for name, tensor in tensors.items() if tensor.dtype == EIGHT_BITS}
+    scales = {name: found[1] for name in tensors if (found := _SCALE.fullmatch(name))}
+    for name, weight in scales.items():
+        if weight not in weights:
+            what = "is a scale without a weight in E4M3"
+            got = dtype_name(tensors[weight].dtype) if weight in tensors else f"no {weight}"
+            raise UserError(f"{path}: {name}", what, got=got, fix="Get the checkpoint again.")
+    scaled = {}
+    for weight, tensor in weights.items():
+        names = sorted(name for name, each in scales.items() if each == weight)
+        if len(names) != 1:
+            got = " and ".join(names) or "none"
+            expected = f"{weight}_scale or {weight}_scale_inv" if weight.endswith("weight") else "a linear layer"
+            what = "is a weight in E4M3 that needs one scale"
+            raise UserError(f"{path}: {weight}", what, got=got, expected=expected, fix=f"{_TAKE_ORIGINAL}.")
+        scaled[weight] = Scaled(tensor, _scale_of(f"{path}: {names[0]}", tensor, tensors[names[0]]))
+    rest = {name: tensor for name, tensor in tensors.items() if name not in weights and name not in scales}
+    unused = [name for name in rest if weights and name.rpartition(".")[2] in _ACTIVATIONS]
+    notes = []
+    if unused:
+        notes.append(
+            f"{len(unused)} scales of activations and caches are not used, as these keep their 16 bits: "
+            f"{first_few(unused)}"
+        )
+    return {name: tensor for name, tensor in rest.items() if name not in unused}, scaled, notes
+
+
+def _scale_of(where: str, weight: Tensor, scale: Tensor) -> Tensor:
+    """Return a scale in float32, [], [out, 1] or one for each block.
+
+    Raises:
+        UserError: It has another shape or dtype, or is not finite and positive.
+    """
+    if scale.dtype not in _SCALE_DTYPES:
+        expected = " or ".join(map(dtype_name, _SCALE_DTYPES))
+        got, fix = dtype_name(scale.dtype), f"{_TAKE_ORIGINAL}."
+        raise UserError(where, "is a scale of a type that is not read", got=got, expected=expected, fix=fix)
+    rows, columns = weight.shape if weight.dim() == 2 else (0, 0)
+    shapes: list[tuple[int, ...]] = [(), (1,), (1, 1), (rows,), (rows, 1)]
+    blocks = math.ceil(rows / _SIDE), math.ceil(columns / _SIDE)
+    if weight.dim() != 2 or tuple(scale.shape) not in (*shapes, blocks):
+        expected = f"[], [{rows}], [{rows}, 1] or, for blocks of {_SIDE} x {_SIDE}, {list(blocks)}"
+        got = f"{list(scale.shape)} for a weight {list(weight.shape)}"
+        raise UserError(where, "is a scale of a shape that is not read", got=got, expected=expected)
+    wide = scale.float()
+    bad = wide[~(wide.isfinite() & (wide > 0))]
+    if len(bad):
+        what = f"{len(bad)} of {wide.numel()} scales are not finite and positive"
+        raise UserError(where, what, got=str(float(bad[0])), fix="Get the checkpoint again.")
+    if wide.numel() == 1:
+        return wide.reshape(())
+    return wide.reshape(rows, 1) if wide.numel() == rows and wide.shape != blocks else wide
+
+
+# ---- what the model keeps ----
+
+
+def kept_by_blocks(model_class: Any, config: Any, scaled: Mapping[str, Scaled]) -> dict[str, str]:
+    """Return the linear layers of feed-forward blocks that keep their eight bits: the names of their weights, by path.
+
+    Args:
+        model_class: The class of transformers.
+        config: Its configuration.
+        scaled: The matrices in eight bits.
+    """
+    with torch.device("meta"):
+        empty = model_class(config).eval()
+    prefix = f"{model_class.base_model_prefix}."
+    kept: dict[str, str] = {}
+    for found in find_blocks(empty, ranks=(3,)):
+        if found.block.refusal or found.weights is None:
+            continue
+        layers = {}
+        for operand in found.weights.named().values():
+            path = ".".join(filter(None, (found.path, operand.layer)))
+            layer = empty.get_submodule(path)
+            if operand.path[-1] == "weight":
+                names = (f"{path}.weight", f"{prefix}{path}.weight", f"{path}.weight".removeprefix(prefix))
+                name = next((each for each in names if each in scaled), None)
+                shape = None if name is None or scaled[name].has_blocks else scaled[name].weight.shape
+                layers[path] = name if type(layer) is torch.nn.Linear and layer.weight.shape == shape else None
+        if None not in layers.values():
+            kept |= {path: name for path, name in layers.items() if name is not None}
+    return kept
+
+
+def put_eight_bits(model: Any, kept: Mapping[str, str], scaled: Mapping[str, Scaled]) -> None:
+    """Put layers in eight bits in the place of a model's linear layers."""
+    for path, name in kept.items():
+        each = scaled[name]
+        model.set_submodule(path, EightBitLinear(each.weight, each.scale, model.get_submodule(path).bias))
+
+
+def notes_on(scaled: Mapping[str, Scaled], kept: Mapping[str, str], dtype: torch.dtype) -> list[str]:
+    """Say which of the matrices in eight bits stay that, and which are dequantised."""
+    names = set(kept.values())
+    blocks = [name for name, each in scaled.items() if each.has_blocks]
+    others = [name for name, each in scaled.items() if name not in names and not each.has_blocks]
+    notes = [f"{len(names)} matrices of feed-forward blocks are read in eight bits, E4M3"] if names else []
+    if others:
+        what = f"{len(others)} other matrices in E4M3" if names else f"all {len(others)} matrices in E4M3"
+        notes.append(f"{what} are dequantised to {dtype_name(dtype)}: {first_few(others)}")
+    if blocks:
+        what = f"{len(blocks)} matrices in E4M3 with scales for blocks of {_SIDE} x {_SIDE}"
+        notes.append(f"{what} are dequantised to {dtype_name(dtype)}: {first_few(blocks)}")
+    return notes
