@@ -33,18 +33,26 @@ class EightBitLinear(nn.Module):
         self.scale = nn.Parameter(scale, requires_grad=False)
         self.register_parameter("bias", bias)
 
+    @staticmethod
+    def take_over(linear: nn.Module, weight: Tensor, scale: Tensor) -> None:
+        """Make a `torch.nn.Linear` one in eight bits, in place: it keeps its bias, hooks and places in a model."""
+        linear.__class__ = EightBitLinear
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        linear.scale = nn.Parameter(scale, requires_grad=False)
+
     def forward(self, x: Tensor) -> Tensor:
         """Compute y [..., out_features] of x [..., in_features]."""
-        weight = (self.weight.to(torch.float32) * self.scale).to(x.dtype)
-        return functional.linear(x, weight, self.bias)
+        return functional.linear(x, self.worth(x.dtype), self.bias)
 
-    def dequantised(self, dtype: torch.dtype) -> nn.Linear:
-        """Return a layer of `dtype` with what the weights are worth, rounded once, and the same bias."""
-        linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
-        weight = (self.weight.to(torch.float32) * self.scale).to(dtype)
-        linear.weight = nn.Parameter(weight, requires_grad=False)
-        linear.register_parameter("bias", self.bias)
-        return linear.train(self.training)
+    def worth(self, dtype: torch.dtype) -> Tensor:
+        """Return what the weights are worth, [out_features, in_features], rounded once."""
+        return (self.weight.to(torch.float32) * self.scale).to(dtype)
+
+    def dequantise(self, dtype: torch.dtype) -> None:
+        """Become a `torch.nn.Linear`, in place."""
+        self.weight = nn.Parameter(self.worth(dtype), requires_grad=False)
+        del self._parameters["scale"]
+        self.__class__ = nn.Linear  # type: ignore[assignment]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EightBitLinear:
         """Let `.to()` and its kind move bytes and scales, but never convert them."""

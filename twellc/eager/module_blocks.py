@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from twellc.passes.rewrite_ffn import weights_of
 from twellc.plugins.block import SCALES, TensorField, WeightOperands
 
 aten = torch.ops.aten
+T = TypeVar("T")
 _MIXED = "some of its weights are in eight bits, and others not"
 _TRAINED = "its weights are in eight bits, which are not trained"
 
@@ -329,6 +330,25 @@ def operands_of(module: nn.Module, block: FfnBlock) -> WeightOperands[Operand] |
     if any(operand.parameter(module) is None for operand in weights.named().values()):
         return None
     return replace(weights, **_scales_of(module, weights.named()))
+
+
+def matrices_of(weights: WeightOperands[T]) -> dict[str, T]:
+    """Return the matrices among a block's weights, by name."""
+    return {name: each for name, each in weights.named().items() if f"{name}_scale" in SCALES}
+
+
+def called_otherwise(found: FoundBlock) -> str:
+    """Say which matrix of a block is not that of a `torch.nn.Linear` that is called; empty where all are."""
+    block = found.block
+    for part in (block.gate, block.up, block.down):
+        path, _, last = ("" if part is None else part.weight.name).rpartition(".")
+        if part is None:
+            continue
+        stack = list(part.nodes[-1].meta.get("nn_module_stack", {}).values())
+        is_called = last == "weight" and bool(stack) and stack[-1][0] == path
+        if not is_called or type(found.module.get_submodule(path)) is not nn.Linear:
+            return f"{part.weight.name} is not the weight of a torch.nn.Linear that is called"
+    return ""
 
 
 def _scales_of(module: nn.Module, operands: dict[str, Operand]) -> dict[str, Operand]:

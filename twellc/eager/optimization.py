@@ -18,9 +18,9 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -44,11 +44,22 @@ from twellc.eager.mixed import (
     original_class,
     taken_by,
 )
-from twellc.eager.module_blocks import FoundBlock, Operand, drops, find_blocks, functions_of, refusal_of
+from twellc.eager.module_blocks import (
+    FoundBlock,
+    Operand,
+    drops,
+    find_blocks,
+    functions_of,
+    operands_of,
+    refusal_of,
+)
+from twellc.eager.quantising import KEPT, judge, put_in_eight_bits
 from twellc.eager.sharded import local_of
 from twellc.eager.tracing import LOG
 from twellc.eager.training_block import BlockInTraining
 from twellc.eager.trials import own_gradient, passes_hidden
+from twellc.options.option import taken
+from twellc.options.weights import FP8, KEEP, WeightOptions, refuse_weights
 from twellc.passes.decide import decide, options_of
 from twellc.passes.report import Layer
 from twellc.plugins.block import BlockOptions
@@ -73,7 +84,14 @@ _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def optimize(
-    module: _Module, *, layers: str = "auto", compression: int | None = None, training: bool = False
+    module: _Module,
+    *,
+    layers: str = "auto",
+    compression: int | None = None,
+    training: bool = False,
+    weights: str = KEEP,
+    fp8_error: float | None = None,
+    samples: Iterable[Any] | None = None,
 ) -> _Module:
     """Run the feed-forward blocks of a module by the `twell` ops, in place.
 
@@ -100,6 +118,12 @@ def optimize(
     densely, and counted, too. docs/training.md says what `twellc.training` does with it. Optimize before DDP or FSDP
     wraps the model.
 
+    With `weights="fp8"` the blocks are quantised to E4M3, with a scale for each neuron, as docs/weights.md says: their
+    `torch.nn.Linear` become layers in eight bits, whose `weight` and `scale` are in `state_dict()`, and which `.half()`
+    and its kind do not convert. Blocks with weights that are tied, spread over ranks or not those of a linear layer
+    keep their bits. The 16 bits are gone then: `restore` leaves layers in eight bits. Blocks that have such layers
+    already, as of a checkpoint, keep them in any case.
+
     A second call takes what `layers` names besides the blocks that are taken already, and gives those that it names
     the `compression`, if one is given.
 
@@ -108,12 +132,17 @@ def optimize(
         layers: Which of the blocks: `auto`, `all`, `none` or a regular expression over module paths.
         compression: The TwELL compression factor: 1, 2, 4 or 8; None is 8. It changes speed and memory, never results.
         training: Whether for training. What is optimized for the other purpose is restored first.
+        weights: `keep`: as the module has them; `fp8`: in eight bits.
+        fp8_error: Leave a block as it is where, on the samples, eight bits change its output by more than this: the
+            norm of the difference over the norm of the output.
+        samples: With `fp8_error`: what the module is called with, a tensor, or a tuple or dict of arguments each.
 
     Returns:
         The same module. `optimized_blocks` says what was done; refusals are logged by the logger `twellc`.
 
     Raises:
-        UserError: `layers` is not a regular expression, or matches no block; or there is no such `compression`.
+        UserError: `layers` is not a regular expression, or matches no block; there is no such `compression` or
+            `weights`; weights in eight bits are to be trained, are not finite, or are those of blocks that run already.
 
     Warns:
         UserWarning: There is no block to optimize.
@@ -126,6 +155,13 @@ def optimize(
     if compression is not None and (type(compression) is not int or compression not in COMPRESSIONS):
         expected = ", ".join(map(str, COMPRESSIONS))
         raise UserError("twellc.optimize", "no such compression", got=repr(compression), expected=expected)
+    weights = taken(WeightOptions, "weights", weights)
+    fp8_error = taken(WeightOptions, "fp8_error", fp8_error)
+    refuse_weights(WeightOptions(weights=weights, fp8_error=fp8_error))
+    if weights == FP8 and training:
+        what = "weights in eight bits are not trained"
+        fix = "Train in 16 bits, and optimize the trained model with weights='fp8'."
+        raise UserError("twellc.optimize", what, got="training=True and weights='fp8'", fix=fix)
     held = _taken_in(module)
     if any((block.training is not None) != training for _, _, block in held):
         # A mistake in `layers` is found before anything is changed.
@@ -135,12 +171,16 @@ def optimize(
     for path in parametrized:
         LOG.info("%s: %s", path, _PARAMETRIZED)
     found = list(_find(module, training))
-    taken = {block.path(path): (submodule, block) for path, submodule, block in _taken_in(module)}
-    decisions = _decide(found, layers, list(taken))
-    if compression is not None and layers != "none":
-        for path, (submodule, block) in taken.items():
-            if layers in ("auto", "all") or re.search(layers, path):
-                _compress(submodule, block, compression)
+    running = {block.path(path): (submodule, block) for path, submodule, block in _taken_in(module)}
+    decisions = _decide(found, layers, list(running))
+    named = {path: each for path, each in running.items() if _names(layers, path)}
+    if weights == FP8:
+        _refuse_running([path for path, (_, block) in named.items() if not block.weights.scales()])
+    if compression is not None:
+        for submodule, block in named.values():
+            _compress(submodule, block, compression)
+    if weights == FP8:
+        decisions = _quantise(module, found, decisions, fp8_error, samples)
     for each, layer in zip(found, decisions, strict=True):
         if layer.decision == "twell" and each.weights is not None:
             _replace(each, layer, options_of(each.block, layer, compression), training)
@@ -184,7 +224,7 @@ def optimized_blocks(module: nn.Module) -> list[Layer]:
 
 
 def dequantise_others(module: nn.Module, dtype: torch.dtype) -> list[str]:
-    """Put linear layers of `dtype` in the place of those in eight bits that no block reads; return their paths."""
+    """Make the layers in eight bits that no block reads linear ones of `dtype`; return their paths."""
     read = {
         id(operand.parameter(submodule))
         for _, submodule, block in _taken_in(module)
@@ -195,8 +235,8 @@ def dequantise_others(module: nn.Module, dtype: torch.dtype) -> list[str]:
         for path, layer in module.named_modules()
         if isinstance(layer, EightBitLinear) and id(layer.weight) not in read
     }
-    for path, layer in others.items():
-        module.set_submodule(path, layer.dequantised(dtype))
+    for layer in others.values():
+        layer.dequantise(dtype)
     return list(others)
 
 
@@ -333,7 +373,14 @@ def _no_class_of(found: FoundBlock, training: bool) -> str:
 
 def _decide(found: list[FoundBlock], layers: str, decided: Sequence[str] = ()) -> list[Layer]:
     # Which dtype it is in is asked in each call.
-    return decide([replace(each.block, dtype=torch.bfloat16) for each in found], layers, decided=decided)
+    bits = [KEPT if each.weights is not None and each.weights.scales() else None for each in found]
+    blocks = [replace(each.block, dtype=torch.bfloat16, weights=own) for each, own in zip(found, bits, strict=True)]
+    return decide(blocks, layers, decided=decided)
+
+
+def _names(layers: str, path: str) -> bool:
+    """Whether `layers`, which is right, names a block."""
+    return layers in ("auto", "all") or (layers != "none" and bool(re.search(layers, path)))
 
 
 def _computes_weights(module: nn.Module) -> bool:
@@ -353,6 +400,29 @@ def _taken_in(module: nn.Module) -> list[tuple[str, nn.Module, TakenBlock]]:
         if isinstance(submodule, Mixed)
         for block in taken_by(submodule)
     ]
+
+
+def _refuse_running(paths: Sequence[str]) -> None:
+    """Fail if blocks are to be quantised that run already: what they read would change under them."""
+    if paths:
+        what = "weights='fp8' is for blocks that are not optimized yet"
+        raise UserError("twellc.optimize", what, got=first_few(paths), fix="Call twellc.restore(module) first.")
+
+
+def _quantise(
+    module: nn.Module, found: list[FoundBlock], layers: list[Layer], most: float | None, samples: Iterable[Any] | None
+) -> list[Layer]:
+    """Quantise the blocks that the op is to run, and say in how many bits each is read."""
+    chosen = [i for i, layer in enumerate(layers) if layer.decision == "twell" and layer.weights is None]
+    blocks = [found[i] for i in chosen]
+    for i, weights in zip(chosen, judge(module, blocks, most, samples), strict=True):
+        path = found[i].block.module
+        LOG.info("%s: %s", path or "the model itself", weights)
+        layers[i] = replace(layers[i], weights=weights, reason=f"{layers[i].reason}; {weights}")
+        if weights.bits == 8:
+            put_in_eight_bits(found[i])
+            found[i] = replace(found[i], weights=operands_of(found[i].module, found[i].block))
+    return layers
 
 
 def _replace(found: FoundBlock, layer: Layer, options: BlockOptions, training: bool) -> None:

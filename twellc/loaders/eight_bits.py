@@ -25,7 +25,7 @@ from torch import Tensor
 from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_few
 from twellc.eager.eight_bits import EightBitLinear
-from twellc.eager.module_blocks import find_blocks
+from twellc.eager.module_blocks import called_otherwise, find_blocks, matrices_of
 from twellc.plugins.meaning import EIGHT_BITS
 
 _SIDE = 128
@@ -256,17 +256,15 @@ def kept_by_blocks(model_class: Any, config: Any, scaled: Mapping[str, Scaled]) 
     prefix = f"{model_class.base_model_prefix}."
     kept: dict[str, str] = {}
     for found in find_blocks(empty, ranks=(3,)):
-        if found.block.refusal or found.weights is None:
+        if found.block.refusal or found.weights is None or called_otherwise(found):
             continue
         layers = {}
-        for operand in found.weights.named().values():
+        for operand in matrices_of(found.weights).values():
             path = ".".join(filter(None, (found.path, operand.layer)))
-            layer = empty.get_submodule(path)
-            if operand.path[-1] == "weight":
-                names = (f"{path}.weight", f"{prefix}{path}.weight", f"{path}.weight".removeprefix(prefix))
-                name = next((each for each in names if each in scaled), None)
-                shape = None if name is None or scaled[name].has_blocks else scaled[name].weight.shape
-                layers[path] = name if type(layer) is torch.nn.Linear and layer.weight.shape == shape else None
+            names = (f"{path}.weight", f"{prefix}{path}.weight", f"{path}.weight".removeprefix(prefix))
+            name = next((each for each in names if each in scaled), None)
+            shape = None if name is None or scaled[name].has_blocks else scaled[name].weight.shape
+            layers[path] = name if empty.get_submodule(path).weight.shape == shape else None
         if None not in layers.values():
             kept |= {path: name for path, name in layers.items() if name is not None}
     return kept

@@ -126,7 +126,7 @@ def test_blocks_keep_their_bytes(form: str, folder: Path) -> None:
         assert layer.scale.dtype == torch.float32
     found = {
         **model.state_dict(),
-        **{f"{path}.weight": each.dequantised(torch.bfloat16).weight for path, each in layers.items()},
+        **{f"{path}.weight": each.worth(torch.bfloat16) for path, each in layers.items()},
     }
     assert all(torch.equal(found[name], tensor) for name, tensor in worth.items())
     said = "; ".join(notes)

@@ -59,7 +59,7 @@ def worth(model: Any) -> Worth:
     """Return the parameters of a model, and of layers in eight bits what they are worth."""
     layers = {path: each for path, each in model.named_modules() if isinstance(each, EightBitLinear)}
     assert len(layers) in (0, 6)
-    found = {f"{path}.weight": each.dequantised(torch.bfloat16).weight for path, each in layers.items()}
+    found = {f"{path}.weight": each.worth(torch.bfloat16) for path, each in layers.items()}
     return {**{name: each for name, each in model.state_dict().items() if not name.endswith("scale")}, **found}
 
 

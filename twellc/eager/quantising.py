@@ -1,0 +1,164 @@
+"""Quantise the weights of blocks in an eager module: of which that can be done, and by how much it changes them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from twellc.base.errors import UserError
+from twellc.eager.eight_bits import EightBitLinear
+from twellc.eager.module_blocks import FoundBlock, called_otherwise, matrices_of
+from twellc.eager.sharded import is_sharded
+from twellc.eager.tracing import in_mode
+from twellc.passes.report import Weights
+from twellc.plugins.block import BlockOptions, WeightOperands
+from twellc.plugins.meaning import hidden_of, output_of
+from twellc.plugins.quantise import quantise
+
+KEPT = Weights(8, "as the model has them")
+
+
+def judge(
+    module: nn.Module, blocks: Sequence[FoundBlock], most: float | None, samples: Iterable[Any] | None
+) -> list[Weights]:
+    """Return in how many bits the weights of each block are to be read.
+
+    Args:
+        module: The module that they are in.
+        blocks: Blocks that the op is to run, not all of their weights in eight bits yet.
+        most: The largest relative error of a block's output on the samples; None for any.
+        samples: What the module is called with, see `twellc.optimize`.
+
+    Raises:
+        UserError: There is a largest error and no sample, or a weight is not finite.
+    """
+    owners = Counter(
+        id(parameter) for each in module.modules() for parameter in each._parameters.values() if parameter is not None
+    )
+    faults = [_fault(each, owners) for each in blocks]
+    if most is None:
+        return [Weights(16, fault) if fault else Weights(8, "quantised") for fault in faults]
+    tried = [each for each, fault in zip(blocks, faults, strict=True) if not fault]
+    errors = iter(_errors(module, tried, samples))
+    return [Weights(16, fault) if fault else _of_error(next(errors), most) for fault in faults]
+
+
+def _fault(found: FoundBlock, owners: Counter[int]) -> str:
+    """Say why the weights of a block are not quantised in place; empty where they can be."""
+    assert found.weights is not None
+    fault = called_otherwise(found)
+    if fault:
+        return fault
+    for operand in matrices_of(found.weights).values():
+        parameter = operand.parameter(found.module)
+        assert parameter is not None
+        if is_sharded(parameter):
+            return f"{operand.layer} is spread over ranks"
+        if owners[id(parameter)] > 1:
+            return f"the weight of {operand.layer} is another layer's, too"
+    return ""
+
+
+def _of_error(error: float | None, most: float) -> Weights:
+    if error is None:
+        return Weights(16, "the samples do not reach it")
+    if not error <= most:
+        known = error if math.isfinite(error) else None
+        return Weights(16, f"eight bits change its output by {error:.2%}, more than --fp8-error {most:g}", known)
+    return Weights(8, "quantised", error)
+
+
+def put_in_eight_bits(found: FoundBlock) -> None:
+    """Quantise the weights of a block in place: its linear layers become layers in eight bits."""
+    for path, (weight, scale) in _quantised(found).items():
+        EightBitLinear.take_over(found.module.get_submodule(path), weight, scale)
+
+
+def _quantised(found: FoundBlock) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return weights [out, in] and scales of the layers of a block, a scale for each neuron, by path."""
+    assert found.weights is not None
+    made = {}
+    for name, operand in matrices_of(found.weights).items():
+        parameter = operand.parameter(found.module)
+        assert parameter is not None
+        if operand.layer not in made:
+            by_neuron = parameter.t() if operand.transposed else parameter
+            where = f"layer {found.block.module or 'the model itself'}: {name}"
+            weight, scale = quantise(by_neuron, "neuron", where)
+            made[operand.layer] = (weight.t(), scale.t()) if operand.transposed else (weight, scale)
+    return made
+
+
+# ---- what it changes ----
+
+
+def _errors(module: nn.Module, blocks: Sequence[FoundBlock], samples: Iterable[Any] | None) -> list[float | None]:
+    """Return by how much eight bits change the output of blocks: the norm of the difference over that of the output."""
+    watches = [_Watch(each) for each in blocks]
+    calls = 0
+    with ExitStack() as stack, torch.no_grad(), in_mode(module, False):
+        for each in watches:
+            stack.enter_context(each.layer.register_forward_pre_hook(each, with_kwargs=True))
+        for sample in samples or ():
+            _call(module, sample)
+            calls += 1
+    if not calls:
+        raise UserError(
+            "fp8_error",
+            "there is nothing to measure it on",
+            fix="Give twellc.optimize samples: what the module is called with, each a tensor, a tuple or a dict.",
+        )
+    return [each.error for each in watches]
+
+
+def _call(module: Callable[..., Any], sample: Any) -> None:
+    if isinstance(sample, dict):
+        module(**sample)
+    else:
+        module(*(sample if isinstance(sample, tuple | list) else (sample,)))
+
+
+class _Watch:
+    """Computes a block with and without eight bits, each time that its first projection is called."""
+
+    def __init__(self, found: FoundBlock) -> None:
+        assert found.weights is not None
+        self._options = BlockOptions(activation=found.block.activation, threshold=found.block.threshold)
+        self.layer = found.module.get_submodule(found.weights.first[0].layer)
+        self._found, self._quantised = found, _quantised(found)
+        self._difference, self._whole, self._called = 0.0, 0.0, False
+
+    def __call__(self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        (x,) = (*arguments, *named.values())
+        given, weights = self._found.weights, {}
+        assert given is not None
+        for name, operand in given.named().items():
+            parameter = operand.parameter(self._found.module)
+            assert parameter is not None
+            weights[name] = operand.view(parameter.detach()).float()
+        y = self._output(weights, x)
+        for name, operand in matrices_of(given).items():
+            weight, scale = self._quantised[operand.layer]
+            weights[name] = operand.view(weight.float() * scale)
+        self._difference += float((self._output(weights, x) - y).double().square().sum())
+        self._whole += float(y.double().square().sum())
+        self._called = True
+
+    def _output(self, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        operands = WeightOperands(**weights).of(x.float())
+        return output_of(hidden_of(operands, self._options)[-1], operands)
+
+    @property
+    def error(self) -> float | None:
+        """The relative error so far; None where the projection was never called."""
+        if not self._called:
+            return None
+        if self._difference == 0:
+            return 0.0
+        return math.sqrt(self._difference / self._whole) if self._whole else math.inf
