@@ -72,9 +72,6 @@ class ForkServer:
         return answer
 
 
-# ---- in the server's process ----
-
-
 def serve() -> None:
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)

@@ -180,8 +180,6 @@ def eager(module: nn.Module, *inputs: Tensor) -> list[Tensor]:
     return list(result) if isinstance(result, tuple | list) else [result]
 
 
-# ---- Hugging Face ----
-
 SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 WIDE = {**SMALL, "intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 64}
 _SINGLE = {**SMALL, "intermediate_size": 96, "max_position_embeddings": 64}

@@ -17,8 +17,6 @@ from hypothesis import strategies as st
 
 Draw = Callable[..., Any]
 
-# ---- bytes ----
-
 
 @st.composite
 def damaged_bytes(draw: Draw, content: bytes) -> bytes:
@@ -47,8 +45,6 @@ def damaged_bytes(draw: Draw, content: bytes) -> bytes:
         content = content[:start] + new + content[end:]
     return content
 
-
-# ---- JSON ----
 
 DEEP = "DEEP"
 STRANGE: dict[str, tuple[Any, ...]] = {
@@ -123,9 +119,6 @@ def damaged_safetensors(draw: Draw, content: bytes) -> bytes:
     )
 
 
-# ---- zip archives ----
-
-
 @st.composite
 def damaged_zip(draw: Draw, content: bytes) -> bytes:
     """Damage the bytes; or take records out, swap, repeat, rename or damage them and write a sound archive."""
@@ -163,9 +156,6 @@ def damaged_zip(draw: Draw, content: bytes) -> bytes:
         for name, record in records:
             archive.writestr(zipfile.ZipInfo(name), record, method)
     return buffer.getvalue()
-
-
-# ---- protobuf ----
 
 
 def _fields(message: Message) -> list[tuple[Message, Any]]:

@@ -71,9 +71,6 @@ def test_without_a_gpu(invoke: Invoke, script: str, monkeypatch: pytest.MonkeyPa
     assert (done.exit_code, done.stdout, done.stderr) == (1, "", "Error: there is no CUDA device\n")
 
 
-# ---- on a CPU ----
-
-
 @pytest.mark.slow
 def test_compile(tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx_bindings")
@@ -127,8 +124,6 @@ def test_train_proof(device: str, tmp_path: Path) -> None:
     if importlib.util.find_spec("matplotlib") is not None:
         assert "<svg" in path.with_suffix(".svg").read_text()
 
-
-# ---- on a GPU ----
 
 DENSE = ("dense eager", "dense compiled", "dense packed")
 BOTH = (*DENSE, "twell eager", "twell compiled")

@@ -33,9 +33,6 @@ def plan(tmp_path: Path) -> Path:
     return path
 
 
-# ---- Python ----
-
-
 def test_python_host_registers_and_says_why_it_cannot_open_a_plan(plan: Path) -> None:
     trt = pytest.importorskip("tensorrt_rtx_bindings")
     done = run(sys.executable, HOSTS / "python" / "run_plan.py", plan, "--module", trt.__name__)
@@ -57,9 +54,6 @@ def test_python_host_that_generates(plan: Path) -> None:
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.startswith(f"{plan}: the plan cannot be opened (") or "tensorrt-rtx" in done.stderr
     assert run(sys.executable, program, plan).returncode == 2
-
-
-# ---- C++, which is compiled ----
 
 
 PROGRAMS: dict[str, tuple[str, ...]] = {"run_plan": (), "generate": ("3", "1", "2")}
@@ -120,9 +114,6 @@ def test_cpp_host_needs_three_files(cpp_host: Path, plan: Path, program: str) ->
     assert run(built).returncode == 2
     done = run(built, plan.with_name("libnvinfer.so.10"), library_path(), plan, *PROGRAMS[program])
     assert done.returncode == 1 and "libnvinfer.so.10: cannot open shared object file" in done.stderr
-
-
-# ---- PyCUDA ----
 
 
 @pytest.mark.gpu

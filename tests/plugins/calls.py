@@ -374,8 +374,6 @@ def hot_neurons(call: Call, kernels: int = SM90) -> list[int]:
     return result
 
 
-# ---- what holds for a call on every path ----
-
 Runs = Callable[[], torch.Tensor]
 
 

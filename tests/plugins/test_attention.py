@@ -35,9 +35,6 @@ def run(tensors: tuple[Tensor, Tensor, Tensor], lengths: list[int] | None, causa
     return y
 
 
-# ---- the meaning ----
-
-
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_meaning(name: str, dtype: torch.dtype) -> None:
@@ -139,9 +136,6 @@ def test_meta_gives_shape_and_dtype() -> None:
     assert (y.shape, y.dtype, y.device.type) == ((2, 5, 4, 16), FP16, "meta")
 
 
-# ---- the ONNX node ----
-
-
 def node_model(
     q: Tensor, k: Tensor, lengths: bool, causal: bool, dtype: int = onnx.TensorProto.BFLOAT16, batch: Any = "batch"
 ) -> onnx.ModelProto:
@@ -176,9 +170,6 @@ def test_evaluator_runs_the_op(name: str, dtype: torch.dtype, tmp_path: Path) ->
     )
     assert torch.equal(y, expected.cpu())
     assert plugin_nodes(model) == []
-
-
-# ---- the library: without a GPU ----
 
 
 def attention_library() -> Path:

@@ -41,9 +41,6 @@ C_TYPES = {str: "int32_t", int: "int32_t", float: "float"}  # an activation is a
 FIELD_TYPES = {str: "kCHAR", int: "kINT32", float: "kFLOAT32"}
 
 
-# ---- the table ----
-
-
 def test_operands_in_the_order_of_the_op() -> None:
     gated = Operands(residual="r", x="x", w_down="d", b_up="bu", w_up="u", w_gate="g")
     assert gated.variant is GATED and gated.first == ("g", None)
@@ -127,9 +124,6 @@ def test_nodes_are_read_as_they_are_written() -> None:
                     read_node(variant.node, list(operands.named().values()), rest)
 
 
-# ---- twell.h ----
-
-
 def without_comments(path: Path) -> str:
     return re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
 
@@ -174,9 +168,6 @@ def test_the_first_projection_is_the_gate_of_the_c_api() -> None:
     assert (pointers.w_down, pointers.b_down, pointers.residual, pointers.y) == (4, None, 6, 7)
     pointers = tensors_of(Operands(x=1, w_gate=8, w_up=2, b_up=3, w_down=4), 7)
     assert (pointers.w_gate, pointers.b_gate, pointers.w_up, pointers.b_up) == (8, None, 2, 3)
-
-
-# ---- the sources of the TensorRT plugins ----
 
 
 def constants() -> dict[str, str]:
@@ -277,9 +268,6 @@ def test_the_plugins_pass_all_options_on() -> None:
         assert names == [*(each.name for each in variant.tensors), *variant.scales]
 
 
-# ---- nothing else spells the options ----
-
-
 def spelt_out(tree: ast.AST) -> Iterator[tuple[int, set[str]]]:
     """Yield the line and the names where three options or more stand together."""
     names = {each.name for each in OPTIONS}
@@ -329,8 +317,6 @@ def test_nothing_else_spells_the_options() -> None:
     ]
     assert found == []
 
-
-# ---- an option that is added ----
 
 OPTION = '    spare: int = _option("nothing", 0, least=0, most=7)\n'
 ADDED = """

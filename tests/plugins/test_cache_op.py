@@ -22,8 +22,6 @@ def int32(*numbers: int) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
 
 
-# ---- append ----
-
 # batch, tokens, kv_heads, length, width of keys, width of values; starts; counts
 APPENDS: dict[str, tuple[tuple[int, ...], list[int], list[int]]] = {
     "one-token": ((3, 1, 2, 9, 16, 16), [0, 4, 8], [1, 1, 1]),
@@ -81,8 +79,6 @@ def test_append_takes_any_address(offset: int) -> None:
     for result, right in zip(APPEND(keys, values, *map(moved, new[:2]), *new[2:]), expected, strict=True):
         assert torch.equal(result, right)
 
-
-# ---- attention ----
 
 # batch, tokens, heads, kv_heads, length, width; queries and keys of each sequence
 ATTENTIONS: dict[str, tuple[tuple[int, ...], list[int], list[int]]] = {
@@ -209,9 +205,6 @@ def test_a_graph_replays_over_growing_lengths() -> None:
         assert_near(y, CACHED_ATTENTION(*on_gpu, scale))
 
 
-# ---- mask ----
-
-
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_mask(device: str) -> None:
     mask = CACHE_MASK(int32(0, 3, 2).to(device), int32(3, 2, 0).to(device), 3, 6).cpu()
@@ -230,9 +223,6 @@ def test_mask_and_counts_agree() -> None:
     y = CACHED_ATTENTION(q, keys, values, queries, known, scale)
     for row, count in enumerate(queries.tolist()):
         assert_same(y[row, :count].contiguous(), expected.transpose(1, 2)[row, :count].contiguous())
-
-
-# ---- what torch needs ----
 
 
 def test_ops_are_well_formed() -> None:

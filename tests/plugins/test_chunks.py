@@ -132,9 +132,6 @@ def test_sanitize(case: Case, dense: int) -> None:
     calls.run_plain_buffers(block, lambda call: call.start_steps(dense, SM90), case.compression)
 
 
-# ---- hot neurons: active in so many rows that u of all rows is computed ----
-
-
 def run_call(call: Call, dense_rows: int = 0) -> torch.Tensor:
     y = run_dense(call, dense_rows, SM90)
     assert_guards(call.y_buffer)

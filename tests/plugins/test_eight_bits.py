@@ -109,9 +109,6 @@ KINDS = [
 ]
 
 
-# ---- meaning ----
-
-
 @pytest.mark.parametrize("case", KINDS, ids=str)
 def test_the_meaning_is_that_of_the_dequantised_weights(case: Case) -> None:
     operands, options = make(case)
@@ -178,8 +175,6 @@ def test_there_are_no_gradients() -> None:
     with pytest.raises(NotImplementedError, match="weights in eight bits has no gradients"):
         run_block(operands, options)
 
-
-# ---- the C API ----
 
 SCALED = {"weight_dtype": library.E4M3}
 
@@ -250,8 +245,6 @@ def test_routes(tokens: int, gpu: str, names: list[str]) -> None:
     positions = [found.index(name) for name in names]
     assert positions == sorted(positions)
 
-
-# ---- the kernels ----
 
 GPU_CASES = [
     dataclasses.replace(case, tokens=tokens, d_model=d_model, d_ff=d_ff, d_out=d_out)

@@ -143,9 +143,6 @@ def qkv(tokens: int, has_lengths: bool = True) -> plugin_host.Tensors:
     return [*rows, ((2,), INT32)] if has_lengths else rows
 
 
-# ---- build ----
-
-
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_workspace_is_that_of_the_largest_shape(host: ctypes.CDLL, block: Block, dtype: int) -> None:
@@ -196,9 +193,6 @@ def test_only_linear_tensors_of_one_type_are_supported(host: ctypes.CDLL, create
     for place in (-1, len(places)):
         assert not plugin_host.supports(host, plugin, place, types(BF16))
     host.destroy(plugin)
-
-
-# ---- runtime ----
 
 
 @pytest.mark.sampled(26)

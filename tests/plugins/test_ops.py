@@ -202,8 +202,6 @@ def test_the_kernels_are_given_aligned_memory() -> None:
     assert as_read(packed).data_ptr() == packed.data_ptr()
 
 
-# ---- what is wrong with the operands ----
-
 SHAPES: dict[str, tuple[int, tuple[int, ...]]] = {
     "x": (0, (2, D_MODEL + 1)),
     "b_gate": (2, (D_FF - 1,)),
@@ -252,9 +250,6 @@ def test_wrong_activation(activation: str) -> None:
 def test_drelu_needs_a_gate() -> None:
     with pytest.raises(ValueError, match="activation must be one of relu, relu2, fatrelu, got 'drelu'"):
         MLP(*tensors(gated=False), "drelu", 0.0, 8)
-
-
-# ---- what torch demands ----
 
 
 @pytest.mark.parametrize("biases", ["", "gud"])

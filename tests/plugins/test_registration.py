@@ -101,8 +101,6 @@ def test_messages_reach_the_logger_without_one_that_was_given(lean_folder: Folde
     assert "[twell]" not in errors
 
 
-# ---- compiled programs ----
-
 PROGRAM = r"""
 #include <stdio.h>
 void* getPluginRegistry(void);
@@ -172,9 +170,6 @@ def test_unknown_layout_is_left_alone(tmp_path: Path) -> None:
         f"[twell] warning: no plugins for {host}, version 120000: this library knows TensorRT 10, TensorRT 11 and "
         "TensorRT-RTX from 1.5\n"
     )
-
-
-# ---- twellc.plugins.register ----
 
 
 class Registry:
@@ -267,9 +262,6 @@ def test_how_to_register_names_what_a_plan_needs() -> None:
         "triton": "tritonserver --backend-config=tensorrt,plugins=libother.so",
         "c++": 'getPluginRegistry()->loadLibrary("libother.so")',
     }
-
-
-# ---- twellc plugins ----
 
 
 def plugins_command(*options: str, folder: str | Path = "", **settings: str) -> subprocess.CompletedProcess[str]:

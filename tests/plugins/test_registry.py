@@ -55,9 +55,6 @@ def need(plugin: str) -> None:
         pytest.skip("the attention library was not built")
 
 
-# ---- creators and fields ----
-
-
 def fields(plugin: str, phase: str, **changes: Field | None) -> list[Field]:
     """Return good fields of a node or, at RUNTIME, of a plan, [name, type, value] each; None drops one."""
     kinds = {str: "CHAR", float: "FLOAT32", int: "INT32"}
@@ -224,9 +221,6 @@ def test_bad_fields_are_refused_with_a_reason(created: tuple[str, Report], case:
         assert any(expected in line for line in [*report["stderr"].splitlines(), *(text for _, text in result["log"])])
 
 
-# ---- hosts that cannot be installed here ----
-
-
 @pytest.mark.parametrize(
     ("file", "version", "layout", "has_logger"),
     [
@@ -265,8 +259,6 @@ def test_logger_and_plan_fields_in_every_host(
         "field hot 512, field gate_bias 0, field up_bias 1, field down_bias 1, field residual 1, attached 0"
     )
 
-
-# ---- ONNX to plan ----
 
 Input = list[Any]  # dtype, extents
 Case = dict[str, Any]

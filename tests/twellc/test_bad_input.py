@@ -28,8 +28,6 @@ from twellc.options.commands import CheckOptions
 from twellc.plugins.elf import expected_size
 from twellc.plugins.library import library_path
 
-# ---- signals ----
-
 STAGES = {
     "loading and tracing the model": signal.SIGTERM,
     "rewriting feed-forward blocks": signal.SIGINT,
@@ -104,9 +102,6 @@ def test_signal_while_a_check_tidies_up(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(KeyboardInterrupt):
         check(CheckOptions(tmp_path, tmp_path), print)
     assert list(tmp_path.iterdir()) == []
-
-
-# ---- disks ----
 
 
 def in_namespace(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -241,9 +236,6 @@ def test_device_is_not_replaced(cli: Cli, archive: Path, tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == [pipe]
 
 
-# ---- names ----
-
-
 def test_names_are_printed_as_they_are(cli: Cli, archive: Path, tmp_path: Path) -> None:
     """Rich takes [/] for the end of a style, and :smile: for a symbol."""
     pattern = r"(?i)[/]|^:smile:|ffn"
@@ -299,9 +291,6 @@ def test_text_in_any_locale(tmp_path: Path) -> None:
     assert "größe" in (tmp_path / "graphs" / "00-source.txt").read_text(encoding="utf-8")
     read = "import pathlib, twellc.loaders.checkpoint as loader; print(ascii(loader.read_config(pathlib.Path())))"
     assert run(sys.executable, "-P", "-c", read) == r"{'name': 'gr\xf6\xdfe'}" + "\n"
-
-
-# ---- the plugin library ----
 
 
 @pytest.mark.sampled(2)
@@ -362,9 +351,6 @@ def test_compile_looks_at_the_libraries_before_the_model(tmp_path: Path) -> None
 def run_plugins(library: Path) -> subprocess.CompletedProcess[str]:
     settings = environment(TWELLC_LIBRARY=str(library))
     return subprocess.run([*TWELLC, "plugins"], env=settings, capture_output=True, text=True, check=False, timeout=60)
-
-
-# ---- plans ----
 
 
 @pytest.fixture(scope="module")

@@ -65,9 +65,6 @@ def linear(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# ---- compile ----
-
-
 def test_compile_to_a_plan(cli: Cli, archive: Path, tmp_path: Path) -> None:
     plan, graph, report = (tmp_path / name for name in ("m.plan", "m.onnx", "report.json"))
     result = cli("compile", archive, "-o", plan, "--onnx", graph, "--report", report, "--compression", 4)
@@ -199,9 +196,6 @@ def test_dump_graphs(cli: Cli, archive: Path, linear: Path, tmp_path: Path) -> N
     assert "bfloat16" in (folder / "09-in_precision.txt").read_text()
 
 
-# ---- strict ----
-
-
 def test_refused_block_is_a_loud_warning(cli: Cli, silu: Path, tmp_path: Path) -> None:
     result = cli("compile", silu, "--backend", "none", "--onnx", tmp_path / "m.onnx", "--report", tmp_path / "r.json")
     assert result.exit_code == 0
@@ -224,9 +218,6 @@ def test_strict(cli: Cli, silu: Path, linear: Path, archive: Path, tmp_path: Pat
     assert files_in(tmp_path) == {}
     assert cli("compile", archive, *arguments).exit_code == 0
     assert "m.onnx" in files_in(tmp_path)
-
-
-# ---- failures leave nothing behind and destroy nothing ----
 
 
 def options_that_fail(folder: Path, model: Path) -> dict[str, tuple[list[object], str]]:
@@ -540,9 +531,6 @@ def test_bad_models(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     failed(cli("compile", tmp_path / "folder", "-o", plan), "no config.json in this folder")
     assert not plan.exists()
-
-
-# ---- in processes of its own, as a user runs it ----
 
 
 def twellc(*arguments: object, **settings: str) -> subprocess.Popen[str]:

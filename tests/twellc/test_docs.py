@@ -135,9 +135,6 @@ def test_ci_runs_the_commands_of_the_readme() -> None:
         assert command in (ROOT / ".ci" / "run").read_text()
 
 
-# ---- options ----
-
-
 def test_named_options_exist() -> None:
     """Those of a command of twellc where a page shows the command; others of any command or script of the tree."""
     scripts = [file for folder in ("benchmarks", "examples", "tests") for file in (ROOT / folder).rglob("*.py")]
@@ -223,9 +220,6 @@ def test_named_functions_are_in_their_files() -> None:
     assert checked > 10
 
 
-# ---- the picture ----
-
-
 def test_the_picture_stands_alone_in_dark_and_light() -> None:
     text = (ROOT / "docs/block.svg").read_text()
     assert re.search(r"!\[[^\]]{20,}\]\(docs/block\.svg\)", TEXTS["README.md"])
@@ -241,8 +235,6 @@ def test_the_picture_stands_alone_in_dark_and_light() -> None:
     assert card is not None and card.attrib["class"] == "card"
     assert float(card.attrib["width"]) > 0.99 * width and float(card.attrib["height"]) > 0.99 * height
 
-
-# ---- docs/deploy.md ----
 
 DEPLOY = TEXTS["docs/deploy.md"]
 

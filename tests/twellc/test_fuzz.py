@@ -104,8 +104,6 @@ def judge(run: Run, before: set[Path], folder: Path, *, may_differ: bool) -> Non
     assert not hidden and (run.status == 0 or not left), f"{left} were left\n{said}"
 
 
-# ---- command lines ----
-
 NUMBERS = st.sampled_from(("", "0", "1", "-1", "8", "1e9", "nan", "0.5", "9" * 30, "0x10", "\u0661", " 1", "1_0"))
 _NAMES = (
     "model.pt2", "llama", "module.pt", "plain.onnx", "rewritten.onnx", "m.plan", "m.plan.json", "text.txt", "empty",
@@ -191,8 +189,6 @@ def run_damaged(
         if run.status:
             assert {path: path.read_bytes() for path in before} == before, "a file was changed"
 
-
-# ---- damaged files ----
 
 SHORT = ("--max-new-tokens", "3")
 ANSWER = ("generate", "talker", "--prompt", "hello", *SHORT)

@@ -150,9 +150,6 @@ def as_accurate(candidate: Tensor, plain: Tensor, truth: Tensor) -> None:
     assert_as_accurate(candidate, plain, truth)
 
 
-# ---- calls ----
-
-
 @pytest.mark.parametrize("source", SOURCES)
 def test_rewrite(case: Case, source: str) -> None:
     model, given = case.given(source)
@@ -238,9 +235,6 @@ def test_optimize(case: Case) -> None:
         assert torch.equal(tensor, case.module.state_dict()[name].to(tensor.dtype)), name
 
 
-# ---- commands, on archives that were exported on a GPU ----
-
-
 @dataclass(frozen=True)
 class Files:
     """A model in files, and inputs for it."""
@@ -305,9 +299,6 @@ def test_plan_command(files: Files, tensorrt: Host, tmp_path: Path) -> None:
     command("check", files.archive, plan)
 
 
-# ---- what lies on several devices ----
-
-
 def mixed() -> dict[str, tuple[nn.Module, Tensor]]:
     """Return modules with inputs that do not lie on one device."""
     apart = Placed("gated").eval().to(DEVICE)
@@ -329,8 +320,6 @@ def test_several_devices(what: str, tmp_path: Path) -> None:
         assert "cpu" in str(caught.value) and "cuda" in str(caught.value)
     assert not list(tmp_path.iterdir())
 
-
-# ---- the trained example, against float64 on the CPU ----
 
 TEXT = b'def main(arguments: list[str]) -> int:\n    """Parse the command line."""\n    return 0\n'
 

@@ -27,9 +27,6 @@ BLOCKS = ["dense eager", "dense compiled", "dense packed", "dense FP8", "twell"]
 pytestmark = pytest.mark.usefixtures("remembered_models")
 
 
-# ---- without a GPU ----
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_says_what_it_would_do(cli: Cli, llama: Path, tmp_path: Path) -> None:
     result = cli("bench", llama, "--shapes", "1x1,2x8", "--plot", tmp_path / "a.svg")
@@ -56,9 +53,6 @@ def test_refuses_before_it_loads(cli: Cli, bytelm: Path, arguments: tuple[str, .
 def test_an_onnx_file(cli: Cli, tmp_path: Path) -> None:
     onnx.save(onnx_graphs.gated(), tmp_path / "m.onnx")
     failed(cli("bench", tmp_path / "m.onnx"), "is an ONNX file, which torch does not run")
-
-
-# ---- on a CPU, without the clock ----
 
 
 @pytest.mark.slow
@@ -201,9 +195,6 @@ def test_a_profile(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
 def test_a_profile_is_refused(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
     failed(cli("bench", bytelm, "--prune-dead"), "--prune-dead: needs a profile", "Add --calibration PROFILE")
     failed(cli("bench", bytelm, "--calibration", tmp_path / "none"), "there is no such file")
-
-
-# ---- on a GPU ----
 
 
 @pytest.mark.gpu

@@ -89,8 +89,6 @@ def test_rejects_noise_of_three_times_the_plain_error() -> None:
     assert judge(truth + 1.5 * (plain.double() - truth), plain, truth).within
 
 
-# ---- what is NaN or infinite ----
-
 NOT_FINITE = [torch.nan, torch.inf, -torch.inf]
 
 
@@ -313,9 +311,6 @@ def test_language_model_figures() -> None:
     assert result.plain_kl == pytest.approx(0, abs=1e-7)
     other = judge(candidate, truth.float(), truth)
     assert (other.top1, other.kl) == (None, None)
-
-
-# ---- separation ----
 
 
 def separated(**changes: Tensor) -> tuple[Separation, Tensor, Tensor]:

@@ -98,9 +98,6 @@ def damage(
     return changed(graph, to, spoil)
 
 
-# ---- within tolerance ----
-
-
 def test_right_graph(archive: Path, archive_graph: Path) -> None:
     result = run_check(archive, archive_graph)
     assert result.within
@@ -210,8 +207,6 @@ def test_samples_of_a_plan_keep_to_its_profile(cli: Cli, archive: Path, tmp_path
     assert cli("check", archive, plan).exit_code == 0
 
 
-# ---- outside ----
-
 DAMAGES: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
     "a tile of 256 neurons is lost": ("w_gate", lambda w: w[:256].zero_()),
     "the last, partial tile is lost": ("w_gate", lambda w: w[256:].zero_()),
@@ -268,9 +263,6 @@ def test_exit_statuses(cli: Cli, archive: Path, archive_graph: Path, tmp_path: P
     ):
         result = cli("check", archive, candidate)
         assert (result.exit_code, text in result.output) == (status, True)
-
-
-# ---- outputs of other forms ----
 
 
 def test_a_block_that_reads_an_input_with_the_name_of_a_function(tmp_path: Path) -> None:
@@ -384,9 +376,6 @@ def test_scores_over_the_text_are_no_language_model(tmp_path: Path) -> None:
     (output,) = run_check(tmp_path / "m.onnx", graph_of(tmp_path / "m.onnx", tmp_path / "g.onnx")).outputs
     assert output.within
     assert (output.name, output.top1, output.kl) == ("logits", None, None)
-
-
-# ---- blocks, and where the error comes from ----
 
 
 @pytest.fixture(scope="module")
@@ -635,9 +624,6 @@ def test_a_block_that_is_the_whole_model(tmp_path: Path) -> None:
     assert run_check(model, damaged).causes == ["rewrite"]
 
 
-# ---- blocks of ONNX models ----
-
-
 @pytest.fixture(scope="module", params=["bf16", "fp16", "fp32"])
 def onnx_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """An ONNX file with a gated block, a layer normalisation and a plain block, and its rewritten graph."""
@@ -690,9 +676,6 @@ def test_the_damaged_block_of_an_onnx_model(
     result = run_check(model, changed(graph, tmp_path / "m.onnx", change))
     assert [block.module for block in result.blocks if block.diverges] == [module]
     assert (result.first_divergence, result.causes[0]) == (module, "rewrite")
-
-
-# ---- what does not belong together ----
 
 
 @pytest.mark.parametrize(
@@ -761,9 +744,6 @@ def test_garbage(cli: Cli, archive: Path, tmp_path: Path) -> None:
         assert cli("check", model, tmp_path / candidate).exit_code == 2
 
 
-# ---- inputs and logits of causal models ----
-
-
 @pytest.mark.parametrize(("padding", "logits"), [("mask", "all"), pytest.param("none", "last", marks=pytest.mark.slow)])
 def test_the_model_is_traced_as_it_was_compiled(padding: str, logits: str, tmp_path: Path) -> None:
     """Its inputs and outputs are the candidate's, by the settings in the graph; one place predicts no text."""
@@ -808,9 +788,6 @@ def test_the_candidate_of_a_causal_model_and_an_encoder(llama: Path, tmp_path: P
         run_check(encoder, candidate)
 
 
-# ---- samples ----
-
-
 def test_samples(llama: Path) -> None:
     model = load_model(TracingOptions(llama, padding="mask"))
     samples = samples_of(model)
@@ -838,9 +815,6 @@ def test_samples_of_a_multiple(tmp_path: Path) -> None:
     model, profile = load_model(TracingOptions(path)), {"x": {"min": [8, 16], "opt": [8, 16], "max": [12, 16]}}
     for given, sizes in ((None, [4, 6, 18]), (profile, [8, 12])):
         assert [sample["x"].shape[0] for sample in samples_of(model, given)] == sizes
-
-
-# ---- inspect ----
 
 
 def test_inspect_a_model(cli: Cli, llama: Path) -> None:

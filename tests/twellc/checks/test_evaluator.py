@@ -118,9 +118,6 @@ def test_nan_in_x(tmp_path: Path) -> None:
     assert y[[0, 1, 3]].isfinite().all()
 
 
-# ---- what is not a model ----
-
-
 def model_with(*nodes: onnx.NodeProto) -> bytes:
     value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [4])
     output = helper.make_tensor_value_info("y", TensorProto.FLOAT, [4])
@@ -128,9 +125,6 @@ def model_with(*nodes: onnx.NodeProto) -> bytes:
     imports = [helper.make_opsetid("", 20), helper.make_opsetid("twell", 1), helper.make_opsetid("other", 1)]
     content: bytes = helper.make_model(graph, opset_imports=imports).SerializeToString()
     return content
-
-
-# ---- plugin nodes by themselves ----
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

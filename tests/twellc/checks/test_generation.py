@@ -209,9 +209,6 @@ def test_prompt_lengths() -> None:
         assert prompt_lengths(CacheSettings(*sizes)) == lengths
 
 
-# ---- given prompts ----
-
-
 def test_given_prompts(llama: Path, graph: Path, tmp_path: Path) -> None:
     ids = np.random.default_rng(0).integers(2, 90, (2, 9))
     np.savez(tmp_path / "prompts.npz", input_ids=ids, token_count=np.array([9, 2]))
@@ -243,18 +240,12 @@ def test_bad_prompts(llama: Path, graph: Path, tmp_path: Path, arrays: dict[str,
         run_check(llama, graph, arrays=tmp_path / "prompts.npz")
 
 
-# ---- other models ----
-
-
 def test_another_model(graph: Path, archive: Path, tmp_path: Path) -> None:
     other = models.save(models.llama(vocab_size=256, num_hidden_layers=1), tmp_path / "other")
     message = "does not belong to the model: their vocabularies differ; got 96; expected 25"
     for model, match in ((other, message), (archive, "does not belong to the model: it has a cache")):
         with pytest.raises(UserError, match=match):
             run_check(model, graph)
-
-
-# ---- the command, and plans ----
 
 
 @pytest.mark.slow

@@ -133,8 +133,6 @@ def test_defaults(llama: Path) -> None:
         assert (cache.batch, cache.chunk) == (1, chunk)
 
 
-# ---- what is refused ----
-
 REFUSED: dict[str, tuple[str, list[Any], str]] = {
     "another kind of model": ("archive", SIZES, "only a Hugging Face directory can be compiled with a cache"),
     "no causal language model": ("t5", SIZES, "is not a causal language model"),

@@ -187,8 +187,6 @@ def test_calibrated_ranks_have_equal_activity(llama: Path, tmp_path: Path) -> No
     assert abs(shares[0] - shares[1]) < 0.02 * sum(shares)
 
 
-# ---- what cannot be done ----
-
 HEADS = "has 4 heads of queries and 2 of keys and values; expected a number that divides both"
 
 

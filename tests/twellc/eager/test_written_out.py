@@ -143,9 +143,6 @@ def test_families(name: str) -> None:
     torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-# ---- layers that are written by hand ----
-
-
 class Flagged(nn.Module):
     """A layer that computes other things where it is told to."""
 

@@ -252,9 +252,6 @@ def test_a_stream_that_was_given_up(llm: LLM) -> None:
     assert llm.generate("größer", params)[0].outputs == expected
 
 
-# ---- threads ----
-
-
 def test_threads_wait_for_one_another(llm: LLM) -> None:
     """Another call comes in the middle of a step; it gets the cache behind the end of the first."""
     from transformers import LogitsProcessor, LogitsProcessorList
@@ -286,9 +283,6 @@ def test_a_call_behind_one_that_failed(llm: LLM, monkeypatch: pytest.MonkeyPatch
             llm.generate(PROMPTS[:2])
     assert backend.begin(2, 4)
     assert llm.generate(PROMPTS[:2], SamplingParams(max_tokens=4)) == expected
-
-
-# ---- bytes ----
 
 
 def test_bytelm_answers(of_bytes: LLM, bytelm: Path) -> None:
@@ -344,9 +338,6 @@ def test_opt(tmp_path: Path, layers: str) -> None:
         own = len(output.prompt_token_ids)
         expected = model(torch.tensor([tokens])).logits[0, own - 1 : -1].argmax(-1)
         assert tokens[own:] == expected.tolist() and len(tokens) == own + 12
-
-
-# ---- bad input ----
 
 
 def test_a_prompt_that_does_not_fit(llm: LLM, talker: Path) -> None:

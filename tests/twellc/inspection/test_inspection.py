@@ -116,9 +116,6 @@ def test_what_a_profile_knows_is_not_assumed() -> None:
     assert [row.dense for row in found.layers] == [dense_cost(layer("gated"), 16)] * 2
 
 
-# ---- the command ----
-
-
 def test_inspect_counts_in_every_kind_of_file(cli: Cli, tmp_path: Path) -> None:
     """A model, the plan and the rewritten graph of it have the same blocks, so the same counts."""
     model, plan, graph = tmp_path / "m.pt2", tmp_path / "m.plan", tmp_path / "m.onnx"

@@ -88,9 +88,6 @@ def harmless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# ---- what must load ----
-
-
 def test_repacked_archive_loads(harmless: Path, tmp_path: Path) -> None:
     """The way that the hostile archives below are written is not what they are refused for."""
     path = tmp_path / "model.pt2"
@@ -403,9 +400,6 @@ def test_blocks_within_a_condition_are_not_listed(tmp_path: Path) -> None:
     assert "blocks within cond stay dense and are not listed" in summary.notes
 
 
-# ---- what must not ----
-
-
 def pickled_sample_inputs(records: Records, marker: Path) -> Records:
     return records | {SAMPLE_INPUTS: pickled(((Payload(marker),), {}))}
 
@@ -578,9 +572,6 @@ def test_foreign_operators(harmless: Path, tmp_path: Path) -> None:
         load_model(TracingOptions(path))
 
 
-# ---- damage ----
-
-
 @pytest.mark.parametrize("damage", ["graph", "weights", "missing graph", "missing weight", "json", "version"])
 def test_damaged_archive_is_a_user_error(damage: str, harmless: Path, tmp_path: Path) -> None:
     records = read_records(harmless)
@@ -632,9 +623,6 @@ def test_flipped_weight_is_noticed(harmless: Path, tmp_path: Path, trust_model: 
     assert torch.export.load(path), "torch notices by itself: the check is not needed"
     with pytest.raises(UserError, match=r"data/weights/weight_0' does not have its checksum\. Copy it again"):
         load_model(TracingOptions(path, trust_model=trust_model))
-
-
-# ---- programs by other names ----
 
 
 def test_the_only_program_of_an_archive(tmp_path: Path) -> None:

@@ -193,9 +193,6 @@ def test_an_adapter_where_peft_is_installed(llama: Path, folder: Path, tmp_path:
     assert run.stdout.strip() == str(TAKEN["an adapter beside it"][1])
 
 
-# ---- what is refused ----
-
-
 def without(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
 

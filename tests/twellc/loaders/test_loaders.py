@@ -90,9 +90,6 @@ def test_safetensors_alone_are_no_model(tmp_path: Path) -> None:
         load_model(TracingOptions(tmp_path / "model.safetensors"))
 
 
-# ---- fingerprints ----
-
-
 def test_fingerprint_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "model"
     path.write_bytes(b"abc")

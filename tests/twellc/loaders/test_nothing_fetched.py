@@ -227,9 +227,6 @@ def test_code_beside_a_model_is_not_run(bytelm: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-# ---- pipes among the files ----
-
-
 NAMES = [
     "notes.json", "generation_config.json", "processor_config.json", "adapter_config.json", "extra.safetensors",
     "model.safetensors.index.json", "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json",

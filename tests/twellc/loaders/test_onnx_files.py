@@ -131,9 +131,6 @@ def test_data_of_constants_in_subgraphs_is_checked_too(tmp_path: Path) -> None:
         load_onnx(path)
 
 
-# ---- what is an ONNX file ----
-
-
 def test_known_by_content(tmp_path: Path) -> None:
     path = tmp_path / "weights.pt"
     onnx.save(gated(), path)

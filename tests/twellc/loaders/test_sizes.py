@@ -29,9 +29,6 @@ def save(model: Any, folder: Path) -> Path:
     return models.save(model.eval(), folder, torch.float32)
 
 
-# ---- models of parts ----
-
-
 def test_an_encoder_and_a_decoder_of_different_sizes(tmp_path: Path) -> None:
     """Token ids and places of each input are those of its part."""
     encoder = transformers.BertConfig(**SMALL | {"vocab_size": 80}, max_position_embeddings=24)
@@ -64,9 +61,6 @@ def test_an_encoder_of_images_and_a_decoder(tmp_path: Path) -> None:
     assert ranges == {"batch": (1, 1, 8), "decoder_sequence": (1, 40, 40)} and model.vocabulary == 96
     inputs = {"pixel_values": torch.randn(2, 3, 32, 32), "decoder_input_ids": torch.randint(2, 80, (2, 9))}
     torch.testing.assert_close(Runner(model.program)(inputs)[0], eager(**inputs, use_cache=False).logits)
-
-
-# ---- models of one size ----
 
 
 @pytest.fixture(scope="module")
@@ -137,9 +131,6 @@ def test_fixed_sizes_of_profiles() -> None:
     for sizes in ((), (("x", (1, 8)),), (("x", (0, 8)), ("a.b", (3,)))):
         assert read_sizes(written_sizes(sizes)) == sizes
     assert read_sizes("None") == () == read_sizes("x:y,z")
-
-
-# ---- words ----
 
 
 class Odd(torch.nn.Module):

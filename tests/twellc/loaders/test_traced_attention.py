@@ -187,9 +187,6 @@ def test_encoder_and_decoder(name: str, tmp_path: Path) -> None:
     assert_same(Runner(loaded.program)(inputs)[0], model(**inputs, use_cache=False).logits)
 
 
-# ---- what is left of transformers afterwards ----
-
-
 def test_transformers_is_as_it_was(tmp_path: Path) -> None:
     """Also after a model that cannot be traced."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
@@ -203,9 +200,6 @@ def test_transformers_is_as_it_was(tmp_path: Path) -> None:
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is own
     assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask
     assert ALL_MASK_ATTENTION_FUNCTIONS["eager"] is eager_mask
-
-
-# ---- logits ----
 
 
 @pytest.mark.parametrize("padding", mostly_slow(("none", "mask"), "none"))

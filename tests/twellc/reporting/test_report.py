@@ -311,9 +311,6 @@ def test_compile_shows_its_calibration(cli: Cli, llama: Path, tmp_path: Path) ->
     assert "Density by layer" in page.text and "The rewritten graph" in page.text and "expected" in page.text
 
 
-# ---- training ----
-
-
 def test_a_training_run(cli: Cli, tmp_path: Path) -> None:
     log = write_log(tmp_path / "t.jsonl", ["a.0.mlp", "a.1.mlp"], [64, 128], eval_loss=2.5)
     result = cli("report", "--training", log, "-o", tmp_path / "page.html")

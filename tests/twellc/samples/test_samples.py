@@ -160,9 +160,6 @@ def test_files_that_are_no_npz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not (tmp_path / "pickle-ran").exists()
 
 
-# ---- text ----
-
-
 def text_limits(vocabulary: int | None, shortest: int = 1, longest: int = 1024, rows: int = 1) -> Limits:
     sequence = sympy.Symbol("sequence", positive=True, integer=True)
     specs = [InputSpec(name, torch.int64, (BATCH, sequence)) for name in ("input_ids", "attention_mask")]
@@ -272,9 +269,6 @@ def test_refused_texts(bytelm: Path, llama: Path, tmp_path: Path) -> None:
         b"abc", bytelm, "does not fit into the plan's profile; got 1x4 tokens; expected from 1x5", text_limits(256, 5)
     )
     refused(b"abc", bytelm, "expected from 2x1", text_limits(256, rows=2))
-
-
-# ---- the command ----
 
 
 @pytest.fixture(scope="module")

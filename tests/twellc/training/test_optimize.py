@@ -494,9 +494,6 @@ def test_calls_between_two_penalties_count_by_their_tokens() -> None:
     assert together == pytest.approx(float(penalty(0)), rel=1e-5)
 
 
-# ---- blocks that are written out ----
-
-
 @pytest.mark.slow
 def test_dropout_inside_of_the_block() -> None:
     """Behind the activation, as BART has it; behind the block it does not matter."""

@@ -258,9 +258,6 @@ def test_steps_of_a_blend() -> None:
     assert BlendedActivation(nn.SiLU())(infinite) == infinite
 
 
-# ---- dead neurons ----
-
-
 def gate_of(how: str) -> tuple[Any, nn.Parameter, int]:
     """Return a block, the parameter of its gate, and the dimension of its neurons there."""
     if how == "gated":
@@ -366,9 +363,6 @@ def test_a_dead_neuron_comes_back() -> None:
     assert not fired.dead.any()
 
 
-# ---- profiles ----
-
-
 def test_profile_of_training_is_that_of_twellc_profile(tmp_path: Path) -> None:
     """Of weights that do not move, and data without padding."""
     folder = models.save(models.llama(), tmp_path / "model")
@@ -427,8 +421,6 @@ def test_profiles_that_there_are_not(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="activations were NaN"):
         window.profile(tmp_path, "data")
 
-
-# ---- the log ----
 
 BLOCKS = [LoggedBlock("a", 8), LoggedBlock("b", 16)]
 
