@@ -1,7 +1,5 @@
 """A real browser without a screen: Chromium, driven by selenium, with what the page said and asked of the network."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,7 +1,5 @@
 """Causal language models of the families with a key-value cache, tiny, and how tests feed them step by step."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

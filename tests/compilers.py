@@ -1,7 +1,5 @@
 """The CUDA compiler, as a fixture."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

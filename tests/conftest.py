@@ -1,7 +1,5 @@
 """Fixtures for every test folder; models that are slow to make are made once a session."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import random

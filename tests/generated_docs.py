@@ -1,7 +1,5 @@
 """What docs hold of the program: `python -m tests.generated_docs` writes it, a test compares it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

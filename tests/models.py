@@ -4,8 +4,6 @@ Weights are drawn so that feed-forward blocks matter: their output is about as l
 compares outputs notices a damaged block.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from collections import Counter

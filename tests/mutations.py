@@ -1,7 +1,5 @@
 """Hypothesis strategies that damage files: as bytes, as zip archives, as JSON and as protobuf messages."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

@@ -1,7 +1,5 @@
 """ONNX models of plain operators, made with onnx.helper, for the tests of ONNX files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

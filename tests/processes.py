@@ -1,7 +1,5 @@
 """Run Python in other processes with the twellc that the tests imported: the installed one or the source tree's."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,7 +1,5 @@
 """Run the programs of all ranks in one process: a thread each, which wait for each other where they reduce."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from typing import Any

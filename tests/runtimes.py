@@ -3,8 +3,6 @@
 TensorRTs that can be registered in without a GPU are the lean runtimes of 10 and 11, from PyPI into pytest's cache.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Docstrings name what is there: parameters of functions under Args, fields of records under Attributes."""
 
-from __future__ import annotations
-
 import ast
 import re
 

@@ -1,7 +1,5 @@
 """Imports point one way: between the layers down, and nowhere in a circle, not even inside of functions."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter

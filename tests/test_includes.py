@@ -1,7 +1,5 @@
 """Includes of the C++ and CUDA sources point one way: each folder sees those that are said to be below it."""
 
-from __future__ import annotations
-
 import re
 from graphlib import TopologicalSorter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tolerances must notice what a broken rewrite does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """mypy looks at every file of Python that git has."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 

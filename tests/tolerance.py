@@ -4,8 +4,6 @@
 the tolerance comes from the data: `assert_as_accurate` allows twice the error of the plain low-precision result.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

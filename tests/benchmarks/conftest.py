@@ -1,7 +1,5 @@
 """The benchmarks as modules: they are scripts, and import each other from their folder."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What needs no GPU of benchmarks/block.py and layers.py: what they draw, and their tables."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

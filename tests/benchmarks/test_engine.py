@@ -1,7 +1,5 @@
 """What needs no GPU of benchmarks/engine.py: its shapes, its kinds of layers on a real network, and its page."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The log of tries: every line has the form, stands in the order of its days, and the index names every subject."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

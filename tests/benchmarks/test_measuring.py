@@ -1,7 +1,5 @@
 """What the benchmarks measure, as far as a CPU can do it: all but recording, compiling, the kernels and the clock."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

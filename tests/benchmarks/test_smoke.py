@@ -1,7 +1,5 @@
 """Every benchmark with --smoke, those that need no GPU on a CPU; their help, and what they refuse without a GPU."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """What benchmarks/train_proof.py measures: the models themselves."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """benchmarks/trained.py with a tiny model on a CPU: it trains, and twellc's commands work on what it trained."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The tables of docs/when-it-pays.md are those that committed data gives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

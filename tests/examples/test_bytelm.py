@@ -1,7 +1,5 @@
 """The tokenizer beside the example model: text is its bytes, behind a 0."""
 
-from __future__ import annotations
-
 import transformers
 
 from tests.conftest import ROOT

@@ -1,7 +1,5 @@
 """examples/finetune: a dense model becomes a sparse one that `twellc compile` takes, and what the script refuses."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

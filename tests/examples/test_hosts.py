@@ -1,7 +1,5 @@
 """The host programs in examples/hosts, each as far as this machine lets it run."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """examples/serve with OpenAI's client."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Calls of the attention library, with guarded outputs."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """What attention must compute: a float64 reference, the plain low-precision computation, and cases for both."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

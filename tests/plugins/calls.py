@@ -1,7 +1,5 @@
 """Calls of the kernels, by the C API and by what plugins/kernels/internal.h has for tests."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import enum

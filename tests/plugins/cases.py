@@ -1,7 +1,5 @@
 """Problems that the tests of the kernels run: tables of cases, and blocks that are drawn for them."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import random

@@ -1,7 +1,5 @@
 """A stand-in for TensorRT that calls a plugin's methods as an engine does, and what it is given."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 import subprocess

@@ -3,8 +3,6 @@
 compute-sanitizer 2025.3.1 fails with an internal error in cuBLAS under racecheck, also without a kernel of twellc.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

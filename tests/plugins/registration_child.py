@@ -8,8 +8,6 @@ TensorRT-RTX's builder), `init NAMESPACE`, `use NAME` (get_plugin_registry), `bu
 (who has the plugins) and `log` (what the logger of TensorRT-RTX gets when a plugin refuses its fields).
 """
 
-from __future__ import annotations
-
 import _ctypes
 import ctypes
 import importlib

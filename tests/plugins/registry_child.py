@@ -8,8 +8,6 @@ RUNTIME is `rtx` (tensorrt_rtx_bindings) or `lean` (tensorrt_lean_bindings, foun
 cases of [plugin, phase, fields], and "build", cases for `build`.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import importlib

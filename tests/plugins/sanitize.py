@@ -5,8 +5,6 @@
 Needs a GPU and compute-sanitizer on the PATH. Exit status 0: all tools are clean; 1: one has found something.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

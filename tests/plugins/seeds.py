@@ -1,7 +1,5 @@
 """Seeds of what tests draw: fixed ones, or with TWELLC_FRESH_SEEDS=1 others in each run."""
 
-from __future__ import annotations
-
 import os
 import random
 import zlib

@@ -1,7 +1,5 @@
 """The attention op, and the attention library in real TensorRT registries and builders on a CPU."""
 
-from __future__ import annotations
-
 import math
 import re
 import subprocess

@@ -3,8 +3,6 @@
 Importing torch brings the cuDNN that the library takes, where it is a CUDA build.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import threading

@@ -1,7 +1,5 @@
 """The table of a block's tensors and options, and the sources in other languages that spell it again."""
 
-from __future__ import annotations
-
 import ast
 import ctypes
 import re

@@ -1,7 +1,5 @@
 """What the built libraries export and need, read with readelf."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

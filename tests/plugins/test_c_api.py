@@ -1,7 +1,5 @@
 """The parts of the C API that need no GPU."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from pathlib import Path

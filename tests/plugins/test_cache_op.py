@@ -1,7 +1,5 @@
 """The torch ops of a key-value cache: what they mean on a CPU, and that a GPU computes the same."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

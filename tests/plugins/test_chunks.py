@@ -3,8 +3,6 @@
 Tests force chunks, which blocks as small as these would not have.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

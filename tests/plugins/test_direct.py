@@ -4,8 +4,6 @@ Up to a number of non-zeros a row is such a one; with more, its rest is computed
 columns, so that the weights of the gate say which neurons are active.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

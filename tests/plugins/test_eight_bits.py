@@ -1,7 +1,5 @@
 """Weights in eight bits: what they mean, what is refused, which kernels read them, and what those compute."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import re

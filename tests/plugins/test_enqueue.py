@@ -4,8 +4,6 @@ Machines without full TensorRT check `enqueue` here: against the C API on the sa
 runs it in real engines; the C API itself is checked in test_kernels.py and test_attention_gpu.py.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import itertools

@@ -4,8 +4,6 @@ A path is what the routes choose, a forced number of dense rows, a dense block, 
 several choose the latter; tests force them, so that blocks as small as these reach them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable

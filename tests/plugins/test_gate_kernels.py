@@ -3,8 +3,6 @@
 Blocks of small integers have exact sums and must match the reference bit by bit; others are held to a few roundings.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

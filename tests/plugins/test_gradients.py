@@ -1,7 +1,5 @@
 """Gradients of the twell ops on a CPU: against finite differences, and whatever torch does to an op that is trained."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

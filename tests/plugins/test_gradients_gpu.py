@@ -1,7 +1,5 @@
 """Gradients of the twell ops on a GPU: against float64, at every density, and under what training does to them."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -3,8 +3,6 @@
 Tests force a number of rows onto the dense path, or the whole block, where they have to, so that any shape reaches it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 from collections.abc import Iterator

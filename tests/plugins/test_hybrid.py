@@ -1,7 +1,5 @@
 """Pairs in the hybrid format of the reference, and back."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -4,8 +4,6 @@ Real-valued blocks are held to the tolerance of `reference.assert_close`. Blocks
 in any order, must match bit by bit, and so must their packed matrices.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import subprocess

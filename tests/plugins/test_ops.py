@@ -1,7 +1,5 @@
 """The twell torch ops on a CPU: their meaning against float64, their checks, and what torch demands of an op."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 A failure shows the seed that draws the problem again.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import sys

@@ -1,7 +1,5 @@
 """The tolerance must reject what a broken sparse kernel produces, and accept what a sound one does."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """No kernel may spill registers: what the built library's use, and what ptxas says of those that it does not hold."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

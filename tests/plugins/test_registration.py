@@ -1,7 +1,5 @@
 """Every way in which the plugin library gets into a TensorRT, in real processes on a CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

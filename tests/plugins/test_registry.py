@@ -4,8 +4,6 @@ TensorRT-RTX comes with the project. The lean runtimes of TensorRT 10 and 11 are
 folder; without a package index those tests are skipped, or fail if TWELLC_REQUIRE_LEAN=1.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -3,8 +3,6 @@
 The tables of the other files have cases with a residual, too; here each case takes all ways to y that it has.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

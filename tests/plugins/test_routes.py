@@ -1,7 +1,5 @@
 """Which kernels run, as `twell_describe` says it of devices that need not be there: only the last test needs a GPU."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import json

@@ -1,7 +1,5 @@
 """The order in which step 2 takes rows, on a GPU: every row once, the most non-zeros first."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 

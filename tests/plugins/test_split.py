@@ -3,8 +3,6 @@
 Tests force it, so that any shape reaches it; the C API itself takes it where the two steps would run.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Blocks in training for tests: random tensors whose neurons fire as often as asked for, and their gradients."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

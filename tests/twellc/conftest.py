@@ -1,7 +1,5 @@
 """Models are loaded and traced once for all tests of this folder."""
 
-from __future__ import annotations
-
 import pytest
 
 

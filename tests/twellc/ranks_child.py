@@ -6,8 +6,6 @@ optimize    runs the model as transformers shards it, before and after `twellc.o
 Rank 0 writes what it found into FOLDER/found.pt.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The functions of the package: models in memory, typed results, and what they do not import."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What goes wrong around twellc: signals, full and read-only disks, damaged libraries, plans of other versions."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

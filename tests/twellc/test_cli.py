@@ -1,7 +1,5 @@
 """The command line: what compile writes, and what it leaves where it fails."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The pages against the tree: paths exist, snippets use what exists, messages are those of the program."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

@@ -1,7 +1,5 @@
 """The examples of pages run, each by itself; and what the README prints is what the program prints."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ By default a few of each. `TWELLC_FUZZ_EXAMPLES=1000 pytest -m "" tests/twellc/t
 examples each time.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

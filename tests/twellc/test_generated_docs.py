@@ -1,7 +1,5 @@
 """What docs hold of the program is current, and what the program prints is as they say."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

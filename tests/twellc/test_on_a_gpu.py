@@ -3,8 +3,6 @@
 These tests run on a GPU alone. What would be wrong on a CPU, too, is tested elsewhere.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import subprocess

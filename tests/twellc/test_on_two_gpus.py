@@ -1,7 +1,5 @@
 """What runs on the second GPU gives what it gives on the first, also while another runs there."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

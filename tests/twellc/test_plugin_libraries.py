@@ -1,7 +1,5 @@
 """`--plugin-library`: graphs with nodes of other people's plugins, in the real parser and builder of TensorRT-RTX."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Ranks in processes of their own, which torchrun starts: programs of twellc, and models that transformers shards."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

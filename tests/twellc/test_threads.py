@@ -1,7 +1,5 @@
 """Several models in the threads of one process: each computes what it computes alone."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import warnings

@@ -3,8 +3,6 @@
 `tests/tensorrt/test_torch_tensorrt.py` runs Torch-TensorRT itself, which needs a GPU to be imported.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable, Iterator

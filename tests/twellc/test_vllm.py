@@ -1,7 +1,5 @@
 """What `twellc.vllm` does without vLLM, and with a stand-in for its registry. `tests/vllm` runs vLLM itself."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tensors as arrays of NumPy."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

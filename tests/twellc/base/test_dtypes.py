@@ -1,7 +1,5 @@
 """The names in the table of element types are those of the libraries that they are for."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

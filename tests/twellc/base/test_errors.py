@@ -1,7 +1,5 @@
 """What a message of ours quotes of a library's error."""
 
-from __future__ import annotations
-
 import pytest
 
 from twellc.base.errors import first_few, first_line

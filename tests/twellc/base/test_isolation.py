@@ -1,7 +1,5 @@
 """What other processes answer."""
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import operator

@@ -1,7 +1,5 @@
 """Records become JSON, and JSON records again."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Private names of torch: all are looked up in one file, and an error says which is missing."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -1,7 +1,5 @@
 """What twellc uses of transformers that is private or changes: it is there, and one file alone uses it."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """A machine without a GPU does what `twellc bench` does with one, but for recording, compiling and the clock."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """`twellc bench`: its contests on a CPU, where nothing is timed, and what it refuses."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import xml.etree.ElementTree as ElementTree

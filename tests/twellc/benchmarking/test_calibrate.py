@@ -1,7 +1,5 @@
 """What is drawn to measure, and the measuring itself where there is a GPU."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Contestants: who is kept, and who is named with what is wrong."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The dense forms of a block that twellc is compared with: they compute the same, and FP8 nearly so."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

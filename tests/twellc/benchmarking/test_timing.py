@@ -1,7 +1,5 @@
 """Timing on the GPU: what is counted and what a machine without one is told."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What tests of `twellc check` share: graphs of models, changed graphs, and what is found of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

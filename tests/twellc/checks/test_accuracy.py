@@ -1,7 +1,5 @@
 """The judgement of `twellc check`: what it accepts, and what it must not."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

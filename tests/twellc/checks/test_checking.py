@@ -1,7 +1,5 @@
 """`twellc check`: what passes, what must not, and what belongs to something else."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Running ONNX files with twell nodes without TensorRT."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path

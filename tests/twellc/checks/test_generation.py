@@ -1,7 +1,5 @@
 """`twellc check` of candidates with a key-value cache: prompts, then greedy steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`twellc check` of models that are NaN or infinite in low precision, in float64, or for the inputs at hand."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`twellc check` of models whose tensors lie on a GPU; without one these tests are skipped."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

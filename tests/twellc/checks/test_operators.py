@@ -1,7 +1,5 @@
 """Operators of ONNX as the evaluator computes them, compared with torch, in the versions in which they differ."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`twellc generate`: what it prints, and where."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -1,7 +1,5 @@
 """What all commands share: options of other tools, more or less said, and progress."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`twellc compile --kv-cache`: what is written, what it says, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """ONNX files from the command line: compile, inspect and check, with TensorRT-RTX building the plans."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

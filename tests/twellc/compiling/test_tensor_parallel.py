@@ -1,7 +1,5 @@
 """`--tensor-parallel`: a plan and a graph for each rank, what is told of them, and what cannot be done."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Advice about the blocks of a model, and how it gets into reports."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

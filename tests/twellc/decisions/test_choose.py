@@ -1,7 +1,5 @@
 """What becomes of a block, and what is said of it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Predicted times: near measured ones, and sound between them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

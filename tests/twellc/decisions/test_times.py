@@ -1,7 +1,5 @@
 """Data files of measured times: what is written is read again, what is bad is named."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`twellc.optimize` on eager modules: real, tiny Hugging Face models, and what must go on working."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

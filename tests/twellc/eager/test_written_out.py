@@ -1,7 +1,5 @@
 """`twellc.optimize` on blocks that are written out in a larger module, such as a decoder layer."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging

@@ -1,7 +1,5 @@
 """`--calibration` of compile, inspect and check: what is written, what is said, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Decisions by a profile: what compile and inspect do with it, and that check can follow."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`twellc profile`: counts against a plain run of the model, data of each kind, padding, and what is refused."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

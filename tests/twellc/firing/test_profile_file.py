@@ -1,7 +1,5 @@
 """The file of a profile: what it holds, and that damage to it is one message."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny models in float32: what is exact there needs no tolerance."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path

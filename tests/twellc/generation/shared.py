@@ -1,7 +1,5 @@
 """Prompts, models that answer them in torch and by a plan, and what transformers' own `generate` answers to each."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Greedy tokens, drawn tokens and logits are those of transformers' own `generate`, for rows of unequal lengths."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """The class LLM, in the shape that vLLM's has."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

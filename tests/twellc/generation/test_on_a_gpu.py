@@ -1,7 +1,5 @@
 """Decoding in CUDA graphs: the same tokens as transformers' own loop, drawn ones too."""
 
-from __future__ import annotations
-
 import copy
 import random
 import threading

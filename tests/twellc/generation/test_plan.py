@@ -1,7 +1,5 @@
 """Plans as backends. No TensorRT runs here: a stand-in executes the traced program that a plan is built from."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows of one batch: each is answered as transformers answers it alone, whatever reads the tokens so far."""
 
-from __future__ import annotations
-
 import inspect
 import random
 import re

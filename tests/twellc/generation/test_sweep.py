@@ -1,7 +1,5 @@
 """Random calls of `LLM`, one after another: each prompt is answered as transformers answers it alone."""
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tokens to text, piece by piece: letters of several bytes, spaces at the seams, stop texts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import cache

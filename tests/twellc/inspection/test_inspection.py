@@ -1,7 +1,5 @@
 """What `twellc inspect` counts, against counts of real computations."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

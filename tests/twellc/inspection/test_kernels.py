@@ -1,7 +1,5 @@
 """Which kernels `twellc inspect` names."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

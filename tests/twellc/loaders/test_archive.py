@@ -4,8 +4,6 @@ Every hostile archive carries a payload that makes a folder. Each test first let
 that the payload works, and then demands that twellc refuses the archive without running it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

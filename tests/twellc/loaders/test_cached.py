@@ -1,7 +1,5 @@
 """Causal language models with a key-value cache mean what they mean with that of transformers, in every family."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hugging Face directories in the states in which they are found: what is taken, with which note; what is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

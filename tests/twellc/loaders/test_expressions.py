@@ -1,7 +1,5 @@
 """Which texts count as expressions over sizes, and so need no --trust-model in an archive."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

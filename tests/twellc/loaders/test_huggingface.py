@@ -1,7 +1,5 @@
 """Loading Hugging Face directories."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

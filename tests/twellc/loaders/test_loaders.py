@@ -1,7 +1,5 @@
 """Which loader takes which file, and what is said of files that none takes."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

@@ -4,8 +4,6 @@ A stand-in for the package `kernels`, which fetches native code from a hub, writ
 something. Every test first lets transformers alone ask it, to be sure that the stand-in works.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Loading ONNX files: they are known by their content, and nothing outside of their folder is ever read."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

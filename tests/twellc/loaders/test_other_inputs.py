@@ -1,7 +1,5 @@
 """Hugging Face models of images and audio: their inputs, their blocks, and results that are right."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

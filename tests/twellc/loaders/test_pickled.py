@@ -1,7 +1,5 @@
 """Pickled modules: refused without a word of trust, traced with declared inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Sizes that models take: of parts, each with its configuration, and of models that do not take every size."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """SparseLM checkpoints, in both of their layouts, against the same weights as a Llama."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Attention of Hugging Face models as it is traced, against transformers' own, and the choices of inputs and logits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Options are declared once, as fields; what Python's type checkers see of them, a TypedDict, agrees with that."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import fields

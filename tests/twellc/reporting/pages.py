@@ -1,7 +1,5 @@
 """What reports are made of, for a model that there is not."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Pages in a real browser: nothing goes wrong, nothing is loaded, all can be read, on a phone and in the dark."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`twellc report`: what its pages say, which files they take it from, and what is refused."""
 
-from __future__ import annotations
-
 import builtins
 import json
 import re

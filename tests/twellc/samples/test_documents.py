@@ -1,7 +1,5 @@
 """Documents in files of each kind, by what their suffixes say."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Inputs for `twellc check` that are given: arrays and text."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

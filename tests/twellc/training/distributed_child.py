@@ -1,7 +1,5 @@
 """One of two processes that train a tiny model together, by DDP or FSDP2 over gloo; prints what came out as JSON."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 Gates have biases that keep most of them shut, so that the blocks are sparse from the first step on.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Two processes over gloo compute what one does: DDP and FSDP2, with counts, dead neurons and a profile."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Blocks in training on a GPU: by the kernels, or densely where these take nothing; nothing waits for the GPU."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

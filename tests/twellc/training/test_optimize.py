@@ -1,7 +1,5 @@
 """`twellc.optimize(model, training=True)`: gradients, what is noted and counted, and what must go on working."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from pathlib import Path

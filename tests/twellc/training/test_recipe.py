@@ -1,7 +1,5 @@
 """`twellc.training`: ReLU for SiLU and GELU, dead neurons, profiles of training, and the log."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

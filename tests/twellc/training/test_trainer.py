@@ -1,7 +1,5 @@
 """transformers' Trainer with the L1 term: what it adds, logs and refuses."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
