@@ -19,6 +19,7 @@ from typing import Any
 import onnx
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.pt2_archive._package import package_pt2
@@ -86,20 +87,13 @@ def harmless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_repacked_archive_loads(harmless: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model.pt2", "model.pt", "model.zip", "model"])
+def test_repacked_archive_of_any_name_loads(harmless: Path, tmp_path: Path, name: str) -> None:
     """The way that the hostile archives below are written is not what they are refused for."""
-    path = tmp_path / "model.pt2"
+    path = tmp_path / name
     path.write_bytes(write_records(read_records(harmless)))
     model = load_model(TracingOptions(path))
-    assert model.kind == "torch.export archive"
-    assert model.output_names == ["output"]
-
-
-@pytest.mark.parametrize("name", ["model.pt2", "model.pt", "model.zip", "model"])
-def test_any_file_name(harmless: Path, tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    path.write_bytes(harmless.read_bytes())
-    assert load_model(TracingOptions(path)).path == path
+    assert (model.path, model.kind, model.output_names) == (path, "torch.export archive", ["output"])
 
 
 def test_output_classes_of_transformers_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,30 +112,7 @@ def test_output_classes_of_transformers_are_imported(tmp_path: Path, monkeypatch
     assert "transformers.modeling_outputs" in imported
 
 
-class Shared(nn.Module):
-    """Two inputs that share a dimension: torch.export writes a guard into the archive."""
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return (x * mask[..., None]).sum(1)
-
-
-class Nested(nn.Module):
-    def forward(self, batch: dict[str, Any], scale: Tensor) -> dict[str, Tensor]:
-        return {"sum": batch["x"] + batch["rest"][0] * scale, "first": batch["x"]}
-
-
-class Halves(nn.Module):
-    """Sizes computed from sizes: floor divisions and remainders in guards and expressions."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.view(x.shape[0] // 2, 2, -1).sum(1)
-
-
-class Resized(nn.Module):
-    """Floating-point numbers in expressions."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.interpolate(torch.cat([x, y])[None, None], scale_factor=1.5)[..., ::2]
+NESTED = Written(lambda _, batch, scale: {"sum": batch["x"] + batch["rest"][0] * scale, "first": batch["x"]})
 
 
 class Found(nn.Module):
@@ -178,25 +149,33 @@ class Cached(nn.Module):
         return y.view(batch, heads, -1, 8), k, v
 
 
-class Paired(nn.Module):
-    """A dimension derived from another one."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return x + y.unflatten(0, (-1, 2)).sum(1)
-
-
 AUTO = {0: Dim.AUTO, 1: Dim.AUTO}
 X, PAST = torch.randn(2, 3, 16), [torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)]
 TWO_DIMS = ({1: Dim("n", max=64)}, [{2: Dim("t", max=64)}] * 2)
 GOOD: dict[str, tuple[nn.Module, tuple[Any, ...], Any]] = {
-    "shared dimension": (Shared(), (torch.randn(4, 6, 8), torch.ones(4, 6)), ({0: Dim("b"), 1: Dim("s")},) * 2),
-    "nested inputs": (
-        Nested(),
-        ({"x": torch.randn(4, 6), "rest": [torch.randn(4, 6)]}, torch.randn(4, 1)),
-        ({"x": {0: Dim.AUTO}, "rest": [{0: Dim.AUTO}]}, {0: Dim.AUTO}),
+    # Two inputs share a dimension: torch.export writes a guard into the archive.
+    "shared dimension": (
+        Written(lambda _, x, mask: (x * mask[..., None]).sum(1)),
+        (torch.randn(4, 6, 8), torch.ones(4, 6)),
+        (({0: Dim("b"), 1: Dim("s")},) * 2,),
     ),
-    "divided dimensions": (Halves(), (torch.randn(4, 6, 16),), (AUTO,)),
-    "scaled dimensions": (Resized(), (torch.randn(4, 6), torch.randn(5, 6)), (AUTO, AUTO)),
+    "nested inputs": (
+        NESTED,
+        ({"x": torch.randn(4, 6), "rest": [torch.randn(4, 6)]}, torch.randn(4, 1)),
+        (({"x": {0: Dim.AUTO}, "rest": [{0: Dim.AUTO}]}, {0: Dim.AUTO}),),
+    ),
+    # Sizes computed from sizes: floor divisions and remainders in guards and expressions.
+    "divided dimensions": (
+        Written(lambda _, x: x.view(x.shape[0] // 2, 2, -1).sum(1)),
+        (torch.randn(4, 6, 16),),
+        ((AUTO,),),
+    ),
+    # Floating-point numbers in expressions.
+    "scaled dimensions": (
+        Written(lambda _, x, y: F.interpolate(torch.cat([x, y])[None, None], scale_factor=1.5)[..., ::2]),
+        (torch.randn(4, 6), torch.randn(5, 6)),
+        ((AUTO, AUTO),),
+    ),
     "sizes known at run time": (Found(), (torch.randn(4, 6),), ({0: Dim("b")},)),
     "past, flattened": (Cached("flatten"), (X, PAST), TWO_DIMS),
     "past, reshaped": (Cached("reshape"), (X, PAST), TWO_DIMS),
@@ -207,9 +186,9 @@ GOOD: dict[str, tuple[nn.Module, tuple[Any, ...], Any]] = {
         (TWO_DIMS[0], dict(enumerate(TWO_DIMS[1]))),
     ),
     "derived dimension": (
-        Paired(),
+        Written(lambda _, x, y: x + y.unflatten(0, (-1, 2)).sum(1)),
         (torch.randn(4, 6), torch.randn(8, 6)),
-        ({0: Dim("n", max=64)}, {0: 2 * Dim("n", max=64)}),
+        (({0: Dim("n", max=64)}, {0: 2 * Dim("n", max=64)}),),
     ),
     "no inputs that vary": (nn.Linear(16, 16).bfloat16(), (torch.randn(2, 16).bfloat16(),), None),
 }
@@ -241,19 +220,13 @@ def test_keyword_inputs(tmp_path: Path) -> None:
         assert torch.equal(actual, wanted)
 
 
-def guards_of(path: Path) -> list[str]:
-    guards = json.loads(read_records(path)[GRAPH])["guards_code"]
-    assert isinstance(guards, list)
-    return guards
-
-
 def test_exports_reach_the_grammar_of_guards(tmp_path: Path) -> None:
     """The exports above are of use only as long as torch writes such guards for them."""
     found = ""
     for case in ("past, flattened", "past, reshaped", "divided dimensions"):
         module, inputs, dynamic = GOOD[case]
         torch.export.save(export(module, *inputs, dynamic=dynamic), tmp_path / "m.pt2")
-        found += "\n".join(guards_of(tmp_path / "m.pt2"))
+        found += "\n".join(json.loads(read_records(tmp_path / "m.pt2")[GRAPH])["guards_code"])
     for part in ("min(8*L['x'].size()[1]", "//", "%", "!=", "L['past'][1].size()[2]"):
         assert part in found
 
@@ -266,15 +239,9 @@ def output_names(program: ExportedProgram) -> list[str]:
 
 def test_output_names() -> None:
     x = torch.randn(4, 6)
-    assert output_names(export(Nested(), {"x": x, "rest": [x]}, x)) == ["sum", "first"]
+    assert output_names(export(NESTED, {"x": x, "rest": [x]}, x)) == ["sum", "first"]
     assert output_names(export(nn.Linear(6, 6), x)) == ["output"]
-    assert output_names(export(Shared(), x[..., None], x)) == ["output"]
-
-    class Two(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x + 1, x + 2
-
-    assert output_names(export(Two(), x)) == ["output_0", "output_1"]
+    assert output_names(export(Written(lambda _, x: (x + 1, x + 2)), x)) == ["output_0", "output_1"]
 
 
 RETURNED: dict[str, tuple[Callable[[Tensor], Any], list[str], list[str]]] = {
@@ -442,16 +409,15 @@ def import_through_a_container(records: Records, marker: Path) -> Records:
     return with_json(records, GRAPH, change)
 
 
-def legacy_weights(records: Records, marker: Path) -> Records:
-    return records | {"data/weights/model.pt": pickled({"x": Payload(marker)})}
-
-
 HOSTILE: dict[str, tuple[Callable[[Records, Path], Records], str]] = {
     "pickled sample inputs": (pickled_sample_inputs, "its sample inputs are pickled objects"),
     "pickled weight": (pickled_weight, "is pickled"),
     "code in an expression": (code_in_an_expression, "its graph holds the expression"),
     "import through a container": (import_through_a_container, "hold objects of other modules"),
-    "legacy weights": (legacy_weights, "it holds 'data/weights/model.pt'"),
+    "legacy weights": (
+        lambda records, marker: records | {"data/weights/model.pt": pickled({"x": Payload(marker)})},
+        "it holds 'data/weights/model.pt'",
+    ),
 }
 
 
@@ -549,12 +515,8 @@ def test_older_format_behind_a_broken_archive(harmless: Path, tmp_path: Path) ->
 
 def test_extra_records(harmless: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.pt2"
-    for name in (
-        "data/aotinductor/model/x.so",
-        "extra/notes.txt",
-        "data/constants/custom_obj_0",
-        "DATA/weights/weight_0",
-    ):
+    names = "data/aotinductor/model/x.so", "extra/notes.txt", "data/constants/custom_obj_0", "DATA/weights/weight_0"
+    for name in names:
         path.write_bytes(write_records(read_records(harmless) | {name: b"x"}))
         with pytest.raises(UserError, match="could execute code"):
             load_model(TracingOptions(path))
@@ -664,16 +626,11 @@ def on_a_gpu(value: Any) -> Any:
 
 
 def test_an_archive_from_a_gpu_is_loaded_on_the_cpu(tmp_path: Path) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.down(torch.relu(self.up(x.to(torch.float32))))
+        return y + torch.zeros(16, device=x.device) + torch.tensor([2.0]).to(x.device)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.down(torch.relu(self.up(x.to(torch.float32))))
-            return y + torch.zeros(16, device=x.device) + torch.tensor([2.0]).to(x.device)
-
-    model, x = Model().eval(), torch.randn(4, 16)
+    model, x = Written(forward, up=nn.Linear(16, 64), down=nn.Linear(64, 16)).eval(), torch.randn(4, 16)
     torch.export.save(torch.export.export(model, (x,)), tmp_path / "cpu.pt2")
     with zipfile.ZipFile(tmp_path / "cpu.pt2") as source, zipfile.ZipFile(tmp_path / "cuda.pt2", "w") as target:
         for name in source.namelist():
@@ -694,11 +651,8 @@ def test_an_operator_of_another_package_is_named(tmp_path: Path) -> None:
     library.impl("squared", lambda x: x**2, "CompositeExplicitAutograd")
     library.impl("squared", torch.empty_like, "Meta")
 
-    class Model(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.ops.fieldtest.squared(x)
-
-    torch.export.save(torch.export.export(Model(), (torch.randn(4),)), tmp_path / "m.pt2")
+    program = export(Written(lambda _, x: torch.ops.fieldtest.squared(x)), torch.randn(4))
+    torch.export.save(program, tmp_path / "m.pt2")
     library._destroy()
     expected = r"torch\.ops\.fieldtest\.squared is not registered: its package must be imported\. Add --import MODULE"
     with pytest.raises(UserError, match=expected) as raised:
