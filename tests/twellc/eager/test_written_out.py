@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import twellc
 from tests import models
+from tests.caches import mostly_slow
 from tests.models import D_FF, D_MODEL, Written, scale_weights
 from tests.tolerance import assert_as_accurate
 from tests.twellc.eager.test_optimize import ops_of, tokens
@@ -29,66 +30,36 @@ WIDTHS = {
     "decoder_ffn_dim": 96,
     "encoder_attention_heads": 4,
     "decoder_attention_heads": 4,
-    "vocab_size": 96,
     "activation_function": "relu",
     "pad_token_id": 1,
     "bos_token_id": 0,
     "eos_token_id": 2,
     "decoder_start_token_id": 1,
 }
+# What makes a model, its inputs, and how many blocks it has.
+Family = Callable[[], tuple[Any, dict[str, Any], int]]
 
 
-def made(name: str, **options: Any) -> Any:
-    """Make a model of transformers: its class without `Config`, and what its configuration says."""
-    import transformers
-
-    head = "ForCausalLM" if hasattr(transformers, f"{name}ForCausalLM") else "ForConditionalGeneration"
-    if name in ("Bart", "MBart", "Pegasus", "Blenderbot", "PLBart", "Mvp", "Whisper"):
-        head = "ForConditionalGeneration"
-    head = "MTModel" if name == "Marian" else head
-    return models._seeded(getattr(transformers, name + head), getattr(transformers, f"{name}Config")(**options))
+def both(name: str, kind: str = "ForConditionalGeneration", **changes: Any) -> Family:
+    """A model with an encoder and a decoder of texts."""
+    make = models.family(name, kind, **WIDTHS, **(changes or {"vocab_size": 96, "max_position_embeddings": 64}))
+    return lambda: (make(), {"input_ids": tokens(), "decoder_input_ids": tokens(length=4)}, 3)
 
 
-def both(name: str, **changes: Any) -> Callable[[], tuple[Any, dict[str, Any], int]]:
-    """Return what makes a model with an encoder and a decoder, its inputs, and how many blocks it has."""
-
-    def make() -> tuple[Any, dict[str, Any], int]:
-        model = made(name, **{**WIDTHS, "max_position_embeddings": 64, **changes})
-        return model, {"input_ids": tokens(), "decoder_input_ids": tokens(length=4)}, 3
-
-    return make
+def alone(name: str, **options: Any) -> Family:
+    tokens_of = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "max_position_embeddings": 64}
+    make = models.family(name, **{**models.SMALL, **tokens_of, **options})
+    return lambda: (make(), {"input_ids": tokens()}, 2)
 
 
-def alone(name: str, **options: Any) -> Callable[[], tuple[Any, dict[str, Any], int]]:
-    def make() -> tuple[Any, dict[str, Any], int]:
-        fixed = {"vocab_size": 96, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "hidden_size": 32}
-        fixed |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
-        return made(name, **{**fixed, **options}), {"input_ids": tokens()}, 2
-
-    return make
-
-
-def of_speech(name: str, **changes: Any) -> Callable[[], tuple[Any, dict[str, Any], int]]:
-    def make() -> tuple[Any, dict[str, Any], int]:
-        model = made(name, **{**WIDTHS, **changes})
-        width = changes.get("num_mel_bins", 16)
-        sizes = (2, width, 64) if name == "Whisper" else (2, 64, width)
-        features = torch.randn(*sizes, generator=torch.Generator().manual_seed(2))
-        return model, {"input_features": features, "decoder_input_ids": tokens(length=4)}, 3
-
-    return make
-
-
-def fsmt() -> tuple[Any, dict[str, Any], int]:
-    widths = {name: value for name, value in WIDTHS.items() if name != "vocab_size"}
-    model = made("FSMT", langs=["en", "de"], src_vocab_size=96, tgt_vocab_size=96, **widths)
-    return model, {"input_ids": tokens(), "decoder_input_ids": tokens(length=4)}, 3
-
-
-def torch_decoder() -> tuple[Any, dict[str, Any], int]:
-    """Torch's own, whose activation is a function, with dropout behind it."""
-    model = nn.TransformerDecoder(nn.TransformerDecoderLayer(32, 4, 96), 2)
-    return model, {"tgt": torch.randn(5, 2, 32), "memory": torch.randn(4, 2, 32)}, 2
+def of_speech(name: str, *shape: int, **changes: Any) -> Family:
+    """A model of features of that shape."""
+    make, generator = (
+        models.family(name, "ForConditionalGeneration", **WIDTHS, vocab_size=96, **changes),
+        torch.Generator(),
+    )
+    features = torch.randn(2, *shape, generator=generator.manual_seed(2))
+    return lambda: (make(), {"input_features": features, "decoder_input_ids": tokens(length=4)}, 3)
 
 
 def torch_encoder() -> tuple[Any, dict[str, Any], int]:
@@ -106,26 +77,28 @@ FAMILIES = {
     "trocr": alone("TrOCR", decoder_ffn_dim=96, activation_function="relu", cross_attention_hidden_size=32),
     "bart": both("Bart"),
     "mbart": both("MBart"),
-    "marian": both("Marian"),
+    "marian": both("Marian", "MTModel"),
     "pegasus": both("Pegasus"),
     "m2m_100": both("M2M100"),
     "blenderbot": both("Blenderbot"),
     "plbart": both("PLBart"),
     "mvp": both("Mvp"),
-    "fsmt": fsmt,
-    "speech_to_text": of_speech("Speech2Text", conv_channels=32, input_feat_per_channel=16, input_channels=1),
-    "whisper": of_speech("Whisper", num_mel_bins=16, max_source_positions=32, max_target_positions=32),
-    "torch": torch_decoder,
+    "fsmt": both("FSMT", langs=["en", "de"], src_vocab_size=96, tgt_vocab_size=96),
+    "speech_to_text": of_speech(
+        *("Speech2Text", 64, 16), conv_channels=32, input_feat_per_channel=16, input_channels=1
+    ),
+    "whisper": of_speech("Whisper", 16, 64, num_mel_bins=16, max_source_positions=32, max_target_positions=32),
+    # Its activation is a function, with dropout behind it.
+    "torch": lambda: (
+        nn.TransformerDecoder(nn.TransformerDecoderLayer(32, 4, 96), 2),
+        {"tgt": torch.randn(5, 2, 32), "memory": torch.randn(4, 2, 32)},
+        2,
+    ),
     "torch's encoder": torch_encoder,
 }
 
 
-DEFAULT = ("opt, squared", "bart", "torch's encoder")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=[] if each in DEFAULT else pytest.mark.slow) for each in FAMILIES]
-)
+@pytest.mark.parametrize("name", mostly_slow(FAMILIES, "opt, squared", "bart", "torch's encoder"))
 def test_families(name: str) -> None:
     model, inputs, count = FAMILIES[name]()
     dtype = torch.float32 if name == "xglm" else torch.float64  # in float64 its attention fails
@@ -291,32 +264,14 @@ def test_what_is_left(name: str, caplog: pytest.LogCaptureFixture) -> None:
     check(model, X, 0)
 
 
-@functools.cache
-def _flagged() -> Any:
-    return twellc.optimize(Flagged().eval())
+WAYS = {"": 1, "hidden": 1, "hidden in a dictionary": 1, "twice": 2}
+WAYS |= dict.fromkeys(("shift", "mean", "in place", "none", "clamp", "hidden alone", "data", "copy", "autocast"), 0)
 
 
-@pytest.mark.parametrize(
-    ("how", "count"),
-    [
-        ("", 1),
-        ("shift", 0),
-        ("mean", 0),
-        ("in place", 0),
-        ("none", 0),
-        ("clamp", 0),
-        ("hidden", 1),
-        ("hidden alone", 0),
-        ("hidden in a dictionary", 1),
-        ("data", 0),
-        ("copy", 0),
-        ("autocast", 0),
-        ("twice", 2),
-    ],
-)
-def test_other_ways_through_a_forward(how: str, count: int) -> None:
+@pytest.mark.parametrize("how", WAYS)
+def test_other_ways_through_a_forward(how: str) -> None:
     """What was not seen when the block was found gives the same results, too."""
-    found = check(copy.deepcopy(_flagged()), X, count, how)
+    found = check(twellc.optimize(Flagged().eval()), X, WAYS[how], how)
     assert all(type(each) is Tensor for each in tree_leaves(found))
 
 
@@ -344,33 +299,9 @@ def test_operators_on_a_hidden_tensor() -> None:
         h = m.fc1(x)
         if m.how == "":
             return x + m.fc2(m.act(h))
-        numbers = [
-            h + 1,
-            1 - h,
-            h * h,
-            x.sum() * h,
-            h / 2,
-            2 / h,
-            h // 0.5,
-            1 // h,
-            h % 0.3,
-            h @ h.mT,
-            -h,
-            abs(h),
-            h**2,
-        ]
-        others = [
-            h[0],
-            h > 0,
-            h <= x.sum(),
-            h == 0,
-            len(h),
-            [*h],
-            h.shape,
-            torch.stack([h, h]),
-            torch.isfinite(h).all(),
-        ]
-        return [*numbers, *others, m.act(h) + 1, m.act(m.act(h))]
+        numbers = [h + 1, 1 - h, h * h, x.sum() * h, h / 2, 2 / h, h // 0.5, 1 // h, h % 0.3, h @ h.mT, -h, abs(h)]
+        others = [h**2, h[0], h > 0, h <= x.sum(), h == 0, len(h), [*h], h.shape, torch.stack([h, h])]
+        return [*numbers, *others, torch.isfinite(h).all(), m.act(h) + 1, m.act(m.act(h))]
 
     model = layer(compute)
     model.how = ""
@@ -399,10 +330,8 @@ def test_projections_alone_are_what_they_were() -> None:
         hidden = model.fc1(X)
         assert type(hidden) is Tensor
         assert torch.equal(hidden, functional.linear(X, model.fc1.weight, model.fc1.bias))
-        torch.testing.assert_close(
-            model.fc2(model.act(hidden)),
-            functional.linear(hidden.relu(), model.fc2.weight, model.fc2.bias),
-        )
+        y, expected = model.fc2(model.act(hidden)), functional.linear(hidden.relu(), model.fc2.weight, model.fc2.bias)
+        torch.testing.assert_close(y, expected)
         assert torch.equal(model.fc1(input=X), hidden)
 
 
