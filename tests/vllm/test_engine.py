@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests import models
-from tests.twellc.loaders.test_sparselm import sparselm
+from tests.twellc.loaders.test_checkpoint import sparselm
 from tests.vllm.conftest import DENSE, PROMPTS, TOKENS, TWELL, Ask
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

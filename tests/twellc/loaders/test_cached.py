@@ -13,7 +13,7 @@ from torch import Tensor
 from tests import models
 from tests.caches import FAMILIES, calling, feed, mostly_slow, steps, transformers_own
 from tests.tolerance import assert_as_accurate, assert_same
-from tests.twellc.loaders.test_sparselm import sparselm
+from tests.twellc.loaders.test_checkpoint import sparselm
 from twellc.base.errors import UserError
 from twellc.checks.evaluator import OnnxEvaluator
 from twellc.export.onnx_export import export_onnx, opset_of, save_onnx
