@@ -152,6 +152,9 @@ def test_nothing_that_is_finite_in_float64() -> None:
     nothing = torch.full((4, 8), torch.nan)
     result = judge(nothing.bfloat16(), nothing.bfloat16(), nothing.double())
     assert (result.compared, result.stray, result.within, result.overflows) == (0, 0, False, False)
+    plain, other, truth = (torch.full((4, 8), value) for value in (math.inf, math.inf, 1e6))
+    result = judge(other.half(), plain.half(), truth.double())
+    assert (result.compared, result.extreme, result.stray, result.within) == (0, 32, 0, False)
 
 
 @pytest.mark.parametrize("value", [70000.0, -70000.0, 65515.0])
@@ -169,12 +172,6 @@ def test_beyond_the_range_of_float16(value: float) -> None:
         assert judge(other, plain, truth).stray == 1
     other[3, 5], truth[3, 5] = math.copysign(math.inf, value), math.copysign(20000, value)
     assert judge(other, plain, truth).stray == 1
-
-
-def test_all_beyond_the_range_of_float16() -> None:
-    plain, other, truth = (torch.full((4, 8), value) for value in (math.inf, math.inf, 1e6))
-    result = judge(other.half(), plain.half(), truth.double())
-    assert (result.compared, result.extreme, result.stray, result.within) == (0, 32, 0, False)
 
 
 @pytest.mark.parametrize("dtype", [*LOW, torch.float32])
@@ -282,9 +279,6 @@ def test_nothing_to_compare() -> None:
     assert measure_discrete("y", empty.long(), empty.long(), empty.long()).within
     separation = separate(*[empty.double()] * 6)
     assert separation.rewrite_within and separation.kernels_within
-
-
-def test_all_zeros() -> None:
     zeros = torch.zeros(4, 8)
     assert judge(zeros.bfloat16(), zeros.bfloat16(), zeros.double()).within
     assert not judge((zeros + 1).bfloat16(), zeros.bfloat16(), zeros.double()).within
@@ -339,24 +333,24 @@ FAULT = torch.zeros(256, 128, dtype=torch.float64)
 FAULT[:, 7] = 3.0
 
 
-def test_a_fault_of_the_rewriting_is_not_the_kernels() -> None:
-    bad, *_ = separated(candidate=FAULT, spliced=FAULT, rewritten=FAULT)
-    assert (bad.rewrite_within, bad.kernels_within) == (False, True)
-    assert bad.rewrite.max == pytest.approx(3.0)
-    assert abs(bad.kernels.relative) < bad.low_precision.relative < bad.rewrite.relative / 20
-
-
-def test_a_fault_of_the_kernels_is_not_the_rewriting() -> None:
-    bad, *_ = separated(candidate=FAULT, spliced=FAULT)
-    assert (bad.rewrite_within, bad.kernels_within) == (True, False)
-    assert bad.kernels.max > 2
-    assert abs(bad.rest.relative) < bad.low_precision.relative
-
-
-def test_a_fault_of_neither_is_the_rest() -> None:
-    bad, *_ = separated(candidate=FAULT)
-    assert bad.rewrite_within and bad.kernels_within
-    assert bad.rest.max > 2
+@pytest.mark.parametrize(
+    ("places", "rewrite_within", "kernels_within", "share"),
+    [
+        (("candidate", "spliced", "rewritten"), False, True, "rewrite"),
+        (("candidate", "spliced"), True, False, "kernels"),
+        (("candidate",), True, True, "rest"),
+    ],
+)
+def test_a_fault_is_of_one_share(
+    places: tuple[str, ...], rewrite_within: bool, kernels_within: bool, share: str
+) -> None:
+    bad, *_ = separated(**dict.fromkeys(places, FAULT))
+    assert (bad.rewrite_within, bad.kernels_within) == (rewrite_within, kernels_within)
+    assert getattr(bad, share).max > 2
+    others = {"rewrite": bad.kernels, "kernels": bad.rest}
+    assert share not in others or abs(others[share].relative) < bad.low_precision.relative
+    if share == "rewrite":
+        assert bad.rewrite.max == pytest.approx(3.0) and bad.low_precision.relative < bad.rewrite.relative / 20
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
