@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,16 @@ def environment(*folders: str | Path, **settings: str) -> dict[str, str]:
     """Return this process's environment with its module path, twellc's folder and `folders` first, and `settings`."""
     path = dict.fromkeys(map(str, (PACKAGE_FOLDER, *folders, *filter(None, sys.path))))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), **settings}
+
+
+def captured(
+    command: Sequence[object], env: dict[str, str] | None = None, cwd: Path | None = None, check: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, in `environment()` unless another one is given, and keep what it prints."""
+    words = list(map(str, command))
+    return subprocess.run(
+        words, env=env or environment(), cwd=cwd, check=check, capture_output=True, text=True, timeout=500
+    )
 
 
 def end_with_parent() -> None:

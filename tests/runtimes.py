@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from tests.processes import environment
+from tests.processes import captured
 from twellc.export.tensorrt_host import Host, load_host
 
 LEAN_VERSIONS = {"lean10": "10.16.1.11", "lean11": "11.4.0.106"}
@@ -75,7 +75,7 @@ def cpp_host(request: pytest.FixtureRequest) -> Path:
     folder = Path(request.config.cache.mkdir("hosts-cpp"))  # type: ignore[union-attr]
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
     for command in (["cmake", "-S", source, "-B", folder, *generator], ["cmake", "--build", folder]):
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(), timeout=300)
+        done = captured(command)
         if "Could not install" in done.stdout + done.stderr:
             pytest.skip("no TensorRT headers, no CUDA, and no package index")
         assert done.returncode == 0, done.stdout + done.stderr

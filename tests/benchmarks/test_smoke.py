@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
-from tests.processes import environment
+from tests.processes import captured
 
 FOLDER = ROOT / "benchmarks"
 SCRIPTS = [path.name for path in sorted(FOLDER.glob("*.py")) if '__name__ == "__main__"' in path.read_text()]
@@ -28,7 +27,7 @@ def smoke(script: str, *arguments: object) -> str:
     kept = [FOLDER, ROOT / "docs"]
     before = {path: path.stat().st_mtime_ns for folder in kept for path in folder.rglob("*.[jm][sd]*")}
     command = [sys.executable, FOLDER / script, *COMMANDS.get(script, ()), "--smoke", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(), timeout=500)
+    done = captured(command)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {path: path.stat().st_mtime_ns for folder in kept for path in folder.rglob("*.[jm][sd]*")} == before
     return done.stdout

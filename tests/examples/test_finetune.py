@@ -4,7 +4,6 @@ import importlib.util
 import json
 import math
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from tests import models
 from tests.conftest import ROOT, Cli
-from tests.processes import environment
+from tests.processes import captured, environment
 from twellc.firing.profile import FiringProfile
 from twellc.training.log import TrainingLog
 
@@ -153,7 +152,7 @@ def test_processes_that_share_the_weights(dense: Path, tmp_path: Path) -> None:
         sharded = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if before else {}
         settings = environment(OMP_NUM_THREADS="1", **sharded)
         command = list(map(str, given))
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=settings)
+        done = captured(command, env=settings)
         assert done.returncode == 0, done.stderr
         found.append(load_file(out / "model.safetensors"))
     alone, shared = found

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
-from tests.processes import environment
+from tests.processes import captured
 from tests.runtimes import cpp_host, lean_folder
 from twellc.plugins.library import attention_library_path, library_path
 
@@ -20,7 +20,7 @@ HOSTS = ROOT / "examples" / "hosts"
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment(), timeout=300)
+    return captured(command)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import math
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from onnx import helper
 from torch import Tensor
 
 from tests.plugins.attention_reference import BF16, CASES, FP16, operands, plain, truth
-from tests.processes import environment
+from tests.processes import captured, environment
 from tests.tolerance import assert_as_accurate, assert_same
 from twellc.checks.evaluator import OnnxEvaluator, plugin_nodes
 from twellc.export.plan import build_plan
@@ -255,7 +254,7 @@ print(message.value.decode())
 def create_without_cudnn(code: str, path: str) -> str:
     """Run a program whose only cuDNN is the one that $TWELLC_CUDNN names; return what it prints."""
     command = [sys.executable, "-P", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment(TWELLC_CUDNN=path))
+    done = captured(command, env=environment(TWELLC_CUDNN=path), check=True)
     return done.stdout.strip()
 
 
@@ -273,9 +272,7 @@ def create_without_cudnn(code: str, path: str) -> str:
 def test_without_cudnn_there_is_one_message(path: str, message: str) -> None:
     attention_library()
     settings = environment(TWELLC_CUDNN=path)
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", CREATE], capture_output=True, text=True, check=True, env=settings
-    )
+    done = captured([sys.executable, "-P", "-c", CREATE], env=settings, check=True)
     assert re.fullmatch(message, done.stdout.strip()), done.stdout
 
 
@@ -293,7 +290,7 @@ def test_registering_brings_the_cudnn_of_this_python() -> None:
         "import ctypes, os, sys, tensorrt_rtx_bindings, twellc.plugins; twellc.plugins.register()\n"
         "ctypes.CDLL('libcudnn.so.9', os.RTLD_NOLOAD | os.RTLD_NOW); print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, env=environment())
+    done = captured([sys.executable, "-P", "-c", code])
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
 
 
@@ -309,7 +306,7 @@ def test_both_libraries_can_be_preloaded(swapped: bool) -> None:
         "print([get(name, library.PLUGIN_VERSION, 'twell') is not None for name in names])"
     )
     settings = environment(LD_PRELOAD=":".join(reversed(paths) if swapped else paths))
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, env=settings)
+    done = captured([sys.executable, "-P", "-c", code], env=settings)
     assert (done.returncode, done.stdout) == (0, "[True, True, True]\n"), done.stderr
 
 

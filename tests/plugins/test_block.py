@@ -4,7 +4,6 @@ import ast
 import ctypes
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.processes import captured
 from twellc.plugins import library
 from twellc.plugins.block import (
     GATED,
@@ -396,7 +396,5 @@ def test_an_option_that_is_added_to_the_table_reaches_everything(tmp_path: Path)
     assert mirror.read_text().count(fields) == 1
     mirror.write_text(mirror.read_text().replace(fields, '(_I32, "hot spare reserved gate_up_scale down_scale")'))
     (tmp_path / "added.py").write_text(ADDED)
-    done = subprocess.run(
-        [sys.executable, "added.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
-    )
+    done = captured([sys.executable, "added.py"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import TWELLC, environment
+from tests.processes import TWELLC, captured, environment
 from tests.runtimes import LEAN_VERSIONS
 from twellc.base.errors import UserError
 from twellc.plugins import registration
@@ -34,7 +34,7 @@ def walk(lean_folder: Folder, *steps: str, preload: bool = False) -> tuple[list[
     if preload:
         settings["LD_PRELOAD"] = str(library_path())
     command = [sys.executable, str(HERE / "registration_child.py"), *steps]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=settings, timeout=120)
+    done = captured(command, env=settings)
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
     return [answer for answer in json.loads(done.stdout) if answer is not None], done.stderr
 
@@ -138,7 +138,7 @@ def test_preloaded_into_a_program_linked_with_tensorrt(
     subprocess.run([compiler(), str(tmp_path / "main.c"), "-o", str(program), *link], check=True)
     for preload, expected in ((None, "missing\n"), (str(library_path()), "there\n")):
         settings = {**os.environ, **({"LD_PRELOAD": preload} if preload else {})}
-        done = subprocess.run([program], capture_output=True, text=True, check=True, env=settings)
+        done = captured([program], env=settings, check=True)
         assert done.stdout == expected
 
 
@@ -160,9 +160,7 @@ def test_unknown_layout_is_left_alone(tmp_path: Path) -> None:
     code = (
         "import ctypes, sys; ctypes.CDLL(sys.argv[1]); sys.exit(ctypes.CDLL(sys.argv[2]).initLibTwellPlugins(0, b''))"
     )
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code, str(host), str(library_path())], capture_output=True, text=True, check=False
-    )
+    done = captured([sys.executable, "-P", "-c", code, host, library_path()])
     assert done.returncode == 0
     assert done.stderr == (
         f"[twell] warning: no plugins for {host}, version 120000: this library knows TensorRT 10, TensorRT 11 and "
@@ -207,13 +205,7 @@ def test_register_in_what_is_imported(lean_folder: Folder) -> None:
         "sys.path.insert(0, os.environ['LEAN11']); import tensorrt_lean_bindings\n"
         "print(*((r.host, r.state) for r in register()), 'torch' in sys.modules, flush=True); os._exit(0)"
     )
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=with_leans(lean_folder, ["lean11"]),
-    )
+    done = captured([sys.executable, "-P", "-c", code], env=with_leans(lean_folder, ["lean11"]), check=True)
     assert done.stdout == (
         "('tensorrt_lean_bindings', 'registered') ('tensorrt_rtx_bindings', 'already registered') False\n"
     )
@@ -265,7 +257,7 @@ def test_how_to_register_names_what_a_plan_needs() -> None:
 def plugins_command(*options: str, folder: str | Path = "", **settings: str) -> subprocess.CompletedProcess[str]:
     command = [*TWELLC, "plugins", *options]
     settings = environment(*filter(None, [folder]), **settings)
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=settings, timeout=120)
+    return captured(command, env=settings)
 
 
 def test_plugins_prints_what_the_library_is() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.plugins.plugin_host import compile_host
-from tests.processes import environment
+from tests.processes import captured, environment
 from tests.runtimes import LEAN_VERSIONS
 from twellc.plugins.block import OPTIONS
 from twellc.plugins.library import ATTENTION_NAMES, PLUGIN_VERSION, attention_library_path, library_path
@@ -239,13 +239,7 @@ def test_logger_and_plan_fields_in_every_host(
 ) -> None:
     host = compile_host(tmp_path / file, version, layout)
     code = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).run(sys.argv[2].encode()))"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(host), str(library_path())],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-    )
+    done = captured([sys.executable, "-c", code, host, library_path()], env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     prefix, messages = ("log 1 ", lines) if has_logger else ("[twell] error: ", done.stderr.splitlines())

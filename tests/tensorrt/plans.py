@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from tests.models import export
-from tests.processes import TWELLC, environment
+from tests.processes import TWELLC, captured
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.export.plan import build_plan
 from twellc.export.profiles import input_specs
@@ -28,7 +28,7 @@ MODULE_PATH = [folder for folder in sys.path if folder]
 def twellc(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a command in a process of its own."""
     command = [*TWELLC, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment(), timeout=500)
+    return captured(command)
 
 
 def compiled(model: Path, plan: Path, *options: str) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.processes import environment
+from tests.processes import captured, environment
 from tests.tensorrt.plans import compiled
 from twellc import LLM, SamplingParams
 from twellc.export.tensorrt_host import Host
@@ -24,7 +24,7 @@ HOSTS = ROOT / "examples" / "hosts"
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     variables = environment()
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=variables, timeout=300)
+    return captured(command, env=variables)
 
 
 @pytest.fixture(scope="module")

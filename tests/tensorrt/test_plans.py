@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.processes import captured
 from tests.tensorrt.plans import MODULE_PATH, compiled, run, same_bits, twellc
 from twellc.compiling.manifest import manifest_path
 from twellc.export.runner import open_plan
@@ -44,7 +44,7 @@ def open_without_twellc(plan: Path, x: torch.Tensor, folder: Path, host_code: st
     command += [str(folder / "x.pt"), str(folder / "y.pt"), host_code]
     folders = [folder for folder in MODULE_PATH if not (Path(folder) / "twellc").is_dir()]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables, timeout=200, cwd=folder)
+    done = captured(command, env=variables, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1]), folder / "y.pt"
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import twellc
 import twellc.torch_tensorrt
 from tests.models import Gated, Plain, export
-from tests.processes import environment
+from tests.processes import captured
 from tests.tolerance import assert_as_accurate
 from twellc.plugins.ops import GATED_MLP, MLP
 
@@ -140,7 +140,7 @@ def test_an_engine_is_saved_and_loaded(torch_tensorrt: Any, calls: list[str], tm
 
     def load(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-P", "-c", LOAD, str(tmp_path / "engine.pt"), str(tmp_path / "y.pt"), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False, env=environment(), timeout=300)
+        return captured(command)
 
     alone = load()
     assert alone.returncode != 0 and "Cannot find plugin" in alone.stdout + alone.stderr

@@ -14,7 +14,7 @@ from torch import nn
 import twellc
 from tests.conftest import run_here
 from tests.models import Gated, Plain, Residual, export
-from tests.processes import environment
+from tests.processes import captured, environment
 
 
 def module() -> nn.Module:
@@ -37,9 +37,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path,
 def imported_by(code: str) -> set[str]:
     """Return which of the large libraries a new process has imported after `code`."""
     code += "\nimport sys; print(*sys.modules.keys() & {'torch', 'onnx', 'onnx_ir', 'transformers', 'numpy', 'sympy'})"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], env=environment(), capture_output=True, text=True, check=True
-    )
+    done = captured([sys.executable, "-P", "-c", code], check=True)
     return set(done.stdout.splitlines()[-1].split())
 
 
@@ -185,7 +183,7 @@ def test_script_without_a_guard(tmp_path: Path, script: str) -> None:
     """Processes that compile do not run the user's script again."""
     (tmp_path / "script.py").write_text(f"print('once')\n{SCRIPTS[script]}\n")
     command = [sys.executable, tmp_path / "script.py"]
-    done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = captured(command, cwd=tmp_path, check=True)
     said = done.stdout + done.stderr
     assert said.count("once") == said.count("child") == 1
     assert (tmp_path / "m.onnx").is_file() == (script == "compile")

@@ -16,7 +16,7 @@ import pytest
 
 from tests.conftest import Cli
 from tests.onnx_graphs import gated
-from tests.processes import PACKAGE_FOLDER, TWELLC, environment
+from tests.processes import PACKAGE_FOLDER, TWELLC, captured, environment
 from tests.twellc.test_cli import failed, files_in, group_lives, twellc
 from twellc import __version__
 from twellc.base.errors import UserError
@@ -107,7 +107,7 @@ def in_namespace(script: str, *arguments: object) -> subprocess.CompletedProcess
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
         pytest.skip("this machine makes no user namespaces, so nothing can be mounted")
     command = ["unshare", "-rm", "sh", "-c", script, "sh", *map(str, arguments)]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=200)
+    return captured(command)
 
 
 @pytest.fixture(scope="module")
@@ -185,9 +185,7 @@ def test_full_standard_error(archive: Path, tmp_path: Path, script: str) -> None
 def in_shell(script: str, *arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a bash script on twellc's command line with arguments."""
     command = ["bash", "-c", script, "bash", *TWELLC, *map(str, arguments)]
-    return subprocess.run(
-        command, env=environment(), cwd=folder, capture_output=True, text=True, check=False, timeout=200
-    )
+    return captured(command, cwd=folder)
 
 
 @pytest.mark.parametrize(
@@ -279,9 +277,7 @@ def test_text_in_any_locale(tmp_path: Path) -> None:
     settings = environment(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
 
     def run(*command: str) -> str:
-        done = subprocess.run(
-            command, env=settings, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200
-        )
+        done = captured(command, env=settings, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -325,7 +321,7 @@ def compile_with(library: Path, *options: str) -> str:
     model.write_bytes(b"no model")
     command = [*TWELLC, "compile", str(model), "-o", str(library.parent / "m.plan"), "--backend", "tensorrt-rtx"]
     settings = environment(TWELLC_LIBRARY=str(library))
-    done = subprocess.run([*command, *options], env=settings, capture_output=True, text=True, check=False, timeout=120)
+    done = captured([*command, *options], env=settings)
     assert done.returncode == 2, done.stderr
     return done.stderr
 
@@ -348,7 +344,7 @@ def test_compile_looks_at_the_libraries_before_the_model(tmp_path: Path) -> None
 
 def run_plugins(library: Path) -> subprocess.CompletedProcess[str]:
     settings = environment(TWELLC_LIBRARY=str(library))
-    return subprocess.run([*TWELLC, "plugins"], env=settings, capture_output=True, text=True, check=False, timeout=60)
+    return captured([*TWELLC, "plugins"], env=settings)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ These tests run on a GPU alone. What would be wrong on a CPU, too, is tested els
 
 import copy
 import importlib.util
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch.export.passes import move_to_device_pass
 import twellc
 from tests import models
 from tests.conftest import ROOT
-from tests.processes import TWELLC, environment
+from tests.processes import TWELLC, captured, environment
 from tests.runtimes import tensorrt
 from tests.tolerance import assert_as_accurate
 from twellc.checks.accuracy import measure
@@ -257,14 +256,7 @@ def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def command(*arguments: object, **settings: str) -> str:
     """Run a command in a process of its own, and return what it prints."""
-    done = subprocess.run(
-        [*TWELLC, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment(**settings),
-        timeout=500,
-    )
+    done = captured([*TWELLC, *arguments], env=environment(**settings))
     assert done.returncode == 0, f"{arguments}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

@@ -16,7 +16,7 @@ from onnx import helper
 import twellc
 from tests.conftest import ROOT, Cli
 from tests.onnx_graphs import gated
-from tests.processes import TWELLC, environment
+from tests.processes import TWELLC, captured
 from tests.runtimes import install
 from twellc.compiling.manifest import read_manifest
 from twellc.plugins.elf import expected_size
@@ -73,7 +73,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [*TWELLC, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment(), timeout=300)
+    return captured(command)
 
 
 def test_a_graph_with_a_plugin_of_others(model: Path, library: Path, tmp_path: Path, cli: Cli) -> None:

@@ -1,6 +1,5 @@
 """Ranks in processes of their own, which torchrun starts: programs of twellc, and models that transformers shards."""
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 
 from tests import models
 from tests.conftest import ROOT
-from tests.processes import environment
+from tests.processes import captured, environment
 from tests.runtimes import install
 from tests.tolerance import assert_as_accurate
 from tests.twellc.eager.test_optimize import tokens
@@ -24,7 +23,7 @@ def torchrun(what: str, model: Path, folder: Path, *modules: Path, device: str =
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(ROOT / "tests" / "twellc" / "ranks_child.py"), what, str(model), str(folder), device]
     variables = environment(ROOT, *modules, OMP_NUM_THREADS="1")
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables, timeout=400)
+    done = captured(command, env=variables)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = torch.load(folder / "found.pt", weights_only=False)
     return found

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
@@ -20,7 +19,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
-from tests.processes import environment
+from tests.processes import captured, environment
 from twellc.vllm import ARCHITECTURE
 
 GROUP = "vllm.general_plugins"
@@ -90,12 +89,8 @@ def ask(vllm_environment: Callable[..., dict[str, str]]) -> Ask:
         if torch.cuda.is_available():
             fixed |= {"gpu_memory_utilization": 0.3}
         request = {"options": {**fixed, **options}, "prompts": PROMPTS, "tokens": TOKENS}
-        done = subprocess.run(
+        done = captured(
             [sys.executable, Path(__file__).with_name("ask.py"), model, json.dumps(request)],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=500,
             env=vllm_environment(**settings, **(environ or {})),
         )
         log = done.stdout + done.stderr

@@ -5,7 +5,6 @@ import multiprocessing
 import operator
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from tests.processes import environment
+from tests.processes import captured, environment
 from twellc.base.errors import UserError
 from twellc.base.files import ENDING_SIGNALS
 from twellc.base.isolation import _receive, run_isolated
@@ -93,9 +92,7 @@ def test_a_process_that_asked_and_was_killed() -> None:
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "run_isolated(slowly, progress=ready)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, env=environment(ROOT), timeout=100
-    )
+    done = captured([sys.executable, "-c", script], env=environment(ROOT))
     assert done.returncode == -signal.SIGKILL
     assert done.stderr == ""
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from tests import models
 from tests.conftest import Cli
 from tests.models import Gated, Plain, Residual, Written, export, without_expectation
 from tests.onnx_graphs import GraphMaker
-from tests.processes import TWELLC, environment
+from tests.processes import TWELLC, captured
 from tests.twellc.checks.runs import changed, graph_of, run_check, set_tensor, translate, twell_nodes
 from twellc.base.arrays import to_torch
 from twellc.base.errors import UserError
@@ -115,7 +114,7 @@ def test_trained_model(bytelm: Path, tmp_path: Path) -> None:
     """The plan of the trained model, as the quickstart makes it, with its graph beside it."""
     plan, graph = tmp_path / "bytelm.plan", tmp_path / "bytelm.onnx"
     command = [*TWELLC, "compile", str(bytelm), "-o", str(plan), "--onnx", str(graph)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=500)
+    done = captured(command)
     assert done.returncode == 0, done.stderr
     assert "4 of 4 feed-forward blocks rewritten" in done.stdout
     manifest = json.loads((tmp_path / "bytelm.plan.json").read_text())

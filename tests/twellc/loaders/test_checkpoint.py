@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests import models
-from tests.processes import environment
+from tests.processes import captured, environment
 from twellc.base.errors import UserError
 from twellc.loaders.checkpoint import Checkpoint, read_checkpoint
 from twellc.loaders.model import load_model
@@ -179,13 +178,7 @@ def test_an_adapter_where_peft_is_installed(llama: Path, folder: Path, tmp_path:
         "import sys, pathlib\nfrom twellc.loaders.huggingface import nothing_fetched, open_directory\n"
         "with nothing_fetched():\n    print(open_directory(pathlib.Path(sys.argv[1]))[2])"
     )
-    run = subprocess.run(
-        [sys.executable, "-P", "-c", script, str(folder)],
-        env=environment(tmp_path / "packages"),
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    run = captured([sys.executable, "-P", "-c", script, folder], env=environment(tmp_path / "packages"))
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == str(TAKEN["an adapter beside it"][1])
 

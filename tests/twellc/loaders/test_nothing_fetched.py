@@ -7,7 +7,6 @@ something. Every test first lets transformers alone ask it, to be sure that the 
 import importlib
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import transformers
 from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
 from tests import models
-from tests.processes import environment
+from tests.processes import captured, environment
 from twellc.base.errors import UserError
 from twellc.base.transformers_private import nothing_fetched
 from twellc.loaders.model import load_model
@@ -121,13 +120,7 @@ def asked(script: str, tmp_path: Path, *arguments: str | Path) -> list[str]:
         stand_in(packages)
     record = tmp_path / "asked"
     record.write_text("")
-    run = subprocess.run(
-        [sys.executable, "-P", "-c", script, *map(str, arguments)],
-        env=environment(packages, ASKED=str(record)),
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    run = captured([sys.executable, "-P", "-c", script, *arguments], env=environment(packages, ASKED=str(record)))
     assert run.returncode == 0, run.stderr[-2000:]
     return record.read_text().splitlines()
 
