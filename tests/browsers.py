@@ -51,7 +51,6 @@ class Browser:
         return said, asked
 
     def photograph(self, path: Path) -> None:
-        """Write a picture of the whole page."""
         shot = self.driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True})
         path.write_bytes(base64.b64decode(shot["data"]))
 

@@ -45,7 +45,6 @@ def _missing() -> dict[str, str]:
 
 
 def pytest_report_header() -> list[str]:
-    """Say what is left out, in a line each."""
     return [f"tests marked {marker} are left out: {reason}" for marker, reason in _missing().items()]
 
 
@@ -113,7 +112,6 @@ def _signals() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def bytelm() -> Path:
-    """The trained example model."""
     return ROOT / "examples" / "bytelm"
 
 

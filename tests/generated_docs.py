@@ -100,17 +100,14 @@ def _cell(text: str) -> str:
 
 
 def schema(name: str, strict: bool = False) -> dict[str, Any]:
-    """Return the JSON schema of a report."""
     return schema_of(SCHEMAS[name], f"{name}.json", strict)
 
 
 def schema_file(name: str) -> Path:
-    """Return where the schema of a report stands."""
     return ROOT / "docs" / "schema" / f"{name}.json"
 
 
 def write() -> None:
-    """Write everything."""
     PAGE.write_text(page(), encoding="utf-8")
     for name in SCHEMAS:
         schema_file(name).parent.mkdir(exist_ok=True)

@@ -256,7 +256,6 @@ def _seeded(model_class: Any, config: Any) -> Any:
 
 
 def save(model: Any, folder: Path, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Path:
-    """Save a Hugging Face model and return its folder."""
     model.to(dtype).save_pretrained(folder, **options)
     return folder
 
@@ -295,7 +294,5 @@ def without_expectation(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclasses.dataclass
 class Pair:
-    """What a model may return."""
-
     hidden: Tensor
     other: Tensor

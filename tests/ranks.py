@@ -34,7 +34,6 @@ class _Rank(Interpreter):
 
 
 def run_ranks(programs: Sequence[ExportedProgram], *inputs: Tensor) -> list[list[Tensor]]:
-    """Return the outputs of each rank."""
     barrier = threading.Barrier(len(programs))
     parts: list[Tensor | None] = [None] * len(programs)
     outputs: list[list[Tensor]] = [[] for _ in programs]

@@ -57,7 +57,6 @@ def lean_folder(request: pytest.FixtureRequest) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def tensorrt() -> Host:
-    """Full TensorRT."""
     return load_host("tensorrt")
 
 

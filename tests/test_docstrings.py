@@ -12,7 +12,6 @@ Described = ast.FunctionDef | ast.ClassDef
 
 
 def described(tree: ast.Module, section: str) -> list[tuple[Described, set[str]]]:
-    """Return functions and classes with such a section, and the names in it."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, Described):

@@ -44,7 +44,6 @@ GRAPH = {name: set(imports(tree, set(SOURCES))) - {name} for name, tree in SOURC
 
 
 def layer(module: str) -> int:
-    """Return the number of a module's layer, counted from the bottom."""
     folder = module.split(".")[1] if "." in module else ""
     return LAYERS.index(folder) if folder in LAYERS else len(LAYERS)
 

@@ -45,7 +45,6 @@ IN_KERNELS = {path.relative_to(PLUGINS / "kernels").as_posix(): path for path in
 
 
 def includes(path: Path) -> list[str]:
-    """Return what a file includes in quotation marks."""
     return re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(encoding="utf-8"), flags=re.MULTILINE)
 
 
@@ -63,7 +62,6 @@ def kernel_arrows() -> dict[str, set[str]]:
 
 
 def upward(arrows: dict[str, set[str]]) -> list[str]:
-    """Return the arrows that are not allowed."""
     return [
         f"{folder or 'kernels'} -> {each or 'kernels'}"
         for folder, found in arrows.items()

@@ -12,8 +12,6 @@ from tests.conftest import ROOT
 
 @pytest.fixture(scope="session")
 def benchmark_module() -> Callable[[str], Any]:
-    """Return a function that imports a benchmark."""
-
     def load(name: str) -> Any:
         folder = str(ROOT / "benchmarks")
         sys.path.insert(0, folder)

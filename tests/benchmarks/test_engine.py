@@ -27,7 +27,6 @@ def test_shapes(engine: Any) -> None:
 
 
 def network_of(model: Path, layers: str, folder: Path) -> list[Any]:
-    """Return the layers of TensorRT-RTX's network of a model, as its parser made them."""
     path = folder / "m.onnx"
     save_onnx(translate(CompileOptions(model, backend="none", layers=layers), lambda step: None).graph, path)
     host = load_host("tensorrt-rtx")

@@ -60,8 +60,6 @@ RUNTIMES = {"rtx": "1.7.1", "lean10": "10.16.1", "lean11": "11.4.0"}
 
 @pytest.fixture
 def core(lean_folder: Callable[[str], Path]) -> Callable[[str], Path]:
-    """Return a function that returns a TensorRT's library."""
-
     def find(runtime: str) -> Path:
         if runtime == "rtx":
             return Path(pytest.importorskip("tensorrt_rtx_libs").__file__).with_name("libtensorrt_rtx.so.1")

@@ -27,7 +27,6 @@ pytest.importorskip("uvicorn", reason="pip install twellc[serve]")
 
 
 def user(content: Any) -> Any:
-    """Return a conversation of one message."""
     return [{"role": "user", "content": content}]
 
 

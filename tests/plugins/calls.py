@@ -72,7 +72,6 @@ def guarded(shape: tuple[int, int], dtype: torch.dtype, poison: int) -> tuple[to
 
 
 def assert_guards(buffer: torch.Tensor) -> None:
-    """Check that nothing was written beside an output."""
     poison = buffer[0].item()
     assert (buffer[:GUARD] == poison).all() and (buffer[-GUARD:] == poison).all(), "out-of-bounds write"
 
@@ -213,7 +212,6 @@ class Call:
 
 
 def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compare bit by bit, NaN included."""
     same = actual.view(torch.int16) == expected.view(torch.int16)
     assert same.all(), (
         f"{int((~same).sum())} of {same.numel()} values differ, first at {same.logical_not().nonzero()[0]}"

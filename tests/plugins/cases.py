@@ -53,13 +53,11 @@ def with_residual(cases: Iterable[Case], share: float = 1.0) -> list[Case]:
 
 
 def kernel_table() -> Iterator[Case]:
-    """All cases that run against the reference."""
     yield from kernel_cases()
     yield from with_residual(kernel_cases(), share=0.5)
 
 
 def kernel_cases() -> Iterator[Case]:
-    """Cases of every route."""
     dtypes = itertools.cycle((BF16, FP16))
     densities = (0.0, 0.001, 0.005, 0.03, 0.3, 1.0)
     # Rows, around the block sizes of the gate kernel.
@@ -334,13 +332,11 @@ def guard_cases() -> Iterator[Case]:
 
 
 def guard_table() -> Iterator[Case]:
-    """Cases for the dense path, with and without a residual."""
     yield from guard_cases()
     yield from with_residual(guard_cases(), share=0.4)
 
 
 def generic_guard_table() -> Iterator[Case]:
-    """Cases for the generic dense path."""
     yield from guard_table()
     dtypes = itertools.cycle((BF16, FP16))
     base = Case(rows=300, d_model=200, d_ff=600, d_out=136, density=0.2)

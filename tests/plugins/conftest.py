@@ -24,7 +24,6 @@ collect_ignore = [
 
 @pytest.fixture(autouse=True)
 def _seeded(request: pytest.FixtureRequest) -> None:
-    """Seed what a test draws; the seed is shown with a failure."""
     if request.node.get_closest_marker("gpu") is not None:
         seed = draw_seed(request.node.name)
         sys.stdout.write(f"torch.manual_seed({seed})\n")

@@ -42,7 +42,6 @@ class Block:
     threshold: float = 0.0
 
     def to(self, device: str) -> Block:
-        """Copy all tensors to a device."""
         tensors: dict[str, Any] = {
             name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
         }

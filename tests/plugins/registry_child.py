@@ -137,7 +137,6 @@ def build(trt: Any, logger: Any, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer the request on stdin with a report on stdout."""
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("runtime", choices=["rtx", "lean"])
     arguments.add_argument("libraries", nargs="+")

@@ -127,7 +127,6 @@ def without_comments(path: Path) -> str:
 
 
 def members(name: str) -> dict[str, str]:
-    """Return the members of a struct of twell.h, with their types."""
     text = without_comments(ROOT / "plugins" / "include" / "twell" / "twell.h")
     bodies = re.findall(r"struct\s*\w*\s*\{([^{}]*)\}\s*(\w+);", text)
     (body,) = (body for body, struct in bodies if struct == name)
@@ -223,7 +222,6 @@ def test_what_the_plugins_allow() -> None:
 
 
 def enumerators() -> dict[str, int]:
-    """Return the enumerators of twell.h."""
     text = without_comments(ROOT / "plugins" / "include" / "twell" / "twell.h")
     return {name: int(number) for name, number in re.findall(r"(TWELL_\w+) = (\d+)", text)}
 

@@ -23,7 +23,6 @@ def readelf(option: str, path: Path) -> str:
 
 
 def dynamic(path: Path, tag: str) -> list[str]:
-    """Return the values of one tag of the dynamic section."""
     return re.findall(rf"\({tag}\).*\[(.*)\]", readelf("-d", path))
 
 

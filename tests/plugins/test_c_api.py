@@ -102,8 +102,6 @@ LEAST_BYTES = {"problem": 48, "tensors": 80}
 
 
 class LongerProblem(ctypes.Structure):
-    """`twell_problem` of a newer header."""
-
     _fields_ = (("known", library.Problem), ("more", ctypes.c_int64 * 40))
 
 

@@ -92,7 +92,6 @@ class Block:
         return problem
 
     def create(self, host: ctypes.CDLL) -> Any:
-        """Create the plugin of this block."""
         bias_fields = {"gate_bias": "gate", "up_bias": "up"} if self.gated else {"up_bias": "gate"}
         values: dict[str, str | int | float] = {
             name: int(bias in self.biases) for name, bias in (bias_fields | {"down_bias": "down"}).items()

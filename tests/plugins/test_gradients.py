@@ -101,8 +101,6 @@ def test_derivatives_that_there_are_not_are_refused(variant: Variant) -> None:
 
 
 class Block(nn.Module):
-    """A block whose weights are parameters."""
-
     def __init__(self) -> None:
         super().__init__()
         operands = leaves(GATED, torch.float32, d_out=8)

@@ -35,7 +35,6 @@ TOLERANCES = {torch.bfloat16: 0.012, torch.float16: 0.003}
 
 
 def assert_right(case: Problem, dtype: torch.dtype, step: Step) -> None:
-    """Compare with float64 and with a repeat."""
     found, again = case.run("cuda", dtype, step), case.run("cuda", dtype, step)
     for name in found:
         assert torch.equal(found[name], again[name]), f"{name} is not repeatable"

@@ -224,7 +224,6 @@ def test_is_exact() -> None:
 
 
 def encode(bits: np.ndarray, compression: int, *, fill: int) -> np.ndarray:
-    """Pack values by the format's definition, word by word."""
     rows, d_ff = bits.shape
     size, tiles = 256 // compression, -(-d_ff // 256)
     packed = np.full((rows, tiles * size), fill, np.uint32)

@@ -17,8 +17,6 @@ KINDS = [(variant, name) for variant in (GATED, PLAIN) for name in variant.activ
 
 @dataclass(frozen=True)
 class Problem:
-    """A block, its tensors and the gradient of its result, on a CPU."""
-
     tensors: dict[str, Tensor]
     dy: Tensor
     options: BlockOptions

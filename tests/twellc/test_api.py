@@ -27,7 +27,6 @@ def example() -> tuple[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path, twellc.Manifest]:
-    """A module in memory, and its plan."""
     plan, model = tmp_path_factory.mktemp("api") / "m.plan", module()
     with pytest.MonkeyPatch.context() as patch:
         run_here(patch)

@@ -57,7 +57,6 @@ def silu(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def linear(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An archive without a feed-forward block, in float32."""
     path = tmp_path_factory.mktemp("models") / "linear.pt2"
     torch.export.save(export(nn.Linear(16, 16), torch.randn(4, 16)), path)
     return path

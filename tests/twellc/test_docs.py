@@ -38,7 +38,6 @@ FOREIGN = re.compile(
 
 
 def section(page: str, heading: str) -> str:
-    """Return the text below a heading, up to the next one of its level."""
     return TEXTS[page].partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
 
 
@@ -96,7 +95,6 @@ def test_links_lead_somewhere() -> None:
 
 
 def anchors_of(text: str) -> set[str]:
-    """Return the anchors that GitHub gives the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

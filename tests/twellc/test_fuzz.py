@@ -42,7 +42,6 @@ def examples(count: int) -> Any:
 
 @pytest.fixture(scope="module")
 def samples(archive: Path, talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a sound file of every kind."""
     folder = tmp_path_factory.mktemp("samples")
     shutil.copy(archive, folder / "model.pt2")
     models.save(models.llama(num_hidden_layers=1), folder / "llama")

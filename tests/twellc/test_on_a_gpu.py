@@ -234,8 +234,6 @@ def test_optimize(case: Case) -> None:
 
 @dataclass(frozen=True)
 class Files:
-    """A model in files, and inputs for it."""
-
     archive: Path
     pickled: Path
     arrays: Path
@@ -255,7 +253,6 @@ def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def command(*arguments: object, **settings: str) -> str:
-    """Run a command in a process of its own, and return what it prints."""
     done = captured([*TWELLC, *arguments], env=environment(**settings))
     assert done.returncode == 0, f"{arguments}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -290,7 +287,6 @@ def test_plan_command(files: Files, tensorrt: Host, tmp_path: Path) -> None:
 
 
 def mixed() -> dict[str, tuple[nn.Module, Tensor]]:
-    """Return modules with inputs that do not lie on one device."""
     apart = Placed("gated").eval().to(DEVICE)
     apart.ffn.down.to("cpu")
     x = torch.randn(TOKENS, D_MODEL)

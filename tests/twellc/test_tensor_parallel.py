@@ -19,7 +19,6 @@ pytestmark = pytest.mark.slow
 
 
 def torchrun(what: str, model: Path, folder: Path, *modules: Path, device: str = "cpu") -> dict[str, Any]:
-    """Run two ranks, and return what the first has found."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(ROOT / "tests" / "twellc" / "ranks_child.py"), what, str(model), str(folder), device]
     variables = environment(ROOT, *modules, OMP_NUM_THREADS="1")

@@ -25,8 +25,6 @@ rtx = pytest.importorskip("tensorrt_rtx_bindings", reason="TensorRT-RTX is not i
 
 @dataclass
 class Network:
-    """Stands for TensorRT's network: keeps what is added to it."""
-
     layers: list[tuple[list[str], Any]] = field(default_factory=list)
 
     def add_plugin_v3(self, inputs: list[str], shapes: list[str], plugin: Any) -> SimpleNamespace:

@@ -19,8 +19,6 @@ REGISTRY = "vllm.model_executor.models.registry"
 
 
 class Registry:
-    """Stands for vLLM's `ModelRegistry`."""
-
     def __init__(self) -> None:
         self.models: dict[str, str] = {}
 

@@ -62,7 +62,6 @@ def test_private_torch_is_in_one_file() -> None:
 
 
 def private_names(source: str) -> Iterator[str]:
-    """Yield the private names of torch that a source imports or reads, but for its operators."""
     for node in ast.walk(ast.parse(source)):
         names = []
         if isinstance(node, ast.ImportFrom) and node.module:

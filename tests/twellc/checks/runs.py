@@ -15,12 +15,10 @@ from twellc.options.commands import CheckOptions, CompileOptions
 
 
 def translate(model: Path, path: Path, **options: Any) -> TranslationSummary:
-    """Write the rewritten graph of a model."""
     return translate_to_file(CompileOptions(model, backend="none", **options), path, lambda step: None)
 
 
 def graph_of(model: Path, path: Path, **options: Any) -> Path:
-    """Return the rewritten graph of a model, at `path`."""
     translate(model, path, **options)
     return path
 
@@ -30,7 +28,6 @@ def run_check(model: Path, candidate: Path, **options: Any) -> CheckResult:
 
 
 def changed(graph: Path, to: Path, change: Callable[[onnx.ModelProto], object]) -> Path:
-    """Write a changed copy of a graph."""
     model = onnx.load(graph)
     change(model)
     onnx.save(model, to)
@@ -38,7 +35,6 @@ def changed(graph: Path, to: Path, change: Callable[[onnx.ModelProto], object]) 
 
 
 def set_tensor(model: onnx.ModelProto, name: str, change: Callable[[Tensor], object]) -> None:
-    """Change a constant of a graph in place."""
     (tensor,) = (each for each in model.graph.initializer if each.name == name)
     values = to_torch(onnx.numpy_helper.to_array(tensor))
     change(values)

@@ -52,7 +52,6 @@ def test_accepts_a_plain_model_without_error() -> None:
 
 
 def put(y: Tensor, value: float | Tensor) -> Tensor:
-    """Return y with another element."""
     return y.index_put((torch.tensor([3]), torch.tensor([5])), torch.as_tensor(value, dtype=y.dtype))
 
 

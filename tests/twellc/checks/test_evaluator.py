@@ -39,7 +39,6 @@ def test_round_trip(dtype: torch.dtype) -> None:
 
 
 def evaluator_of(program: ExportedProgram, path: Path, outputs: Sequence[str] = ("y",)) -> OnnxEvaluator:
-    """Write a program of the input x as ONNX, and return what runs it."""
     save_onnx(export_onnx(program, ["x"], list(outputs), {}), path)
     return OnnxEvaluator(path)
 

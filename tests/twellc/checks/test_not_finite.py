@@ -56,7 +56,6 @@ def compiled(model: Path, dtype: str | None = None, layers: str = "auto") -> Pat
 
 
 def squared_graph(up: Tensor, down: Tensor, kind: int, output: str = "y") -> onnx.ModelProto:
-    """Return Squared as ONNX, with weights of that kind."""
     weights = {"up": up, "down": down}
     constants = [numpy_helper.from_array(weight.detach().t().numpy(), name) for name, weight in weights.items()]
     nodes = [

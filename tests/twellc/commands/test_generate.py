@@ -30,12 +30,10 @@ def load_once() -> Callable[..., LLM]:
 
 @pytest.fixture(autouse=True)
 def remembered(load_once: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the command load each model once."""
     monkeypatch.setattr("twellc.generation.llm.LLM", load_once)
 
 
 def generate(*arguments: object, given: str | bytes = "", tokens: int = 8) -> click.testing.Result:
-    """Run the command on the CPU with a standard input."""
     shared = ("generate", "--device", "cpu", "--max-new-tokens", tokens, *arguments)
     return click.testing.CliRunner().invoke(main, list(map(str, shared)), input=given)
 

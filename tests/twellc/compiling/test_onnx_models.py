@@ -56,7 +56,6 @@ def export(module: Any, inputs: tuple[torch.Tensor, ...], path: Path, **options:
 
 @pytest.fixture(scope="module")
 def llama_onnx(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny ReLU Llama in float16 as torch.onnx writes it, weights inside."""
     dims = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")}
     model = models.llama(num_hidden_layers=1).half()
     model.config.use_cache = False

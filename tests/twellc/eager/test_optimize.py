@@ -23,8 +23,6 @@ from twellc.base.errors import UserError
 
 
 class Ops(TorchDispatchMode):
-    """Counts the `twell` ops that run."""
-
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
@@ -245,7 +243,6 @@ def test_copies_keep_the_op_and_the_strides(name: str, how: str) -> None:
 
 
 def block_of(model: Any) -> tuple[Any, Any]:
-    """Return the up and the down projection of the first block of a Llama or an OPT."""
     if hasattr(model.model, "decoder"):
         return model.model.decoder.layers[0].fc1, model.model.decoder.layers[0].fc2
     return model.model.layers[0].mlp.up_proj, model.model.layers[0].mlp.down_proj

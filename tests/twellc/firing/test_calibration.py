@@ -45,7 +45,6 @@ def other_text(bytelm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def first_weight(path: Path, module: str) -> np.ndarray[Any, Any]:
-    """Return w_gate of a block in a rewritten ONNX file."""
     model = onnx.load(path)
     node = next(node for node in model.graph.node if node.domain == "twell" and module in node.name)
     return np.asarray(onnx.numpy_helper.to_array(next(t for t in model.graph.initializer if t.name == node.input[1])))

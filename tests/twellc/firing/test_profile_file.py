@@ -65,7 +65,6 @@ def test_a_file_is_what_was_written(tmp_path: Path) -> None:
 
 
 def rewritten(path: Path, tensors: dict[str, Any] | None = None, **metadata: str) -> None:
-    """Write a profile with other tensors or metadata."""
     profile().write(path)
     old = json.loads(path.read_bytes()[8 : 8 + int.from_bytes(path.read_bytes()[:8], "little")])["__metadata__"]
     save_file({**load_file(path), **(tensors or {})}, path, {**old, **metadata})

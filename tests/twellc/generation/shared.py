@@ -20,7 +20,6 @@ LENGTHS = (7, 12, 1)
 
 
 def prompts(*lengths: int) -> tuple[Tensor, Tensor]:
-    """Return prompts padded on the left, and their attention mask."""
     width = max(lengths or LENGTHS)
     seen = torch.tensor([[0] * (width - length) + [1] * length for length in lengths or LENGTHS])
     return torch.randint(3, 96, seen.shape) * seen, seen

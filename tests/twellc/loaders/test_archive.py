@@ -45,8 +45,6 @@ GRAPH = "models/model.json"
 
 
 class Payload:
-    """Makes a folder when it is unpickled."""
-
     def __init__(self, marker: Path) -> None:
         self.marker = marker
 

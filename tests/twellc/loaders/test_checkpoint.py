@@ -28,7 +28,6 @@ MERGE = "merge it with merge_and_unload() of peft, and save what that returns wi
 
 @pytest.fixture
 def folder(llama: Path, tmp_path: Path) -> Path:
-    """A copy of the tiny Llama to change."""
     return Path(shutil.copytree(llama, tmp_path / "model"))
 
 
@@ -376,7 +375,6 @@ def test_weights_that_may_not_be_read(llama: Path, monkeypatch: pytest.MonkeyPat
 
 
 def sparselm(llama: Path, folder: Path, bare_weights: bool) -> Path:
-    """Write a Llama's weights as a SparseLM checkpoint."""
     folder.mkdir()
     config = json.loads((llama / "config.json").read_text())
     config |= {"model_type": "llama_sparse_relu", "architectures": ["SparseLlamaForCausalLM"], "hidden_act": "silu"}

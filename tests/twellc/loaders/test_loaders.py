@@ -120,8 +120,6 @@ def test_fingerprint_of_a_directory(tmp_path: Path) -> None:
 
 
 class Marker:
-    """Writes a file when it is unpickled."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 

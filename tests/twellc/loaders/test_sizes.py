@@ -134,8 +134,6 @@ def test_fixed_sizes_of_profiles() -> None:
 
 
 class Odd(torch.nn.Module):
-    """Takes sizes of one kind only."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind

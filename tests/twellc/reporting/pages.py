@@ -39,7 +39,6 @@ def block(module: str, activity: float) -> BlockProfile:
 
 
 def profile(modules: Sequence[str] = MODULES, name: str = "tiny") -> FiringProfile:
-    """A profile of the model."""
     blocks = {module: block(module, 0.5 / (index + 1)) for index, module in enumerate(modules)}
     model = ProfiledModel(name, "Hugging Face directory", SHA256, "bf16")
     data = [DataSource("a.txt", "text", 8, TOKENS)]

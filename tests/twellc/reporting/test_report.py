@@ -22,8 +22,6 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 class Page(HTMLParser):
-    """The words and tags of a page."""
-
     def __init__(self, page: str) -> None:
         super().__init__()
         self.words: list[str] = []
@@ -46,7 +44,6 @@ def write(path: Path, content: Any) -> Path:
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, Path]:
-    """A profile, decisions and measurements of one model."""
     folder = tmp_path / "given"
     folder.mkdir()
     profile().write(folder / "tiny.profile")

@@ -199,7 +199,6 @@ def test_a_window_below_the_profile_is_left_out(bytelm: Path, tmp_path: Path) ->
 
 @pytest.fixture(scope="module")
 def with_tokenizer(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny Llama with a tokenizer of words."""
     import tokenizers
     import transformers
 

@@ -24,7 +24,6 @@ STEPS = 12
 
 
 def sparse_block(dtype: torch.dtype = torch.bfloat16) -> Any:
-    """A block of which about 2 % are active."""
     block = Gated(biases="gud", d_model=D_MODEL, d_ff=D_FF)
     with torch.no_grad():
         nn.init.normal_(block.gate.weight, std=D_MODEL**-0.5)

@@ -22,7 +22,6 @@ from twellc.training import L1Penalty, take_counts
 
 
 def steps(model: Any, ids: Tensor, **options: Any) -> float:
-    """Run a forward and a backward; return the loss."""
     loss = model(input_ids=ids, labels=ids, **options).loss
     loss.backward()
     return float(loss.detach())
@@ -199,7 +198,6 @@ def test_what_looks_into_a_block_sees_it(name: str) -> None:
 
 
 def hidden_of(model: Any, ids: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return h and gate of each block of a Llama or an OPT, by its path."""
     h: dict[str, Tensor] = {}
     g: dict[str, Tensor] = {}
     for path, module in model.named_modules():

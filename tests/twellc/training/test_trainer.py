@@ -98,7 +98,6 @@ def test_the_loss_that_is_trained_on(tmp_path: Path) -> None:
 
 
 def order_of(folder: Path) -> list[list[int]]:
-    """Return which sequences a Trainer puts into its batches."""
     seen: list[list[int]] = []
     data = Ids()
 
