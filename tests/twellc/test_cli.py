@@ -520,16 +520,6 @@ def test_numbers_out_of_range(cli: Cli, archive: Path, command: str, options: li
     failed(cli(command, *operands, *options), f"Invalid value for '{options[0]}'", "range")
 
 
-def test_bad_models(cli: Cli, tmp_path: Path) -> None:
-    plan = tmp_path / "m.plan"
-    failed(cli("compile", tmp_path / "nothing", "-o", plan), "there is no such file or folder")
-    (tmp_path / "text.pt2").write_text("hello")
-    failed(cli("compile", tmp_path / "text.pt2", "-o", plan), "text.pt2", "not a model that twellc reads")
-    (tmp_path / "folder").mkdir()
-    failed(cli("compile", tmp_path / "folder", "-o", plan), "no config.json in this folder")
-    assert not plan.exists()
-
-
 def twellc(*arguments: object, **settings: str) -> subprocess.Popen[str]:
     options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     # What runs in the background of a shell ignores interrupts, and would hand that down.
@@ -613,11 +603,3 @@ def test_signal_while_outputs_are_moved(tmp_path: Path, monkeypatch: pytest.Monk
     assert came == [signal.SIGTERM, signal.SIGINT]
     assert files_in(tmp_path) == {"a": b"a", "b": b"b", "c": b"c"}
     assert len(list(tmp_path.iterdir())) == 3
-
-
-def test_version_and_help() -> None:
-    for argument, text in (("--version", "twellc, version"), ("--help", "Compile transformers")):
-        process = twellc(argument)
-        output, _ = process.communicate(timeout=60)
-        assert process.returncode == 0
-        assert text in output

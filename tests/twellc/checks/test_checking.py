@@ -813,10 +813,3 @@ def test_config_that_names_another_activation(cli: Cli, llama: Path, tmp_path: P
     found = json.loads(cli("inspect", folder, "--json").stdout)
     assert {layer["activation"] for layer in found["layers"]} == {"silu"}
     assert not any("config.json says" in note for note in found["notes"])
-
-
-def test_inspect_what_is_neither(cli: Cli, tmp_path: Path) -> None:
-    for name, content in (("m.plan", b"x"), ("m.txt", b"hello")):
-        (tmp_path / name).write_bytes(content)
-        assert cli("inspect", tmp_path / name).exit_code == 2
-    assert cli("inspect", tmp_path / "nothing").exit_code == 2

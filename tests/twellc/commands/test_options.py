@@ -169,9 +169,10 @@ def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert fix not in run("inspect", "org/name").stderr
 
 
-def test_version() -> None:
+def test_version_and_help() -> None:
     assert run("-V").stdout == run("--version").stdout
     assert twellc.__version__ in run("-V").stdout
+    assert "Compile transformers" in run("--help").stdout
 
 
 @pytest.mark.parametrize("before", [True, False])

@@ -16,8 +16,8 @@ from torch.nn import functional
 import twellc
 from tests import models
 from tests.models import Gated, Plain, Written
-from tests.twellc.eager.test_optimize import Ops, neox, packed, tokens
-from tests.twellc.eager.test_written_out import WIDTHS, made
+from tests.twellc.eager.test_optimize import Ops, packed, tokens
+from tests.twellc.eager.test_written_out import WIDTHS
 from tests.twellc.training.test_optimize import assert_same_gradients
 from twellc.base.errors import UserError
 from twellc.eager.optimization import blocks_in_training
@@ -36,25 +36,16 @@ from twellc.training import (
 from twellc.training.counts import Fired
 from twellc.training.log import LoggedBlock, LoggedRun, LoggedStep, LogWriter
 
-
-def gemma(**changes: Any) -> Any:
-    import transformers
-
-    options = {**models.SMALL, "intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 8, **changes}
-    return models._seeded(transformers.Gemma2ForCausalLM, transformers.Gemma2Config(**options))
-
-
-def written_out(name: str, **changes: Any) -> Any:
-    return made(name, **{**WIDTHS, "max_position_embeddings": 64, **changes})
+bart = models.family("Bart", "ForConditionalGeneration", **WIDTHS, vocab_size=96, max_position_embeddings=64)
 
 
 DENSE = {
     "llama": (lambda: models.llama("silu"), "hidden_act", 2),
-    "neox": (lambda: neox(hidden_act="gelu"), "hidden_act", 2),
-    "gemma": (gemma, "hidden_activation", 2),
+    "neox": (lambda: models.gpt_neox(hidden_act="gelu"), "hidden_act", 2),
+    "gemma": (models.family("Gemma2", **models.WIDE, head_dim=8), "hidden_activation", 2),
     "t5": (lambda: models.t5(feed_forward_proj="gated-gelu"), "dense_act_fn", 2),
     "opt": (lambda: models.opt(activation_function="gelu"), "activation_function", 2),
-    "bart": (lambda: written_out("Bart", activation_function="gelu"), "activation_function", 3),
+    "bart": (lambda: bart(activation_function="gelu"), "activation_function", 3),
 }
 
 
@@ -106,7 +97,7 @@ def shares(model: nn.Module, share: float) -> None:
 def test_blend_of_blocks_that_are_written_out(name: str, tmp_path: Path) -> None:
     """In training, in eval mode, saved, and restored, a model is what it would be without the ops."""
     changes = {"activation_function": "gelu", "dropout": 0.0}
-    model = models.opt(**changes) if name == "opt" else written_out("Bart", **changes)
+    model = (models.opt if name == "opt" else bart)(**changes)
     dense, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())
     blends = [sparsify(each, steps=4) for each in (model, dense)]
     twellc.optimize(model, training=True)
