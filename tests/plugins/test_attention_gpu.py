@@ -10,16 +10,7 @@ import threading
 import pytest
 import torch
 
-from tests.plugins.attention_calls import (
-    SCALE,
-    MakePlan,
-    Plan,
-    assert_right,
-    lib,
-    make_plan,
-    on_gpu,
-    random_operands,
-)
+from tests.plugins.attention_calls import SCALE, MakePlan, Plan, assert_right, lib, make_plan, on_gpu, random_operands
 from tests.plugins.attention_reference import BF16, CASES, FP16
 from twellc.plugins import library
 from twellc.plugins.attention_op import ATTENTION

@@ -39,12 +39,9 @@ def reference(operands: list[Tensor | None], activation: str, threshold: float) 
         return x @ weight.t() + (0 if bias is None else bias)
 
     z = project(*pairs[0])
-    g = {
-        "relu": z.clamp(min=0),
-        "drelu": z.clamp(min=0),
-        "relu2": z.clamp(min=0) ** 2,
-        "fatrelu": z * (z > threshold),
-    }[activation]
+    g = {"relu": z.clamp(min=0), "drelu": z.clamp(min=0), "relu2": z.clamp(min=0) ** 2, "fatrelu": z * (z > threshold)}[
+        activation
+    ]
     if len(pairs) == 3:
         up = project(*pairs[1])
         g = g * (up.clamp(min=0) if activation == "drelu" else up)

@@ -290,9 +290,7 @@ def test_plugins_prints_what_the_library_is() -> None:
 def test_plugins_check_finds_modules_and_libraries(lean_folder: Folder) -> None:
     pytest.importorskip("tensorrt_rtx_bindings")
     done = plugins_command(
-        "--check",
-        folder=lean_folder("lean11"),
-        LD_LIBRARY_PATH=str(lean_folder("lean10") / "tensorrt_lean_libs"),
+        "--check", folder=lean_folder("lean11"), LD_LIBRARY_PATH=str(lean_folder("lean10") / "tensorrt_lean_libs")
     )
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith(("ok", "FAILED"))]

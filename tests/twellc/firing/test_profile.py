@@ -272,8 +272,7 @@ def test_merging(cli: Cli, bytelm: Path, llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "option",
-    ["--inputs x", "--dtype bf16", "--tokens 5", "--padding none", "--batch 8", "--trust-model"],
+    "option", ["--inputs x", "--dtype bf16", "--tokens 5", "--padding none", "--batch 8", "--trust-model"]
 )
 def test_merging_takes_no_option_of_a_run(cli: Cli, tmp_path: Path, option: str) -> None:
     """Not even a default one."""
@@ -316,10 +315,7 @@ DATA = {
         b'{"input_ids": [1, 256]}\n',
         "line 1: has token ids that the model has not; got 1 to 256; expected 0 to 255",
     ),
-    "number.jsonl": (
-        b'{"text": 1, "input_ids": [1]}\n',
-        "is neither a text nor a list of token ids; got int",
-    ),
+    "number.jsonl": (b'{"text": 1, "input_ids": [1]}\n', "is neither a text nor a list of token ids; got int"),
     "floats.jsonl": (b'{"input_ids": [1, 2.0]}\n', "the field 'input_ids' is neither a text nor a list of token ids"),
     "suffix.NPY": (b"\x93NUMPY", "cannot be read as an .npy file"),
     "half.jsonl": (b'{"text": "a\\ud800"}\n', "line 1: the field 'text' has half of a surrogate pair"),
