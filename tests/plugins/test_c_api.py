@@ -14,19 +14,8 @@ HEADER = Path(__file__).resolve().parents[2] / "plugins" / "include" / "twell" /
 
 
 def problem(**changes: float) -> library.Problem:
-    fields = {
-        "tokens": 100,
-        "d_model": 72,
-        "d_ff": 600,
-        "d_out": 136,
-        "compression": 8,
-        "dtype": 0,
-        "variant": 0,
-        "activation": 0,
-        "threshold": 0.0,
-        "hot": 0,
-    }
-    return library.Problem(**{**fields, **changes})
+    sizes = {"tokens": 100, "d_model": 72, "d_ff": 600, "d_out": 136, "compression": 8}
+    return library.Problem(**{**sizes, **changes})
 
 
 def test_version() -> None:

@@ -9,22 +9,10 @@ import pytest
 import torch
 
 from twellc.base.errors import UserError
-from twellc.benchmarking import contest
 from twellc.benchmarking.contest import Contest
-from twellc.benchmarking.timing import CallTime, machine, record, refuse_without_gpu, time_calls, times_of
+from twellc.benchmarking.timing import machine, record, refuse_without_gpu, time_calls, times_of
 
 TRUTH = torch.randn(8, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-
-
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run calls as they are, and give each a time."""
-
-    def record(calls: list[Callable[[], object]]) -> Callable[[], object]:
-        return lambda: [call() for call in calls]
-
-    monkeypatch.setattr(contest, "record", record)
-    monkeypatch.setattr(contest, "time_calls", lambda calls, repeats: [CallTime(i, i, i) for i in range(len(calls))])
 
 
 def rounded(dtype: torch.dtype) -> Callable[[], Any]:
@@ -35,7 +23,7 @@ def fail() -> Any:
     raise RuntimeError("no room\nat all")
 
 
-@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.usefixtures("no_gpu_needed")
 def test_who_is_kept() -> None:
     found = Contest(TRUTH, lambda result: result, language_model=False)
     found.add("yardstick", rounded(torch.bfloat16))
@@ -50,7 +38,7 @@ def test_who_is_kept() -> None:
     assert "its result is off" in found.failed["wrong"]
 
 
-@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.usefixtures("no_gpu_needed")
 def test_what_a_call_reads_lives_as_long_as_its_recording() -> None:
     """A CUDA graph holds nothing: what only the call refers to would be memory of somebody else."""
     read = rounded(torch.bfloat16)
@@ -63,7 +51,7 @@ def test_what_a_call_reads_lives_as_long_as_its_recording() -> None:
     assert alive() is not None
 
 
-@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.usefixtures("no_gpu_needed")
 def test_without_a_yardstick() -> None:
     found = Contest(TRUTH, lambda result: result, language_model=False)
     found.add("yardstick", fail)
@@ -71,7 +59,7 @@ def test_without_a_yardstick() -> None:
     assert not found.time(1) and "the first contestant failed" in found.failed["other"]
 
 
-@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.usefixtures("no_gpu_needed")
 @pytest.mark.parametrize("lossy", [False, True])
 def test_what_is_not_finite(lossy: bool) -> None:
     """NaN for NaN is no agreement, nor one that a lossy contestant may have."""
@@ -90,7 +78,7 @@ def test_what_is_not_finite(lossy: bool) -> None:
     assert "cannot be compared" in nothing.failed["any"]
 
 
-@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.usefixtures("no_gpu_needed")
 def test_without_a_truth() -> None:
     found = Contest(None, lambda result: result, language_model=False)
     found.add("any", lambda: torch.zeros(3))

@@ -47,19 +47,11 @@ CASES = [
 ]
 
 
-@pytest.fixture
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run what is compiled as it is written: whether torch compiles right is not the question here."""
-    monkeypatch.setattr(forms, "_compiled", lambda function: function)
-    monkeypatch.setattr(forms, "takes_fp8", lambda _: True)
-    monkeypatch.setattr(forms, "takes_int4", lambda _: False)
-
-
 def relative(y: Tensor, exact: Tensor) -> float:
     return float((y.double() - exact).norm() / exact.norm())
 
 
-@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.usefixtures("no_gpu_needed")
 @pytest.mark.parametrize("shape", [(1, 32), (16, 32), (3, 7, 32)])
 @pytest.mark.parametrize(("variant", "activation", "biases"), CASES)
 def test_forms_compute_the_same(variant: str, activation: str, biases: bool, shape: tuple[int, ...]) -> None:
@@ -73,7 +65,7 @@ def test_forms_compute_the_same(variant: str, activation: str, biases: bool, sha
         assert relative(y, exact) < (0.15 if name == FP8 else 0.01), name
 
 
-@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.usefixtures("no_gpu_needed")
 def test_fp8_rounds() -> None:
     """It is no other name of the packed form, and its scales fit any range of values."""
     own, x = block("gated", "relu", biases=False), torch.randn(64, 32).bfloat16()

@@ -12,7 +12,7 @@ from tests import models
 from tests.caches import FAMILIES
 from tests.conftest import Cli, run_here
 from twellc.base.errors import UserError
-from twellc.compiling.manifest import Manifest, read_manifest
+from twellc.compiling.manifest import read_manifest
 from twellc.options.commands import compile_options
 from twellc.plugins.library import attention_library_path
 
@@ -102,26 +102,22 @@ def test_report_says_why_attention_is_decomposed(cli: Cli, tmp_path: Path) -> No
     assert found["cache"]["text"] is None
 
 
-def forms(model: Path, folder: Path, length: int) -> Manifest:
-    path = folder / "m.onnx"
-    options = {"attention": "cudnn", "layers": "none", "overwrite": True}
-    return twellc.compile(model, backend="none", onnx=path, kv_cache=length, batch=3, **options)
-
-
 @pytest.mark.slow
-def test_windows_are_masks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("length", "form", "mask", "names"),
+    [
+        (24, "matmul", "tensor", ["TwellAppendCaches"]),
+        # The window holds the whole cache.
+        (5, "cudnn", "causal", ["TwellCachedAttention", "TwellAppendCaches"]),
+    ],
+)
+def test_windows_are_masks(length: int, form: str, mask: str, names: list[str], tmp_path: Path) -> None:
     model = models.save(FAMILIES["phi3-window"](num_hidden_layers=1), tmp_path / "phi3")
-    manifest = forms(model, tmp_path, 24)
-    assert {(block.form, block.mask) for block in manifest.attention} == {("matmul", "tensor")}
-    assert "no mask that the model computes" in manifest.attention[0].reason
-
-
-@pytest.mark.slow
-def test_a_window_that_holds_the_whole_cache_is_none(tmp_path: Path) -> None:
-    model = models.save(FAMILIES["phi3-window"](num_hidden_layers=1), tmp_path / "phi3")
-    manifest = forms(model, tmp_path, 5)
-    assert {(block.form, block.mask) for block in manifest.attention} == {("cudnn", "causal")}
-    assert manifest.plugins.names == ["TwellCachedAttention", "TwellAppendCaches"]
+    options = {"attention": "cudnn", "layers": "none", "kv_cache": length, "batch": 3}
+    manifest = twellc.compile(model, backend="none", onnx=tmp_path / "m.onnx", **options)
+    assert {(block.form, block.mask) for block in manifest.attention} == {(form, mask)}
+    assert manifest.plugins.names == names
+    assert ("no mask that the model computes" in manifest.attention[0].reason) == (mask == "tensor")
 
 
 def test_defaults(llama: Path) -> None:
@@ -161,16 +157,14 @@ def test_refused(request: pytest.FixtureRequest, cli: Cli, tmp_path: Path, name:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_triton_is_refused(cli: Cli, llama: Path, tmp_path: Path) -> None:
-    done = cli("compile", llama, "--triton", tmp_path / "repository", *SIZES)
-    assert (done.exit_code, list(tmp_path.iterdir())) == (2, [])
-    assert "--triton: Triton would copy the caches in every call" in done.output
-
-
-def test_an_onnx_file_is_refused(cli: Cli, plan: Path, tmp_path: Path) -> None:
-    done = cli("compile", plan.with_suffix(".onnx"), "-o", tmp_path / "m.plan", *SIZES)
-    assert (done.exit_code, list(tmp_path.iterdir())) == (2, [])
-    assert "--kv-cache: only a Hugging Face directory can be compiled with a cache" in done.output
+def test_other_ways_are_refused(cli: Cli, llama: Path, plan: Path, tmp_path: Path) -> None:
+    for model, option, file, message in (
+        (llama, "--triton", "repository", "--triton: Triton would copy the caches in every call"),
+        (plan.with_suffix(".onnx"), "-o", "m.plan", "--kv-cache: only a Hugging Face directory can be compiled with a"),
+    ):
+        done = cli("compile", model, option, tmp_path / file, *SIZES)
+        assert (done.exit_code, list(tmp_path.iterdir())) == (2, [])
+        assert message in done.output
 
 
 def test_files_for_text_are_not_overwritten(cli: Cli, llama: Path, tmp_path: Path) -> None:

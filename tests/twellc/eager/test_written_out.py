@@ -22,19 +22,11 @@ from tests.tolerance import assert_as_accurate
 from tests.twellc.eager.test_optimize import ops_of, tokens
 from twellc.base.errors import UserError
 
+PARTS = {"layers": 2, "ffn_dim": 96, "attention_heads": 4}
 WIDTHS = {
-    "d_model": 32,
-    "encoder_layers": 1,
-    "decoder_layers": 2,
-    "encoder_ffn_dim": 96,
-    "decoder_ffn_dim": 96,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "activation_function": "relu",
-    "pad_token_id": 1,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
+    **{f"{part}_{what}": size for part in ("encoder", "decoder") for what, size in PARTS.items()},
+    **{"d_model": 32, "encoder_layers": 1, "activation_function": "relu"},
+    **{"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 1},
 }
 # What makes a model, its inputs, and how many blocks it has.
 Family = Callable[[], tuple[Any, dict[str, Any], int]]

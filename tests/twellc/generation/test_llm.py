@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +102,18 @@ def test_stop_texts(llm: LLM) -> None:
     assert both[1].outputs[0].text == llm.generate("größer", params)[0].outputs[0].text
 
 
+def with_generation(talker: Path, folder: Path, **settings: Any) -> Path:
+    shutil.copytree(talker, folder)
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    return folder
+
+
 def test_end_tokens(talker: Path, tmp_path: Path) -> None:
     """Those of generation_config.json, those asked for, and none."""
     tokens = LLM(talker, device="cpu").generate("fox", SamplingParams(max_tokens=8))[0].outputs[0].token_ids
     place = next(place for place in range(2, 8) if tokens[place] not in tokens[:place])
     third = tokens[place]
-    shutil.copytree(talker, tmp_path / "m")
-    (tmp_path / "m" / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, third], "do_sample": True}))
-    llm = LLM(tmp_path / "m", device="cpu")
+    llm = LLM(with_generation(talker, tmp_path / "m", eos_token_id=[0, third], do_sample=True), device="cpu")
     ended = llm.generate("fox", SamplingParams(max_tokens=8))[0].outputs[0]
     assert (ended.token_ids, ended.finish_reason, ended.stop_reason) == (tokens[: place + 1], "stop", None)
     assert llm.generate("fox", SamplingParams(max_tokens=8, ignore_eos=True))[0].outputs[0].token_ids == tokens
@@ -121,14 +126,12 @@ def test_damaged_end_tokens(talker: Path, tmp_path: Path) -> None:
     """Of either file, in a model and in a plan."""
     folder = Path(shutil.copytree(talker, tmp_path / "m"))
     config = PreTrainedConfig.from_dict(json.loads((talker / "config.json").read_text()))
-    for value in ("</s>", 1.0, [[1]], True):
+    readers: list[Callable[[], Any]] = [lambda: end_tokens(folder, config)] * 4
+    readers += [lambda: LLM(folder, device="cpu"), lambda: load_with_cache(folder, CacheOptions(32), "last", None)]
+    for value, read in zip(("</s>", 1.0, [[1]], *[True] * 3), readers, strict=True):
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
         with pytest.raises(UserError, match=r"generation_config\.json: eos_token_id is not a token"):
-            end_tokens(folder, config)
-    with pytest.raises(UserError, match=r"generation_config\.json: eos_token_id is not a token"):
-        LLM(folder, device="cpu")
-    with pytest.raises(UserError, match=r"generation_config\.json: eos_token_id is not a token"):
-        load_with_cache(folder, CacheOptions(32), "last", None)
+            read()
     (folder / "generation_config.json").unlink()
     (folder / "config.json").write_text(json.dumps({**config.to_dict(), "eos_token_id": "</s>"}))
     with pytest.raises(UserError, match=r"config\.json"):
@@ -137,8 +140,7 @@ def test_damaged_end_tokens(talker: Path, tmp_path: Path) -> None:
 
 def test_no_end_tokens(talker: Path, tmp_path: Path) -> None:
     """`null` in generation_config.json is not that of config.json."""
-    shutil.copytree(talker, tmp_path / "m")
-    (tmp_path / "m" / "generation_config.json").write_text(json.dumps({"eos_token_id": None}))
+    with_generation(talker, tmp_path / "m", eos_token_id=None)
     assert LLM(tmp_path / "m", device="cpu").model.generation_config.eos_token_id is None
     config = PreTrainedConfig.from_dict(json.loads((talker / "config.json").read_text()))
     assert end_tokens(tmp_path / "m", config) == []
@@ -146,8 +148,7 @@ def test_no_end_tokens(talker: Path, tmp_path: Path) -> None:
 
 def test_padding_is_that_of_the_model(talker: Path, tmp_path: Path) -> None:
     """Prompts that are padded with it need no mask, as in transformers."""
-    shutil.copytree(talker, tmp_path / "m")
-    (tmp_path / "m" / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "pad_token_id": 2}))
+    with_generation(talker, tmp_path / "m", eos_token_id=0, pad_token_id=2)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32).eval()
     ids = torch.tensor([[2, 2, 7, 8], [9, 10, 11, 12]])
     with torch.no_grad():

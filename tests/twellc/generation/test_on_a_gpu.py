@@ -27,10 +27,14 @@ DRAWN: dict[str, Any] = {"do_sample": True, "temperature": 1.2, "top_k": 30, "to
 def pair(family: Family) -> tuple[CausalModel, Any]:
     """Ours and transformers' own, dense in float32: what is left is decoding."""
     folder, model = family("llama")
-    backend = load_directory(folder, "cuda", "fp32", layers="none")
-    settings = GenerationConfig(pad_token_id=0, eos_token_id=2)
-    model.generation_config = settings
-    return CausalModel(backend, backend.model.config, settings), model.cuda()
+    ours = loaded(folder)
+    model.generation_config = ours.generation_config
+    return ours, model.cuda()
+
+
+def loaded(folder: Path, dtype: str = "fp32", **options: Any) -> CausalModel:
+    backend = load_directory(folder, "cuda", dtype, layers="none", **options)
+    return CausalModel(backend, backend.model.config, GenerationConfig(pad_token_id=0, eos_token_id=2))
 
 
 def prompts(*lengths: int) -> dict[str, torch.Tensor]:
@@ -94,9 +98,7 @@ CALLS: dict[str, dict[str, Any]] = {
 def test_any_order_of_calls(family: Family, order: int) -> None:
     """Each call answers as in a model that has answered nothing before, also where the number of rows changes."""
     folder, _ = family("llama")
-    settings = GenerationConfig(pad_token_id=0, eos_token_id=2)
-    backend, other = (load_directory(folder, "cuda", "fp32", layers="none") for _ in range(2))
-    ours = CausalModel(backend, backend.model.config, settings)
+    ours, other = loaded(folder), load_directory(folder, "cuda", "fp32", layers="none")
     batches = [prompts(7, 12), prompts(9), prompts(3, 8)]
     expected: dict[tuple[str, int], torch.Tensor] = {}
     chosen = random.Random(order)
@@ -104,7 +106,7 @@ def test_any_order_of_calls(family: Family, order: int) -> None:
         name, number = chosen.choice([*CALLS]), chosen.randrange(len(batches))
         given: dict[str, Any] = {**batches[number], **CALLS[name], "max_new_tokens": 12}
         if (name, number) not in expected:
-            expected[name, number] = CausalModel(other, other.model.config, settings).generate(**given)
+            expected[name, number] = CausalModel(other, other.model.config, ours.generation_config).generate(**given)
         assert torch.equal(ours.generate(**given), expected[name, number]), name
 
 
@@ -167,9 +169,7 @@ def test_a_row_that_ended_harms_nobody(pair: tuple[CausalModel, Any]) -> None:
 def test_models_in_threads(family: Family, dtype: str) -> None:
     """Each records graphs while the other one computes, and records; in bfloat16 they share plans of cuDNN."""
     folder, _ = family("llama", hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
-    settings = GenerationConfig(pad_token_id=0, eos_token_id=2)
-    backends = [load_directory(folder, "cuda", dtype, layers="none") for _ in range(2)]
-    several = [CausalModel(backend, backend.model.config, settings) for backend in backends]
+    several = [loaded(folder, dtype) for _ in range(2)]
     batches = [{**prompts(*[7] * rows), "max_new_tokens": 24} for rows in (1, 2, 3, 4)]
     expected = [several[0].generate(**given) for given in batches]
     found: list[list[tuple[torch.Tensor, bool]]] = [[], []]
@@ -197,8 +197,7 @@ def _ids(given: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.slow
 def test_compiled_steps(family: Family) -> None:
     folder, model = family("llama")
-    backend = load_directory(folder, "cuda", "fp32", layers="none", compiled=True)
-    ours = CausalModel(backend, backend.model.config, GenerationConfig(pad_token_id=0, eos_token_id=2))
+    ours = loaded(folder, compiled=True)
     given: dict[str, Any] = {**prompts(7, 12), "max_new_tokens": 24}
     model.generation_config = ours.generation_config
     assert torch.equal(ours.generate(**given), model.cuda().generate(**given, do_sample=False).cpu())

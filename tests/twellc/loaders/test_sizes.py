@@ -66,16 +66,8 @@ def test_an_encoder_of_images_and_a_decoder(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def canine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """It pads its sequence by a number that torch.export takes for a constant."""
-    config = transformers.CanineConfig(
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        intermediate_size=64,
-        hidden_act="relu",
-        max_position_embeddings=64,
-        local_transformer_stride=16,
-        num_hash_buckets=64,
-    )
+    sizes = {**SMALL, "max_position_embeddings": 64, "local_transformer_stride": 16, "num_hash_buckets": 64}
+    config = transformers.CanineConfig(**sizes)
     return save(transformers.CanineModel(config), tmp_path_factory.mktemp("models") / "canine")
 
 
@@ -185,49 +177,28 @@ TEXT: dict[str, Any] = {
 VISION = TEXT | {"image_size": 32, "patch_size": 8}
 
 
-def clip() -> Any:
-    words = TEXT | {"vocab_size": 96, "max_position_embeddings": 16, "eos_token_id": 95, "bos_token_id": 1}
-    config = transformers.CLIPConfig(text_config=words | {"pad_token_id": 0}, vision_config=VISION, projection_dim=32)
-    return transformers.CLIPModel(config)
-
-
-def whisper() -> Any:
-    sizes = {
-        f"{side}_{what}": size
-        for side in ("encoder", "decoder")
-        for what, size in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 96))
-    }
-    config = transformers.WhisperConfig(
-        vocab_size=96,
-        num_mel_bins=16,
-        d_model=32,
-        max_source_positions=20,
-        max_target_positions=24,
-        activation_function="relu",
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        decoder_start_token_id=1,
-        suppress_tokens=None,
-        begin_suppress_tokens=None,
-        **sizes,
-    )
-    return transformers.WhisperForConditionalGeneration(config)
-
-
-def wav2vec2() -> Any:
-    config = transformers.Wav2Vec2Config(
-        **TEXT,
-        vocab_size=96,
-        conv_dim=(32, 32),
-        conv_stride=(5, 2),
-        conv_kernel=(10, 3),
-        num_conv_pos_embeddings=16,
-        num_conv_pos_embedding_groups=2,
-    )
-    return transformers.Wav2Vec2ForCTC(config)
-
-
+clip = models.family(
+    "CLIP",
+    "Model",
+    text_config={**TEXT, "vocab_size": 96, "max_position_embeddings": 16, "eos_token_id": 95, "pad_token_id": 0},
+    vision_config=VISION,
+    projection_dim=32,
+)
+PARTS = {"layers": 1, "attention_heads": 4, "ffn_dim": 96}
+whisper = models.family(
+    "Whisper",
+    "ForConditionalGeneration",
+    **{f"{side}_{what}": size for side in ("encoder", "decoder") for what, size in PARTS.items()},
+    **{"vocab_size": 96, "num_mel_bins": 16, "d_model": 32, "max_source_positions": 20, "max_target_positions": 24},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
+    **{"activation_function": "relu", "suppress_tokens": None, "begin_suppress_tokens": None},
+)
+wav2vec2 = models.family(
+    "Wav2Vec2",
+    "ForCTC",
+    **{**TEXT, "vocab_size": 96, "conv_dim": (32, 32), "conv_stride": (5, 2), "conv_kernel": (10, 3)},
+    **{"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2},
+)
 # Model, its inputs, and how many of its blocks are rewritten.
 MODELS: dict[str, tuple[Callable[[], Any], set[str], int]] = {
     "vit": (lambda: transformers.ViTForImageClassification(transformers.ViTConfig(**VISION)), {"pixel_values"}, 2),

@@ -415,17 +415,8 @@ BLOCKS = [LoggedBlock("a", 8), LoggedBlock("b", 16)]
 
 
 def record(step: int, **changes: Any) -> LoggedStep:
-    values: dict[str, Any] = {
-        "step": step,
-        "loss": 2.0,
-        "l1": 1.0,
-        "coefficient": 0.1,
-        "tokens": 64,
-        "density": [0.5, 0.25],
-        "dead": [0.0, 0.125],
-        "relu": 1.0,
-        "reinitialised": 0,
-    }
+    values: dict[str, Any] = {"step": step, "loss": 2.0, "l1": 1.0, "coefficient": 0.1, "tokens": 64, "relu": 1.0}
+    values |= {"density": [0.5, 0.25], "dead": [0.0, 0.125], "reinitialised": 0}
     return LoggedStep(**{**values, **changes})
 
 
