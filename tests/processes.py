@@ -5,7 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,15 @@ def captured(
     return subprocess.run(
         words, env=env or environment(), cwd=cwd, check=check, capture_output=True, text=True, timeout=500
     )
+
+
+def at_once(call: Callable[[int], object], count: int) -> None:
+    """Call a function with each number below `count`, in a thread each, and wait for all."""
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def end_with_parent() -> None:

@@ -10,6 +10,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
+from tests.processes import at_once
 from twellc.plugins.all_reduce_op import ALL_REDUCE
 
 _PATIENCE = 60  # seconds
@@ -49,11 +50,7 @@ def run_ranks(programs: Sequence[ExportedProgram], *inputs: Tensor) -> list[list
             errors.append(error)
             barrier.abort()
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(programs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(run, len(programs))
     if errors:
         raise errors[0]
     return outputs

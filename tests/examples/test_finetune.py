@@ -150,9 +150,7 @@ def test_processes_that_share_the_weights(dense: Path, tmp_path: Path) -> None:
         out = tmp_path / f"by-{number}"
         given = [*launcher, str(number), *before, script, *options, "--batch", str(batch), "--output", out]
         sharded = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if before else {}
-        settings = environment(OMP_NUM_THREADS="1", **sharded)
-        command = list(map(str, given))
-        done = captured(command, env=settings)
+        done = captured(given, env=environment(OMP_NUM_THREADS="1", **sharded))
         assert done.returncode == 0, done.stderr
         found.append(load_file(out / "model.safetensors"))
     alone, shared = found

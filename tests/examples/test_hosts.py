@@ -1,7 +1,6 @@
 """The host programs in examples/hosts, each as far as this machine lets it run."""
 
 import importlib.util
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +18,6 @@ __all__ = ["cpp_host", "lean_folder"]
 HOSTS = ROOT / "examples" / "hosts"
 
 
-def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    return captured(command)
-
-
 @pytest.fixture
 def plan(tmp_path: Path) -> Path:
     """A file that is not a plan: a host gets as far as opening it."""
@@ -33,7 +28,7 @@ def plan(tmp_path: Path) -> Path:
 
 def test_python_host_registers_and_says_why_it_cannot_open_a_plan(plan: Path) -> None:
     trt = pytest.importorskip("tensorrt_rtx_bindings")
-    done = run(sys.executable, HOSTS / "python" / "run_plan.py", plan, "--module", trt.__name__)
+    done = captured([sys.executable, HOSTS / "python" / "run_plan.py", plan, "--module", trt.__name__])
     assert done.stdout == f"TwELL plugins: registered in tensorrt_rtx_bindings {trt.__version__}\n"
     # Without a GPU it is CUDA that is missing; with one, the plan is not what it should be.
     start = f"{plan}: tensorrt_rtx_bindings {trt.__version__} cannot open the plan: "
@@ -42,16 +37,16 @@ def test_python_host_registers_and_says_why_it_cannot_open_a_plan(plan: Path) ->
 
 
 def test_python_host_without_its_tensorrt(plan: Path) -> None:
-    done = run(sys.executable, HOSTS / "python" / "run_plan.py", plan, "--module", "tensorrt_of_nobody")
+    done = captured([sys.executable, HOSTS / "python" / "run_plan.py", plan, "--module", "tensorrt_of_nobody"])
     assert (done.returncode, done.stderr) == (1, "No module named 'tensorrt_of_nobody'\n")
 
 
 def test_python_host_that_generates(plan: Path) -> None:
     program = HOSTS / "python" / "generate.py"
-    done = run(sys.executable, program, plan, "1", "2", "--module", "tensorrt-rtx")
+    done = captured([sys.executable, program, plan, "1", "2", "--module", "tensorrt-rtx"])
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.startswith(f"{plan}: the plan cannot be opened (") or "tensorrt-rtx" in done.stderr
-    assert run(sys.executable, program, plan).returncode == 2
+    assert captured([sys.executable, program, plan]).returncode == 2
 
 
 PROGRAMS: dict[str, tuple[str, ...]] = {"run_plan": (), "generate": ("3", "1", "2")}
@@ -75,7 +70,7 @@ def test_cpp_host_registers_and_says_why_it_stops(
     cpp_host: Path, core: Callable[[str], Path], plan: Path, program: str, runtime: str
 ) -> None:
     library = core(runtime)
-    done = run(cpp_host.with_name(program), library, library_path(), plan, *PROGRAMS[program])
+    done = captured([cpp_host.with_name(program), library, library_path(), plan, *PROGRAMS[program]])
     assert done.stdout == f"TwELL plugins: registered in {library}, version {RUNTIMES[runtime]}\n"
     assert done.returncode == 1
     # The headers are those of TensorRT 10, so with another the program must stop before it uses them.
@@ -97,9 +92,9 @@ def test_cpp_host_registers_all_libraries_that_a_plan_needs(
     if attention is None:
         pytest.skip("no libtwell_attention.so was built")
     for libraries in (f"{library_path()}:{attention}", f"{attention}"):
-        done = run(cpp_host.with_name("generate"), core("rtx"), libraries, plan, *PROGRAMS["generate"])
+        done = captured([cpp_host.with_name("generate"), core("rtx"), libraries, plan, *PROGRAMS["generate"]])
         assert done.stdout == f"TwELL plugins: registered in {core('rtx')}, version 1.7.1\n"
-    done = run(cpp_host, core("rtx"), f"{library_path()}:{plan.with_name('libnothing.so')}", plan)
+    done = captured([cpp_host, core("rtx"), f"{library_path()}:{plan.with_name('libnothing.so')}", plan])
     assert done.returncode == 1 and "libnothing.so: cannot open shared object file" in done.stderr
 
 
@@ -107,8 +102,8 @@ def test_cpp_host_registers_all_libraries_that_a_plan_needs(
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_cpp_host_needs_three_files(cpp_host: Path, plan: Path, program: str) -> None:
     built = cpp_host.with_name(program)
-    assert run(built).returncode == 2
-    done = run(built, plan.with_name("libnvinfer.so.10"), library_path(), plan, *PROGRAMS[program])
+    assert captured([built]).returncode == 2
+    done = captured([built, plan.with_name("libnvinfer.so.10"), library_path(), plan, *PROGRAMS[program]])
     assert done.returncode == 1 and "libnvinfer.so.10: cannot open shared object file" in done.stderr
 
 
@@ -116,6 +111,6 @@ def test_cpp_host_needs_three_files(cpp_host: Path, plan: Path, program: str) ->
 def test_pycuda_calls_the_kernels() -> None:
     if importlib.util.find_spec("pycuda") is None:
         pytest.skip("PyCUDA is not installed: pip install twellc[pycuda], which compiles it against a CUDA toolkit")
-    done = run(sys.executable, HOSTS / "pycuda" / "call_kernels.py")
+    done = captured([sys.executable, HOSTS / "pycuda" / "call_kernels.py"])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "of the neurons fire; relative error" in done.stdout

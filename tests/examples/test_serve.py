@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from tests.processes import end_with_parent, environment
+from tests.processes import at_once, end_with_parent, environment
 from twellc import LLM, SamplingParams
 
 openai = pytest.importorskip("openai", reason="pip install twellc[serve,dev]")
@@ -139,14 +138,8 @@ def test_seeds_and_several_answers(client: Any) -> None:
 
 def test_neutral_values_and_names_of_vllm(client: Any) -> None:
     plain = ask(client, max_tokens=6).choices[0].message.content
-    neutral: dict[str, Any] = {
-        "logprobs": False,
-        "presence_penalty": 0,
-        "tools": [],
-        "user": "me",
-        "response_format": {"type": "text"},
-        "extra_body": {"top_k": 5, "min_p": 0.1, "ignore_eos": False},
-    }
+    neutral: dict[str, Any] = {"logprobs": False, "presence_penalty": 0, "tools": [], "user": "me"}
+    neutral |= {"response_format": {"type": "text"}, "extra_body": {"top_k": 5, "min_p": 0.1, "ignore_eos": False}}
     assert ask(client, max_tokens=6, **neutral).choices[0].message.content == plain
     biased = ask(client, max_tokens=3, logit_bias={"7": 100}, extra_body={"ignore_eos": True})
     assert biased.usage.completion_tokens == 3
@@ -212,14 +205,7 @@ def test_requests_at_once_and_one_that_is_given_up(client: Any) -> None:
     next(iter(chunks))
     chunks.close()
     found: list[str] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(ask(client, max_tokens=12).choices[0].message.content))
-        for _ in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    at_once(lambda _: found.append(ask(client, max_tokens=12).choices[0].message.content), 3)
     assert found == [expected] * 3
 
 

@@ -12,6 +12,7 @@ import torch
 
 from tests.plugins.attention_calls import SCALE, MakePlan, Plan, assert_right, lib, make_plan, on_gpu, random_operands
 from tests.plugins.attention_reference import BF16, CASES, FP16
+from tests.processes import at_once
 from twellc.plugins import library
 from twellc.plugins.attention_op import ATTENTION
 
@@ -154,11 +155,7 @@ def test_threads_with_streams_of_their_own(lib: ctypes.CDLL) -> None:
         except Exception as error:
             faults.append(f"{index}: {error}")
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(work, 2)
     assert faults == []
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.processes import at_once
 from tests.tensorrt.plans import twellc
 from twellc import LLM, SamplingParams, UserError
 
@@ -79,11 +79,7 @@ def test_two_threads(answering: Path) -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
             found[number] = [models[number].generate(TEXTS[number], params) for _ in range(4)]
 
-    threads = [threading.Thread(target=answer, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(answer, 2)
     assert all(found[number] == [expected[number]] * 4 for number in range(2))
 
 

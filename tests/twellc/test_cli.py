@@ -77,22 +77,9 @@ def test_compile_to_a_plan(cli: Cli, archive: Path, tmp_path: Path) -> None:
     }
     assert manifest["settings"] == {"dtype": "bf16", "layers": "auto", "compression": 4, "attention_forms": []}
     expectation = manifest["layers"][0]["expectation"]
-    assert manifest["layers"] == [
-        {
-            "module": "ffn",
-            "variant": "gated",
-            "activation": "relu",
-            "d_model": 16,
-            "d_ff": 320,
-            "d_out": 16,
-            "matched": True,
-            "decision": "twell",
-            "reason": "matches",
-            "residual": True,
-            "hot": 0,
-            "expectation": expectation,
-        }
-    ]
+    facts = {"variant": "gated", "activation": "relu", "d_model": 16, "d_ff": 320, "d_out": 16, "matched": True}
+    facts |= {"decision": "twell", "reason": "matches", "residual": True, "hot": 0, "expectation": expectation}
+    assert manifest["layers"] == [{"module": "ffn", **facts}]
     assert manifest["plugins"]["names"] == ["TwellGatedMlp"]
     assert manifest["onnx"] == {"file": "m.onnx", "sha256": sha256(graph)}
     assert manifest["plan"]["file"] == "m.plan"

@@ -1,6 +1,5 @@
 """What runs on the second GPU gives what it gives on the first, also while another runs there."""
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 
 import twellc
+from tests.processes import at_once
 from twellc import LLM, SamplingParams
 from twellc.plugins.cache_op import CACHED_ATTENTION
 
@@ -65,11 +65,7 @@ def test_both_at_once(first: LLM, second: LLM, expected: list[Any]) -> None:
             llm.generate(TEXTS[:rows], CALLS[0])
             found[number].append(answers(llm))
 
-    threads = [threading.Thread(target=answer, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(answer, 2)
     for each in found:
         assert len(each) == 4 and all(found_there == expected for found_there in each)
 

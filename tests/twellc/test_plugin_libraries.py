@@ -72,8 +72,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [*TWELLC, *map(str, arguments)]
-    return captured(command)
+    return captured([*TWELLC, *arguments])
 
 
 def test_a_graph_with_a_plugin_of_others(model: Path, library: Path, tmp_path: Path, cli: Cli) -> None:

@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import twellc
 from tests import caches, models
+from tests.processes import at_once
 from twellc import LLM, SamplingParams
 from twellc.generation.directory import TorchBackend
 from twellc.passes.graph.program import quiet_torch
@@ -112,10 +113,6 @@ def test_silence_is_of_one_thread(capsys: pytest.CaptureFixture[str]) -> None:
             other.start()
             other.join()
 
-    threads = [threading.Thread(target=quiet, args=(str(number),)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(lambda number: quiet(str(number)), 8)
     assert sys.stderr is before and warnings.filters == filters
     assert sorted(capsys.readouterr().err.split("\n")) == ["", *(f"other {number}" for number in range(8))]

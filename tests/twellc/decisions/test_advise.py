@@ -1,7 +1,9 @@
 """Advice about the blocks of a model, and how it gets into reports."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -93,21 +95,27 @@ def test_what_is_assumed_only_informs(blocks: list[FfnBlock]) -> None:
     assert advise.decided == {}
 
 
-def slow_target(shape: tuple[str, int, int]) -> Target:
-    """Return a GPU on which TwELL takes twice the time of a dense block of one shape, at every density."""
-    sizes = [(*shape, tokens) for tokens in (1, 64, 1000, 2048, 8192)]
+DENSITIES = (0.0001, 0.001, 0.01, 0.1, 0.5)
+
+
+def gpu_times(
+    variant: str, d_model: int, d_ff: int, us: Callable[[float], float] = lambda _: 20.0, densities: Any = DENSITIES
+) -> GpuTimes:
+    """Return times of blocks of one shape: dense ones take 10 us, and TwELL what a density does, by default 20 us."""
+    sizes = [(variant, d_model, d_ff, tokens) for tokens in (1, 64, 1000, 2048, 8192)]
     dense = [DensePoint(*size, 10.0, 10.0, 10.0, "eager") for size in sizes]
     twell = [
-        TwellPoint(*size, 20.0, 20.0, 20.0, density, density, "equal")
-        for size in sizes
-        for density in (0.0001, 0.001, 0.01, 0.1, 0.5)
+        TwellPoint(*size, us(each), us(each), us(each), each, each, "equal") for size in sizes for each in densities
     ]
-    return Target(CostModel(GpuTimes({"gpu": "NVIDIA Test"}, True, dense, twell)), "")
+    return GpuTimes({"gpu": "NVIDIA Test"}, True, dense, twell)
+
+
+SLOW = Target(CostModel(gpu_times("gated", 2048, 5632)), "")
 
 
 def test_where_twell_pays_at_no_density_blocks_are_left_dense_without_a_profile(blocks: list[FfnBlock]) -> None:
     """And a later compilation that repeats the decisions leaves the same blocks dense."""
-    advise = Advisor(slow_target(("gated", 2048, 5632)), lambda block: TOKENS)
+    advise = Advisor(SLOW, lambda block: TOKENS)
     layers = decided(blocks, advise, None, None)
     reason = "left dense: TwELL pays at no density at 8192 tokens"
     assert [(layer.decision, layer.matched, layer.reason) for layer in layers] == [("dense", True, reason)] * 2
@@ -122,7 +130,7 @@ def test_where_twell_pays_at_no_density_blocks_are_left_dense_without_a_profile(
 
 def test_some_are_left_dense_without_a_profile(blocks: list[FfnBlock]) -> None:
     """The note does not say that every match is rewritten."""
-    advise = Advisor(slow_target(("gated", 2048, 5632)), lambda block: TOKENS)
+    advise = Advisor(SLOW, lambda block: TOKENS)
     far = replace(blocks[1], d_model=256, d_ff=512, d_out=256)
     layers = decided([blocks[0], far], advise, None, None)
     assert [layer.decision for layer in layers] == ["dense", "twell"]
@@ -134,7 +142,7 @@ def test_some_are_left_dense_without_a_profile(blocks: list[FfnBlock]) -> None:
 
 def test_a_width_that_was_not_measured_is_rewritten_and_called_a_guess(blocks: list[FfnBlock]) -> None:
     """Where the same prediction would leave a measured width dense."""
-    advise = Advisor(slow_target(("gated", 2048, 5632)), lambda block: TOKENS)
+    advise = Advisor(SLOW, lambda block: TOKENS)
     (layer,) = decided([replace(blocks[0], d_model=16, d_ff=40, d_out=16)], advise, None)
     assert (layer.decision, layer.reason) == ("twell", "matches")
     assert layer.expectation is not None and layer.expectation.pays_below == 0

@@ -14,10 +14,10 @@ import twellc
 from tests.conftest import Cli
 from tests.models import Gated, Residual, export
 from tests.onnx_graphs import gated
+from tests.twellc.decisions.test_advise import gpu_times
 from tests.twellc.test_cli import failed, files_in
 from twellc.compiling.manifest import SCHEMA, read_manifest
 from twellc.decisions.advise import Advisor
-from twellc.decisions.times import DensePoint, GpuTimes, TwellPoint
 from twellc.firing.calibration import LoadedCalibration
 from twellc.passes.block_profile import Calibration, hot_first
 from twellc.passes.match.find_ffn import FfnBlock
@@ -260,16 +260,11 @@ def test_decisions_by_a_profile(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
     densities = sorted(block.density for block in profile.blocks.values())
     limit = 0.5 * (densities[1] * densities[2]) ** 0.5  # of equal neurons; these differ
     layer = twellc.inspect(bytelm).layers[0]
-    sizes = [(layer.variant, layer.d_model, layer.d_ff, tokens) for tokens in (1, 64, 1000, 2048, 8192)]
-    dense = [DensePoint(*size, 10.0, 10.0, 10.0, "eager") for size in sizes]
-    twell = [
-        TwellPoint(*size, time, time, time, density, density, "equal")
-        for size in sizes
-        for density in (limit / 8, limit / 4, limit / 2, limit, 2 * limit, 4 * limit)
-        for time in [10.0 * (density / limit) ** 0.5]
-    ]
+    densities = [limit * factor for factor in (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)]
+    shape = (layer.variant, layer.d_model, layer.d_ff)
+    measured = gpu_times(*shape, lambda density: 10.0 * (density / limit) ** 0.5, densities)
     times = tmp_path / "gpu.json"
-    times.write_text(GpuTimes({"gpu": "NVIDIA Test"}, True, dense, twell).to_text())
+    times.write_text(measured.to_text())
 
     graph, report = tmp_path / "m.onnx", tmp_path / "r.json"
     options = ["--calibration", tmp_path / "p", "--target-gpu", times, "--profile", "input_ids:1x1:4x512:4x1024"]
@@ -311,12 +306,8 @@ def test_blocks_left_dense_without_a_profile(source: str, cli: Cli, tmp_path: Pa
         model = tmp_path / "plain.onnx"
         written = cli("compile", tmp_path / "m.pt2", "--layers", "none", "--backend", "none", "--onnx", model)
         assert written.exit_code == 0
-    sizes = [("gated", 16, 320, tokens) for tokens in (1, 64, 1000, 2048, 8192)]
-    dense = [DensePoint(*size, 10.0, 10.0, 10.0, "eager") for size in sizes]
-    densities = (0.0001, 0.001, 0.01, 0.1, 0.5)
-    twell = [TwellPoint(*size, 20.0, 20.0, 20.0, each, each, "equal") for size in sizes for each in densities]
     times, report = tmp_path / "gpu.json", tmp_path / "r.json"
-    times.write_text(GpuTimes({"gpu": "NVIDIA Test"}, True, dense, twell).to_text())
+    times.write_text(gpu_times("gated", 16, 320).to_text())
 
     arguments = ("--backend", "none", "--onnx", tmp_path / "m.onnx", "--report", report)
     result = cli("compile", model, *arguments, "--target-gpu", times)

@@ -2,7 +2,6 @@
 
 import copy
 import random
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from tests import models
+from tests.processes import at_once
 from tests.twellc.generation.conftest import Family
 from tests.twellc.generation.shared import generate_alone
 from twellc.generation.directory import load_directory
@@ -179,11 +179,7 @@ def test_models_in_threads(family: Family, dtype: str) -> None:
         for given in 3 * batches:  # another number of rows, other graphs
             found[number].append((ours.generate(**given), ours.decoder.stats.graph))
 
-    threads = [threading.Thread(target=answer, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(answer, 2)
     for each in found:
         assert len(each) == 3 * len(batches)
         for (tokens, graph), tokens_alone in zip(each, 3 * expected, strict=True):

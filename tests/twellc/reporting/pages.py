@@ -60,14 +60,8 @@ def layers(modules: Sequence[str] = MODULES, assumed: bool = False) -> list[dict
             "residual": index == 1, "reason": REFUSAL if refused else "matches", "hot": 0 if index else 128,
         }  # fmt: skip
         if not refused:
-            found["expectation"] = {
-                "gpu": "H100",
-                "assumed": assumed,
-                "density": 0.02,
-                "gain": 1.25,
-                "pays_below": 0.123,
-                "times": times,
-            }
+            expected = {"gpu": "H100", "assumed": assumed, "density": 0.02, "gain": 1.25, "pays_below": 0.123}
+            found["expectation"] = {**expected, "times": times}
         return found
 
     return [layer(index, module) for index, module in enumerate(modules)]
@@ -106,13 +100,8 @@ def bench_result(modules: Sequence[str] = MODULES) -> dict[str, Any]:
     """What `twellc bench --json` prints, of calls of 1 and 2048 tokens."""
 
     def standings(gain: float) -> dict[str, Any]:
-        times = {
-            "dense eager": 130.0,
-            "dense packed": 100.0,
-            "dense FP8": 80.0,
-            "twell": 100 / gain,
-            "twell eager": 100 / gain,
-        }
+        times = {"dense eager": 130.0, "dense packed": 100.0, "dense FP8": 80.0}
+        times |= dict.fromkeys(("twell", "twell eager"), 100 / gain)
         return {
             "times": {label: {"median_us": us, "p10_us": us - 1, "p90_us": us + 1} for label, us in times.items()},
             "errors": dict.fromkeys(times), "failed": {"dense compiled": "it was left out"}, "joules_per_token": {},
@@ -139,16 +128,7 @@ def write_log(path: Path, modules: list[str], widths: list[int], steps: int = 3,
     writer = LogWriter(path, "tiny", "ab", [LoggedBlock(*each) for each in zip(modules, widths, strict=True)], 0)
     for step in range(1, steps + 1):
         shares = [0.9 / (step + place) for place in range(len(modules))]
-        values: dict[str, Any] = {
-            "step": 1000 * step,
-            "loss": 6.0 / step,
-            "l1": 1.0,
-            "coefficient": 0.1,
-            "tokens": 64,
-            "density": shares,
-            "dead": [share / 3 for share in shares],
-            "relu": 1.0,
-            "reinitialised": 0,
-        }
+        values: dict[str, Any] = {"step": 1000 * step, "loss": 6.0 / step, "l1": 1.0, "coefficient": 0.1, "tokens": 64}
+        values |= {"density": shares, "dead": [share / 3 for share in shares], "relu": 1.0, "reinitialised": 0}
         writer.add(LoggedStep(**{**values, **changes}))
     return path

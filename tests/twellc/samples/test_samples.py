@@ -17,12 +17,11 @@ import torch
 
 import twellc
 from tests.conftest import Cli
-from tests.models import Gated, export
+from tests.models import Gated, Written, export
+from tests.twellc.checks.runs import graph_of
 from twellc.base.errors import UserError
 from twellc.commands.check import print_accuracy
-from twellc.compiling.translate import translate_to_file
 from twellc.export.profiles import InputSpec, ModelInputs
-from twellc.options.commands import CompileOptions
 from twellc.samples.samples import Limits, draw_samples, read_arrays, read_text
 
 pytestmark = pytest.mark.usefixtures("remembered_models")
@@ -268,21 +267,14 @@ def test_refused_texts(bytelm: Path, llama: Path, tmp_path: Path) -> None:
     refused(b"abc", bytelm, "expected from 2x1", text_limits(256, rows=2))
 
 
-@pytest.fixture(scope="module")
-def bytelm_graph(bytelm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("graphs") / "bytelm.onnx"
-    translate_to_file(CompileOptions(model=bytelm, backend="none"), path, lambda step: None)
-    return path
-
-
 @pytest.mark.slow
-def test_check_on_text(bytelm: Path, bytelm_graph: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_on_text(bytelm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The likelihood of real text, against transformers' own loss in float64; and the density of a trained model."""
     import transformers
 
     content = Path(shutil.__file__).read_bytes()[:700]
     (tmp_path / "shutil.py").write_bytes(content)
-    result = twellc.check(bytelm, bytelm_graph, text=tmp_path / "shutil.py")
+    result = twellc.check(bytelm, graph_of(bytelm, tmp_path / "bytelm.onnx"), text=tmp_path / "shutil.py")
     found: Any = result.to_json()
     assert result.within and found["inputs"] == "shutil.py: 701 tokens in 2 windows"
     model = transformers.AutoModelForCausalLM.from_pretrained(bytelm, dtype=torch.float64)
@@ -331,34 +323,25 @@ def test_check_takes_inputs_of_one_kind(cli: Cli, archive: Path, options: tuple[
     assert f"{options[0]}: the inputs are given twice; got {options[1]}, too" in result.stderr
 
 
-class Table(torch.nn.Module):
-    """Reads rows of a table, from which nothing says how many there are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.mlp = torch.nn.Embedding(7, 16), Gated()
-
-    def forward(self, index: torch.Tensor) -> Any:
-        return self.mlp(self.table(index))
-
-
 def test_values_that_the_model_cannot_take(cli: Cli, tmp_path: Path) -> None:
     model, given = tmp_path / "m.pt2", tmp_path / "given.npz"
-    torch.export.save(export(Table().bfloat16(), torch.tensor([0, 6, 3])), model)
+    # It reads rows of a table, from which nothing says how many there are.
+    table = Written(lambda m, index: m.mlp(m.table(index)), table=torch.nn.Embedding(7, 16), mlp=Gated())
+    torch.export.save(export(table.bfloat16(), torch.tensor([0, 6, 3])), model)
     assert cli("compile", model, "--backend", "none", "--onnx", tmp_path / "m.onnx").exit_code == 0
-    np.savez(given, index=np.array([6, 5, 0]))
+    np.savez(given, inputs_0=np.array([6, 5, 0]))
     assert cli("check", model, tmp_path / "m.onnx", "--inputs", given).exit_code == 0
-    np.savez(given, index=np.array([0, 7, 3]))
+    np.savez(given, inputs_0=np.array([0, 7, 3]))
     result = cli("check", model, tmp_path / "m.onnx", "--inputs", given)
     assert result.exit_code == 2
     assert result.stderr.count("Error: ") == 1
-    assert "cannot be evaluated with index (3,)" in result.stderr
+    assert "cannot be evaluated with inputs_0 (3,)" in result.stderr
     # Where the candidate does not mind, the model does.
-    table = onnx.helper.make_tensor("table", onnx.TensorProto.BFLOAT16, [100, 16], [0.0] * 1600)
-    node = onnx.helper.make_node("Gather", ["table", "index"], ["y"])
-    inputs = [onnx.helper.make_tensor_value_info("index", onnx.TensorProto.INT64, [3])]
+    rows = onnx.helper.make_tensor("table", onnx.TensorProto.BFLOAT16, [100, 16], [0.0] * 1600)
+    node = onnx.helper.make_node("Gather", ["table", "inputs_0"], ["y"])
+    inputs = [onnx.helper.make_tensor_value_info("inputs_0", onnx.TensorProto.INT64, [3])]
     outputs = [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.BFLOAT16, [3, 16])]
-    graph = onnx.helper.make_graph([node], "g", inputs, outputs, [table])
+    graph = onnx.helper.make_graph([node], "g", inputs, outputs, [rows])
     onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)]), tmp_path / "other.onnx")
     result = cli("check", model, tmp_path / "other.onnx", "--inputs", given)
     assert result.exit_code == 2
