@@ -249,7 +249,7 @@ UP = "model.layers.0.mlp.up_proj"
 QUANTISED = "this form of quantised weights is not read; got "
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "nothing": (
-        lambda folder: [file.unlink() for file in folder.iterdir()],
+        lambda folder: list(map(Path.unlink, folder.iterdir())),
         "no config.json in this folder; expected a Hugging Face directory",
     ),
     "no config": (lambda folder: (folder / "config.json").unlink(), "no config.json in this folder"),
