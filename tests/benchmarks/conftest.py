@@ -21,3 +21,15 @@ def benchmark_module() -> Callable[[str], Any]:
             sys.path.remove(folder)
 
     return load
+
+
+def _script(name: str) -> Any:
+    @pytest.fixture(scope="session", name=name)
+    def script(benchmark_module: Callable[[str], Any]) -> Any:
+        return benchmark_module(name)
+
+    return script
+
+
+block, draw, engine, layers = map(_script, ("block", "draw", "engine", "layers"))
+train_proof, trained, when_it_pays = map(_script, ("train_proof", "trained", "when_it_pays"))

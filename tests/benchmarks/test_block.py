@@ -1,6 +1,5 @@
 """What needs no GPU of benchmarks/block.py and layers.py: what they draw, and their tables."""
 
-from collections.abc import Callable
 from typing import Any
 
 import click
@@ -9,16 +8,6 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
-
-
-@pytest.fixture(scope="module")
-def draw(benchmark_module: Callable[[str], Any]) -> Any:
-    return benchmark_module("draw")
-
-
-@pytest.fixture(scope="module")
-def layers(benchmark_module: Callable[[str], Any]) -> Any:
-    return benchmark_module("layers")
 
 
 def trained(draw: Any, layer: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, list[Any]]:
@@ -138,8 +127,7 @@ def test_page_of_layers(layers: Any, results: list[dict[str, Any]]) -> None:
         assert line in page.splitlines(), page
 
 
-def test_table_row(benchmark_module: Callable[[str], Any]) -> None:
-    block = benchmark_module("block")
+def test_table_row(block: Any) -> None:
     times = {"dense eager": 30.0, "dense packed": 20.0, "cuBLAS gate": 8.0, "gate": 10.0, "mlp": 10.0}
     result: dict[str, Any] = {"tokens": 4, "mean_nonzeros": 28.0, "max_nonzeros": 60}
     result["times"] = {name: {"median_us": value} for name, value in times.items()}
@@ -150,8 +138,7 @@ def test_table_row(benchmark_module: Callable[[str], Any]) -> None:
     assert block.table_row(result).endswith("| 2.00 | 0.90 |")
 
 
-def test_parts_of_the_suite(benchmark_module: Callable[[str], Any]) -> None:
-    block = benchmark_module("block")
+def test_parts_of_the_suite(block: Any) -> None:
     parts = [block.settings_of(f"{number}/3") for number in (1, 2, 3)]
     assert sorted(map(str, sum(parts, ()))) == sorted(map(str, block.SUITE))
     for wrong in ("", "0/3", "4/3", "a/3", "1"):

@@ -1,6 +1,5 @@
 """What needs no GPU of benchmarks/engine.py: its shapes, its kinds of layers on a real network, and its page."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,6 @@ from twellc.export.onnx_export import save_onnx
 from twellc.export.tensorrt_host import create_network, load_host, make_logger
 from twellc.options.commands import CompileOptions
 from twellc.plugins import register
-
-
-@pytest.fixture(scope="module")
-def engine(benchmark_module: Callable[[str], Any]) -> Any:
-    return benchmark_module("engine")
 
 
 def test_shapes(engine: Any) -> None:

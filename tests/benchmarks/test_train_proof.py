@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +13,23 @@ import transformers
 from torch import Tensor
 
 
-@pytest.fixture(scope="module")
-def proof(benchmark_module: Callable[[str], Any]) -> Any:
-    return benchmark_module("train_proof")
-
-
-def test_evaluation_is_that_of_the_model(proof: Any, benchmark_module: Callable[[str], Any]) -> None:
-    trained = benchmark_module("trained")
+def test_evaluation_is_that_of_the_model(train_proof: Any, trained: Any) -> None:
     model = trained.make_model(trained.SMOKE)
     data = torch.arange(5000).remainder(7).to(torch.uint8)
-    corpus = proof.Corpus(data, data, trained.SMOKE)
+    corpus = train_proof.Corpus(data, data, trained.SMOKE)
     with torch.no_grad():
         model.model.layers[0].mlp.gate_proj.weight[:64] = 0
         for layer in model.model.layers:
             layer.mlp.down_proj.weight.mul_(100)  # so that a wrong hidden tensor would be seen
-    found = proof.evaluate(model, corpus)
+    found = train_proof.evaluate(model, corpus)
     windows = data[: 7 * 64 * 11].view(-1, 64 * 11)[:, : 64 + 1].long()
     with torch.no_grad():
-        expected = float(proof.entropy_of(model, windows)) / math.log(2)
+        expected = float(train_proof.entropy_of(model, windows)) / math.log(2)
     assert found["bits"] == pytest.approx(expected, rel=0.02)
     assert found["dead"][0] >= 0.25 and 0.3 < found["density"][0] < 0.45 < found["density"][1] < 0.55
 
 
-def held_out_of(model: Any, proof: Any, corpus: Any) -> dict[str, Any]:
+def held_out_of(model: Any, train_proof: Any, corpus: Any) -> dict[str, Any]:
     """Measure in float32, from logits and from what the down projections read, on the windows of the proof."""
     bits: list[Tensor] = []
     active: list[list[Tensor]] = [[] for _ in model.model.layers]
@@ -47,7 +40,7 @@ def held_out_of(model: Any, proof: Any, corpus: Any) -> dict[str, Any]:
         for layer, seen in zip(model.model.layers, active, strict=True)
     ]
     generator, data, window = torch.Generator().manual_seed(5), corpus.held_out, corpus.recipe.window
-    for _ in range(proof._HELD_OUT_WINDOWS):
+    for _ in range(train_proof._HELD_OUT_WINDOWS):
         for first in torch.randint(len(data) - window - 1, (corpus.recipe.batch,), generator=generator).tolist():
             ids = data[first : first + window + 1].long()
             with torch.no_grad():
@@ -64,33 +57,33 @@ def held_out_of(model: Any, proof: Any, corpus: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_held_out_losses_are_those_of_the_models_that_were_kept(proof: Any, tmp_path: Path) -> None:
+def test_held_out_losses_are_those_of_the_models_that_were_kept(train_proof: Any, tmp_path: Path) -> None:
     """Of the dense model, of the one that was fine-tuned, and of one that is made sparse at once."""
     options = ["--smoke", "--device", "cpu", "--part", "fine-tune", "--out", tmp_path, "--json", tmp_path / "r.json"]
     with torch.random.fork_rng(devices=[]):
-        done = click.testing.CliRunner().invoke(proof.main, list(map(str, options)), catch_exceptions=False)
+        done = click.testing.CliRunner().invoke(train_proof.main, list(map(str, options)), catch_exceptions=False)
     assert done.exit_code == 0, done.output
     results = json.loads((tmp_path / "r.json").read_text())["results"]
     assert [each["name"] for each in results] == ["SiLU, dense", "ReLU, twell"]
-    with click.Context(proof.main) as context:
+    with click.Context(train_proof.main) as context:
         context.default_map = {"smoke": True}
-        corpus = proof._corpus("cpu")
+        corpus = train_proof._corpus("cpu")
     for name, result in zip(("silu", "relu"), results, strict=True):
         model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
-        expected = held_out_of(model, proof, corpus)
+        expected = held_out_of(model, train_proof, corpus)
         for what in expected:
             assert result["held_out"][what] == pytest.approx(expected[what], rel=0.02, abs=0.02), (name, what)
         at_once = transformers.LlamaForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32, hidden_act="relu")
         if name == "silu":
-            proof.sparsify(model)
-        found, expected = proof.evaluate(model, corpus), held_out_of(at_once, proof, corpus)
+            train_proof.sparsify(model)
+        found, expected = train_proof.evaluate(model, corpus), held_out_of(at_once, train_proof, corpus)
         assert found["bits"] == pytest.approx(expected["bits"], rel=0.01)
         assert found["density"] == pytest.approx(expected["density"], abs=0.02)
 
 
-def test_curves_are_compared_by_their_means(proof: Any) -> None:
+def test_curves_are_compared_by_their_means(train_proof: Any) -> None:
     one, other = [1.0] * 100, [1.0] * 50 + [2.0] * 50
-    assert proof.smoothed(other) == [1.0, 2.0] and proof.spread(one, other) == 0.5
+    assert train_proof.smoothed(other) == [1.0, 2.0] and train_proof.spread(one, other) == 0.5
     runs = [
         {"part": "curves", "name": name, "bits": bits, "held_out": {"density": [share, share]}}
         for name, bits, share in (
@@ -99,8 +92,8 @@ def test_curves_are_compared_by_their_means(proof: Any) -> None:
             ("twell, seed 0", one, 0.1),
         )
     ]
-    assert proof.verdict(runs[:2]) is None
-    assert proof.verdict(runs) == {
+    assert train_proof.verdict(runs[:2]) is None
+    assert train_proof.verdict(runs) == {
         "bits_apart_two_seeds": 0.5,
         "bits_apart_twell": 0.0,
         "within": True,

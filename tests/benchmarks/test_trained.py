@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,6 @@ import torch
 
 from tests.conftest import Cli
 from tests.processes import environment
-
-
-@pytest.fixture(scope="module")
-def trained(benchmark_module: Callable[[str], Any]) -> Any:
-    return benchmark_module("trained")
 
 
 @pytest.mark.slow
