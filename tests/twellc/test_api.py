@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 import twellc
 from tests.conftest import run_here
-from tests.models import Gated, Plain, Residual, export
+from tests.models import Gated, Plain, Residual, export, llama
 from tests.processes import captured, environment
 
 
@@ -181,8 +180,7 @@ SCRIPTS = {
 def test_script_without_a_guard(tmp_path: Path, script: str) -> None:
     """Processes that compile do not run the user's script again."""
     (tmp_path / "script.py").write_text(f"print('once')\n{SCRIPTS[script]}\n")
-    command = [sys.executable, tmp_path / "script.py"]
-    done = captured(command, cwd=tmp_path, check=True)
+    done = captured([sys.executable, tmp_path / "script.py"], cwd=tmp_path, check=True)
     said = done.stdout + done.stderr
     assert said.count("once") == said.count("child") == 1
     assert (tmp_path / "m.onnx").is_file() == (script == "compile")
@@ -232,15 +230,7 @@ def test_files_that_would_be_folders(tmp_path: Path) -> None:
 
 
 def test_a_model_of_transformers_keeps_its_cache_switched_on() -> None:
-    config = transformers.LlamaConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=320,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        hidden_act="relu",
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = llama(num_hidden_layers=1)
     found = twellc.inspect(model, args=(torch.ones(1, 7, dtype=torch.int64),))
     assert [layer.decision for layer in found.description.layers] == ["twell"]
     assert model.config.use_cache

@@ -340,19 +340,21 @@ def run_plugins(library: Path) -> subprocess.CompletedProcess[str]:
 
 # What the tests write as the plan.
 NOTHING = hashlib.sha256(b"").hexdigest()
+LAYER = {"module": "m", "variant": "gated", "activation": "relu", "matched": True, "decision": "twell", "reason": ""}
+LAYER |= {"d_model": 16, "d_ff": 40, "d_out": 16, "residual": False, "hot": 0}
+NEURONS = {"kept": 8, "unable": 0, "dead": 0, "rate_bound": 0.1, "density": 0.1, "reason": ""}
 SETTINGS = {"dtype": "bf16", "layers": "auto", "compression": 8, "attention_forms": ["matmul"]}
 
 
 @pytest.fixture(scope="module")
 def manifest() -> dict[str, Any]:
-    layer = {"module": "m", "variant": "gated", "activation": "relu", "matched": True, "decision": "twell"}
     tensor = {"name": "x", "dtype": "bf16", "shape": [-1, 16]}
     return {
         "schema": 3,
         "twellc": "9.0.0",
         "model": {"name": "m", "kind": "k", "sha256": ""},
         "settings": SETTINGS,
-        "layers": [{**layer, "d_model": 16, "d_ff": 40, "d_out": 16, "reason": "", "residual": False, "hot": 0}],
+        "layers": [LAYER],
         "attention": [],
         "notes": [],
         "warnings": [],
@@ -392,6 +394,13 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "no layers": ({"layers": None}, "damaged: layers is not a list"),
     "layer of no layer": ({"layers": [3]}, r"damaged: layers\[0\] is not an object"),
     "layer without a width": ({"layers": [{"module": "m"}]}, r"damaged: layers\[0\] has no variant"),
+    **{
+        f"{name} of neurons": (
+            {"layers": [{**LAYER, "neurons": {**NEURONS, name: 0 if name == "reason" else "x"}}]},
+            rf"damaged: layers\[0\]\.neurons\.{name}",
+        )
+        for name in ("kept", "reason", "rate_bound", "density")
+    },
     "notes": ({"notes": [1]}, r"damaged: notes\[0\] is not a string"),
     "settings": (
         {"settings": SETTINGS | {"dtype": "int3"}},

@@ -496,8 +496,8 @@ def test_weights_of_a_large_model(cli: Cli, archive: Path, tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("command", "options"),
     [
-        ("inspect", ["--density", "nan"]),
-        ("inspect", ["--tokens", "1" + "0" * 400]),
+        *(("inspect", ["--density", density]) for density in ("nan", "1.1", "-0.1", "x")),
+        *(("inspect", ["--tokens", tokens]) for tokens in ("1" + "0" * 400, "0", "1.5")),
         ("check", ["--seed", 2**64]),
         ("check", ["--seed", -(2**63) - 1]),
     ],

@@ -65,12 +65,8 @@ def test_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times = read_times(path)
     assert times.complete
     assert times.gpu == torch.cuda.get_device_name()
-    assert [(point.variant, point.tokens) for point in times.dense] == [
-        ("gated", 300),
-        ("gated", 1),
-        ("plain", 8),
-        ("gated", 8),
-    ]
+    measured = [(point.variant, point.tokens) for point in times.dense]
+    assert measured == [("gated", 300), ("gated", 1), ("plain", 8), ("gated", 8)]
     # Three hundred tokens of so narrow a block are not split: hot neurons are not measured there.
     assert [point.tokens for point in times.twell] == [300] * (len(ACTIVITIES) - 1) + [1] * len(ACTIVITIES)
     assert list(tmp_path.iterdir()) == [path]

@@ -221,7 +221,7 @@ def test_rows_of_blocks() -> None:
 
 
 GATED = Widths("gated", 2048, 5632, 2048)
-H200 = choose_target("h200", None).model
+H200 = TARGET.model
 
 
 def alike(density: float) -> np.ndarray:
@@ -296,13 +296,8 @@ def test_overflow_is_that_of_drawn_rows() -> None:
 
 
 def test_texts() -> None:
-    assert [percent(share) for share in (0.11, 0.0194, 0.00038, 1.0, 0.0)] == [
-        "11 %",
-        "1.9 %",
-        "0.038 %",
-        "100 %",
-        "0 %",
-    ]
+    texts = {0.11: "11 %", 0.0194: "1.9 %", 0.00038: "0.038 %", 1.0: "100 %", 0.0: "0 %"}
+    assert {share: percent(share) for share in texts} == texts
     assert [count_text(count) for count in (1, 8192, 32768, 1000000)] == ["1", "8192", "32 768", "1 000 000"]
 
 
@@ -312,10 +307,8 @@ def test_target() -> None:
     assert choose_target(None, "NVIDIA H200").note == ""
     assert choose_target(None, "NVIDIA H200").gpu == "NVIDIA H200"
     default = choose_target(None, None)
-    assert (default.gpu, default.note) == (
-        h100,
-        f"decided for {h100}, since there is no GPU here (--target-gpu changes it)",
-    )
+    note = f"decided for {h100}, since there is no GPU here (--target-gpu changes it)"
+    assert (default.gpu, default.note) == (h100, note)
     assert "since the times of NVIDIA A100 are not known" in choose_target(None, "NVIDIA A100").note
     with pytest.raises(UserError, match=r"--target-gpu h300: neither the name of a GPU nor a file; .*h100 or h200, or"):
         choose_target("h300", None)

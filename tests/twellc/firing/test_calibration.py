@@ -16,7 +16,7 @@ from tests.models import Gated, Residual, export
 from tests.onnx_graphs import gated
 from tests.twellc.decisions.test_advise import gpu_times
 from tests.twellc.test_cli import failed, files_in
-from twellc.compiling.manifest import SCHEMA, read_manifest
+from twellc.compiling.manifest import read_manifest
 from twellc.decisions.advise import Advisor
 from twellc.firing.calibration import LoadedCalibration
 from twellc.passes.block_profile import Calibration, hot_first
@@ -177,49 +177,6 @@ def test_check_takes_only_the_profile_of_its_candidate(cli: Cli, archive: Path, 
         failed(check("calibrated", profile), f"{profile}: is another profile", "Give that one, or none")
     failed(check("calibrated", "none"), "there is no such file; expected the profile that")
     failed(check("plain", "p"), "plain.onnx was compiled without a profile", "Leave it out")
-
-
-@pytest.mark.parametrize("field", ["kept", "reason", "rate_bound", "density"])
-def test_a_damaged_record_of_neurons(cli: Cli, bytelm: Path, profile: Path, tmp_path: Path, field: str) -> None:
-    plan = tmp_path / "m.plan"
-    plan.write_bytes(b"ftrt")
-    content = json.loads(json.dumps(_manifest(plan, field)))
-    (tmp_path / "m.plan.json").write_text(json.dumps(content))
-    failed(cli("inspect", plan), "the manifest is damaged: layers[0].neurons")
-
-
-def _manifest(plan: Path, field: str) -> dict[str, Any]:
-    neurons: dict[str, Any] = {"kept": 8, "unable": 0, "dead": 0, "rate_bound": 0.1, "density": 0.1, "reason": ""}
-    neurons[field] = 0 if field == "reason" else "x"
-    layer = {
-        "module": "m",
-        "variant": "gated",
-        "activation": "relu",
-        "d_model": 8,
-        "d_ff": 8,
-        "d_out": 8,
-        "matched": True,
-        "decision": "twell",
-        "reason": "",
-        "residual": False,
-        "hot": 0,
-        "neurons": neurons,
-    }
-    return {
-        "schema": SCHEMA,
-        "twellc": "0",
-        "model": {"name": "m", "kind": "k", "sha256": "0"},
-        "settings": {"dtype": "bf16", "layers": "auto", "compression": 8, "attention_forms": []},
-        "layers": [layer],
-        "attention": [],
-        "notes": [],
-        "warnings": [],
-        "plugins": {"namespace": "twell", "version": "v", "names": [], "embedded": False},
-        "onnx": {"file": None, "sha256": "0"},
-        "profiles": [{}],
-        "backend": {"name": "b", "version": "v"},
-        "plan": {"file": plan.name, "bytes": 4, "sha256": "0", "inputs": [], "outputs": [], "plugin_layers": []},
-    }
 
 
 def test_what_is_refused(cli: Cli, bytelm: Path, llama: Path, profile: Path, tmp_path: Path) -> None:

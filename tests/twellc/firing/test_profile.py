@@ -211,7 +211,8 @@ NOT_TAKEN: list[tuple[dict[str, Any], str]] = [
         for value in values
     ),
     ({"device": None}, "^--device None: is not a device; expected auto, cpu"),
-    ({"device": "tpu"}, "^--device tpu: is not a device of"),
+    ({"device": "tpu"}, "^--device tpu: is not a device; expected auto, cpu"),
+    ({"device": "mps"}, "^--device mps: is not a device of"),
     ({"device": 99}, "^--device 99: torch sees no such GPU"),
     *(({"data": data}, "^data: is not data to run a model on; got (int|NoneType);") for data in (5, None, [5], [None])),
 ]
