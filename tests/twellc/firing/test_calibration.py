@@ -28,20 +28,21 @@ TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(200))
 PRUNED = "model.layers.2.mlp"
 
 
-@pytest.fixture(scope="module")
-def profile(bytelm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("profile")
-    (folder / "a.py").write_text(TEXT)
-    twellc.profile(bytelm, folder / "a.py", folder / "p")
+def profiled(bytelm: Path, folder: Path, name: str, text: str) -> Path:
+    (folder / name).write_text(text)
+    twellc.profile(bytelm, folder / name, folder / "p")
     return folder / "p"
 
 
 @pytest.fixture(scope="module")
+def profile(bytelm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return profiled(bytelm, tmp_path_factory.mktemp("profile"), "a.py", TEXT)
+
+
+@pytest.fixture(scope="module")
 def other_text(bytelm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("other")
-    (folder / "b.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
-    twellc.profile(bytelm, folder / "b.txt", folder / "q")
-    return folder / "q"
+    text = "The quick brown fox jumps over the lazy dog. " * 40
+    return profiled(bytelm, tmp_path_factory.mktemp("other"), "b.txt", text)
 
 
 def first_weight(path: Path, module: str) -> np.ndarray[Any, Any]:

@@ -402,20 +402,25 @@ def test_layouts(llama: Path, tmp_path: Path, bare_weights: bool) -> None:
     assert loaded.declared_activation == "silu"
 
 
-def test_unexpected_shape(llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "down",
+            lambda weight: weight.t().contiguous(),
+            r"weight model.layers.0.mlp.down_weight: has an unexpected shape",
+        ),
+        ("up", None, r"1 weights are missing; got model\.layers\.0\.mlp\.up_proj\.weight"),
+    ],
+)
+def test_weights_of_a_sparselm_that_do_not_fit(
+    llama: Path, tmp_path: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor] | None, message: str
+) -> None:
     folder = sparselm(llama, tmp_path / "sparselm", bare_weights=True)
-    tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.0.mlp.down_weight"
-    tensors[name] = tensors[name].t().contiguous()
+    tensors = stored(folder)
+    weight = tensors.pop(f"model.layers.0.mlp.{name}_weight")
+    if change is not None:
+        tensors[f"model.layers.0.mlp.{name}_weight"] = change(weight)
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(UserError, match=f"weight {name}: has an unexpected shape"):
-        load_model(TracingOptions(folder))
-
-
-def test_missing_layer(llama: Path, tmp_path: Path) -> None:
-    folder = sparselm(llama, tmp_path / "sparselm", bare_weights=True)
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.0.mlp.up_weight"]
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(UserError, match=r"1 weights are missing; got model\.layers\.0\.mlp\.up_proj\.weight"):
+    with pytest.raises(UserError, match=message):
         load_model(TracingOptions(folder))

@@ -21,7 +21,14 @@ from twellc.options.source import TracingOptions
 from twellc.passes.graph.execution import Runner
 
 SMALL = {**models.SMALL, "num_hidden_layers": 1, "intermediate_size": 64, "hidden_act": "relu"}
-T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+TEXT: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "hidden_act": "relu",
+}
+VISION = TEXT | {"image_size": 32, "patch_size": 8}
 
 
 def save(model: Any, folder: Path) -> Path:
@@ -29,37 +36,29 @@ def save(model: Any, folder: Path) -> Path:
     return models.save(model.eval(), folder, torch.float32)
 
 
-def test_an_encoder_and_a_decoder_of_different_sizes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["words", "images"])
+def test_an_encoder_and_a_decoder_of_different_sizes(kind: str, tmp_path: Path) -> None:
     """Token ids and places of each input are those of its part."""
-    encoder = transformers.BertConfig(**SMALL | {"vocab_size": 80}, max_position_embeddings=24)
     decoder = transformers.BertConfig(
         **SMALL, max_position_embeddings=40, is_decoder=True, add_cross_attention=True, pad_token_id=0
     )
-    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
-    config.decoder_start_token_id, config.pad_token_id = 1, 0
-    eager = transformers.EncoderDecoderModel(config).eval()
+    if kind == "words":
+        encoder: Any = transformers.BertConfig(**SMALL | {"vocab_size": 80}, max_position_embeddings=24)
+        config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+        config.decoder_start_token_id, config.pad_token_id = 1, 0
+        eager = transformers.EncoderDecoderModel(config).eval()
+        inputs = {"input_ids": torch.randint(2, 80, (2, 24)), "decoder_input_ids": torch.randint(2, 80, (2, 40))}
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        known: tuple[Any, int] = ({"sequence": (1, 24, 24)}, 80)
+    else:
+        encoder = transformers.ViTConfig(**{**VISION, "num_hidden_layers": 1, "intermediate_size": 64})
+        config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+        eager = transformers.VisionEncoderDecoderModel(config).eval()
+        inputs = {"pixel_values": torch.randn(2, 3, 32, 32), "decoder_input_ids": torch.randint(2, 80, (2, 9))}
+        known = ({}, 96)
     model = load_model(TracingOptions(save(eager, tmp_path)))
     ranges = {model.dimension_names[symbol]: sizes for symbol, sizes in model.dimension_ranges.items()}
-    assert ranges == {"batch": (1, 1, 8), "sequence": (1, 24, 24), "decoder_sequence": (1, 40, 40)}
-    assert model.vocabulary == 80
-    inputs = {"input_ids": torch.randint(2, 80, (2, 24)), "decoder_input_ids": torch.randint(2, 80, (2, 40))}
-    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    torch.testing.assert_close(Runner(model.program)(inputs)[0], eager(**inputs, use_cache=False).logits)
-
-
-def test_an_encoder_of_images_and_a_decoder(tmp_path: Path) -> None:
-    encoder = transformers.ViTConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, image_size=32, patch_size=8
-    )
-    decoder = transformers.BertConfig(
-        **SMALL, max_position_embeddings=40, is_decoder=True, add_cross_attention=True, pad_token_id=0
-    )
-    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
-    eager = transformers.VisionEncoderDecoderModel(config).eval()
-    model = load_model(TracingOptions(save(eager, tmp_path)))
-    ranges = {model.dimension_names[symbol]: sizes for symbol, sizes in model.dimension_ranges.items()}
-    assert ranges == {"batch": (1, 1, 8), "decoder_sequence": (1, 40, 40)} and model.vocabulary == 96
-    inputs = {"pixel_values": torch.randn(2, 3, 32, 32), "decoder_input_ids": torch.randint(2, 80, (2, 9))}
+    assert (ranges, model.vocabulary) == ({"batch": (1, 1, 8), "decoder_sequence": (1, 40, 40)} | known[0], known[1])
     torch.testing.assert_close(Runner(model.program)(inputs)[0], eager(**inputs, use_cache=False).logits)
 
 
@@ -165,16 +164,6 @@ def test_what_torch_says_in_words_of_the_inputs(kind: str) -> None:
     message = str(refusal.value)
     assert WORDS[kind] in message
     assert "Fix the model." not in message
-
-
-TEXT: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 96,
-    "hidden_act": "relu",
-}
-VISION = TEXT | {"image_size": 32, "patch_size": 8}
 
 
 clip = models.family(
