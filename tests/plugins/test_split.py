@@ -88,39 +88,29 @@ def test_large_calls_are_split(hot: int, residual: bool) -> None:
         assert not torch.equal(y, whole_y)  # else nothing was split: sums have another order
 
 
-@pytest.mark.parametrize("hot", [0, 8, 127])
-def test_too_few_hot_neurons_are_no_split(hot: int) -> None:
-    block = make_block(LARGE)
-    several = [Call(block, 8, hot=count) for count in (0, hot)]
-    first, second = (call.poisoned(call.mlp) for call in several)
-    assert_same_bits(second, first)
+def of_rows(rows: int, d_model: int = 264, gated: bool = True) -> Case:
+    return Case(rows=rows, d_model=d_model, d_ff=2816, d_out=264, gated=gated)
 
 
-@pytest.mark.parametrize("gated", [True, False], ids=("gated", "plain"))
-@pytest.mark.parametrize("rows", [1, 2, 3, 16, 17, 64])
-def test_few_tokens_ignore_the_hint(rows: int, gated: bool) -> None:
-    block = make_block(Case(rows=rows, d_model=264, d_ff=2816, d_out=264, gated=gated))
-    several = [Call(block, 8, hot=hot) for hot in (0, 512, 2816)]
-    first, *others = (call.poisoned(call.mlp) for call in several)
+@pytest.mark.parametrize(
+    ("case", "hints"),
+    [
+        # Too few hot neurons.
+        *((LARGE, (hot,)) for hot in (0, 8, 127)),
+        # Few tokens.
+        *((of_rows(rows, gated=gated), (512, 2816)) for rows in (1, 2, 3, 16, 17, 64) for gated in (True, False)),
+        # Dense blocks.
+        *(calls.on_sm90(of_rows(rows, 256), (512,)) for rows in (300, 1280, 6000)),
+        # Sums over the hot neurons alone may be out of the range of fp16.
+        (dataclasses.replace(LARGE, dtype=FP16), (512,)),
+    ],
+    ids=str,
+)
+def test_hints_that_are_ignored(case: Case, hints: tuple[int, ...]) -> None:
+    block = make_block(case)
+    first, *others = (call.poisoned(call.mlp) for call in [Call(block, 8, hot=hot) for hot in (0, *hints)])
     for other in others:
         assert_same_bits(other, first)
-
-
-@pytest.mark.sm90
-@calls.needs_sm90
-@pytest.mark.parametrize("rows", [300, 1280, 6000])
-def test_dense_blocks_ignore_the_hint(rows: int) -> None:
-    block = make_block(Case(rows=rows, d_model=256, d_ff=2816, d_out=264))
-    several = [Call(block, 8, hot=hot) for hot in (0, 512)]
-    first, second = (call.poisoned(call.mlp) for call in several)
-    assert_same_bits(second, first)
-
-
-def test_fp16_ignores_the_hint() -> None:
-    """Sums over the hot neurons alone may be out of its range."""
-    block = make_block(dataclasses.replace(LARGE, dtype=FP16))
-    first, second = (call.poisoned(call.mlp) for call in (Call(block, 8, hot=hot) for hot in (0, 512)))
-    assert_same_bits(second, first)
 
 
 @pytest.mark.parametrize("density", [0.005, 0.1])

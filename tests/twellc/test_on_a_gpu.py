@@ -164,25 +164,15 @@ def test_inspect(case: Case, source: str) -> None:
     assert decisions(twellc.inspect(model, **given).layers) == ["twell"] * case.blocks
 
 
+@pytest.mark.parametrize("backend", ["none", pytest.param("tensorrt", marks=pytest.mark.tensorrt)])
 @pytest.mark.parametrize("source", SOURCES)
-def test_compile_and_check(case: Case, source: str, tmp_path: Path) -> None:
+def test_compile_and_check(case: Case, source: str, backend: str, tmp_path: Path) -> None:
     requires("onnxscript", "onnx_graphsurgeon")
     model, given = case.given(source)
-    graph = tmp_path / "m.onnx"
-    made = twellc.compile(model, backend="none", onnx=graph, layers="all", **given)
+    graph, plan = tmp_path / "m.onnx", tmp_path / "m.plan" if backend == "tensorrt" else None
+    made = twellc.compile(model, plan, onnx=graph, backend=backend, layers="all", **given)
     assert decisions(made.layers) == ["twell"] * case.blocks
-    found = twellc.check(model, graph, **given)
-    assert found.within and len(found.blocks) == case.blocks, found
-
-
-@pytest.mark.tensorrt
-@pytest.mark.parametrize("source", SOURCES)
-def test_plan(case: Case, source: str, tensorrt: Host, tmp_path: Path) -> None:
-    model, given = case.given(source)
-    plan = tmp_path / "m.plan"
-    made = twellc.compile(model, plan, onnx=tmp_path / "m.onnx", backend="tensorrt", layers="all", **given)
-    assert decisions(made.layers) == ["twell"] * case.blocks
-    found = twellc.check(model, plan, **given)
+    found = twellc.check(model, plan or graph, **given)
     assert found.within and len(found.blocks) == case.blocks, found
 
 

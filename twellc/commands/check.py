@@ -1,4 +1,7 @@
-"""`twellc check` on the command line. Importing this imports nothing large."""
+"""`twellc check`: run a candidate beside its model and the truth in float64, and print how far each output is off.
+
+Importing this imports nothing large.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`twellc profile` on the command line. Importing this imports nothing large."""
+"""`twellc profile`: run a model on data, and write and print how often each neuron fires; or merge such profiles.
+
+Importing this imports nothing large.
+"""
 
 from __future__ import annotations
 
