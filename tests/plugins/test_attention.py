@@ -253,9 +253,7 @@ print(message.value.decode())
 
 def create_without_cudnn(code: str, path: str) -> str:
     """Run a program whose only cuDNN is the one that $TWELLC_CUDNN names; return what it prints."""
-    command = [sys.executable, "-P", "-c", code]
-    done = captured(command, env=environment(TWELLC_CUDNN=path), check=True)
-    return done.stdout.strip()
+    return captured([sys.executable, "-P", "-c", code], env=environment(TWELLC_CUDNN=path), check=True).stdout.strip()
 
 
 @pytest.mark.parametrize(
@@ -271,9 +269,7 @@ def create_without_cudnn(code: str, path: str) -> str:
 )
 def test_without_cudnn_there_is_one_message(path: str, message: str) -> None:
     attention_library()
-    settings = environment(TWELLC_CUDNN=path)
-    done = captured([sys.executable, "-P", "-c", CREATE], env=settings, check=True)
-    assert re.fullmatch(message, done.stdout.strip()), done.stdout
+    assert re.fullmatch(message, create_without_cudnn(CREATE, path))
 
 
 def test_a_message_is_cut_to_fit() -> None:

@@ -76,22 +76,14 @@ def test_hooks_are_hidden_from_programs_that_link() -> None:
     assert versioned == {f"{name}@TWELL_HOOKS" for name in HOOKS if not name.startswith("TWELL")}
 
 
-def assert_needs_nothing(path: Path) -> None:
-    """Check that a library needs neither TensorRT nor CUDA to be loaded, and names no folder of its build."""
+def test_libraries_need_neither_tensorrt_nor_cuda_and_name_no_folder_of_their_build() -> None:
     allowed = r"(libstdc\+\+|libgcc_s|libc|libm|libdl|librt|libpthread|ld-linux-[\w-]+)\.so\.\d+"
-    assert [name for name in dynamic(path, "NEEDED") if not re.fullmatch(allowed, name)] == []
     foreign = r"nvinfer|createInfer|getPluginRegistry|^cu[A-Z]|cuda|cudnn"
-    assert [name for name in symbols(path)[1] if re.search(foreign, name)] == []
-    assert dynamic(path, "RPATH") + dynamic(path, "RUNPATH") == []
-
-
-def test_library_needs_neither_tensorrt_nor_cudart() -> None:
-    assert_needs_nothing(library_path())
+    for path in filter(None, (library_path(), attention_library_path())):
+        assert [name for name in dynamic(path, "NEEDED") if not re.fullmatch(allowed, name)] == []
+        assert [name for name in symbols(path)[1] if re.search(foreign, name)] == []
+        assert dynamic(path, "RPATH") + dynamic(path, "RUNPATH") == []
     assert dynamic(library_path(), "SONAME") == ["libtwell_plugins.so"]
-
-
-def test_attention_library_needs_neither_tensorrt_nor_cudnn(attention: Path) -> None:
-    assert_needs_nothing(attention)
 
 
 def test_shim_has_the_unversioned_name_and_only_needs_the_versioned_library() -> None:

@@ -134,11 +134,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert read_times(path) == TIMES
     assert TIMES.gpu == "NVIDIA Test"
     assert sum(line.startswith('  ["gated"') for line in TIMES.to_text().splitlines()) == 2, "a line a size"
-
-
-def test_points_as_objects_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "times.json"
-    path.write_text(json.dumps({"format": 1, **TIMES.to_json()}))
+    path.write_text(json.dumps({"format": 1, **TIMES.to_json()}))  # points as objects
     assert read_times(path) == TIMES
 
 

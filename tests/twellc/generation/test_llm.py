@@ -205,7 +205,14 @@ def test_prompts_of_every_kind(llm: LLM) -> None:
     params = SamplingParams(max_tokens=6)
     tokens = llm.generate("fox", params)[0].prompt_token_ids
     expected = llm.generate("fox", params)[0].outputs
-    for given in (tokens, {"prompt": "fox"}, {"prompt_token_ids": tokens}, ["fox"], [tokens], [{"prompt": "fox"}]):
+    texts: list[Any] = [
+        "fox",
+        {"prompt": "fox"},
+        {"prompt": "fox", "prompt_token_ids": None},
+        ["fox"],
+        [{"prompt": "fox"}],
+    ]
+    for given in (*texts, tokens, {"prompt_token_ids": tokens}, [tokens]):
         (output,) = llm.generate(given, params)
         assert output.outputs == expected and output.prompt_token_ids == tokens
 
@@ -398,12 +405,6 @@ def test_prompts_as_arrays(llm: LLM, given: Any) -> None:
     assert found == expected and all(type(token) is int for token in found.prompt_token_ids)
     several = llm.generate(np.array([[5, 6, 7], [8, 9, 10]]), params)
     assert several[0].outputs == expected.outputs and several[1].prompt_token_ids == [8, 9, 10]
-
-
-def test_a_prompt_with_an_empty_field(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=3)
-    (found,) = llm.generate({"prompt": "fox", "prompt_token_ids": None}, params)
-    assert found == llm.generate("fox", params)[0]
 
 
 def test_what_users_of_vllm_type(llm: LLM) -> None:

@@ -429,9 +429,12 @@ def test_a_gradient_that_is_not_that_of_the_forward(residual: bool, caplog: pyte
         assert len(twellc.optimized_blocks(twellc.optimize(layer, training=True))) == 1
 
 
-def test_no_block_in_training() -> None:
+def test_no_block_in_training_and_no_forward() -> None:
     with pytest.raises(UserError, match=r"LlamaForCausalLM: has no feed-forward block in training.*optimize"):
         L1Penalty(models.llama(), 1.0)
+    penalty = L1Penalty(twellc.optimize(models.llama(), training=True), 1.0)
+    with pytest.raises(UserError, match="no block has noted one"):
+        penalty(0)
 
 
 @pytest.mark.parametrize(
@@ -472,12 +475,6 @@ def test_modules_that_are_named_as_wrappers_name_theirs() -> None:
     inner = nn.ModuleDict({"module": nn.ModuleDict({"mlp": Gated()}), "mlp": Gated()})
     model = nn.ModuleDict({"part": nn.DataParallel(twellc.optimize(inner.train(), training=True))})
     assert list(take_counts(model)) == ["part.module.mlp", "part.mlp"]
-
-
-def test_penalty_without_a_forward() -> None:
-    penalty = L1Penalty(twellc.optimize(models.llama(), training=True), 1.0)
-    with pytest.raises(UserError, match="no block has noted one"):
-        penalty(0)
 
 
 def test_calls_between_two_penalties_count_by_their_tokens() -> None:
