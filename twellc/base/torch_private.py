@@ -2,7 +2,7 @@
 
 It was tried with torch 2.11 to 2.13. A name is looked up when it is imported from here, `from
 twellc.base.torch_private import FakeTensor`, so that importing this module imports nothing of torch. Where torch has
-it no more, the error says which it is; `tests/twellc/base/test_torch_private.py` says so of all of them at once.
+it no more, the error says which it is; `tests/twellc/base/test_private.py` says so of all of them at once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Everything that the package uses of transformers and that is private there, or changes from release to release.
 
-Tried with transformers 5.3 to 5.24. `tests/twellc/base/test_transformers_private.py` says by name what a release lacks
+Tried with transformers 5.3 to 5.24. `tests/twellc/base/test_private.py` says by name what a release lacks
 of `NEEDED`, and refuses such uses in all other files. Nothing of transformers is imported before a function is called.
 """
 
