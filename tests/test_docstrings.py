@@ -3,11 +3,8 @@
 import ast
 import re
 
-from tests.conftest import ROOT
+from tests.test_imports import SOURCES
 
-FOLDERS = ("twellc", "passes", "export", "plugins")
-FILES = [file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py")) if "lib" not in file.parts[-2:-1]]
-TREES = {str(file.relative_to(ROOT)): ast.parse(file.read_text()) for file in FILES}
 Described = ast.FunctionDef | ast.ClassDef
 
 
@@ -29,7 +26,7 @@ def fields_of(node: ast.ClassDef) -> set[str]:
 
 
 def test_arguments_are_those_of_the_function() -> None:
-    found = [(file, *each) for file, tree in TREES.items() for each in described(tree, "Args")]
+    found = [(file, *each) for file, tree in SOURCES.items() for each in described(tree, "Args")]
     assert len(found) > 100
     for file, node, names in found:
         if isinstance(node, ast.FunctionDef):
@@ -41,7 +38,7 @@ def test_arguments_are_those_of_the_function() -> None:
 
 
 def test_attributes_are_those_of_the_record() -> None:
-    found = [(file, *each) for file, tree in TREES.items() for each in described(tree, "Attributes")]
+    found = [(file, *each) for file, tree in SOURCES.items() for each in described(tree, "Attributes")]
     assert len(found) > 100
     for file, node, names in found:
         if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(each) for each in node.decorator_list):

@@ -6,7 +6,6 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,22 +13,12 @@ from torch.autograd import forward_ad
 from transformers import PrefixConstrainedLogitsProcessor
 
 from tests import models
-from tests.conftest import ROOT
+from tests.test_imports import SOURCES
 from twellc.base import torch_private, transformers_private
 from twellc.base.transformers_private import NEEDED, allowed_by_prefix, cache_over, keep_rotary_frequencies
 
 # Modules within transformers that its documentation names.
 DOCUMENTED = {"transformers.modeling_outputs"}
-
-
-@functools.cache
-def sources() -> dict[Path, ast.Module]:
-    """Return the files of the package, from the root."""
-    files = [file for folder in ("twellc", "passes", "export", "plugins") for file in (ROOT / folder).rglob("*.py")]
-    parsed = {file.relative_to(ROOT): ast.parse(file.read_text(encoding="utf-8")) for file in files}
-    found = {file: tree for file, tree in parsed.items() if "lib" not in file.parts}
-    assert len(found) > 100
-    return found
 
 
 def test_torch_has_every_name() -> None:
@@ -73,8 +62,8 @@ def test_a_missing_name_is_called_by_name(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_private_torch_is_in_one_file() -> None:
-    found = {f"{file}: {name}" for file, tree in sources().items() for name in private_names(tree)}
-    assert {each for each in found if "torch_private.py" not in each} == set()
+    found = {f"{file}: {name}" for file, tree in SOURCES.items() for name in private_names(tree)}
+    assert {each for each in found if "torch_private" not in each.partition(":")[0]} == set()
 
 
 def private_names(tree: ast.Module) -> Iterator[str]:
@@ -148,15 +137,15 @@ def attributes_in(tree: ast.Module) -> set[str]:
 
 
 def test_private_transformers_is_in_one_file() -> None:
-    room = sources()[Path("twellc/base/transformers_private.py")]
+    room = SOURCES["twellc.base.transformers_private"]
     for place in taken_by(room):
         inner = place.replace(":", ".")
         assert place in NEEDED or any(each.startswith(f"{inner}:") for each in NEEDED), f"{place} is not in NEEDED"
     known = {*dir(transformers_private), *dir(object)}
     names = {name for name in attributes_in(room) - known if re.fullmatch(r"_[a-z]\w+", name)}
     assert {"_attn_implementation", "_pad_token_tensor", "_is_stateful"} <= names
-    for file, tree in sources().items():
-        if file.name != "transformers_private.py":
+    for file, tree in SOURCES.items():
+        if file != "twellc.base.transformers_private":
             others = {place for place in taken_by(tree) if place.partition(":")[0] not in DOCUMENTED}
             assert not others and not attributes_in(tree) & names, file
 
@@ -166,8 +155,8 @@ def test_one_place_turns_tensors_into_arrays(call: str) -> None:
     """A weight may lie on a GPU, where `Tensor.numpy` fails; `to_numpy` moves it before."""
     found = [
         f"{file}:{node.lineno}"
-        for file, tree in sources().items()
+        for file, tree in SOURCES.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == call
     ]
-    assert [place for place in found if not place.startswith("twellc/base/arrays.py")] == []
+    assert [place for place in found if not place.startswith("twellc.base.arrays:")] == []
