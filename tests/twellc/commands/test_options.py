@@ -17,23 +17,15 @@ from twellc.cli import main
 from twellc.commands import terminal
 from twellc.commands.foreign import FOREIGN
 from twellc.commands.terminal import show_progress
-from twellc.options import keywords
-from twellc.options.commands import (
-    BenchOptions,
-    CheckOptions,
-    CompileOptions,
-    GenerateOptions,
-    InspectOptions,
-    ProfileOptions,
-)
+from twellc.options import commands, keywords
 from twellc.options.option import LARGEST_SEED, declared, descriptions
 
 CLASSES: dict[str, tuple[type[Any], type[Any]]] = {
-    "compile": (CompileOptions, keywords.CompileKeywords),
-    "inspect": (InspectOptions, keywords.InspectKeywords),
-    "check": (CheckOptions, keywords.CheckKeywords),
-    "profile": (ProfileOptions, keywords.ProfileKeywords),
-    "bench": (BenchOptions, keywords.BenchKeywords),
+    "compile": (commands.CompileOptions, keywords.CompileKeywords),
+    "inspect": (commands.InspectOptions, keywords.InspectKeywords),
+    "check": (commands.CheckOptions, keywords.CheckKeywords),
+    "profile": (commands.ProfileOptions, keywords.ProfileKeywords),
+    "bench": (commands.BenchOptions, keywords.BenchKeywords),
 }
 # Types that stand for others, which keywords are turned into.
 TURNED = {
@@ -72,7 +64,7 @@ def test_a_command_gives_what_its_function_takes_by_default(command: str) -> Non
 
 
 def test_answers_are_chosen_by_the_same_defaults() -> None:
-    given, params = GenerateOptions(), SamplingParams()
+    given, params = commands.GenerateOptions(), SamplingParams()
     shared = {field.name for field in fields(given)} & {field.name for field in fields(params)}
     assert len(shared) == 8
     assert all((getattr(given, name) or None) == (getattr(params, name) or None) for name in shared)
@@ -92,7 +84,7 @@ def test_a_seed_out_of_range_is_refused(seed: Any, archive: Path, tmp_path: Path
 
 @pytest.mark.parametrize(("batch", "sequences"), [(1, [1]), (3, [3, 1]), (8, [8, 1]), (32, [32, 8, 1])])
 def test_profiles_of_a_cache(batch: int, sequences: list[int]) -> None:
-    options = CompileOptions(Path("m"), kv_cache=64, batch=batch, prefill_chunk=16)
+    options = commands.CompileOptions(Path("m"), kv_cache=64, batch=batch, prefill_chunk=16)
     (_, prompts), *steps = options.requested_profiles
     assert (prompts.min, prompts.opt, prompts.max) == ((1, 1), (1, 16), (batch, 16))
     assert [(each.min, each.opt, each.max) for _, each in steps] == [((1, 1), (n, 1), (n, 1)) for n in sequences]

@@ -7,22 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    GenerationMixin,
-    LogitsProcessor,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    MinPLogitsWarper,
-    NoRepeatNGramLogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    SynthIDTextWatermarkingConfig,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    WatermarkingConfig,
-)
+import transformers
 
 from tests.twellc.generation.conftest import Family
 from tests.twellc.generation.shared import LENGTHS, by_a_plan, generate_alone, made, prompts
@@ -32,7 +17,7 @@ from twellc.generation.choice import Choice, Prompt
 DRAWN: dict[str, Any] = {"do_sample": True, "seed": 7}
 
 
-class Last(LogitsProcessor):  # type: ignore[misc]
+class Last(transformers.LogitsProcessor):  # type: ignore[misc]
     """Somebody's own: the parity of a text's length and its first token say what may follow."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -40,7 +25,7 @@ class Last(LogitsProcessor):  # type: ignore[misc]
         return scores.masked_fill(~kept, -torch.inf)
 
 
-class Repeated(StoppingCriteria):  # type: ignore[misc]
+class Repeated(transformers.StoppingCriteria):  # type: ignore[misc]
     """Somebody's own: ends a text where a token comes a second time, in the prompt or behind it."""
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
@@ -72,11 +57,13 @@ CASES: dict[str, dict[str, Any]] = {
     "suppress_tokens": {"suppress_tokens": [*range(3, 96, 2)]},
     "begin_suppress_tokens": {"begin_suppress_tokens": [*range(3, 90)]},
     "renormalize_logits": {"renormalize_logits": True},
-    "watermarking_config": {"watermarking_config": WatermarkingConfig(bias=8.0, context_width=2)},
-    "watermarking_config of itself": {"watermarking_config": WatermarkingConfig(bias=8.0, seeding_scheme="selfhash")},
+    "watermarking_config": {"watermarking_config": transformers.WatermarkingConfig(bias=8.0, context_width=2)},
+    "watermarking_config of itself": {
+        "watermarking_config": transformers.WatermarkingConfig(bias=8.0, seeding_scheme="selfhash")
+    },
     "watermarking_config of SynthID": {
         **DRAWN,
-        "watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[3, 5, 7, 11]),
+        "watermarking_config": transformers.SynthIDTextWatermarkingConfig(ngram_len=3, keys=[3, 5, 7, 11]),
     },
     "temperature": {**DRAWN, "temperature": 0.7},
     "top_k": {**DRAWN, "top_k": 3},
@@ -95,10 +82,14 @@ CASES: dict[str, dict[str, Any]] = {
     "several answers with a prefix": {**DRAWN, "num_return_sequences": 2, "prefix_allowed_tokens_fn": allowed},
     "several answers with n-grams": {**DRAWN, "num_return_sequences": 2, "no_repeat_ngram_size": 1},
     "end tokens": {"eos_token_id": [*range(2, 96, 9)]},
-    "transformers' processor": {"logits_processor": LogitsProcessorList([NoRepeatNGramLogitsProcessor(1)])},
-    "somebody's processor": {"logits_processor": LogitsProcessorList([Last()]), "repetition_penalty": 1.2},
-    "somebody's criterion": {"stopping_criteria": StoppingCriteriaList([Repeated()])},
-    "a length as a criterion": {"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(14)])},
+    "transformers' processor": {
+        "logits_processor": transformers.LogitsProcessorList([transformers.NoRepeatNGramLogitsProcessor(1)])
+    },
+    "somebody's processor": {"logits_processor": transformers.LogitsProcessorList([Last()]), "repetition_penalty": 1.2},
+    "somebody's criterion": {"stopping_criteria": transformers.StoppingCriteriaList([Repeated()])},
+    "a length as a criterion": {
+        "stopping_criteria": transformers.StoppingCriteriaList([transformers.MaxLengthCriteria(14)])
+    },
 }
 
 
@@ -124,7 +115,7 @@ def test_each_row_answers_as_alone(models: dict[str, Any], name: str) -> None:
 
 def test_all_processors_are_tried(models: dict[str, Any]) -> None:
     """All that transformers makes of arguments, but the one that runs a model."""
-    text = inspect.getsource(GenerationMixin._get_logits_processor)
+    text = inspect.getsource(transformers.GenerationMixin._get_logits_processor)
     names = set(re.findall(r"append\(\s*(\w+)\(", text)) - {"UnbatchedClassifierFreeGuidanceLogitsProcessor"}
     assert len(names) > 20
     tried: set[str] = set()
@@ -145,12 +136,12 @@ def test_objects_of_transformers_that_know_a_prompt(models: dict[str, Any]) -> N
 
     given = {"attention_mask": seen, "max_new_tokens": 9}
     by_argument = models["torch"].generate(input_ids, prefix_allowed_tokens_fn=allowed, **given)
-    processors = LogitsProcessorList([PrefixConstrainedLogitsProcessor(kept, 1)])
+    processors = transformers.LogitsProcessorList([transformers.PrefixConstrainedLogitsProcessor(kept, 1)])
     assert torch.equal(models["torch"].generate(input_ids, logits_processor=processors, **given), by_argument)
     assert set(numbers) == {0, 1, 2}
-    mark = SynthIDTextWatermarkingConfig(ngram_len=3, keys=[3, 5, 7, 11])
+    mark = transformers.SynthIDTextWatermarkingConfig(ngram_len=3, keys=[3, 5, 7, 11])
     by_argument = models["torch"].generate(input_ids, watermarking_config=mark, **given)
-    processors = LogitsProcessorList([mark.construct_processor(96, "cpu")])
+    processors = transformers.LogitsProcessorList([mark.construct_processor(96, "cpu")])
     assert torch.equal(models["torch"].generate(input_ids, logits_processor=processors, **given), by_argument)
 
 
@@ -158,16 +149,16 @@ def test_values_of_sampling_are_read_from_the_device() -> None:
     """Scores are bit for bit those of transformers, and a graph for some values is one for others."""
     chosen, logits, keys = random.Random(3), 4 * torch.randn(3, 3000), set[Any]()
     for _ in range(60):
-        processors = LogitsProcessorList(
+        processors = transformers.LogitsProcessorList(
             [
-                TemperatureLogitsWarper(chosen.uniform(0.1, 3)),
-                TopKLogitsWarper(chosen.choice((1, 64, 900, 4000))),
-                TopPLogitsWarper(chosen.uniform(0.05, 0.999)),
-                MinPLogitsWarper(chosen.uniform(0.001, 0.3)),
+                transformers.TemperatureLogitsWarper(chosen.uniform(0.1, 3)),
+                transformers.TopKLogitsWarper(chosen.choice((1, 64, 900, 4000))),
+                transformers.TopPLogitsWarper(chosen.uniform(0.05, 0.999)),
+                transformers.MinPLogitsWarper(chosen.uniform(0.001, 0.3)),
             ]
         )
         row = torch.tensor([[5, 6]])
-        prompts = [Prompt(row, processors, StoppingCriteriaList(), frozenset(), 4) for _ in range(3)]
+        prompts = [Prompt(row, processors, transformers.StoppingCriteriaList(), frozenset(), 4) for _ in range(3)]
         choice = Choice(prompts, True, 0, [False] * 3, torch.device("cpu"), True)
         keys.add(choice.key)
         values = torch.tensor(choice.values, dtype=torch.float64)
