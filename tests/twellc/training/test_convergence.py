@@ -11,16 +11,26 @@ import torch
 from torch import Tensor, nn
 
 import twellc
-from tests import models
 from twellc.eager.optimization import blocks_in_training
 from twellc.training import L1Penalty, take_counts
 
 
 def small_llama(d_model: int, d_ff: int, layers: int) -> Any:
-    sizes = {"vocab_size": 64, "hidden_size": d_model, "intermediate_size": d_ff, "num_hidden_layers": layers}
-    model = models.llama(
-        **sizes, num_key_value_heads=4, mlp_bias=True, max_position_embeddings=256, tie_word_embeddings=True
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=d_model,
+        intermediate_size=d_ff,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        hidden_act="relu",
+        mlp_bias=True,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
     )
+    torch.manual_seed(0)
+    model: Any = transformers.LlamaForCausalLM(config)
     with torch.no_grad():
         for layer in model.model.layers:
             nn.init.normal_(layer.mlp.gate_proj.weight, std=d_model**-0.5)
