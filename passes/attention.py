@@ -6,8 +6,8 @@ Found are torch's scaled_dot_product_attention, and attention that is spelt out:
     kᵀ, k [batch, kv_heads, keys, width] ─┘        v [batch, kv_heads, keys, width] ─┘
 
 Keys and values of a group that are repeated for each of its queries' heads are read as they were before. A mask that
-depends on positions alone and keeps all keys, or those up to the query's own place, is no tensor any more
-(`causal_mask.py`). Nor is the mask of a key-value cache, twell.cache_mask, where a form does with its lengths. Each
+depends on positions alone and keeps all keys, or those up to the query's own place, is dropped
+(`causal_mask.py`). So is the mask of a key-value cache, twell.cache_mask, where a form needs only its lengths. Each
 block then takes the first of the forms that were asked for and that can express it:
 
     cudnn      twell.attention(q, k, v, None, scale, causal) over [batch, tokens, heads, width], a plugin over cuDNN, or
@@ -17,7 +17,7 @@ block then takes the first of the forms that were asked for and that can express
                group as rows of one product, and no guard for rows that are masked whole: their scores are low, not -inf
 
 Queries are scaled before the product, in float32 with one rounding: a scale in bfloat16 would be off by up to 0.25 %.
-Masks are made once for all blocks that share them, and that of a cache is written as comparisons of positions.
+What blocks share, such as masks, is made once, and the mask of a cache is written as comparisons of positions.
 
 Left as it is, with a reason: attention with more between its products than a scale and a mask, or other shapes.
 """
@@ -147,7 +147,7 @@ def rewrite_attention(program: ExportedProgram, forms: tuple[str, ...]) -> tuple
     for node in program.graph.find_nodes(op="call_function", target=CACHE_MASK):
         if node.users:
             with program.graph.inserting_before(node):
-                replace_node(program, node, writer.cache_mask(node))
+                replace_node(program, node, _Writer(program.graph).cache_mask(node))
     return finish(program), found
 
 
@@ -161,7 +161,7 @@ def _read(node: Node) -> _Block | None:
         _UnknownError: It is one of another form.
     """
     if node.target is aten.scaled_dot_product_attention.default:
-        return _checked(*_read_operator(node))
+        return _checked(_read_operator(node))
     if packet(node) not in (aten.matmul, aten.bmm, aten.einsum):
         return None
     first = arguments(node)[1][0] if packet(node) is aten.einsum else arguments(node)[0]
@@ -171,19 +171,16 @@ def _read(node: Node) -> _Block | None:
     if packet(weights) not in _SOFTMAX:
         return None
     block = _read_products(node, weights)
-    return None if block is None else _checked(*block)
+    return None if block is None else _checked(block)
 
 
-_Parts = tuple[Node, Node, Node, Node, Node | None, bool, float]  # the fields of _Block
-
-
-def _read_operator(node: Node) -> _Parts:
+def _read_operator(node: Node) -> _Block:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = {**dict(zip(names, arguments(node), strict=False)), **node.kwargs}
     if given.get("dropout_p"):
         raise _UnknownError("it has dropout")
     q, scale = given["query"], _scale(node)
-    return node, q, given["key"], given["value"], given.get("attn_mask"), bool(given.get("is_causal")), scale
+    return _Block(node, q, given["key"], given["value"], given.get("attn_mask"), bool(given.get("is_causal")), scale)
 
 
 def _scale(node: Node) -> float:
@@ -218,7 +215,7 @@ def _copy_where_needed(graph: Graph) -> None:
             node.target = aten.reshape.default
 
 
-def _read_products(node: Node, weights: Node) -> _Parts | None:
+def _read_products(node: Node, weights: Node) -> _Block | None:
     """Read the two products around a softmax, `weights`; None if there is no first one."""
     scores, dim = arguments(weights)[:2]
     if not _is_between(scores):
@@ -254,17 +251,19 @@ def _read_products(node: Node, weights: Node) -> _Parts | None:
     if k is None:
         raise _UnknownError("its keys are not transposed right before the product")
     if mask is not None and (not isinstance(mask, Node) or not mask.meta["val"].is_floating_point()):
-        raise _UnknownError("what is added to its scores is no mask")
-    return node, q, k, arguments(node)[1], mask, False, scale
+        raise _UnknownError("what is added to its scores is not a mask")
+    return _Block(node, q, k, arguments(node)[1], mask, False, scale)
 
 
-def _checked(node: Node, q: Node, k: Node, v: Node, mask: Node | None, causal: bool, scale: float) -> _Block:
-    dtypes = {each.meta["val"].dtype for each in (q, k, v, node)}
+def _checked(block: _Block) -> _Block:
+    """Return a block with keys and values before they are repeated, and without a mask that positions alone make."""
+    mask, causal = block.mask, block.causal
+    dtypes = {each.meta["val"].dtype for each in (block.q, block.k, block.v, block.node)}
     if len(dtypes) > 1:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise _UnknownError(f"its tensors have several dtypes ({names})")
-    k, v = _ungrouped(k), _ungrouped(v)
-    values = [each.meta["val"] for each in (q, k, v)]
+    k, v = _ungrouped(block.k), _ungrouped(block.v)
+    values = [each.meta["val"] for each in (block.q, k, v)]
     if any(value.dim() != 4 for value in values):
         raise _UnknownError(f"its queries have {values[0].dim()} dimensions, not [batch, heads, queries, width]")
     heads = [value.shape[1] for value in values]
@@ -280,7 +279,7 @@ def _checked(node: Node, q: Node, k: Node, v: Node, mask: Node | None, causal: b
         kept = positions_kept(mask)
         causal = kept == "causal"
         mask = None if kept else mask
-    return _Block(node, q, k, v, mask, causal, scale)
+    return replace(block, k=k, v=v, mask=mask, causal=causal)
 
 
 def _behind(node: Any, *operators: object) -> Node:
@@ -377,8 +376,7 @@ class _Writer:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._masks: dict[object, Node] = {}
-        self._pairs: dict[object, tuple[Node, Node]] = {}
+        self._made: dict[str, Node] = {}  # by what is called with what
         self._sizes: dict[object, Node] = {}
 
     def write(self, block: _Block, form: str) -> Node:
@@ -414,19 +412,19 @@ class _Writer:
         return self._call(aten.maximum.default, counts, one)
 
     def _counts(self, mask: Node) -> tuple[Node, Node]:
-        """Return how many queries and keys each sequence has, for twell.cached_attention; once for all blocks."""
-        key = ("counts", mask)
-        if key not in self._pairs:
-            starts, counts, _, length = mask.args
-            starts, counts = _as_node(starts), _as_node(counts)
-            known = self._at_least_one(self._call(aten.add.Tensor, starts, counts))
-            most = self._call(aten.full.default, [], length, dtype=torch.int32, device=starts.meta["val"].device)
-            known = self._call(aten.minimum.default, known, most)
-            self._pairs[key] = self._at_least_one(counts), known
-        return self._pairs[key]
+        """Return how many queries and keys each sequence has, for twell.cached_attention."""
+        starts, counts, _, length = mask.args
+        starts, counts = _as_node(starts), _as_node(counts)
+        known = self._at_least_one(self._call(aten.add.Tensor, starts, counts))
+        most = self._call(aten.full.default, [], length, dtype=torch.int32, device=starts.meta["val"].device)
+        return self._at_least_one(counts), self._call(aten.minimum.default, known, most)
 
     def _call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
-        return add_call(self._graph, op, *args, like=self._like, **kwargs)
+        """Return an operation, which is written once: blocks share what is made of the same, such as masks."""
+        key = f"{op} {args} {kwargs}"
+        if key not in self._made:
+            self._made[key] = add_call(self._graph, op, *args, like=self._like, **kwargs)
+        return self._made[key]
 
     def _cast(self, node: Node, block: _Block) -> Node:
         dtype = block.q.meta["val"].dtype
@@ -508,20 +506,13 @@ class _Writer:
 
     def _causal(self, q: Node, block: _Block) -> Node:
         """Return [queries, keys], true where a key's place is not behind the query's."""
-        value_q, value_k = block.q.meta["val"], block.k.meta["val"]
-        queries, keys = value_q.shape[2], value_k.shape[2]
-        key = ("causal", str(queries), str(keys))
-        if key not in self._masks:
-            rows = self._call(aten.arange.default, self._size(block.q, 2), device=value_q.device)
-            columns = self._call(aten.arange.default, self._size(block.k, 2), device=value_q.device)
-            self._masks[key] = self._call(aten.le.Tensor, columns, self._call(aten.unsqueeze.default, rows, 1))
-        return self._masks[key]
+        device = block.q.meta["val"].device
+        rows, columns = (self._call(aten.arange.default, self._size(each, 2), device=device)
+                         for each in (block.q, block.k))  # fmt: skip
+        return self._call(aten.le.Tensor, columns, self._call(aten.unsqueeze.default, rows, 1))
 
     def _bias(self, mask: Node, dtype: torch.dtype) -> Node:
         """Return what to add to the scores: 0, or so low that softmax gives 0 and a row of nothing else is finite."""
-        key = ("bias", mask, dtype)
-        if key in self._masks:
-            return self._masks[key]
         low = torch.finfo(dtype).min / 2  # a score may be added
         value = mask.meta["val"]
         if value.dtype == torch.bool:
@@ -533,7 +524,6 @@ class _Writer:
             bias = self._call(aten.clamp.default, bias, low)
         while bias.meta["val"].dim() < 4:
             bias = self._call(aten.unsqueeze.default, bias, 0)
-        self._masks[key] = bias
         return bias
 
     def _for_groups(self, bias: Node, kv_heads: int, group: int, rows: Any) -> Node:
@@ -544,12 +534,7 @@ class _Writer:
         if statically_known_true(queries == 1):  # one row a head: as many as there are queries
             size = [self._size(bias, 0), heads, rows, self._size(bias, 3)]
             bias = self._call(aten.expand.default, bias, size)
-        key = ("group", bias, group)
-        if key not in self._masks:
-            if heads == 1:
-                grouped = self._call(aten.repeat.default, bias, [1, 1, group, 1])
-            else:
-                shape = [self._size(bias, 0), kv_heads, -1, self._size(bias, 3)]
-                grouped = self._call(aten.view.default, self._contiguous(bias), shape)
-            self._masks[key] = grouped
-        return self._masks[key]
+        if heads == 1:
+            return self._call(aten.repeat.default, bias, [1, 1, group, 1])
+        shape = [self._size(bias, 0), kv_heads, -1, self._size(bias, 3)]
+        return self._call(aten.view.default, self._contiguous(bias), shape)
