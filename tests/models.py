@@ -9,12 +9,13 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from tests.tolerance import assert_same
 from twellc.passes.graph.execution import Runner, example_inputs
 from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks
 from twellc.passes.pipeline import PassOptions, Stage, run_until
@@ -93,11 +94,15 @@ class Residual(nn.Module):
 
 
 class Written(nn.Module):
-    """A module written as a function of itself and its inputs, with given submodules and parameters."""
+    """A module written as a function of itself and its inputs, with given buffers, submodules and parameters."""
 
-    def __init__(self, function: Callable[..., Any], **members: nn.Module | Tensor) -> None:
+    def __init__(
+        self, function: Callable[..., Any], buffers: dict[str, Tensor] | None = None, **members: nn.Module | Tensor
+    ) -> None:
         super().__init__()
         self.function = function
+        for name, tensor in (buffers or {}).items():
+            self.register_buffer(name, tensor)
         for name, member in members.items():
             setattr(self, name, nn.Parameter(member) if isinstance(member, Tensor) else member)
 
@@ -148,6 +153,28 @@ def rewrite(program: ExportedProgram, compression: int = 8) -> ExportedProgram:
     return rewrite_ffn(
         program, [(block, options_of(block, compression)) for block in find_ffn_blocks(program) if not block.refusal]
     )
+
+
+class Rewritten(NamedTuple):
+    """A canonical program, its blocks, and the program rewritten."""
+
+    before: ExportedProgram
+    blocks: list[FfnBlock]
+    after: ExportedProgram
+
+
+def assert_rewrites(
+    module: nn.Module, *inputs: Tensor, dynamic: Any = None, at: tuple[Tensor, ...] | None = None
+) -> Rewritten:
+    """Rewrite a module, of which every block must match, and compare with it, at other inputs if these are given."""
+    program = canonical(module, *inputs, dynamic=dynamic)
+    blocks = find_ffn_blocks(program)
+    assert {block.refusal for block in blocks} == {""}
+    result = rewrite(program)
+    given = at or inputs
+    for actual, expected in zip(run(result, *given), eager(module, *given), strict=True):
+        assert_same(actual, expected)
+    return Rewritten(program, blocks, result)
 
 
 def options_of(block: FfnBlock, compression: int = 8, hot: int = 0) -> BlockOptions:

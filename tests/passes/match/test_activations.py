@@ -10,7 +10,19 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from tests.models import Function, Gated, Plain, Written, blocks_of, calls, canonical, eager, rewrite, run
+from tests.models import (
+    Function,
+    Gated,
+    Plain,
+    Written,
+    assert_rewrites,
+    blocks_of,
+    calls,
+    canonical,
+    eager,
+    rewrite,
+    run,
+)
 from tests.tolerance import assert_same
 from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks
 from twellc.passes.precision import lower
@@ -42,27 +54,14 @@ def written_by_index_put(t: Tensor) -> Tensor:
     return torch.index_put(t, (t <= 0.25,), torch.tensor(0.0))
 
 
-class Slope(nn.Module):
-    """PReLU with fixed slopes, which `Plain` must not draw anew."""
-
-    def __init__(self, *slopes: float) -> None:
-        super().__init__()
-        self.register_buffer("slopes", torch.tensor(slopes))
-
-    def forward(self, t: Tensor) -> Tensor:
-        return F.prelu(t.flatten(0, 1), self.slopes).view(t.shape)
+def above(stored: Tensor, form: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
+    """Return something of t and of a stored tensor."""
+    return Written(lambda s, t: form(t, s.stored), {"stored": stored})
 
 
-class Above(nn.Module):
-    """Something of t and of a stored tensor."""
-
-    def __init__(self, stored: Tensor, form: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.register_buffer("stored", stored)
-        self.form = form
-
-    def forward(self, t: Tensor) -> Tensor:
-        return self.form(t, self.stored)
+def slope(*slopes: float) -> nn.Module:
+    """Return a PReLU with fixed slopes, which `Plain` must not draw anew."""
+    return above(torch.tensor(slopes), lambda t, slopes: F.prelu(t.flatten(0, 1), slopes).view(t.shape))
 
 
 # x >= t is x > the float32 before t.
@@ -129,14 +128,14 @@ SPELLINGS: dict[str, tuple[str, float, Function]] = {
     "clip_": ("relu", 0, lambda t: t.clone().clip_(0)),
     "fmax": ("relu", 0, lambda t: torch.fmax(torch.zeros_like(t), t)),
     "maximum, an integer": ("relu", 0, lambda t: torch.maximum(t, torch.tensor(0))),
-    "maximum, a buffer": ("relu", 0, Above(torch.zeros(()), torch.maximum)),
-    "maximum, a buffer of zeros": ("relu", 0, Above(torch.zeros(40), torch.maximum)),
-    "max, a parameter": ("relu", 0, Above(torch.zeros(1, 1, 40), lambda t, zero: torch.max(zero, t))),
+    "maximum, a buffer": ("relu", 0, above(torch.zeros(()), torch.maximum)),
+    "maximum, a buffer of zeros": ("relu", 0, above(torch.zeros(40), torch.maximum)),
+    "max, a parameter": ("relu", 0, above(torch.zeros(1, 1, 40), lambda t, zero: torch.max(zero, t))),
     "leaky_relu of slope 0": ("relu", 0, nn.LeakyReLU(0.0)),
     "rrelu of slope 0": ("relu", 0, lambda t: F.rrelu(t, 0.0, 0.0)),
     "elu of alpha 0": ("relu", 0, nn.ELU(0.0)),
-    "prelu of slope 0": ("relu", 0, Slope(0.0)),
-    "prelu of slopes 0": ("relu", 0, Slope(*[0.0] * 40)),
+    "prelu of slope 0": ("relu", 0, slope(0.0)),
+    "prelu of slopes 0": ("relu", 0, slope(*[0.0] * 40)),
     "where, swapped comparison": ("relu", 0, lambda t: torch.where(torch.zeros_like(t) < t, t, 0.0)),
     "where, swapped comparison, 0 first": ("relu", 0, lambda t: torch.where(torch.zeros(()) >= t, 0.0, t)),
     "where not": ("relu", 0, lambda t: torch.where(~(t > 0), torch.zeros_like(t), t)),
@@ -161,9 +160,9 @@ SPELLINGS: dict[str, tuple[str, float, Function]] = {
     "relu(x) * (x > 0)": ("relu", 0, lambda t: torch.relu(t) * (t > 0)),
     "relu(x) * (x > t)": ("fatrelu", 0.25, lambda t: torch.relu(t) * (t > 0.25)),
     "relu(x) * (x > -1)": ("relu", 0, lambda t: torch.relu(t) * (t > -1)),
-    "x * (x > t), equal thresholds": ("fatrelu", 0.25, Above(torch.full((40,), 0.25), lambda t, s: t * (t > s))),
-    "where, equal thresholds": ("fatrelu", 0.25, Above(torch.full((40,), 0.25), lambda t, s: torch.where(t > s, t, 0))),
-    "a stored threshold": ("fatrelu", 0.25, Above(torch.tensor(0.25), lambda t, s: torch.relu(t) * (t > s))),
+    "x * (x > t), equal thresholds": ("fatrelu", 0.25, above(torch.full((40,), 0.25), lambda t, s: t * (t > s))),
+    "where, equal thresholds": ("fatrelu", 0.25, above(torch.full((40,), 0.25), lambda t, s: torch.where(t > s, t, 0))),
+    "a stored threshold": ("fatrelu", 0.25, above(torch.tensor(0.25), lambda t, s: torch.relu(t) * (t > s))),
     "(x + |x|) / 2": ("relu", 0, lambda t: (t + t.abs()) / 2),
     "0.5 * (|x| + x)": ("relu", 0, lambda t: 0.5 * (torch.abs(t) + t)),
     "x - clamp(x, max=0)": ("relu", 0, lambda t: t - t.clamp(max=0)),
@@ -242,26 +241,13 @@ def test_a_mask_keeps_no_precision_of_its_own(threshold: float, name: str) -> No
     assert (block.activation, block.dtype, block.refusal) == (name, torch.bfloat16, "")
 
 
-@pytest.mark.parametrize("threshold", [0, 0.25])
-def test_a_mask_lets_what_is_not_a_number_through(threshold: float) -> None:
-    module, x = Plain(lambda t: t * (t > threshold)), torch.randn(5, 16)
-    x[2, 3] = math.nan
-    expected, (actual,) = eager(module, x)[0], run(rewrite(canonical(module, x)))
-    assert torch.equal(actual.isnan(), expected.isnan()) and actual.isnan().any() and not actual.isnan().all()
-    assert_same(actual[~actual.isnan()], expected[~expected.isnan()])
-
-
 def test_drelu() -> None:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return self.ffn.down(torch.relu(self.ffn.gate(x)) * torch.clamp(self.ffn.up(x), min=0))
 
-    module, x = Written(forward, ffn=Gated(biases="gud")), torch.randn(5, 16)
-    program = canonical(module, x)
-    (block,) = find_ffn_blocks(program)
-    assert (block.variant, block.activation, block.refusal) == ("gated", "drelu", "")
-    result = rewrite(program)
+    _, (block,), result = assert_rewrites(Written(forward, ffn=Gated(biases="gud")), torch.randn(5, 16))
+    assert (block.variant, block.activation) == ("gated", "drelu")
     assert calls(result) == {"gated_mlp": 1}
-    assert_same(run(result)[0], eager(module, x)[0])
 
 
 def test_x_times_relu_of_another_tensor() -> None:
@@ -322,7 +308,10 @@ def test_threshold_between_two_low_precision_numbers(dtype: torch.dtype, thresho
         assert torch.equal(actual, expected)
 
 
-# Activations whose zeros are none, or that have none: named in the refusal.
+THRESHOLDS = torch.linspace(0.1, 0.5, 40)
+NEEDED = "{gate}activation is {name}; TwELL needs a ReLU family"
+EACH_NEURON = "{gate}activation is {name}; the kernels have one for all"
+# Activations whose zeros TwELL cannot use, or that have none: named in the refusal.
 REFUSED: dict[str, Function] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -341,107 +330,81 @@ REFUSED: dict[str, Function] = {
     "hardswish": F.hardswish,
     "softplus": F.softplus,
     "prelu": nn.PReLU(),
-    "prelu ": Slope(0.0, *[0.25] * 39),
+    "prelu ": slope(0.0, *[0.25] * 39),
     "rrelu": F.rrelu,
 }
 # Thresholds that differ: listed, since a ReLU is in it, and dense.
 EACH: dict[str, Function] = {
-    "x * (x > t)": Above(torch.linspace(0.1, 0.5, 40), lambda t, s: t * (t > s)),
-    "where": Above(torch.linspace(0.1, 0.5, 40), lambda t, s: torch.where(t > s, t, 0.0)),
-    "relu(x) * (x > t)": Above(torch.linspace(0.1, 0.5, 40), lambda t, s: torch.relu(t) * (t > s)),
-    "masked_fill": Above(torch.linspace(0.1, 0.5, 40), lambda t, s: t.masked_fill(t <= s, 0.0)),
-    "computed": Above(torch.linspace(-2, 0, 40), lambda t, s: torch.relu(t) * (t > s.exp()).float()),
+    "x * (x > t)": above(THRESHOLDS, lambda t, s: t * (t > s)),
+    "where": above(THRESHOLDS, lambda t, s: torch.where(t > s, t, 0.0)),
+    "relu(x) * (x > t)": above(THRESHOLDS, lambda t, s: torch.relu(t) * (t > s)),
+    "masked_fill": above(THRESHOLDS, lambda t, s: t.masked_fill(t <= s, 0.0)),
+    "computed": above(torch.linspace(-2, 0, 40), lambda t, s: torch.relu(t) * (t > s.exp()).float()),
 }
-
-
-@pytest.fixture(scope="module")
-def refused() -> Exported:
-    return Exported(REFUSED)
-
-
-@pytest.mark.parametrize("variant", ["gated", "plain"])
-@pytest.mark.parametrize("spelling", REFUSED)
-def test_refused_activation(refused: Exported, spelling: str, variant: str) -> None:
-    name, block = spelling.strip(), refused.blocks[variant, spelling]
-    assert block is not None
-    assert (block.variant, block.activation) == (variant, name)
-    what = "gate activation" if variant == "gated" else "activation"
-    assert block.refusal == f"{what} is {name}; TwELL needs a ReLU family"
-    expected, actual = refused.outputs[variant, spelling]
-    assert torch.equal(actual, expected)
-
-
-@pytest.fixture(scope="module")
-def of_each_neuron() -> Exported:
-    return Exported(EACH)
-
-
-@pytest.mark.parametrize("variant", ["gated", "plain"])
-@pytest.mark.parametrize("spelling", EACH)
-def test_a_threshold_for_each_neuron(of_each_neuron: Exported, spelling: str, variant: str) -> None:
-    block = of_each_neuron.blocks[variant, spelling]
-    assert block is not None
-    what = "gate activation" if variant == "gated" else "activation"
-    assert block.refusal == f"{what} is FATReLU with a threshold for each neuron; the kernels have one for all"
-    expected, actual = of_each_neuron.outputs[variant, spelling]
-    assert torch.equal(actual, expected)
-
-
 # Forms with a ReLU in them that is not all: listed with the operations.
-OTHERWISE: dict[str, tuple[str, Function]] = {
-    "nan_to_num": ("relu, nan_to_num", lambda t: torch.nan_to_num(torch.relu(t))),
-    "bounded above": ("relu, clamp", lambda t: torch.relu(t).clamp(max=6)),
-    "cut above": ("relu, hardtanh", lambda t: F.hardtanh(torch.relu(t), -1.0, 2.0)),
-    "cubed": ("relu, pow", lambda t: torch.relu(t) ** 3),
-    "a log": ("relu, log1p", lambda t: torch.log1p(torch.relu(t))),
-    "tanh": ("relu, tanh", lambda t: torch.tanh(torch.relu(t))),
-    "shifted and squared": ("relu, add, square", lambda t: (torch.relu(t) + 1).square()),
+OTHERWISE: dict[str, Function] = {
+    "relu, nan_to_num": lambda t: torch.nan_to_num(torch.relu(t)),
+    "relu, clamp": lambda t: torch.relu(t).clamp(max=6),
+    "relu, hardtanh": lambda t: F.hardtanh(torch.relu(t), -1.0, 2.0),
+    "relu, pow": lambda t: torch.relu(t) ** 3,
+    "relu, log1p": lambda t: torch.log1p(torch.relu(t)),
+    "relu, tanh": lambda t: torch.tanh(torch.relu(t)),
+    "relu, add, square": lambda t: (torch.relu(t) + 1).square(),
+}
+DENSE: dict[str, tuple[str, Function]] = {
+    **{name: (NEEDED.replace("{name}", name.strip()), function) for name, function in REFUSED.items()},
+    **{
+        name: (EACH_NEURON.replace("{name}", "FATReLU with a threshold for each neuron"), function)
+        for name, function in EACH.items()
+    },
+    **{
+        operations: (f"no form that twellc rewrites: linear, {operations}{{mul}}, linear", function)
+        for operations, function in OTHERWISE.items()
+    },
 }
 
 
 @pytest.fixture(scope="module")
-def otherwise() -> Exported:
-    return Exported({spelling: function for spelling, (_, function) in OTHERWISE.items()})
+def dense() -> Exported:
+    return Exported({spelling: function for spelling, (_, function) in DENSE.items()})
 
 
 @pytest.mark.parametrize("variant", ["gated", "plain"])
-@pytest.mark.parametrize("spelling", OTHERWISE)
-def test_more_than_a_relu(otherwise: Exported, spelling: str, variant: str) -> None:
-    operations, _ = OTHERWISE[spelling]
-    block = otherwise.blocks[variant, spelling]
+@pytest.mark.parametrize("spelling", DENSE)
+def test_dense(dense: Exported, spelling: str, variant: str) -> None:
+    block = dense.blocks[variant, spelling]
     assert block is not None
-    between = f"{operations}, mul" if variant == "gated" else operations
-    assert block.refusal == f"no form that twellc rewrites: linear, {between}, linear"
-    expected, actual = otherwise.outputs[variant, spelling]
+    is_gated = variant == "gated"
+    assert block.variant == variant and (spelling not in REFUSED or block.activation == spelling.strip())
+    assert block.refusal == DENSE[spelling][0].format(gate="gate " * is_gated, mul=", mul" * is_gated)
+    expected, actual = dense.outputs[variant, spelling]
     assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("spelling", ["x[x < 0] = 0", "(x + |x|) / 2", "heaviside", "1 - mask", "x - min(x, 0)"])
+@pytest.mark.parametrize(
+    "spelling",
+    ["x[x < 0] = 0", "(x + |x|) / 2", "heaviside", "1 - mask", "x - min(x, 0)", "x * (x > 0)", "x * (x > threshold)"],
+)
 def test_what_is_spelt_out_lets_what_is_not_a_number_through(spelling: str) -> None:
     module, x = Plain(SPELLINGS[spelling][2]), torch.randn(2, 3, 16)
     x[1, 2, 3] = math.nan
     expected, (actual,) = eager(module, x)[0], run(rewrite(canonical(module, x)))
     assert torch.equal(actual.isnan(), expected.isnan()) and actual.isnan().any() and not actual.isnan().all()
+    assert_same(actual[~actual.isnan()], expected[~expected.isnan()])
 
 
-def test_a_gate_that_is_shifted_has_no_zeros() -> None:
-    (block,) = blocks_of(Gated(lambda t: torch.relu(t) + 1))
-    assert block.refusal == "no form that twellc rewrites: linear, relu, add, mul, linear"
+def test_gates_that_are_refused() -> None:
+    """silu(gate) * relu(up) has no sparse gate on the gate's side alone; a gate that is shifted has no zeros."""
 
-
-def test_sigmoid_gate_is_refused() -> None:
-    (block,) = blocks_of(Gated(torch.sigmoid))
-    assert block.refusal == "gate activation is sigmoid; TwELL needs a ReLU family"
-
-
-def test_two_gates_are_refused() -> None:
-    """silu(gate) * relu(up) has a gate, but no sparse one on the gate's side alone."""
-
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
+    def two(self: nn.Module, x: Tensor) -> Tensor:
         return self.ffn.down(F.silu(self.ffn.gate(x)) * torch.relu(self.ffn.up(x)))
 
-    (block,) = blocks_of(Written(forward, ffn=Gated()))
-    assert "silu" in block.refusal and "relu" in block.refusal
+    for module, refusal in (
+        (Gated(lambda t: torch.relu(t) + 1), "no form that twellc rewrites: linear, relu, add, mul, linear"),
+        (Gated(torch.sigmoid), "gate activation is sigmoid; TwELL needs a ReLU family"),
+        (Written(two, ffn=Gated()), "gate activation is silu times relu; TwELL needs a ReLU family"),
+    ):
+        assert [block.refusal for block in blocks_of(module)] == [refusal]
 
 
 NO_BLOCK: dict[str, Function] = {

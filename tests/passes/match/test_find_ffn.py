@@ -1,4 +1,4 @@
-"""Which graphs are feed-forward blocks, which are refused and why, and which are none."""
+"""Which graphs are feed-forward blocks, which are refused and why, and which are not blocks."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tests.models import (
     Gated,
     Plain,
     Written,
+    assert_rewrites,
     blocks_of,
     calls,
     canonical,
@@ -29,174 +30,99 @@ from tests.models import (
     run,
 )
 from tests.tolerance import assert_as_accurate, assert_same
+from twellc.passes.graph.program import constants_of
 from twellc.passes.match.find_ffn import find_ffn_blocks
 from twellc.passes.precision import lower
 
 Form = Callable[[nn.Module, Tensor], Tensor]
 
 
-class Weights(nn.Module):
-    """Bare weights, stored [out, in] and [in, out], for modules that write their products themselves."""
+SHAPES = {"gate": (D_FF, D_MODEL), "up": (D_FF, D_MODEL), "down": (D_MODEL, D_FF)}
 
-    def __init__(self, form: Form) -> None:
-        super().__init__()
-        self.form = form
-        for name, shape in {
-            "gate": (D_FF, D_MODEL),
-            "up": (D_FF, D_MODEL),
-            "down": (D_MODEL, D_FF),
-            "gate_t": (D_MODEL, D_FF),
-            "up_t": (D_MODEL, D_FF),
-            "down_t": (D_FF, D_MODEL),
-            "b_gate": (D_FF,),
-            "b_up": (D_FF,),
-            "b_down": (D_MODEL,),
-        }.items():
-            setattr(self, name, nn.Parameter(torch.randn(shape) / shape[-1] ** 0.5))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.form(self, x)
+def weights(form: Form) -> nn.Module:
+    """Bare weights, stored [out, in] and [in, out], for a form that writes its products itself."""
+    stored = {name: torch.randn(shape) / shape[1] ** 0.5 for name, shape in SHAPES.items()}
+    turned = {f"{name}_t": torch.randn(shape[::-1]) / shape[1] ** 0.5 for name, shape in SHAPES.items()}
+    return Written(form, **stored, **turned, **{f"b_{name}": torch.randn(shape[0]) for name, shape in SHAPES.items()})
 
 
 def rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-# Each computes a gated or a plain block; the value is (variant, which biases it has).
-FORMS: dict[str, tuple[str, str, Form]] = {
-    "matmul": ("gated", "", lambda m, x: (torch.relu(x @ m.gate_t) * (x @ m.up_t)) @ m.down_t),
-    "matmul, transposed weights": ("gated", "", lambda m, x: (torch.relu(x @ m.gate.t()) * (x @ m.up.T)) @ m.down.mT),
-    "matmul, permuted weights": (
-        "plain",
-        "",
-        lambda m, x: torch.relu(x @ m.up.permute(1, 0)) @ m.down.transpose(-1, -2),
+# Each computes a block of the weights that it names, gated where `gate` is among them.
+FORMS: dict[str, Form] = {
+    "matmul": lambda m, x: (torch.relu(x @ m.gate_t) * (x @ m.up_t)) @ m.down_t,
+    "matmul, transposed weights": lambda m, x: (torch.relu(x @ m.gate.t()) * (x @ m.up.T)) @ m.down.mT,
+    "matmul, permuted weights": lambda m, x: torch.relu(x @ m.up.permute(1, 0)) @ m.down.transpose(-1, -2),
+    "mm": lambda m, x: torch.relu(rows(x).mm(m.up_t)).mm(m.down_t),
+    "addmm": lambda m, x: torch.addmm(m.b_down, torch.relu(torch.addmm(m.b_up, rows(x), m.up_t)), m.down_t),
+    "add": lambda m, x: torch.relu(F.linear(x, m.up) + m.b_up) @ m.down_t + m.b_down,
+    "add, operands swapped": lambda m, x: m.b_down + torch.relu(m.b_up + x @ m.up_t) @ m.down_t,
+    "add_": lambda m, x: torch.relu((x @ m.up_t).add_(m.b_up)) @ m.down_t,
+    "linear and bias": lambda m, x: F.linear(
+        torch.relu(F.linear(x, m.gate, m.b_gate)) * F.linear(x, m.up, m.b_up), m.down, m.b_down
     ),
-    "mm": ("plain", "", lambda m, x: torch.relu(rows(x).mm(m.up_t)).mm(m.down_t)),
-    "addmm": (
-        "plain",
-        "ud",
-        lambda m, x: torch.addmm(m.b_down, torch.relu(torch.addmm(m.b_up, rows(x), m.up_t)), m.down_t),
+    "linear with weights stored [in, out]": lambda m, x: F.linear(torch.relu(F.linear(x, m.up_t.t())), m.down_t.t()),
+    "a bias of the gate only": lambda m, x: (torch.relu(x @ m.gate_t + m.b_gate) * (x @ m.up_t)) @ m.down_t,
+    "a view before": lambda m, x: F.linear(torch.relu(F.linear(rows(x), m.up)), m.down),
+    "views between": lambda m, x: F.linear(
+        (torch.relu(F.linear(rows(x), m.gate)) * rows(F.linear(x, m.up))).view(*x.shape[:-1], -1), m.down
     ),
-    "add": ("plain", "ud", lambda m, x: torch.relu(F.linear(x, m.up) + m.b_up) @ m.down_t + m.b_down),
-    "add, operands swapped": ("plain", "ud", lambda m, x: m.b_down + torch.relu(m.b_up + x @ m.up_t) @ m.down_t),
-    "add_": ("plain", "u", lambda m, x: torch.relu((x @ m.up_t).add_(m.b_up)) @ m.down_t),
-    "linear and bias": (
-        "gated",
-        "gud",
-        lambda m, x: F.linear(torch.relu(F.linear(x, m.gate, m.b_gate)) * F.linear(x, m.up, m.b_up), m.down, m.b_down),
+    "squeeze and unsqueeze": lambda m, x: F.linear(torch.relu(F.linear(x.unsqueeze(0), m.up)).squeeze(0), m.down),
+    "flatten and unflatten": lambda m, x: F.linear(
+        torch.relu(F.linear(x, m.up)).flatten(0, 1).unflatten(0, (2, 3)), m.down
     ),
-    "linear with weights stored [in, out]": (
-        "plain",
-        "",
-        lambda m, x: F.linear(torch.relu(F.linear(x, m.up_t.t())), m.down_t.t()),
+    "contiguous and clone": lambda m, x: F.linear(
+        (torch.relu(F.linear(x, m.gate).contiguous()).clone() * F.linear(x, m.up)).contiguous(), m.down
     ),
-    "a bias of the gate only": (
-        "gated",
-        "g",
-        lambda m, x: (torch.relu(x @ m.gate_t + m.b_gate) * (x @ m.up_t)) @ m.down_t,
+    "dropout in eval": lambda m, x: F.linear(
+        F.dropout(torch.relu(F.linear(x, m.gate)) * F.linear(x, m.up), 0.5, training=False), m.down
     ),
-    "a view before": ("plain", "", lambda m, x: F.linear(torch.relu(F.linear(rows(x), m.up)), m.down)),
-    "views between": (
-        "gated",
-        "",
-        lambda m, x: F.linear(
-            (torch.relu(F.linear(rows(x), m.gate)) * rows(F.linear(x, m.up))).view(*x.shape[:-1], -1), m.down
-        ),
+    "einsum": lambda m, x: torch.einsum(
+        "btf,df->btd",
+        torch.relu(torch.einsum("btd,fd->btf", x, m.gate)) * torch.einsum("df,...d->...f", m.up_t, x),
+        m.down,
     ),
-    "squeeze and unsqueeze": (
-        "plain",
-        "",
-        lambda m, x: F.linear(torch.relu(F.linear(x.unsqueeze(0), m.up)).squeeze(0), m.down),
+    "tensordot": lambda m, x: torch.tensordot(
+        torch.relu(torch.tensordot(x, m.gate_t, 1)) * torch.tensordot(x, m.up, ([2], [1])), m.down_t, 1
     ),
-    "flatten and unflatten": (
-        "plain",
-        "",
-        lambda m, x: F.linear(torch.relu(F.linear(x, m.up)).flatten(0, 1).unflatten(0, (2, 3)), m.down),
+    "inner": lambda m, x: torch.inner(torch.relu(torch.inner(x, m.up)), m.down),
+    "baddbmm": lambda m, x: torch.baddbmm(
+        m.b_down, torch.relu(torch.baddbmm(m.b_up, x, m.up_t.expand(2, -1, -1))), m.down_t.expand(2, -1, -1)
     ),
-    "contiguous and clone": (
-        "gated",
-        "",
-        lambda m, x: F.linear(
-            (torch.relu(F.linear(x, m.gate).contiguous()).clone() * F.linear(x, m.up)).contiguous(), m.down
-        ),
+    "bmm": lambda m, x: torch.bmm(
+        torch.relu(torch.bmm(x, m.up_t.unsqueeze(0).expand(2, -1, -1))), m.down.t()[None].expand(2, D_FF, D_MODEL)
     ),
-    "dropout in eval": (
-        "gated",
-        "",
-        lambda m, x: F.linear(
-            F.dropout(torch.relu(F.linear(x, m.gate)) * F.linear(x, m.up), 0.5, training=False), m.down
-        ),
-    ),
-    "einsum": (
-        "gated",
-        "",
-        lambda m, x: torch.einsum(
-            "btf,df->btd",
-            torch.relu(torch.einsum("btd,fd->btf", x, m.gate)) * torch.einsum("df,...d->...f", m.up_t, x),
-            m.down,
-        ),
-    ),
-    "tensordot": (
-        "gated",
-        "",
-        lambda m, x: torch.tensordot(
-            torch.relu(torch.tensordot(x, m.gate_t, 1)) * torch.tensordot(x, m.up, ([2], [1])), m.down_t, 1
-        ),
-    ),
-    "inner": ("plain", "", lambda m, x: torch.inner(torch.relu(torch.inner(x, m.up)), m.down)),
-    "baddbmm": (
-        "plain",
-        "ud",
-        lambda m, x: torch.baddbmm(
-            m.b_down, torch.relu(torch.baddbmm(m.b_up, x, m.up_t.expand(2, -1, -1))), m.down_t.expand(2, -1, -1)
-        ),
-    ),
-    "bmm": (
-        "plain",
-        "",
-        lambda m, x: torch.bmm(
-            torch.relu(torch.bmm(x, m.up_t.unsqueeze(0).expand(2, -1, -1))), m.down.t()[None].expand(2, D_FF, D_MODEL)
-        ),
-    ),
-    "a cast to a wider dtype and back": (
-        "plain",
-        "",
-        lambda m, x: F.linear(torch.relu(F.linear(x, m.up)).double().float(), m.down),
-    ),
-    "a cast to the same dtype": (
-        "plain",
-        "",
-        lambda m, x: F.linear(torch.relu(F.linear(x, m.up)).to(torch.float32), m.down),
-    ),
-    "tied down projection": ("plain", "", lambda m, x: F.linear(torch.relu(F.linear(x, m.up)), m.up.t())),
+    "a cast to a wider dtype and back": lambda m, x: F.linear(torch.relu(F.linear(x, m.up)).double().float(), m.down),
+    "a cast to the same dtype": lambda m, x: F.linear(torch.relu(F.linear(x, m.up)).to(torch.float32), m.down),
+    "tied down projection": lambda m, x: F.linear(torch.relu(F.linear(x, m.up)), m.up.t()),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_form(form: str) -> None:
-    variant, biases, function = FORMS[form]
-    module, x = Weights(function), torch.randn(2, 3, D_MODEL)
-    program = canonical(module, x)
-    (block,) = find_ffn_blocks(program)
-    assert (block.variant, block.activation, block.refusal) == (variant, "relu", "")
+    program, (block,), result = assert_rewrites(weights(FORMS[form]), torch.randn(2, 3, D_MODEL))
+    read = list(constants_of(program).values())
+    variant = "gated" if any(name.startswith("gate") for name in read) else "plain"
+    assert (block.variant, block.activation) == (variant, "relu")
     assert (block.d_model, block.d_ff, block.d_out) == (D_MODEL, D_FF, D_MODEL)
-    parts = {"g": block.gate, "u": block.up, "d": block.down}
-    assert "".join(name for name, part in parts.items() if part is not None and part.bias is not None) == biases
-    result = rewrite(program)
+    parts = {"b_gate": block.gate, "b_up": block.up, "b_down": block.down}
+    biases = [name for name, part in parts.items() if part is not None and part.bias is not None]
+    assert biases == [name for name in read if name.startswith("b_")]
     left = calls(result)
     assert left.pop("gated_mlp" if variant == "gated" else "mlp") == 1
     assert set(left) <= {"view", "reshape", "unsqueeze", "squeeze"}, "only what shapes x and y may stay"
-    assert_same(run(result)[0], eager(module, x)[0])
 
 
 @pytest.mark.parametrize("form", ["einsum", "tensordot", "inner", "bmm", "baddbmm", "matmul", "addmm"])
 def test_decomposed_form(form: str) -> None:
     """What `run_decompositions` with torch's own table makes of a product: views, permutations and mm or bmm."""
-    variant, _, function = FORMS[form]
-    module, x = Weights(function), torch.randn(2, 3, D_MODEL)
+    module, x = weights(FORMS[form]), torch.randn(2, 3, D_MODEL)
     program = canonicalize(torch.export.export(module.eval(), (x,)).run_decompositions())
     (block,) = find_ffn_blocks(program)
-    assert (block.variant, block.refusal) == (variant, "")
+    assert block.refusal == ""
     result = rewrite(program)
     assert not {"mm", "bmm", "addmm"} & set(calls(result))
     assert_same(run(result)[0], eager(module, x)[0])
@@ -244,45 +170,15 @@ def test_each_projection_has_a_view_of_its_own(case: str) -> None:
     assert_as_accurate(run(result, x)[0], run(dense, x)[0], truth)
 
 
-@pytest.mark.parametrize("biases", ["", "g", "u", "d", "gud"])
-@pytest.mark.parametrize("swap", [False, True])
-def test_gated(biases: str, swap: bool) -> None:
-    """The order of mul's operands is free, and each bias may be there or not."""
-    (block,) = blocks_of(Gated(biases=biases, swap=swap, d_ff=24, d_out=8))
-    assert (block.variant, block.activation, block.threshold, block.refusal) == ("gated", "relu", 0, "")
-    assert (block.d_model, block.d_ff, block.d_out, block.dtype) == (16, 24, 8, torch.float32)
-    assert block.gate is not None and block.up is not None
-    for letter, name, part in (("g", "gate", block.gate), ("u", "up", block.up), ("d", "down", block.down)):
-        assert (part.weight.name, part.weight.in_out) == (f"{name}.weight", False)
-        assert (None if part.bias is None else part.bias.name) == (f"{name}.bias" if letter in biases else None)
-
-
-@pytest.mark.parametrize("biases", ["", "u", "d", "ud"])
-def test_plain(biases: str) -> None:
-    (block,) = blocks_of(Plain(biases=biases, d_ff=24, d_out=8))
-    assert (block.variant, block.activation, block.gate, block.refusal) == ("plain", "relu", None, "")
-    assert (block.d_model, block.d_ff, block.d_out) == (16, 24, 8)
-    assert block.up is not None
-    assert ((block.up.bias is not None), (block.down.bias is not None)) == ("u" in biases, "d" in biases)
-
-
 @pytest.mark.parametrize("shape", [(16,), (5, 16), (2, 1, 3, 16), (0, 16)])
 def test_any_rank(shape: tuple[int, ...]) -> None:
-    module, x = Gated(biases="d"), torch.randn(shape)
-    program = canonical(module, x)
-    (block,) = find_ffn_blocks(program)
-    assert block.refusal == ""
-    assert_same(run(rewrite(program))[0], eager(module, x)[0])
+    assert_rewrites(Gated(biases="d"), torch.randn(shape))
 
 
 def test_dynamic_dimensions() -> None:
     """The leading dimensions of x and y agree as symbols; a view of them stays outside of the block."""
-    module = Gated(before=rows)
     dynamic = ({0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")},)
-    result = rewrite(canonical(module, torch.randn(2, 3, 16), dynamic=dynamic))
-    assert calls(result)["gated_mlp"] == 1
-    x = torch.randn(5, 7, 16)
-    assert_same(run(result, x)[0], eager(module, x)[0])
+    assert_rewrites(Gated(before=rows), torch.randn(2, 3, 16), dynamic=dynamic, at=(torch.randn(5, 7, 16),))
 
 
 def test_sizes_known_only_at_run_time() -> None:
@@ -307,11 +203,8 @@ def test_sizes_beside_a_block_known_only_at_run_time() -> None:
         shown = table.reshape(size, 3).view(3, -1).unbind(0)[1] + table.view(-1, 3).reshape(3, size)
         return self.ffn(x) + table[:, 1:].sum() + shown.sum() + (table @ table.view(3, size).t()).sum()
 
-    module, inputs = Written(forward, ffn=Gated()), (torch.randn(9, 16), torch.tensor(3))
-    program = canonical(module, *inputs)
-    assert [block.refusal for block in find_ffn_blocks(program)] == [""]
-    x = torch.randn(9, 16)
-    assert_same(run(rewrite(program), x, torch.tensor(5))[0], eager(module, x, torch.tensor(5))[0])
+    at = torch.randn(9, 16), torch.tensor(5)
+    assert_rewrites(Written(forward, ffn=Gated()), torch.randn(9, 16), torch.tensor(3), at=at)
 
 
 @pytest.mark.parametrize(
@@ -324,12 +217,9 @@ def test_sizes_beside_a_block_known_only_at_run_time() -> None:
 )
 def test_dynamic_dimensions_stay_dynamic(form: Callable[..., Tensor]) -> None:
     """Reading a graph must not give a dimension the size that it was traced with."""
-    module = Written(form, ffn=Gated())
     dynamic = (({0: torch.export.Dim("tokens")}, {1: 2 * torch.export.Dim("half", min=2)}),)
-    result = rewrite(canonical(module, torch.randn(5, 16), torch.randn(2, 8), dynamic=dynamic))
-    assert calls(result)["gated_mlp"] == 1
-    inputs = torch.randn(3, 16), torch.randn(2, 12)
-    assert_same(run(result, *inputs)[0], eager(module, *inputs)[0])
+    at = torch.randn(3, 16), torch.randn(2, 12)
+    assert_rewrites(Written(form, ffn=Gated()), torch.randn(5, 16), torch.randn(2, 8), dynamic=dynamic, at=at)
 
 
 def chosen(x: Tensor) -> Tensor:
@@ -347,10 +237,7 @@ def chosen(x: Tensor) -> Tensor:
     ],
 )
 def test_operations_on_sizes_known_only_at_run_time(form: Form) -> None:
-    module, x = Written(form, ffn=Gated()), torch.randn(9, 16)
-    program = canonical(module, x)
-    assert [block.refusal for block in find_ffn_blocks(program)] == [""]
-    assert_same(run(rewrite(program))[0], eager(module, x)[0])
+    assert_rewrites(Written(form, ffn=Gated()), torch.randn(9, 16))
 
 
 @pytest.mark.parametrize(
@@ -363,7 +250,7 @@ def test_operations_on_sizes_known_only_at_run_time(form: Form) -> None:
 )
 def test_a_number_for_each_row_is_no_bias(rows: int, form: Form) -> None:
     """Not even where there are as many rows as neurons."""
-    module, x = Weights(form), torch.randn(rows, D_MODEL)
+    module, x = weights(form), torch.randn(rows, D_MODEL)
     program = canonical(module, x)
     blocks = find_ffn_blocks(program)
     assert all(part is None or part.bias is None for block in blocks for part in (block.up, block.down))
@@ -373,16 +260,9 @@ def test_a_number_for_each_row_is_no_bias(rows: int, form: Form) -> None:
 # ---- packed gate and up ----
 
 
-class Packed(nn.Module):
+def packed(form: Form, width: int = 2 * D_FF) -> nn.Module:
     """One projection for gate and up; `form` takes the module and its output."""
-
-    def __init__(self, form: Form, width: int = 2 * D_FF) -> None:
-        super().__init__()
-        self.form = form
-        self.gate_up, self.down = nn.Linear(16, width), nn.Linear(D_FF, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.form(self, self.gate_up(x))
+    return Written(lambda m, x: form(m, m.gate_up(x)), gate_up=nn.Linear(16, width), down=nn.Linear(D_FF, 16))
 
 
 def gated_down(module: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
@@ -410,18 +290,15 @@ PACKED: dict[str, Form] = {
 
 @pytest.mark.parametrize("form", PACKED)
 def test_packed(form: str) -> None:
-    module, x = Packed(PACKED[form]), torch.randn(2, 3, 16)
-    program = canonical(module, x)
-    (block,) = find_ffn_blocks(program)
-    assert (block.variant, block.d_ff, block.refusal) == ("gated", D_FF, "")
-    result = rewrite(program)
+    module = packed(PACKED[form])
+    _, (block,), result = assert_rewrites(module, torch.randn(2, 3, 16))
+    assert (block.variant, block.d_ff) == ("gated", D_FF)
     assert calls(result) == {"gated_mlp": 1}
     assert sum(t.numel() for t in result.state_dict.values()) == sum(p.numel() for p in module.parameters())
-    assert_same(run(result)[0], eager(module, x)[0])
 
 
 def test_packed_and_decomposed() -> None:
-    module, x = Packed(PACKED["a view and unbind"]), torch.randn(2, 3, 16)
+    module, x = packed(PACKED["a view and unbind"]), torch.randn(2, 3, 16)
     program = canonicalize(torch.export.export(module.eval(), (x,)).run_decompositions())
     (block,) = find_ffn_blocks(program)
     assert (block.variant, block.refusal) == ("gated", "")
@@ -433,7 +310,7 @@ def test_packed_with_a_part_that_is_read_elsewhere() -> None:
         gate, up, rest = h.chunk(3, -1)
         return gated_down(module, gate, up) + rest.mean()
 
-    (block,) = blocks_of(Packed(three, 3 * D_FF))
+    (block,) = blocks_of(packed(three, 3 * D_FF))
     assert "is also read by" in block.refusal
 
 
@@ -444,26 +321,19 @@ def test_a_sliced_output_is_one_block() -> None:
         shift, scale = self.ffn(x).chunk(2, -1)
         return x * scale + shift
 
-    module, x = Written(forward, ffn=Plain(biases="ud", d_out=32)), torch.randn(5, 16)
-    program = canonical(module, x)
-    (block,) = find_ffn_blocks(program)
-    assert (block.d_out, block.refusal) == (32, "")
-    assert_same(run(rewrite(program))[0], eager(module, x)[0])
+    _, (block,), _ = assert_rewrites(Written(forward, ffn=Plain(biases="ud", d_out=32)), torch.randn(5, 16))
+    assert block.d_out == 32
 
 
 # ---- names ----
 
 
 def test_names_are_paths_of_modules() -> None:
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mlp, self.fc1, self.fc2 = Gated(), nn.Linear(16, 40), nn.Linear(40, 16)
+    def layer() -> nn.Module:
+        parts = {"mlp": Gated(), "fc1": nn.Linear(16, 40), "fc2": nn.Linear(40, 16)}
+        return Written(lambda s, x: s.fc2(torch.relu(s.fc1(x + s.mlp(x)))) + x, **parts)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.fc2(torch.relu(self.fc1(x + self.mlp(x)))) + x
-
-    names = [block.module for block in blocks_of(nn.Sequential(Layer(), Layer()))]
+    names = [block.module for block in blocks_of(nn.Sequential(layer(), layer()))]
     assert names == ["0.mlp", "0", "1.mlp", "1"]
 
 
@@ -485,12 +355,10 @@ def test_weights_at_the_root_of_the_model() -> None:
 
 
 def test_a_module_that_is_called_twice() -> None:
-    module, x = Written(lambda self, x: self.ffn(self.ffn(x) + x), ffn=Gated()), torch.randn(5, 16)
-    program = canonical(module, x)
-    assert [(b.module, b.refusal) for b in find_ffn_blocks(program)] == [("ffn", ""), ("ffn#2", "")]
-    result = rewrite(program)
+    module = Written(lambda self, x: self.ffn(self.ffn(x) + x), ffn=Gated())
+    _, blocks, result = assert_rewrites(module, torch.randn(5, 16))
+    assert [block.module for block in blocks] == ["ffn", "ffn#2"]
     assert calls(result) == {"gated_mlp": 2, "add": 1}
-    assert_same(run(result)[0], eager(module, x)[0])
 
 
 # ---- refusals ----
@@ -554,75 +422,42 @@ def with_adapters(self: nn.Module, x: Tensor) -> Tensor:
 
 
 ADJUSTED = "a projection is cast, scaled or added to (as by an unmerged LoRA) before the activation"
+READ = "its intermediate tensor {} is also read by {}"
+DIFFERENT = "gate and up projections read different tensors"
+NO_UP = "the other factor of the gate is not a linear projection with constant weights"
+CAST = "the hidden tensor is cast before the down projection"
+NORMED = "a normalisation stands between the hidden tensor and the down projection"
+SCALED = "the hidden tensor is scaled, or otherwise computed on, before the down projection"
+LEADING = "the output has other leading dimensions than the input"
+ADAPTER = {"a": nn.Linear(16, 8), "b": nn.Linear(8, D_FF)}
 REFUSALS: dict[str, tuple[nn.Module, str]] = {
-    "the hidden tensor is an output": (
-        Written(second_output, ffn=Gated()),
-        "its intermediate tensor mul is also read by output",
-    ),
+    "the hidden tensor is an output": (Written(second_output, ffn=Gated()), READ.format("mul", "output")),
     "up has a second reader": (Written(up_read_twice, ffn=Gated()), "is also read by mean"),
-    "the activation has a second reader": (
-        Written(gate_read_twice, ffn=Gated()),
-        "its intermediate tensor relu is also read by gt",
-    ),
+    "the activation has a second reader": (Written(gate_read_twice, ffn=Gated()), READ.format("relu", "gt")),
     "a view has a second reader": (Written(view_read_twice, ffn=Plain()), "is also read by sum"),
-    "gate and up read different tensors": (
-        Written(two_inputs, ffn=Gated()),
-        "gate and up projections read different tensors",
-    ),
+    "gate and up read different tensors": (Written(two_inputs, ffn=Gated()), DIFFERENT),
     "up reads each number of x by itself": (
         Written(up_of_each_number, ffn=Gated(), each=nn.Linear(1, D_FF)),
-        "gate and up projections read different tensors",
+        DIFFERENT,
     ),
-    "up's weight is computed": (
-        Written(scaled_up_weight, ffn=Gated()),
-        "the other factor of the gate is not a linear projection with constant weights",
-    ),
-    "the gate multiplies no projection": (
-        Written(relu_times_other, ffn=Gated()),
-        "the other factor of the gate is not a linear projection with constant weights",
-    ),
-    "the hidden tensor is cast": (Gated(between=cast_and_back), "the hidden tensor is cast before the down projection"),
-    "the hidden tensor of a plain block is cast": (
-        Plain(between=cast_and_back),
-        "the hidden tensor is cast before the down projection",
-    ),
-    "a norm in a gated block": (
-        Gated(between=nn.LayerNorm(D_FF)),
-        "a normalisation stands between the hidden tensor and the down projection",
-    ),
+    "up's weight is computed": (Written(scaled_up_weight, ffn=Gated()), NO_UP),
+    "the gate multiplies no projection": (Written(relu_times_other, ffn=Gated()), NO_UP),
+    "the hidden tensor is cast": (Gated(between=cast_and_back), CAST),
+    "the hidden tensor of a plain block is cast": (Plain(between=cast_and_back), CAST),
+    "a norm in a gated block": (Gated(between=nn.LayerNorm(D_FF)), NORMED),
     "an RMSNorm written out": (
         Gated(between=lambda t: t * torch.rsqrt(t.square().mean(-1, keepdim=True) + 1e-6)),
-        "a normalisation stands between the hidden tensor and the down projection",
+        NORMED,
     ),
-    "the hidden tensor is scaled": (
-        Gated(between=lambda t: t * t[:, :1]),
-        "the hidden tensor is scaled, or otherwise computed on, before the down projection",
-    ),
-    "the hidden tensor is squared": (
-        Gated(between=torch.square),
-        "the hidden tensor is scaled, or otherwise computed on, before the down projection",
-    ),
-    "a row statistic scales the hidden tensor": (  # as in ConvNeXt V2
-        Plain(between=lambda t: t * t.mean(-1, keepdim=True) + t),
-        "the hidden tensor is scaled, or otherwise computed on, before the down projection",
-    ),
-    "an adapter that is not merged": (
-        Written(with_adapter, ffn=Plain(biases="u"), a=nn.Linear(16, 8), b=nn.Linear(8, D_FF)),
-        ADJUSTED,
-    ),
-    "adapters that are not merged": (
-        Written(with_adapters, ffn=Gated(), a=nn.Linear(16, 8), b=nn.Linear(8, D_FF)),
-        ADJUSTED,
-    ),
+    "the hidden tensor is scaled": (Gated(between=lambda t: t * t[:, :1]), SCALED),
+    "the hidden tensor is squared": (Gated(between=torch.square), SCALED),
+    # as in ConvNeXt V2
+    "a row statistic scales the hidden tensor": (Plain(between=lambda t: t * t.mean(-1, keepdim=True) + t), SCALED),
+    "an adapter that is not merged": (Written(with_adapter, ffn=Plain(biases="u"), **ADAPTER), ADJUSTED),
+    "adapters that are not merged": (Written(with_adapters, ffn=Gated(), **ADAPTER), ADJUSTED),
     "the activation is computed in a narrower precision": (Plain(lambda t: torch.relu(t.bfloat16()).float()), ADJUSTED),
-    "the rows are repeated": (
-        Written(repeated_rows, ffn=Plain()),
-        "the output has other leading dimensions than the input",
-    ),
-    "the rows are flattened inside": (
-        Written(flattened, ffn=Plain()),
-        "the output has other leading dimensions than the input",
-    ),
+    "the rows are repeated": (Written(repeated_rows, ffn=Plain()), LEADING),
+    "the rows are flattened inside": (Written(flattened, ffn=Plain()), LEADING),
 }
 
 
@@ -640,41 +475,25 @@ def test_refusal(case: str) -> None:
 def test_bitnet_is_refused_by_name() -> None:
     program = canonicalize(models.export(models.bitnet(), torch.ones(1, 4, dtype=torch.int64), use_cache=False))
     assert [(block.module, block.activation, block.refusal) for block in find_ffn_blocks(program)] == [
-        (
-            f"model.layers.{layer}.mlp",
-            "relu2",
-            "a normalisation stands between the hidden tensor and the down projection",
-        )
-        for layer in range(2)
+        (f"model.layers.{layer}.mlp", "relu2", NORMED) for layer in range(2)
     ]
 
 
+def gated(s: nn.Module, x: Tensor) -> Tensor:
+    return s.down(torch.relu(s.gate(x)) * s.up(x.to(s.up.weight.dtype)))
+
+
 def test_mixed_dtypes_are_refused() -> None:
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate, self.up, self.down = nn.Linear(16, 40), nn.Linear(16, 40).double(), nn.Linear(40, 16).double()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.down(torch.relu(self.gate(x)) * self.up(x.double()))
-
-    (block,) = blocks_of(Mixed())
+    up, down = nn.Linear(16, 40).double(), nn.Linear(40, 16).double()
+    (block,) = blocks_of(Written(gated, gate=nn.Linear(16, 40), up=up, down=down))
     assert block.refusal == "its tensors have several dtypes (float32, float64)"
 
 
 def test_broadcast_projections_are_refused() -> None:
-    """One value for all neurons, from the gate, from up or as a bias, is no projection of the block's width."""
-
-    class Narrow(nn.Module):
-        def __init__(self, gate: int, up: int) -> None:
-            super().__init__()
-            self.gate, self.up, self.down = nn.Linear(16, gate), nn.Linear(16, up), nn.Linear(40, 16)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.down(torch.relu(self.gate(x)) * self.up(x))
-
+    """One value for all neurons, from the gate, from up or as a bias, is not a projection of the block's width."""
     for gate, up in ((1, 40), (40, 1)):
-        (block,) = blocks_of(Narrow(gate, up))
+        narrow = Written(gated, gate=nn.Linear(16, gate), up=nn.Linear(16, up), down=nn.Linear(40, 16))
+        (block,) = blocks_of(narrow)
         assert block.refusal == "its hidden tensors have several widths (1, 40)"
     module = Written(
         lambda self, x: self.ffn.down(torch.relu(F.linear(x, self.ffn.up.weight, self.one))),
@@ -685,7 +504,7 @@ def test_broadcast_projections_are_refused() -> None:
     assert block.refusal == "the bias one is broadcast"
 
 
-# ---- what is no block ----
+# ---- what is not a block ----
 
 
 NO_BLOCKS: dict[str, nn.Module] = {
@@ -725,15 +544,9 @@ def test_no_block(case: str) -> None:
 def test_weights_that_change_are_no_constants() -> None:
     """A buffer that the program writes to cannot become a weight of the op."""
 
-    class Fast(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.ffn = Plain()
-            self.register_buffer("fast", torch.randn(D_FF, D_MODEL))
+    def forward(s: nn.Module, x: Tensor) -> Tensor:
+        y = s.ffn.down(torch.relu(F.linear(x, s.fast)))
+        s.fast.mul_(0.5)
+        return y
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.ffn.down(torch.relu(F.linear(x, self.fast)))
-            self.fast.mul_(0.5)
-            return y
-
-    assert blocks_of(Fast()) == []
+    assert blocks_of(Written(forward, {"fast": torch.randn(D_FF, D_MODEL)}, ffn=Plain())) == []
