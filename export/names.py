@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 import onnx_ir
+
+from twellc.passes.graph.program import free_name
 
 
 def distinct_outputs(inputs: list[str], outputs: list[str]) -> tuple[list[str], list[str]]:
@@ -26,15 +26,6 @@ def distinct_outputs(inputs: list[str], outputs: list[str]) -> tuple[list[str], 
     return names, notes
 
 
-def free_name(name: str, taken: Iterable[str]) -> str:
-    """Return `name`, or with the least number from 2 on behind it what is not taken."""
-    unique, count = name, 1
-    while unique in taken:
-        count += 1
-        unique = f"{name}_{count}"
-    return unique
-
-
 def name_ends(graph: onnx_ir.Graph, inputs: list[str], outputs: list[str]) -> None:
     """Give a graph's inputs and outputs these names, in place, and everything else others.
 
@@ -49,7 +40,9 @@ def name_ends(graph: onnx_ir.Graph, inputs: list[str], outputs: list[str]) -> No
     assert len(set(ends)) == len(ends), "see distinct_outputs"
     _own_values(graph)
     named = {*graph.inputs, *graph.outputs}
-    values = list(dict.fromkeys(_values(graph)))
+    given = (value for each in (graph, *graph.subgraphs()) for value in (*each.inputs, *each.initializers.values()))
+    computed = (value for node in graph.all_nodes() for value in node.outputs)
+    values = list(dict.fromkeys([*given, *computed]))
     taken = {value.name for value in values if value.name} | set(ends)
     for value in values:
         if value not in named and value.name in ends:
@@ -72,16 +65,3 @@ def _own_values(graph: onnx_ir.Graph) -> None:
             graph.append(node)
             graph.outputs[index] = copy
         seen.add(value)
-
-
-def _values(graph: onnx_ir.Graph) -> Iterator[onnx_ir.Value]:
-    """Yield the values of a graph and of the graphs within it."""
-    yield from (*graph.inputs, *graph.initializers.values())
-    for node in graph:
-        yield from node.outputs
-        for attribute in node.attributes.values():
-            if attribute.type == onnx_ir.AttributeType.GRAPH:
-                yield from _values(attribute.as_graph())
-            elif attribute.type == onnx_ir.AttributeType.GRAPHS:
-                for inner in attribute.as_graphs():
-                    yield from _values(inner)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import itertools
 import logging
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, redirect_stderr
 from typing import Any, TextIO
 
@@ -91,6 +92,12 @@ def tensor_of(program: ExportedProgram, name: str) -> torch.Tensor:
     return tensor
 
 
+def free_name(name: str, taken: Container[str], mark: str = "_") -> str:
+    """Return `name`, or with a mark and the least number from 2 on behind it what is not taken."""
+    numbered = itertools.chain([name], (f"{name}{mark}{number}" for number in itertools.count(2)))
+    return next(each for each in numbered if each not in taken)
+
+
 def add_parameter(
     program: ExportedProgram, name: str, tensor: torch.Tensor, like: Node, kind: InputKind = InputKind.PARAMETER
 ) -> Node:
@@ -103,11 +110,7 @@ def add_parameter(
         like: The placeholder of another constant.
         kind: `PARAMETER` or `BUFFER`.
     """
-    taken = set(program.state_dict) | set(program.constants)
-    unique, count = name, 1
-    while unique in taken:
-        count += 1
-        unique = f"{name}_{count}"
+    unique = free_name(name, {*program.state_dict, *program.constants})
     graph = program.graph
     with graph.inserting_before(like):
         node: Node = graph.placeholder("p_" + unique.replace(".", "_"))

@@ -15,7 +15,6 @@ Blocks are found, and refused, by the same matcher as in PyTorch programs (`find
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ from twellc.passes.decide import Advise, decide, options_of
 from twellc.passes.eight_bits import EightBits, Wish, eight_bits_of, judge
 from twellc.passes.fold_constants import fold_constants_in
 from twellc.passes.fold_weights import fold_weights_in
+from twellc.passes.graph.program import free_name
 from twellc.passes.match.find_ffn import FfnBlock, find_blocks
 from twellc.passes.match.linear import Weight
 from twellc.passes.onnx.graph import Shadow, constant_values, in_eight_bits, shadow_of
@@ -271,7 +271,7 @@ def _open(model: onnx.ModelProto) -> tuple[tuple[gs.Graph, Shadow], list[FfnBloc
         inner_shadow, found = _blocks_of(inner, modules)
         shadow.tensors |= inner_shadow.tensors
         for block in found:
-            module = next(name for name in _numbered(block.module) if name not in names)
+            module = free_name(block.module, names, "#")
             names.add(module)
             blocks.append(replace(block, module=module, refusal=f"it is in a graph of {where}", residual=None))
     return (graph, shadow), blocks
@@ -304,11 +304,6 @@ def _inner_graphs(graph: gs.Graph) -> Iterator[tuple[str, gs.Graph]]:
             if isinstance(inner, gs.Graph):
                 yield f"the {node.op} {node.name or node.outputs[0].name}", inner
                 yield from _inner_graphs(inner)
-
-
-def _numbered(name: str) -> Iterator[str]:
-    yield name
-    yield from (f"{name}#{number}" for number in itertools.count(2))
 
 
 def _modules(model: onnx.ModelProto) -> dict[str, str]:
@@ -351,10 +346,7 @@ def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto
     taken = {*graph.tensors(), *(tensor.name for tensor in shadow.tensors.values())}
 
     def unique(name: str) -> str:
-        number, result = 1, name
-        while result in taken:
-            number += 1
-            result = f"{name}_{number}"
+        result = free_name(name, taken)
         taken.add(result)
         return result
 
@@ -398,7 +390,6 @@ def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto
             continue
         block = replace(found_block, dtype=judged.dtype, weights=judged.weights)
         y = shadow.tensors[block.y]
-        temporary = functools.partial(_temporary, f"{y.name}/twell", unique)
         residual = shadow.tensors[block.residual.other] if block.residual else None  # none between casts
         narrow = constants_in_eight_bits(block) if _is_narrow(block) else {}
         place = functools.partial(arrange, dtype=block.dtype, narrow=narrow)
@@ -408,6 +399,10 @@ def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto
         y.inputs.clear()
         nodes: list[gs.Node] = []
         result = y
+
+        def temporary(stem: str = f"{y.name}/twell") -> gs.Tensor:
+            return gs.Variable(unique(stem))
+
         if casts:
             low, result = temporary(), temporary()
             nodes.append(_cast(operands.x, low, block.dtype))
@@ -421,10 +416,6 @@ def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto
     if found.narrow:
         exported.ir_version = max(exported.ir_version, _FIRST_WITH_E4M3)
     return exported
-
-
-def _temporary(stem: str, unique: Callable[[str], str]) -> gs.Tensor:
-    return gs.Variable(unique(stem))
 
 
 def _cast(source: gs.Tensor, target: gs.Tensor, dtype: torch.dtype) -> gs.Node:

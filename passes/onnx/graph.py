@@ -27,6 +27,7 @@ from twellc.base.arrays import to_numpy, to_torch
 from twellc.base.dtypes import BY_ONNX
 from twellc.passes.eight_bits import EightBits, as_scale
 from twellc.passes.graph.constants import evaluate
+from twellc.passes.graph.program import free_name
 from twellc.plugins.meaning import EIGHT_BITS
 
 aten = torch.ops.aten
@@ -173,11 +174,7 @@ class Shadow:
 
     def add(self, name: str, tensor: torch.Tensor, like: list[Node]) -> Node:
         """See `Constants`."""
-        taken, unique = {each.name for each in self.tensors.values()}, name
-        for number in count(2):
-            if unique not in taken:
-                break
-            unique = f"{name}_{number}"
+        unique = free_name(name, {each.name for each in self.tensors.values()})
         made = self.placeholder()
         made.name, made.meta["val"] = unique, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         self.names[made], self.tensors[made] = unique, gs.Constant(unique, to_numpy(tensor))
