@@ -51,13 +51,18 @@ def parse_size(digits: str) -> int:
     return int(min(float(digits), LARGEST_SIZE + 1))
 
 
+def _sizes_in(text: str) -> Shape:
+    """Return the sizes in a text such as `1x512`; none where it is another."""
+    return tuple(map(parse_size, text.split("x"))) if re.fullmatch(r"[0-9]+(x[0-9]+)*", text) else ()
+
+
 def parse_sizes(text: str) -> Shape:
     """Parse sizes of dimensions, such as `1x512`.
 
     Raises:
         UserError: The text does not have this form, or a size is too large.
     """
-    sizes = tuple(map(parse_size, text.split("x"))) if re.fullmatch(r"[0-9]+(x[0-9]+)*", text) else ()
+    sizes = _sizes_in(text)
     if not sizes or not all(1 <= size <= LARGEST_SIZE for size in sizes):
         raise UserError(
             "--shapes", "not the sizes of dimensions", got=repr(text),
@@ -73,15 +78,15 @@ def parse_profile(text: str) -> tuple[str, ShapeRange]:
         UserError: The text does not have this form, MIN <= OPT <= MAX does not hold, or a size is too large.
     """
     name, *shapes = text.rsplit(":", 3)
-    if len(shapes) != 3 or not name or not all(re.fullmatch(r"[0-9]+(x[0-9]+)*", shape) for shape in shapes):
+    sizes = list(map(_sizes_in, shapes))
+    if len(shapes) != 3 or not name or not all(sizes):
         raise UserError(
             "--profile", "not a profile", got=repr(text), expected="NAME:MIN:OPT:MAX with shapes such as 1x128"
         )
-    low, opt, high = (tuple(parse_size(dim) for dim in shape.split("x")) for shape in shapes)
+    low, opt, high = sizes
     if not len(low) == len(opt) == len(high) or any(
         not 1 <= a <= b <= c <= LARGEST_SIZE for a, b, c in zip(low, opt, high, strict=True)
     ):
-        raise UserError(
-            "--profile", "the shapes are no range", got=repr(text), expected=f"1 <= MIN <= OPT <= MAX <= {LARGEST_SIZE}"
-        )
+        order = f"1 <= MIN <= OPT <= MAX <= {LARGEST_SIZE}"
+        raise UserError("--profile", "the shapes are not a range", got=repr(text), expected=order)
     return name, ShapeRange(low, opt, high)

@@ -14,12 +14,23 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from tests.models import Gated, Plain, Residual, canonical, rewrite
+from tests.models import Function, Gated, Plain, Residual, canonical, rewrite
 from twellc.base.errors import UserError
 from twellc.checks.evaluator import OnnxEvaluator
 from twellc.export import onnx_export
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.passes.attention import MATMUL, rewrite_attention
+
+
+class Of(nn.Module):
+    """A function of x."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
 
 
 def written(program: ExportedProgram, path: Path, names: dict[str, str] | None = None) -> onnx.ModelProto:
@@ -42,63 +53,40 @@ def bits(tensor: Tensor) -> bytes:
     return tensor.detach().contiguous().view(torch.int16).numpy().tobytes()
 
 
-def twell_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
-    return [node for node in model.graph.node if node.domain == "twell"]
-
-
-def test_gated_nodes(tmp_path: Path) -> None:
-    combinations = ["", "g", "u", "d", "gud"]
-    module = nn.Sequential(*(Residual(Gated(biases=biases, d_ff=24)) for biases in combinations)).bfloat16()
-    program = canonical(module, torch.randn(5, 16).bfloat16())
-    model = written(rewrite(program, compression=4), tmp_path / "m.onnx")
+@pytest.mark.parametrize(
+    ("kind", "letters", "dtype", "compression"),
+    [(Gated, ("g", "u", "d"), torch.bfloat16, 4), (Plain, ("u", "d"), torch.float16, 8)],
+)
+def test_nodes(
+    kind: type[nn.Module], letters: tuple[str, ...], dtype: torch.dtype, compression: int, tmp_path: Path
+) -> None:
+    """Their attributes, and their operands: x, weights and biases, and the residual."""
+    combinations = ["", *letters, "".join(letters)]
+    module = nn.Sequential(*(Residual(kind(biases=biases, d_ff=24)) for biases in combinations)).to(dtype)
+    program = canonical(module, torch.randn(5, 16).to(dtype))
+    model = written(rewrite(program, compression), tmp_path / "m.onnx")
     known = initializers(model)
+    nodes = [node for node in model.graph.node if node.domain == "twell"]
     before = "x"
-    for node, biases, block in zip(twell_nodes(model), combinations, module, strict=True):
-        assert node.op_type == "TwellGatedMlp"
+    for node, biases, block in zip(nodes, combinations, module, strict=True):
+        assert node.op_type == ("TwellGatedMlp" if kind is Gated else "TwellMlp")
+        names = {"g": "gate", "u": "up", "d": "down"}
         assert attributes(node) == {
-            "activation": "relu",
-            "threshold": 0.0,
-            "compression": 4,
-            "hot": 0,
-            "gate_bias": int("g" in biases),
-            "up_bias": int("u" in biases),
-            "down_bias": int("d" in biases),
-            "residual": 1,
-            "plugin_version": "twellc-3",
-            "plugin_namespace": "twell",
-        }
-        gate, up, down = block.ffn.gate, block.ffn.up, block.ffn.down
-        parts = [(gate.weight, gate.bias), (up.weight, up.bias), (down.weight.t(), down.bias)]
-        expected = [tensor for part in parts for tensor in part if tensor is not None]
+            "activation": "relu", "threshold": 0.0, "compression": compression, "hot": 0,
+            **{f"{names[letter]}_bias": int(letter in biases) for letter in letters},
+            "residual": 1, "plugin_version": "twellc-3", "plugin_namespace": "twell",
+        }  # fmt: skip
+        parts = [getattr(block.ffn, names[letter]) for letter in letters]
+        weights = [*(part.weight for part in parts[:-1]), parts[-1].weight.t()]
+        pairs = zip(weights, (part.bias for part in parts), strict=True)
+        expected = [tensor for pair in pairs for tensor in pair if tensor is not None]
         assert node.input[0] not in known, "x comes first"
         assert node.input[-1] == before, "the residual comes last"
         before = node.output[0]
         for name, tensor in zip(node.input[1:-1], expected, strict=True):
-            assert known[name].data_type == onnx.TensorProto.BFLOAT16
+            assert known[name].data_type == (onnx.TensorProto.BFLOAT16 if kind is Gated else onnx.TensorProto.FLOAT16)
             assert tuple(known[name].dims) == tuple(tensor.shape)
             assert known[name].raw_data == bits(tensor)
-
-
-def test_plain_nodes(tmp_path: Path) -> None:
-    combinations = ["", "u", "d", "ud"]
-    module = nn.Sequential(*(Residual(Plain(biases=biases, d_ff=24)) for biases in combinations)).half()
-    model = written(rewrite(canonical(module, torch.randn(5, 16).half())), tmp_path / "m.onnx")
-    shapes = {"up": (24, 16), "u": (24,), "down": (24, 16), "d": (16,)}
-    for node, biases in zip(twell_nodes(model), combinations, strict=True):
-        assert node.op_type == "TwellMlp"
-        assert attributes(node) == {
-            "activation": "relu",
-            "threshold": 0.0,
-            "compression": 8,
-            "hot": 0,
-            "up_bias": int("u" in biases),
-            "down_bias": int("d" in biases),
-            "residual": 1,
-            "plugin_version": "twellc-3",
-            "plugin_namespace": "twell",
-        }
-        wanted = [shapes[name] for name in ("up", "u", "down", "d") if name in ("up", "down") or name in biases]
-        assert [tuple(initializers(model)[name].dims) for name in node.input[1:-1]] == wanted
 
 
 def test_activation_attributes(tmp_path: Path) -> None:
@@ -122,61 +110,51 @@ def test_no_dense_projection_is_left(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("width", "scale"), [(32, None), (64, None), (16, 0.3), (128, None)])
 def test_scale_of_attention(tmp_path: Path, dtype: torch.dtype, width: int, scale: float | None) -> None:
     """Logits carry the scale as float32 has it: torch's own attention also keeps logits in float32."""
-
-    class Attention(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(x, x.flip(-2), x, scale=scale)
-
+    attention = Of(lambda x: F.scaled_dot_product_attention(x, x.flip(-2), x, scale=scale))
     x = torch.randn(2, 3, 24, width).to(dtype)
     path = tmp_path / "m.onnx"
-    program, _ = rewrite_attention(canonical(Attention(), x), (MATMUL,))
+    program, _ = rewrite_attention(canonical(attention, x), (MATMUL,))
     model = written(program, path)
     factors = [onnx.numpy_helper.to_array(t) for t in initializers(model).values() if not t.dims and t.data_type != 7]
     exact = width**-0.5 if scale is None else scale
     assert [float(factor) for factor in factors if factor.dtype != bool] == [pytest.approx(exact, rel=1e-7)]
     (ours,) = OnnxEvaluator(path, model).run({"x": x})
-    truth = Attention()(x.double())
-    plain = (Attention()(x).double() - truth).norm()
+    truth = attention(x.double())
+    plain = (attention(x).double() - truth).norm()
     assert (ours.double() - truth).norm() <= 2.5 * plain
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_tanh_is_computed_in_float32_at_least(tmp_path: Path, dtype: torch.dtype) -> None:
     """A plan in bfloat16 was far off: the logits of a softcap are small values of tanh, times 30."""
-
-    class Softcap(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return 30 * torch.tanh(x / 30)
-
+    softcap = Of(lambda x: 30 * torch.tanh(x / 30))
     x = torch.randn(3, 5).to(dtype)
-    model = written(canonical(Softcap(), x), tmp_path / "m.onnx")
+    model = written(canonical(softcap, x), tmp_path / "m.onnx")
     wide = [] if dtype in (torch.float32, torch.float64) else ["Cast"]
     assert [node.op_type for node in model.graph.node] == ["Div", *wide, "Tanh", *wide, "Mul"]
     if wide:
         assert next(attributes(node)["to"] for node in model.graph.node if node.op_type == "Cast") == 1  # float32
     (ours,) = OnnxEvaluator(tmp_path / "m.onnx", model).run({"x": x})
-    torch.testing.assert_close(ours, Softcap()(x))
+    torch.testing.assert_close(ours, softcap(x))
 
 
-class Filling(nn.Module):
-    """Writes to slices of a tensor."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.new_zeros(*x.shape[:-1], 12)
-        y[..., :5] = x[..., :5].exp()
-        y[..., 5:] = x.sin()[..., :7]
-        y[:, 1:-2] = y[:, 1:-2] + 1
-        y[..., 3:3] = x[..., :0]
-        y[..., 2:9:3] = x[..., :3]  # stays as torch writes it
-        return y
+def filled(x: Tensor) -> Tensor:
+    """Write to slices of a tensor."""
+    y = x.new_zeros(*x.shape[:-1], 12)
+    y[..., :5] = x[..., :5].exp()
+    y[..., 5:] = x.sin()[..., :7]
+    y[:, 1:-2] = y[:, 1:-2] + 1
+    y[..., 3:3] = x[..., :0]
+    y[..., 2:9:3] = x[..., :3]  # stays as torch writes it
+    return y
 
 
 def test_slices_that_are_written_to(tmp_path: Path) -> None:
     """TensorRT 10.6 refuses ScatterND in bfloat16."""
     x = torch.randn(2, 6, 8).bfloat16()
-    model = written(canonical(Filling(), x), tmp_path / "m.onnx")
+    model = written(canonical(Of(filled), x), tmp_path / "m.onnx")
     assert [node.op_type for node in model.graph.node].count("ScatterND") == 1
-    assert torch.equal(OnnxEvaluator(tmp_path / "m.onnx").run({"x": x})[0], Filling()(x))
+    assert torch.equal(OnnxEvaluator(tmp_path / "m.onnx").run({"x": x})[0], filled(x))
 
 
 def test_names_and_dimensions(tmp_path: Path) -> None:
@@ -236,12 +214,9 @@ def test_weights_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unsupported_operation() -> None:
-    class Inverse(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.linalg.eigvalsh(x @ x.mT)
-
+    inverse = Of(lambda x: torch.linalg.eigvalsh(x @ x.mT))
     with pytest.raises(UserError, match=r"ONNX export: torch\.ops\.aten\._linalg_eigh\.default has no ONNX form"):
-        export_onnx(canonical(Inverse(), torch.randn(4, 4)), ["x"], ["y"], {})
+        export_onnx(canonical(inverse, torch.randn(4, 4)), ["x"], ["y"], {})
 
 
 def test_failure_leaves_no_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,19 +28,22 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Pretend:
     return pretend
 
 
-def test_auto(machine: Pretend) -> None:
-    machine("tensorrt", "tensorrt-rtx", capability=(9, 0))
-    assert choose_host("auto") == "tensorrt"
-    machine("tensorrt", "tensorrt-rtx")
-    assert choose_host("auto") == "tensorrt-rtx", "TensorRT cannot build without a GPU"
-    machine("tensorrt-rtx", capability=(8, 9))
-    assert choose_host("auto") == "tensorrt-rtx"
+BOTH = ("tensorrt", "tensorrt-rtx")
 
 
-def test_named(machine: Pretend) -> None:
-    machine("tensorrt", "tensorrt-rtx", capability=(9, 0))
-    assert choose_host("tensorrt-rtx") == "tensorrt-rtx"
-    assert choose_host("tensorrt") == "tensorrt"
+@pytest.mark.parametrize(
+    ("backend", "installed", "capability", "chosen"),
+    [
+        ("auto", BOTH, (9, 0), "tensorrt"),
+        ("auto", BOTH, None, "tensorrt-rtx"),  # TensorRT cannot build without a GPU
+        ("auto", ("tensorrt-rtx",), (8, 9), "tensorrt-rtx"),
+        ("tensorrt-rtx", BOTH, (9, 0), "tensorrt-rtx"),
+        ("tensorrt", BOTH, (9, 0), "tensorrt"),
+    ],
+)
+def test_choice(backend: str, installed: tuple[str, ...], capability: Any, chosen: str, machine: Pretend) -> None:
+    machine(*installed, capability=capability)
+    assert choose_host(backend) == chosen
 
 
 @pytest.mark.parametrize("backend", ["auto", "tensorrt", "tensorrt-rtx"])
@@ -59,22 +63,16 @@ def test_tensorrt_without_a_gpu(machine: Pretend) -> None:
         choose_host("auto")
 
 
-@pytest.mark.parametrize("capability", [(8, 6), (8, 9), (12, 0), (12, 1)])
-def test_gpus_that_run_rtx_plans(capability: tuple[int, int], machine: Pretend) -> None:
+@pytest.mark.parametrize("capability", [(8, 6), (8, 9), (12, 0), (12, 1), (7, 5), (8, 7), (9, 0), (10, 0), None])
+def test_gpus_that_run_plans(capability: tuple[int, int] | None, machine: Pretend) -> None:
     machine(capability=capability)
-    assert why_not_here("tensorrt-rtx") == why_not_here("tensorrt") == ""
-
-
-@pytest.mark.parametrize("capability", [(7, 5), (8, 7), (9, 0), (10, 0)])
-def test_gpus_that_do_not(capability: tuple[int, int], machine: Pretend) -> None:
-    machine(capability=capability)
-    assert f"this GPU has {capability[0]}.{capability[1]}" in why_not_here("tensorrt-rtx")
-    assert why_not_here("tensorrt") == ""
-
-
-def test_no_gpu(machine: Pretend) -> None:
-    machine()
-    assert why_not_here("tensorrt-rtx") == why_not_here("tensorrt") == "there is no GPU on this machine"
+    nothing = "there is no GPU on this machine"
+    assert why_not_here("tensorrt") == ("" if capability else nothing)
+    if capability in ((8, 6), (8, 9), (12, 0), (12, 1)):
+        assert why_not_here("tensorrt-rtx") == ""
+    else:
+        reason = nothing if capability is None else f"this GPU has {capability[0]}.{capability[1]}"
+        assert reason in why_not_here("tensorrt-rtx")
 
 
 def test_what_is_installed_here() -> None:
