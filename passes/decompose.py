@@ -27,6 +27,7 @@ from twellc.base.torch_private import (
     guards_of,
     is_composite,
     is_preserved,
+    pytree,
     schema_of,
     set_guards,
 )
@@ -52,7 +53,7 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
             pretends to be quantised; or a product mixes dtypes.
     """
     ranges = size_ranges(program)
-    # Tracing the program again, torch adds assertions of its own, about strides.
+    # Tracing the program again, torch adds other assertions, about strides.
     stay = {each for each in size_assertions(program) if verdict(each, ranges) != Verdict.HOLDS}
     program = _node_by_node(program) or _traced_again(program)
     for node in program.graph.find_nodes(op="call_function", target=aten._assert_tensor_metadata.default):
@@ -152,7 +153,7 @@ class _Inliner:
 
     def inline(self, node: Node) -> bool:
         """Write an operation as others; return False where these write to tensors, or it returns none."""
-        if not isinstance(node.meta.get("val"), torch.Tensor | list | tuple):
+        if not any(isinstance(value, FakeTensor) for value in pytree.tree_leaves(node.meta.get("val"))):
             return False
         made = self._trace(node)
         if any(map(_writes_or_nests, made.nodes)):
@@ -186,7 +187,8 @@ class _Inliner:
         key = f"{node.target} {known}"
         if key not in self._traced:
             values = [operand.meta["val"] for operand in operands]
-            mode: Any = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
+            shown = pytree.tree_leaves((values, node.meta["val"]))  # an operation may make a tensor of sizes alone
+            mode: Any = next(value.fake_mode for value in shown if isinstance(value, FakeTensor))
             with torch.no_grad(), mode, enable_python_dispatcher():
                 self._traced[key] = make_fx(call)(*values).graph
         return self._traced[key]

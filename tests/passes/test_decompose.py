@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
 
 from twellc.passes import decompose as passes_decompose
 from twellc.passes.decompose import decompose
@@ -20,19 +23,37 @@ class Views(nn.Module):
         return flat.to(torch.bfloat16), x.to(torch.float32), y.flatten(), left * right, normed, y.contiguous()
 
 
+class Sized(nn.Module):
+    """Reads what is made of a size alone, by an operation that is made of others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.ops.twellc_tests.twos(x.shape[0])[:, None] + torch.ops.twellc_tests.twos(4)
+
+
 def operations(program: ExportedProgram) -> set[tuple[str, str]]:
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
     return {(str(node.target), f"{node.meta['val']}") for node in nodes}
 
 
-def test_as_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.randn(3, 5, 4)
-    program = torch.export.export(Views(), (x,), dynamic_shapes=({0: Dim("b")},))
+@pytest.fixture(scope="module")
+def twos() -> Iterator[None]:
+    with torch.library._scoped_library("twellc_tests", "DEF") as library:
+        library.define("twos(SymInt size) -> Tensor")
+        library.impl("twos", lambda size: torch.ones(size) + 1, "CompositeImplicitAutograd")
+        yield
+
+
+@pytest.mark.parametrize(("module", "shape"), [(Views(), (3, 5, 4)), (Sized(), (3, 4))])
+def test_as_traced_again(
+    module: nn.Module, shape: tuple[int, ...], twos: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(shape)
+    program = torch.export.export(module, (x,), dynamic_shapes=({0: Dim("b")},))
     again = passes_decompose._traced_again
     monkeypatch.setattr(passes_decompose, "_traced_again", None)  # not called
     found = decompose(program)
     monkeypatch.setattr(passes_decompose, "_traced_again", again)
     monkeypatch.setattr(passes_decompose, "_node_by_node", lambda traced: None)
     assert operations(found) == operations(decompose(program))
-    for ours, truth in zip(found.module()(x), Views()(x), strict=True):
+    for ours, truth in zip(pytree.tree_leaves(found.module()(x)), pytree.tree_leaves(module(x)), strict=True):
         assert torch.equal(ours, truth)
