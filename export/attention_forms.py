@@ -22,8 +22,8 @@ def choose_forms(backend: str, attention: str, cached: bool = False) -> tuple[st
 
     Args:
         backend: `auto`, `tensorrt`, `tensorrt-rtx` or `none`, as for `compile`.
-        attention: `auto`, `tensorrt` or `cudnn`: who computes attention. `auto` takes cuDNN where it is at hand and was
-            measured faster than TensorRT on this architecture.
+        attention: What computes attention: `auto`, `tensorrt` or `cudnn`. `auto` takes cuDNN where it is at hand and
+            was measured faster than TensorRT on this architecture.
         cached: Whether keys and values are in a cache. TensorRT 10 then has nothing for lengths but a mask, so `auto`
             takes cuDNN wherever it is at hand.
 
@@ -63,7 +63,7 @@ def why_no_cudnn(cached: bool = False) -> str:
 
 
 def takes_operator(host_name: str) -> bool:
-    """Whether the ONNX parser of a TensorRT takes Attention, causal and with a mask, as a layer of its own."""
+    """Whether the ONNX parser of a TensorRT takes Attention, causal and with a mask, as one layer."""
     host = load_host(host_name)
     logger = make_logger(host, [])
     network = create_network(host, host.module.Builder(logger))

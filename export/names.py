@@ -29,7 +29,7 @@ def distinct_outputs(inputs: list[str], outputs: list[str]) -> tuple[list[str], 
 def name_ends(graph: onnx_ir.Graph, inputs: list[str], outputs: list[str]) -> None:
     """Give a graph's inputs and outputs these names, in place, and everything else others.
 
-    What is returned as it came in, is constant, or is returned twice gets a node Identity of its own.
+    What is returned as it came in, is constant, or is returned twice gets a node Identity.
 
     Args:
         graph: The graph.
@@ -55,7 +55,7 @@ def name_ends(graph: onnx_ir.Graph, inputs: list[str], outputs: list[str]) -> No
 
 
 def _own_values(graph: onnx_ir.Graph) -> None:
-    """Let each output be a value of its own that a node computes."""
+    """Let each output be another value, which a node computes."""
     seen: set[onnx_ir.Value] = set()
     for index, value in enumerate(graph.outputs):
         if value in seen or value.producer() is None:

@@ -34,7 +34,7 @@ _RELATIONS = {
     "==": "must be", "!=": "must not be",
 }  # fmt: skip
 _FEW = 3  # sizes are named one by one
-# So many sizes are looked at to say which of them a condition takes, and so many of others that are in it.
+# Number of sizes to try when describing what a condition takes, and of others that are in it.
 _LOOKED_AT, _OTHERS = 4096, 16
 
 

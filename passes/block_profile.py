@@ -93,7 +93,7 @@ class BlockProfile:
         return np.argsort(-self.firing, kind="stable")
 
     def carried_by(self, hottest: int) -> float:
-        """Return the share of the non-zeros that the hottest neurons, so many of them, have."""
+        """Return the share of the non-zeros that the `hottest` most active neurons have."""
         return float(self.firing[self.order[:hottest]].sum() / max(self.nonzeros, 1))
 
     @property
@@ -141,7 +141,7 @@ def shapes(d_ff: int) -> dict[str, tuple[int, ...]]:
 
 
 def hot_first(firing: NDArray[np.float64] | Counts, hot: int) -> Counts:
-    """Return the order that neurons are put in: the hottest, so many, then the others, then those that never fire.
+    """Return the order that neurons are put in: the hottest, then the others, then those that never fire.
 
     Within each part they keep their order; without hot ones all do.
 
@@ -157,7 +157,7 @@ def hot_first(firing: NDArray[np.float64] | Counts, hot: int) -> Counts:
 
 
 def rate_bound(tokens: int) -> float:
-    """Return how often, at most, a neuron fires that did not in so many tokens, with a confidence of 95 %.
+    """Return how often, at most, a neuron fires that did not in `tokens` tokens, with a confidence of 95 %.
 
     The bound is the rate p at which not firing has a probability of 5 %: (1 - p)^tokens = 0.05. For many tokens this is
     3 / tokens («rule of three»). Tokens are taken to be independent; those of one text are less telling.

@@ -198,7 +198,7 @@ def _left_matmul(node: Node, reader: LinearReader) -> Product | None:
     if weight is None or dims < 2 or node.meta["val"].dim() != dims or x in reader.constants:
         return None
     if not same_sizes(matrix_sizes(w), [node.meta["val"].shape[-2], x.meta["val"].shape[-2]]):
-        return None  # a weight of its own for each batch
+        return None  # another weight for each batch
     return Product(x, dims - 2, dims - 2, weight, None)
 
 

@@ -4,7 +4,7 @@
 in the low precision, reductions and transcendental functions in float32, everything else in the widest dtype of its
 operands. Parameters are stored in the low precision, buffers (rotary frequencies, masks) stay as they are, except for
 those that hold weights, and the inputs and outputs of the program keep their dtypes. What is computed from buffers and
-integers alone is no data of the model: its products, such as rotary angles, which would be wrong by whole turns, stay
+integers alone is not data of the model: its products, such as rotary angles, which would be wrong by whole turns, stay
 as they are, too.
 
     x: f32 ─ linear(W: f32) ─ layer_norm ─ y: f32
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
 
 from twellc.base.errors import UserError, first_line
 from twellc.base.torch_private import FakeTensor, OpOverload, pytree, schema_of
@@ -184,7 +184,7 @@ class _Caster:
                 return operand
             return self.cast(operand, dtype, before=node)
 
-        node.args, node.kwargs = map_arg(node.args, convert), map_arg(node.kwargs, convert)
+        node.args, node.kwargs = map_arg((node.args, node.kwargs), convert)
 
 
 def _data(program: ExportedProgram) -> set[Node]:
@@ -285,8 +285,7 @@ def _replace_explicit_dtypes(node: Node, replacement: dict[torch.dtype, torch.dt
     def replace(argument: Any) -> Any:
         return replacement.get(argument, argument) if isinstance(argument, torch.dtype) else argument
 
-    node.args = tuple(replace(argument) for argument in node.args)
-    node.kwargs = {name: replace(argument) for name, argument in node.kwargs.items()}
+    node.args, node.kwargs = map_aggregate((node.args, node.kwargs), replace)
 
 
 def _fit_numbers(node: Node) -> None:
@@ -300,8 +299,7 @@ def _fit_numbers(node: Node) -> None:
         is_finite = isinstance(argument, float) and math.isfinite(argument)
         return max(-largest, min(argument, largest)) if is_finite else argument
 
-    node.args = tuple(fit(argument) for argument in node.args)
-    node.kwargs = {name: fit(argument) for name, argument in node.kwargs.items()}
+    node.args, node.kwargs = map_aggregate((node.args, node.kwargs), fit)
 
 
 def _infer_again(node: Node) -> None:
@@ -317,8 +315,6 @@ def _infer_again(node: Node) -> None:
         infer(node, value)
     except (RuntimeError, TypeError, KeyError) as error:
         why = "it has graphs of its own" if has_inner_graphs(node) else first_line(error)
-        raise UserError(
-            f"operation {node.name} ({node.target})",
-            f"cannot change its precision ({why})",
-            fix="Export the model in bfloat16 or float16.",
-        ) from error
+        what = f"cannot change its precision ({why})"
+        fix = "Export the model in bfloat16 or float16."
+        raise UserError(f"operation {node.name} ({node.target})", what, fix=fix) from error

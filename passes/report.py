@@ -15,7 +15,7 @@ Compression = Annotated[int, OneOf(COMPRESSIONS)]
 
 @dataclass(frozen=True)
 class ExpectedTime(Record):
-    """What a block is expected to take in a call of so many tokens, in microseconds."""
+    """What a block is expected to take in a call of `tokens` tokens, in microseconds."""
 
     tokens: Size
     dense_us: Time

@@ -70,7 +70,7 @@ def rank_program(
         part: Which rank.
 
     Raises:
-        UserError: Heads of attention cannot be shared among so many ranks, or nothing can.
+        UserError: Heads of attention cannot be shared among these ranks, or nothing can.
     """
     program = editable(program)
     writer = _Writer(program, part)
@@ -278,7 +278,7 @@ class _Writer:
         return int(arranged_view(tensor_of(self.program, weight.name), weight, in_out=False)[1].shape[1])
 
     def _parameter(self, weight: Weight, part: Any) -> Node:
-        """Add a part of a weight [out, in], or of a bias, as a parameter of its own."""
+        """Add a part of a weight [out, in], or of a bias, as a new parameter."""
         stored = tensor_of(self.program, weight.name).detach()
         if stored.dim() == 1:
             whole = stored if weight.rows is None else stored[slice(*weight.rows)]

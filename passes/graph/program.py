@@ -59,7 +59,7 @@ def largest_size(bound: object) -> int | None:
 
 
 def has_inner_graphs(node: Node) -> bool:
-    """Whether an operation runs graphs of its own, as torch.cond and while_loop do; tensors are placeholders here."""
+    """Whether an operation runs inner graphs, as torch.cond and while_loop do; tensors are placeholders here."""
     return any(operand.op == "get_attr" for operand in node.all_input_nodes)
 
 

@@ -39,10 +39,10 @@ from twellc.passes.graph.program import largest_size, user_inputs
 
 ASSERTION = torch.ops.aten._assert_scalar.default
 _OF_TENSORS = (torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg)
-# Least and largest size by symbol; None is no bound.
+# Least and largest size by symbol; None where there is no bound.
 SizeRanges = Mapping[str, tuple[int, int | None]]
 Held = NDArray[np.bool_]
-# So many combinations of sizes are tried at most; of more only some, of sizes without a bound up to a largest one.
+# The most combinations of sizes that are all tried, how many of more are, and up to which size without a bound.
 _MOST_TRIED, _MOST_SAMPLED, _LARGEST_SAMPLED = 1 << 22, 1 << 16, 1 << 20
 
 
@@ -343,7 +343,7 @@ def varying(low: int, high: int | None) -> tuple[int, int | None]:
 
 
 def _sampled(low: int, high: int | None, count: int) -> list[int]:
-    """Return about so many sizes: the least, the largest, and some between."""
+    """Return about `count` sizes: the least, the largest, and some between."""
     last = max(_LARGEST_SAMPLED, low) if high is None else high
     third = count // 3
     between = np.unique(np.geomspace(low, last, third).astype(np.int64)).tolist()

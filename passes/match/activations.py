@@ -275,7 +275,7 @@ def _parse_written(node: Node) -> Activation | None:
 class _Mask:
     """A tensor that is 1, or true, where x > threshold, and 0 elsewhere; the other way round if `inverse`.
 
-    `threshold` is None where each neuron has one of its own.
+    `threshold` is None where it differs between neurons.
     """
 
     x: Node

@@ -4,12 +4,12 @@
              other ───────────┘
     after    x ─ block with the residual `other` ─ sum
 
-A `twell` op adds its residual in float32, before the one rounding, so the Add is no kernel of its own. Between y and
+A `twell` op adds its residual in float32, before the one rounding, so the Add needs no kernel. Between y and
 the Add there may be operations that change no value. The other operand may be computed after y, as attention is that
 runs beside the block: the op then takes the place of the Add.
 
-No residual is what is broadcast or of another dtype, a constant, or y itself; y must have no other reader, nor be an
-output. A float32 sum, in an ONNX graph whose blocks alone compute in low precision, keeps its precision and stays.
+What is broadcast or of another dtype, a constant, or y itself is not a residual; y must have no other reader, nor be
+an output. A float32 sum, in an ONNX graph whose blocks alone compute in low precision, keeps its precision and stays.
 """
 
 from __future__ import annotations
