@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -98,6 +98,7 @@ class _Chain:
         folded: Those that scale or shift, or cast, each with its source.
         casts: The dtypes that are cast to.
         order: How the dimensions of `top` lie in `core`.
+        product: The product that computes `core`; None where another operation does.
     """
 
     core: Node
@@ -109,6 +110,7 @@ class _Chain:
     folded: list[tuple[Node, Node]] = field(default_factory=list)
     casts: set[torch.dtype] = field(default_factory=set)
     order: list[int] = field(default_factory=list)
+    product: _Product | None = None
 
     @property
     def shifts(self) -> bool:
@@ -128,25 +130,37 @@ class _Chain:
 
 
 @dataclass(frozen=True)
-class _Projection:
-    """A product behind a chain."""
-
-    product: _Product
-    chain: _Chain
-
-
-@dataclass(frozen=True)
 class _Hidden:
-    """A hidden tensor: the activation of a projection, and of a gated block its factor; all chains in it.
+    """A hidden tensor, or a factor of one.
 
-    `activations` are what computes a ReLU, `scale` is what they are scaled with behind it.
+    Attributes:
+        activations: What computes its ReLUs.
+        chains: All chains in it; those with a product are its projections.
+        scale: What it is scaled with behind its ReLUs.
+        nodes: Its other nodes.
+        folded: What is to be done about it.
     """
 
     activations: tuple[Activation, ...]
-    projections: tuple[_Projection, ...]
     chains: tuple[_Chain, ...]
     scale: Tensor
     nodes: tuple[Node, ...]
+    folded: tuple[_Folded, ...] = ()
+
+    @property
+    def projections(self) -> list[tuple[_Chain, _Product]]:
+        """Its projections, and what is between them and their activations."""
+        return [(chain, chain.product) for chain in self.chains if chain.product is not None]
+
+    @property
+    def inside(self) -> set[Node]:
+        """All nodes between its projections and the down projection."""
+        return {*self.nodes, *(node for chain in self.chains for node in chain.nodes)}
+
+    @property
+    def casts(self) -> set[torch.dtype]:
+        """The dtypes that are cast to."""
+        return set[torch.dtype]().union(*(chain.casts for chain in self.chains))
 
 
 @dataclass(frozen=True)
@@ -157,19 +171,6 @@ class _Folded:
     weight: Tensor
     bias: Tensor | None
     computes: Node
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What to do about one block."""
-
-    hidden: _Hidden
-    folded: tuple[_Folded, ...]
-
-    @property
-    def casts(self) -> bool:
-        """Whether precisions change."""
-        return any(chain.casts for chain in self.hidden.chains)
 
 
 class _Folder:
@@ -184,19 +185,19 @@ class _Folder:
                 self._fixed.add(node)
 
     def run(self) -> None:
-        for plan in self.plans():
-            self._apply(plan)
+        for hidden in self.plans():
+            self._apply(hidden)
 
-    def plans(self) -> Iterator[_Plan]:
+    def plans(self) -> Iterator[_Hidden]:
         """Yield what is to be done, also while it is."""
         for node in list(self._constants.graph.nodes):
-            plan = self._plan(node) if node.op == "call_function" and node.users else None
-            if plan is not None:
-                yield plan
+            hidden = self._plan(node) if node.op == "call_function" and node.users else None
+            if hidden is not None:
+                yield hidden
 
     # ---- matching ----
 
-    def _plan(self, node: Node) -> _Plan | None:
+    def _plan(self, node: Node) -> _Hidden | None:
         down = self._product(node)
         if down is None or down.weight.rows is not None or self._reader.is_part_of_larger(node):
             return None
@@ -208,15 +209,15 @@ class _Folder:
             return None
         try:
             folded = [
-                self._fold_into(part.product, part.chain)
-                for part in hidden.projections
-                if part.chain.shifts or not _is_one(part.chain.scale)
+                self._fold_into(product, chain)
+                for chain, product in hidden.projections
+                if chain.shifts or not _is_one(chain.scale)
             ]
             if outer.shifts or not _is_one(hidden.scale):
                 folded.append(self._fold_behind(down, hidden.scale, outer.shift))
         except _DoesNotFitError:
             return None
-        return _Plan(hidden, tuple(folded))
+        return replace(hidden, folded=tuple(folded))
 
     def _product(self, node: Node) -> _Product | None:
         if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
@@ -245,10 +246,10 @@ class _Folder:
     def _activated(
         self, activation: Activation, chains: tuple[_Chain, ...], scale: Tensor, nodes: tuple[Node, ...]
     ) -> _Hidden | None:
-        projection = self._projection(activation.pre, chains[-1].axis)
-        if projection is None or not all(chain.keeps_order for chain in chains):
+        projected = self._projected(activation.pre, chains[-1].axis)
+        if projected is None or not all(chain.keeps_order for chain in chains):
             return None
-        return _Hidden((activation,), (projection,), (*chains, projection.chain), scale, (*nodes, *activation.nodes))
+        return _Hidden((activation,), (*chains, *projected.chains), scale, (*nodes, *activation.nodes))
 
     def _gated(self, outer: _Chain) -> _Hidden | None:
         core = outer.core
@@ -259,31 +260,31 @@ class _Folder:
             gate = None if gate_side.shifts else self._plain(gate_side)
             if gate is None or not outer.keeps_order:
                 continue
-            scale, nodes = outer.scale * gate.scale, (core, *gate.nodes)
-            up = self._projection(up_side.top, outer.axis)
-            if up is not None:
-                return _Hidden(gate.activations, (*gate.projections, up), (outer, *gate.chains, up.chain), scale, nodes)
-            other = None if up_side.shifts else self._plain(up_side)
-            if other is not None and {each.name for each in (*gate.activations, *other.activations)} == {"relu"}:
-                return _Hidden(
-                    gate.activations + other.activations, gate.projections + other.projections,
-                    (outer, *gate.chains, *other.chains), scale * other.scale, (*nodes, *other.nodes),
-                )  # fmt: skip
+            other = self._projected(up_side.top, outer.axis)
+            if other is None:
+                other = None if up_side.shifts else self._plain(up_side)
+                if other is None or {each.name for each in (*gate.activations, *other.activations)} != {"relu"}:
+                    continue
+            return _Hidden(
+                gate.activations + other.activations, (outer, *gate.chains, *other.chains),
+                outer.scale * gate.scale * other.scale, (core, *gate.nodes, *other.nodes),
+            )  # fmt: skip
         return None
 
-    def _projection(self, node: Node, axis: int) -> _Projection | None:
+    def _projected(self, node: Node, axis: int) -> _Hidden | None:
+        """Read a tensor as a projection without an activation."""
         chain = self._chain(node, axis)
-        product = self._product(chain.core)
-        if product is None or product.axis != chain.axis or not chain.keeps_order:
+        if chain.product is None or chain.product.axis != chain.axis or not chain.keeps_order:
             return None
-        return _Projection(product, chain)
+        return _Hidden((), (chain,), torch.ones(1, dtype=torch.float64), ())
 
     def _chain(self, node: Node, axis: int) -> _Chain:
         """Follow a tensor back as far as constants scale and shift it, or it is cast or moved."""
         chain = _Chain(node, axis, node, order=list(range(node.meta["val"].dim())))
-        while len(chain.nodes) < _MOST_STEPS and self._product(chain.core) is None and self._follow(chain):
-            pass
-        return chain
+        while True:
+            chain.product = self._product(chain.core)
+            if chain.product is not None or len(chain.nodes) >= _MOST_STEPS or not self._follow(chain):
+                return chain
 
     def _follow(self, chain: _Chain) -> bool:
         node, op = chain.core, packet(chain.core)
@@ -379,13 +380,12 @@ class _Folder:
 
     def _in_one_precision(self, hidden: _Hidden, down: _Product) -> bool:
         dtype = down.x.meta["val"].dtype
-        products = [down, *(part.product for part in hidden.projections)]
-        casts = set[torch.dtype]().union(*(chain.casts for chain in hidden.chains))
+        products = [down, *(product for _, product in hidden.projections)]
         return all(
             tensor.meta["val"].dtype == dtype
             for product in products
             for tensor in (product.node, product.x, product.weight.node, *([product.bias.node] if product.bias else ()))
-        ) and casts <= {dtype, *WIDENING.get(dtype, ())}
+        ) and hidden.casts <= {dtype, *WIDENING.get(dtype, ())}
 
     def _is_private(self, hidden: _Hidden, down: _Product) -> bool:
         """Whether nothing but the block reads what would change, and within it only the chains that change it."""
@@ -393,9 +393,8 @@ class _Folder:
             on_the_way = {*chain.nodes, chain.core} - {chain.top}
             if not all(set(chain.nodes).issuperset(node.users) for node in on_the_way):
                 return False
-        inside = {*hidden.nodes, *(node for chain in hidden.chains for node in chain.nodes)}
-        readers = {*inside, *down.nodes}
-        changed = {*inside, *(part.product.node for part in hidden.projections)}
+        readers = {*hidden.inside, *down.nodes}
+        changed = {*hidden.inside, *(product.node for _, product in hidden.projections)}
         return all(user in readers for node in changed for user in node.users)
 
     # ---- folding ----
@@ -436,20 +435,20 @@ class _Folder:
 
     # ---- rewriting ----
 
-    def _apply(self, plan: _Plan) -> None:
+    def _apply(self, hidden: _Hidden) -> None:
         now: dict[Node, Node] = {}  # what nodes have become
-        for chain in plan.hidden.chains:
+        for chain in hidden.chains:
             for node, source in [(chain.top, chain.core)] if chain.moves and chain.folded else chain.folded:
                 node.replace_all_uses_with(source)
                 now[node] = source
-        inside = {*plan.hidden.nodes, *(node for chain in plan.hidden.chains for node in chain.nodes)}
-        if plan.casts:
-            for activation in plan.hidden.activations:
+        inside = hidden.inside
+        if hidden.casts:
+            for activation in hidden.activations:
                 inside |= self._write_activation(activation, now)
             for node in self._constants.graph.nodes:
                 if node in inside and node.users:
                     infer(node)
-        for folded in plan.folded:
+        for folded in hidden.folded:
             self._replace(folded, _followed(folded.product.x, now))
         for node in reversed(list(self._constants.graph.nodes)):
             if node in inside:

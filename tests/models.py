@@ -11,11 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from tests.tolerance import assert_same
+from twellc.passes.block_profile import BlockProfile, shapes
 from twellc.passes.graph.execution import Runner, example_inputs
 from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks
 from twellc.passes.pipeline import PassOptions, Stage, run_until
@@ -179,6 +181,16 @@ def assert_rewrites(
 
 def options_of(block: FfnBlock, compression: int = 8, hot: int = 0) -> BlockOptions:
     return BlockOptions(activation=block.activation, threshold=block.threshold, compression=compression, hot=hot)
+
+
+def block_profile(
+    module: str, firing: np.ndarray[Any, Any], tokens: dict[int, int], variant: str = "gated"
+) -> BlockProfile:
+    """Return a profile of a block of which only its neurons are known, and how many fire for how many tokens."""
+    arrays = {name: np.zeros(shape, np.int64) for name, shape in shapes(len(firing)).items()}
+    for count, seen in tokens.items():
+        arrays["rows"][count] = seen
+    return BlockProfile(module, variant, "relu", **{**arrays, "firing": firing})
 
 
 def calls(program: ExportedProgram) -> Counter[str]:

@@ -1,5 +1,6 @@
 """ONNX models of plain operators, made with onnx.helper, for the tests of ONNX files."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,29 @@ class GraphMaker:
         y = self.node("MatMul", x, self.weight(f"{name}.weight", d_in, d_out))
         return self.node("Add", y, self.weight(f"{name}.bias", d_out)) if bias else y
 
+    def block(
+        self,
+        x: str = "x",
+        name: str = "mlp",
+        activation: Callable[[str], str] | None = None,
+        d_out: int = D_OUT,
+        biases: bool = False,
+    ) -> str:
+        """Add fc2(activation(fc1(x))); the activation is Relu unless it is given."""
+        z = self.linear(x, f"{name}.fc1", D_MODEL, D_FF, biases)
+        hidden = self.node("Relu", z) if activation is None else activation(z)
+        return self.linear(hidden, f"{name}.fc2", D_FF, d_out, biases)
+
+    def gated(self, x: str = "x", of_up: str = "", gate: Callable[[str], str] | None = None, d_ff: int = D_FF,
+              biases: bool = False, swap: bool = False) -> str:  # fmt: skip
+        """Add down(gate(x) * up(x)) in the module `mlp`; the gate's activation is Relu unless it is given."""
+        z = self.linear(x, "mlp.gate", D_MODEL, d_ff, biases)
+        factors = (
+            self.node("Relu", z) if gate is None else gate(z),
+            self.linear(of_up or x, "mlp.up", D_MODEL, d_ff, biases),
+        )
+        return self.linear(self.node("Mul", *(factors[::-1] if swap else factors)), "mlp.down", d_ff, D_OUT, biases)
+
     def model(self, *outputs: str, rank: int = 3) -> onnx.ModelProto:
         graph = helper.make_graph(
             self.nodes,
@@ -66,9 +90,7 @@ def gated(dtype: str = "bf16", biases: bool = False, d_ff: int = D_FF) -> onnx.M
     """x + 1 -> a gated block called mlp -> y."""
     make = GraphMaker(dtype)
     x = make.node("Add", "x", make.constant(1.0))
-    gate = make.node("Relu", make.linear(x, "mlp.gate", D_MODEL, d_ff, biases))
-    hidden = make.node("Mul", gate, make.linear(x, "mlp.up", D_MODEL, d_ff, biases))
-    return make.model(make.linear(hidden, "mlp.down", d_ff, D_OUT, biases))
+    return make.model(make.gated(x, d_ff=d_ff, biases=biases))
 
 
 def save_external(model: onnx.ModelProto, path: Path) -> Path:

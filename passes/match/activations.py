@@ -14,21 +14,10 @@ from torch.fx import Node
 aten = torch.ops.aten
 
 # Activations of feed-forward blocks whose zeros TwELL cannot use: named, so that a refusal can say what stands there.
-_OTHER = {
-    aten.silu: "silu",
-    aten.gelu: "gelu",
-    aten.leaky_relu: "leaky_relu",
-    aten.elu: "elu",
-    aten.selu: "selu",
-    aten.celu: "celu",
-    aten.hardswish: "hardswish",
-    aten.mish: "mish",
-    aten.softplus: "softplus",
-    aten.sigmoid: "sigmoid",
-    aten.prelu: "prelu",
-    aten.relu6: "relu6",
-    aten.rrelu: "rrelu",
-}
+_OTHER = frozenset(
+    (aten.silu, aten.gelu, aten.leaky_relu, aten.elu, aten.selu, aten.celu, aten.hardswish, aten.mish, aten.softplus,
+     aten.sigmoid, aten.prelu, aten.relu6, aten.rrelu)
+)  # fmt: skip
 EACH_NEURON = "FATReLU with a threshold for each neuron"
 
 
@@ -52,7 +41,7 @@ def arguments(node: Node) -> tuple[Any, ...]:
     return tuple(node.args)
 
 
-def packet(node: Node) -> object:
+def packet(node: Node) -> Any:
     """Return the operator of a node whatever its overload, or None."""
     return getattr(node.target, "overloadpacket", None) if node.op == "call_function" else None
 
@@ -140,7 +129,7 @@ def _parse_simple(node: Node) -> Activation | None:
     if op in (aten.where, aten.masked_fill):
         return _parse_where(node)
     spelt_out = spelt_out_relu(node)
-    return Activation(_OTHER[op], 0.0, pre, (node,)) if spelt_out is None and op in _OTHER else spelt_out
+    return Activation(op.__name__, 0.0, pre, (node,)) if spelt_out is None and op in _OTHER else spelt_out
 
 
 def _is_flat_below_zero(node: Node) -> bool:
@@ -151,13 +140,8 @@ def _is_flat_below_zero(node: Node) -> bool:
 
 
 def _parse_clamp(node: Node, pre: Node) -> Activation | None:
-    default = (-1.0, 1.0) if packet(node) is aten.hardtanh else (None, None)
-    names = ("min_val", "max_val") if packet(node) is aten.hardtanh else ("min", "max")
-    bounds = [
-        arguments(node)[i + 1] if len(arguments(node)) > i + 1 else node.kwargs.get(name, default[i])
-        for i, name in enumerate(names)
-    ]
-    low, high = bounds
+    default = {"min_val": -1.0, "max_val": 1.0} if packet(node) is aten.hardtanh else {"min": None, "max": None}
+    low, high = {**default, **dict(zip(default, arguments(node)[1:], strict=False)), **node.kwargs}.values()
     if _number(low) != 0 or isinstance(high, Node):
         return None
     nodes = (node, *_numbers_shaped_like(low, pre))
@@ -225,11 +209,8 @@ def _parse_difference(node: Node) -> Activation | None:
         return None
     if packet(node) is aten.neg:
         x, nodes = _negative_part(arguments(node)[0])
-        return (
-            None
-            if x is None or packet(x) is not aten.neg
-            else Activation("relu", 0.0, arguments(x)[0], (node, *nodes, x))
-        )
+        negated = x is not None and packet(x) is aten.neg
+        return Activation("relu", 0.0, arguments(x)[0], (node, *nodes, x)) if x is not None and negated else None
     left, right = arguments(node)
     if packet(node) is aten.sub:
         x, nodes = _negative_part(right)
@@ -330,9 +311,8 @@ def _mask(node: object) -> _Mask | None:
         if inner is None or ends not in ((1, 0), (0, 1)):
             return None
         inner = inner if ends == (1, 0) else inner.inverted()
-        inner = replace(
-            inner, nodes=(*inner.nodes, *(each for end in given[1:] for each in _numbers_shaped_like(end, inner.x)))
-        )
+        filled = (each for end in given[1:] for each in _numbers_shaped_like(end, inner.x))
+        inner = replace(inner, nodes=(*inner.nodes, *filled))
     elif op in (aten.rsub, aten.sub) and len(given) == 2 and not node.kwargs:
         whole, part = given if op is aten.sub else given[::-1]
         inner = _mask(part) if _number(whole) == 1 else None

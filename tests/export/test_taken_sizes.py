@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,38 @@ from twellc.passes.graph.execution import Runner
 from twellc.samples.samples import Limits, draw_samples
 
 
+def padded(hidden: Tensor, x: Tensor) -> Tensor:
+    groups = nn.functional.pad(x, (0, 0, 0, -x.shape[1] % 8)).view(x.shape[0], -1, 8, x.shape[2])
+    return hidden + groups.sum((1, 2))[:, None]
+
+
+def grouped(hidden: Tensor, x: Tensor) -> Tensor:
+    batch, n, width = x.shape
+    return hidden + x.view(batch, n // 8, 8, width).sum((1, 2))[:, None]
+
+
+def below_50(hidden: Tensor, x: Tensor) -> Tensor:
+    torch._check(x.max().item() < 50)
+    return hidden
+
+
+# What is true of the lengths n and m of x and y if a block's result is to be returned, else its negative.
+CONDITIONS: dict[str, Callable[[int, int, int], bool]] = {
+    "sum": lambda batch, n, m: n + m > 20,
+    "product": lambda batch, n, m: batch * n <= 100,
+    "smallest": lambda batch, n, m: min(n, m) >= 9,
+    "equal": lambda batch, n, m: n != m,
+    "multiple": lambda batch, n, m: n % 8 == 0,
+    "rest": lambda batch, n, m: n % 3 == 1,
+    "another": lambda batch, n, m: n != 7,
+    "always": lambda batch, n, m: n + m > 1,
+}
+# What is done with it otherwise.
+CHANGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "groups": grouped, "padded": padded, "slice": lambda hidden, x: hidden[:, :9], "value": below_50,
+}  # fmt: skip
+
+
 class Compares(nn.Module):
     """A block over x and y, one behind the other, by what is true of their lengths."""
 
@@ -40,51 +73,26 @@ class Compares(nn.Module):
         self.ffn = Plain(d_ff=64)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        (batch, n, width), m = x.shape, y.shape[1]
         hidden = self.ffn(torch.cat([x, y], 1))
-        match self.kind:
-            case "sum":
-                return hidden if n + m > 20 else -hidden
-            case "product":
-                return hidden if batch * n <= 100 else -hidden
-            case "smallest":
-                return hidden if min(n, m) >= 9 else -hidden
-            case "equal":
-                return -hidden if n == m else hidden
-            case "multiple":
-                return hidden if n % 8 == 0 else -hidden
-            case "rest":
-                return hidden if n % 3 == 1 else -hidden
-            case "another":
-                return -hidden if n == 7 else hidden
-            case "groups":
-                return hidden + x.view(batch, n // 8, 8, width).sum((1, 2))[:, None]
-            case "always":
-                return hidden if n + m > 1 else -hidden
-            case "padded":
-                padded = nn.functional.pad(x, (0, 0, 0, -n % 8))
-                return hidden + padded.view(batch, -1, 8, width).sum((1, 2))[:, None]
-            case "slice":
-                return hidden[:, :9]
-            case "value":
-                torch._check(x.max().item() < 50)
-                return hidden
-        raise AssertionError(self.kind)
+        if self.kind in CHANGES:
+            return CHANGES[self.kind](hidden, x)
+        return hidden if CONDITIONS[self.kind](x.shape[0], x.shape[1], y.shape[1]) else -hidden
 
 
 SUM = "dimension 1 of x + dimension 1 of y must be more than 20"
-DEMANDS = {
-    "sum": SUM,
-    "product": "dimension 0 of x*dimension 1 of x must be at most 100",
-    "smallest": "Min(dimension 1 of x, dimension 1 of y) must be at least 9",
-    "equal": "dimension 1 of x must not be dimension 1 of y",
+# What sizes must be, and lengths of x and y that are taken, and others.
+OF_SEVERAL: dict[str, tuple[str, tuple[int, int], tuple[int, int]]] = {
+    "sum": (SUM, (12, 9), (12, 8)),
+    "product": ("dimension 0 of x*dimension 1 of x must be at most 100", (50, 9), (51, 9)),
+    "smallest": ("Min(dimension 1 of x, dimension 1 of y) must be at least 9", (9, 9), (16, 8)),
+    "equal": ("dimension 1 of x must not be dimension 1 of y", (9, 8), (9, 9)),
 }
 # Of one size torch.export itself takes only what is true of its whole range, unless it is to write assertions.
-DEMANDS_OF_ONE = {
-    "multiple": "dimension 1 of x must be a multiple of 8",
-    "rest": "dimension 1 of x must be 4, 7, 10, …",
-    "another": "dimension 1 of x must not be 7",
-    "groups": "dimension 1 of x must be a multiple of 8",
+DEMANDS = OF_SEVERAL | {
+    "multiple": ("dimension 1 of x must be a multiple of 8", (24, 9), (12, 9)),
+    "rest": ("dimension 1 of x must be 4, 7, 10, …", (16, 9), (15, 9)),
+    "another": ("dimension 1 of x must not be 7", (8, 9), (7, 9)),
+    "groups": ("dimension 1 of x must be a multiple of 8", (24, 9), (12, 9)),
 }
 TAKES_EVERY_SIZE = ["always", "padded", "slice"]
 
@@ -98,9 +106,9 @@ def inputs(n: int = 16, m: int = 9) -> tuple[Tensor, Tensor]:
     return torch.randn(2, n, 16), torch.randn(2, m, 16)
 
 
-def archive(kind: str, folder: Path) -> Path:
-    path = folder / f"{kind}.pt2"
-    torch.export.save(models.export(Compares(kind), *inputs(), dynamic=shapes()), path)
+def archive(kind: str, folder: Path, deferred: bool = False, dynamic: Any = None) -> Path:
+    path = folder / "m.pt2"
+    torch.export.save(models.export(Compares(kind), *inputs(), dynamic=dynamic or shapes(), deferred=deferred), path)
     return path
 
 
@@ -126,67 +134,46 @@ def profile(n: str, m: str) -> list[str]:
 
 # ---- what a caller must keep ----
 
-# Lengths of x and y that are taken, and others.
-SIZES = {
-    "sum": ((12, 9), (12, 8)),
-    "product": ((50, 9), (51, 9)),
-    "smallest": ((9, 9), (16, 8)),
-    "equal": ((9, 8), (9, 9)),
-    "multiple": ((24, 9), (12, 9)),
-    "rest": ((16, 9), (15, 9)),
-    "another": ((8, 9), (7, 9)),
-    "groups": ((24, 9), (12, 9)),
-}
-
 
 def check_relation(found: Translation, kind: str) -> None:
     """Check the relation of a translation, as a manifest has it."""
     (relation,) = (of_json(SizeRelation, each.to_json()) for each in found.relations)
-    assert relation.text == (DEMANDS | DEMANDS_OF_ONE)[kind]
-    assert any(relation.text in note for note in found.notes)
-    taken, others = ({"x": (2, n, 16), "y": (2, m, 16)} for n, m in SIZES[kind])
+    text, *lengths = DEMANDS[kind]
+    assert relation.text == text and any(text in note for note in found.notes)
+    taken, others = ({"x": (2, n, 16), "y": (2, m, 16)} for n, m in lengths)
     refuse_unrelated("m.plan", [relation], taken)
-    with pytest.raises(
-        UserError, match=re.escape(f"m.plan: the model does not take these sizes together: {relation.text}")
-    ):
+    with pytest.raises(UserError, match=re.escape(f"m.plan: the model does not take these sizes together: {text}")):
         refuse_unrelated("m.plan", [relation], others)
-    module = Compares(kind).eval()
-    program = models.export(module, *inputs(), dynamic=shapes(), deferred=True)
+    program = models.export(Compares(kind), *inputs(), dynamic=shapes(), deferred=True)
     kept = draw_samples(Limits(program_inputs(program), None, None), {}, seed=0)
     for sample in kept:
         refuse_unrelated("samples", [relation], {name: tuple(value.shape) for name, value in sample.items()})
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("kind", DEMANDS | DEMANDS_OF_ONE)
+@pytest.mark.parametrize("kind", DEMANDS)
 def test_traced(kind: str, tmp_path: Path) -> None:
     check_relation(translated(traced(kind, tmp_path)), kind)
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("kind", DEMANDS)
+@pytest.mark.parametrize("kind", OF_SEVERAL)
 @pytest.mark.parametrize("deferred", [False, True])
 def test_archives(kind: str, deferred: bool, tmp_path: Path) -> None:
     """torch writes what it found out as guards or, as it was asked, as assertions in the graph."""
-    program = models.export(Compares(kind), *inputs(), dynamic=shapes(), deferred=deferred)
-    torch.export.save(program, tmp_path / "m.pt2")
-    check_relation(translated(tmp_path / "m.pt2"), kind)
+    check_relation(translated(archive(kind, tmp_path, deferred)), kind)
 
 
 def test_inputs_within_others(tmp_path: Path) -> None:
-    class Nested(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.ffn = Plain(d_ff=64)
-
-        def forward(self, several: list[Tensor], *more: Tensor, named: dict[str, Tensor]) -> Tensor:
+    class Nested(Compares):
+        def forward(self, several: list[Tensor], *more: Tensor, named: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
             hidden = self.ffn(torch.cat([*several, *more, *named.values()], 1))
             return hidden if several[1].shape[1] + more[0].shape[1] > named["z"].shape[1] else -hidden
 
     x = [torch.randn(2, size, 16) for size in (3, 5, 7, 11)]
     dims = {1: Dim.DYNAMIC}
     program = torch.export.export(
-        Nested().eval(), ([x[0], x[1]], x[2]), {"named": {"z": x[3]}},
+        Nested("").eval(), ([x[0], x[1]], x[2]), {"named": {"z": x[3]}},
         dynamic_shapes={"several": [dims, dims], "more": (dims,), "named": {"z": dims}},
     )  # fmt: skip
     torch.export.save(program, tmp_path / "m.pt2")
@@ -221,12 +208,11 @@ def test_no_size_of_a_profile(tmp_path: Path) -> None:
 def test_a_size_that_is_an_expression(tmp_path: Path) -> None:
     half = Dim("half", max=256)
     dims = ({0: Dim("batch", max=8), 1: 2 * half}, {0: Dim("batch", max=8), 1: Dim("m", max=512)})
-    program = models.export(Compares("multiple"), *inputs(), dynamic=dims, deferred=True)
-    torch.export.save(program, tmp_path / "m.pt2")
-    (relation,) = translated(tmp_path / "m.pt2").relations
+    model = archive("multiple", tmp_path, deferred=True, dynamic=dims)
+    (relation,) = translated(model).relations
     assert relation.text == "dimension 1 of x must be a multiple of 8"
     assert [relation.holds({"d0": size}) for size in (8, 12, 16)] == [True, False, True]
-    assert translated(tmp_path / "m.pt2", *profile("8:8:8", "9:9:9")).relations == []
+    assert translated(model, *profile("8:8:8", "9:9:9")).relations == []
 
 
 @pytest.mark.parametrize("text", ["__import__('os')", "d0.real", "d9 == 1", "d0 ** 2", "(", "[d0]", "min(d0, key=d0)"])
@@ -238,14 +224,10 @@ def test_what_is_not_a_relation(text: str) -> None:
 # ---- past keys and values ----
 
 
-class WithPast(nn.Module):
+class WithPast(Compares):
     """A block behind attention over past keys and new ones, as a decoder with its cache as inputs."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.ffn = Plain(d_ff=64)
-
-    def forward(self, x: Tensor, mask: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, mask: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         keys = torch.cat([past, x], 1)
         scores = x @ keys.transpose(-1, -2) + mask[:, None]
         return self.ffn(scores.softmax(-1) @ keys), keys
@@ -255,7 +237,7 @@ def test_a_mask_as_long_as_past_and_tokens(cli: Cli, tmp_path: Path) -> None:
     batch, tokens, past = Dim("batch", max=8), Dim("tokens", max=64), Dim("past", max=64)
     given = torch.randn(2, 3, 16), torch.zeros(2, 8), torch.randn(2, 5, 16)
     dims = ({0: batch, 1: tokens}, {0: batch, 1: Dim.AUTO}, {0: batch, 1: past})
-    torch.export.save(models.export(WithPast(), *given, dynamic=dims), tmp_path / "m.pt2")
+    torch.export.save(models.export(WithPast(""), *given, dynamic=dims), tmp_path / "m.pt2")
     (relation,) = translated(tmp_path / "m.pt2").relations
     assert relation.text == "dimension 1 of mask must be dimension 1 of past + dimension 1 of x"
     shapes = {"x": (2, 1, 16), "mask": (2, 9), "past": (2, 7, 16)}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from tests.models import functionalize
+from tests.models import Written, export, functionalize
 from twellc.passes.attention import AS_WRITTEN, CUDNN, MATMUL, OPERATOR, rewrite_attention
 from twellc.passes.graph.execution import Runner
 from twellc.passes.report import Attention
@@ -213,19 +213,10 @@ def test_attention_that_is_spelt_out_with_a_mask() -> None:
 
 
 def test_masks_are_made_once() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(_Layer(_operator(is_causal=True), kv_heads=2) for _ in range(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    program, blocks = rewrite_attention(_program(Two(), torch.bfloat16), (MATMUL,))
+    two = nn.Sequential(*(_Layer(_operator(is_causal=True), kv_heads=2) for _ in range(2)))
+    program, blocks = rewrite_attention(_program(two, torch.bfloat16), (MATMUL,))
     found = _operators(program)
-    assert [block.module for block in blocks] == ["layers.0", "layers.1"]
+    assert [block.module for block in blocks] == ["0", "1"]
     assert found["aten.le.Tensor"] == found["aten.where.self"] == found["aten.repeat.default"] == 1
 
 
@@ -296,36 +287,24 @@ def test_layers_of_torch_itself(masked: bool) -> None:
 
 
 def test_a_softmax_that_others_read_stays() -> None:
-    class Weights(nn.Module):
-        def forward(self, q: Tensor) -> tuple[Tensor, Tensor]:
-            weights = torch.softmax(q @ q.transpose(2, 3), -1)
-            return weights @ q, weights
-
-    program = functionalize(torch.export.export(Weights(), (torch.randn(1, 2, 3, 8),)))
+    module = Written(lambda _, q: (weights := torch.softmax(q @ q.transpose(2, 3), -1), weights @ q))
+    program = functionalize(export(module, torch.randn(1, 2, 3, 8)))
     _, (block,) = rewrite_attention(program, (MATMUL,))
     assert block.form == AS_WRITTEN and "another reader" in block.reason
 
 
 def test_a_width_that_varies_stays() -> None:
-    """Its scale is no number, so the queries cannot be scaled either."""
-
-    class Varying(nn.Module):
-        def forward(self, q: Tensor) -> Tensor:
-            return nn.functional.scaled_dot_product_attention(q, q, q)
-
-    x = torch.randn(1, 2, 3, 8, dtype=torch.bfloat16)
-    width = torch.export.Dim("width", min=2, max=64)
-    program = functionalize(torch.export.export(Varying(), (x,), dynamic_shapes=({3: width},)))
+    """Its scale depends on a size, so the queries cannot be scaled either."""
+    module = Written(lambda _, q: nn.functional.scaled_dot_product_attention(q, q, q))
+    x, width = torch.randn(1, 2, 3, 8, dtype=torch.bfloat16), torch.export.Dim("width", min=2, max=64)
+    program = functionalize(export(module, x, dynamic=(({3: width},),)))
     _, (block,) = rewrite_attention(program, (MATMUL,))
     assert block.form == AS_WRITTEN and "depends on a size" in block.reason
 
 
-def test_a_softmax_that_is_no_attention_is_not_reported() -> None:
-    class Router(nn.Module):
-        def forward(self, x: Tensor, experts: Tensor) -> Tensor:
-            return torch.softmax(x, -1) @ experts
-
-    program = functionalize(torch.export.export(Router(), (torch.randn(1, 2, 3, 4), torch.randn(1, 2, 4, 8))))
+def test_a_softmax_outside_of_attention_is_not_reported() -> None:
+    router = Written(lambda _, x, experts: torch.softmax(x, -1) @ experts)
+    program = functionalize(export(router, torch.randn(1, 2, 3, 4), torch.randn(1, 2, 4, 8)))
     assert rewrite_attention(program, (MATMUL,))[1] == []
 
 
@@ -350,6 +329,6 @@ def test_values_that_are_narrower_than_keys(forms: tuple[str, ...]) -> None:
 
 
 def test_a_program_without_attention_is_unchanged() -> None:
-    program = functionalize(torch.export.export(nn.Linear(3, 4), (torch.randn(2, 3),)))
+    program = functionalize(export(nn.Linear(3, 4), torch.randn(2, 3)))
     result, blocks = rewrite_attention(program, (MATMUL,))
     assert blocks == [] and _operators(result) == _operators(program)

@@ -10,26 +10,18 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from tests.models import Written, calls, canonical, eager, rewrite, run
+from tests.models import Written, assert_rewrites, calls, canonical, eager, run
 from tests.tolerance import assert_same
 from twellc.passes.match.find_ffn import find_ffn_blocks
 
 CHANNELS, HIDDEN = 16, 40
 
 
-class Channels(nn.Module):
+def channels(form: Callable[[Any, Tensor], Any], conv: type[nn.Module] = nn.Conv1d) -> nn.Module:
     """Weights of convolutions with a kernel of size 1, and the same as matrices."""
-
-    def __init__(self, form: Callable[[Any, Tensor], Any], conv: type[nn.Module] = nn.Conv1d) -> None:
-        super().__init__()
-        self.form = form
-        self.gate, self.up, self.down = conv(CHANNELS, HIDDEN, 1), conv(CHANNELS, HIDDEN, 1), conv(HIDDEN, CHANNELS, 1)
-        self.w_gate = nn.Parameter(torch.randn(HIDDEN, CHANNELS) / CHANNELS**0.5)
-        self.w_up = nn.Parameter(torch.randn(HIDDEN, CHANNELS) / CHANNELS**0.5)
-        self.w_down = nn.Parameter(torch.randn(CHANNELS, HIDDEN) / HIDDEN**0.5)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.form(self, x)
+    sizes = {"gate": (HIDDEN, CHANNELS), "up": (HIDDEN, CHANNELS), "down": (CHANNELS, HIDDEN)}
+    matrices = {f"w_{name}": torch.randn(shape) / shape[1] ** 0.5 for name, shape in sizes.items()}
+    return Written(form, **{name: conv(d_in, d_out, 1) for name, (d_out, d_in) in sizes.items()}, **matrices)
 
 
 def einsum_inside(m: Any, x: Tensor) -> Tensor:
@@ -73,40 +65,27 @@ FORMS: dict[str, tuple[str, tuple[int, ...], Callable[[Any, Tensor], Tensor]]] =
 @pytest.mark.parametrize("form", FORMS)
 def test_form(form: str) -> None:
     variant, shape, function = FORMS[form]
-    module, x = Channels(function), torch.randn(shape)
-    program = canonical(module, x)
-    (block,) = find_ffn_blocks(program)
-    assert (block.variant, block.refusal, block.d_model, block.d_ff) == (variant, "", CHANNELS, HIDDEN)
-    result = rewrite(program)
+    _, (block,), result = assert_rewrites(channels(function), torch.randn(shape))
+    assert (block.variant, block.d_model, block.d_ff) == (variant, CHANNELS, HIDDEN)
     left = calls(result)
     assert left.pop("gated_mlp" if variant == "gated" else "mlp") == 1
     assert set(left) <= {"permute", "transpose", "add"}
-    assert_same(run(result)[0], eager(module, x)[0])
 
 
 def test_images() -> None:
-    module, x = Channels(lambda m, x: m.down(torch.relu(m.up(x))), nn.Conv2d), torch.randn(2, CHANNELS, 3, 4)
-    program = canonical(module, x)
-    assert [block.refusal for block in find_ffn_blocks(program)] == [""]
-    assert_same(run(rewrite(program))[0], eager(module, x)[0])
+    assert_rewrites(channels(lambda m, x: m.down(torch.relu(m.up(x))), nn.Conv2d), torch.randn(2, CHANNELS, 3, 4))
 
 
 def test_dynamic_dimensions() -> None:
-    module = Channels(lambda m, x: m.down(torch.relu(m.gate(x)) * m.up(x)))
-    dynamic = ({0: torch.export.Dim("batch"), 2: torch.export.Dim("length")},)
-    result = rewrite(canonical(module, torch.randn(2, CHANNELS, 5), dynamic=dynamic))
-    assert calls(result)["gated_mlp"] == 1
-    x = torch.randn(3, CHANNELS, 7)
-    assert_same(run(result, x)[0], eager(module, x)[0])
+    module = channels(lambda m, x: m.down(torch.relu(m.gate(x)) * m.up(x)))
+    dynamic = (({0: torch.export.Dim("batch"), 2: torch.export.Dim("length")},),)
+    assert_rewrites(module, torch.randn(2, CHANNELS, 5), dynamic=dynamic, at=(torch.randn(3, CHANNELS, 7),))
 
 
 def test_a_view_of_the_result() -> None:
     """What was contiguous is permuted now."""
-    module, x = Channels(lambda m, x: m.down(torch.relu(m.up(x))).view(2, -1)), torch.randn(2, CHANNELS, 5)
-    program = canonical(module, x)
-    assert [block.refusal for block in find_ffn_blocks(program)] == [""]
-    assert_same(run(program)[0], eager(module, x)[0])
-    assert_same(run(rewrite(program))[0], eager(module, x)[0])
+    module, x = channels(lambda m, x: m.down(torch.relu(m.up(x))).view(2, -1)), torch.randn(2, CHANNELS, 5)
+    assert_same(run(assert_rewrites(module, x).before)[0], eager(module, x)[0])
 
 
 def test_a_weight_of_its_own_for_each_batch_stays() -> None:
@@ -120,7 +99,7 @@ def test_a_weight_of_its_own_for_each_batch_stays() -> None:
 
 def test_what_is_read_elsewhere_stays_right() -> None:
     """The hidden tensor has another reader: no block, and both results as before."""
-    module, x = Channels(lambda m, x: m.down(h := torch.relu(m.up(x))).sum(1) + h.mean(1)), torch.randn(2, CHANNELS, 5)
+    module, x = channels(lambda m, x: m.down(h := torch.relu(m.up(x))).sum(1) + h.mean(1)), torch.randn(2, CHANNELS, 5)
     program = canonical(module, x)
     assert ["is also read by" in block.refusal for block in find_ffn_blocks(program)] == [True]
     assert_same(run(program)[0], eager(module, x)[0])
@@ -135,7 +114,4 @@ def test_other_convolutions_stay() -> None:
 
 
 def test_an_output_of_the_model_keeps_its_name() -> None:
-    module, x = Channels(lambda m, x: (m.down(torch.relu(m.up(x))), x + 1)), torch.randn(2, CHANNELS, 5)
-    result = rewrite(canonical(module, x))
-    for ours, theirs in zip(run(result), eager(module, x), strict=True):
-        assert_same(ours, theirs)
+    assert_rewrites(channels(lambda m, x: (m.down(torch.relu(m.up(x))), x + 1)), torch.randn(2, CHANNELS, 5))

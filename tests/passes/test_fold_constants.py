@@ -18,6 +18,7 @@ from tests.models import (
     Gated,
     Plain,
     Written,
+    assert_rewrites,
     calls,
     canonical,
     eager,
@@ -167,9 +168,8 @@ FORMS: dict[str, tuple[str, str, tuple[int, ...], Form]] = {
 def test_form(form: str) -> None:
     variant, activation, shape, function = FORMS[form]
     module, x = Constants(function), torch.randn(shape)
-    program = canonical(module, x)
-    assert [(b.variant, b.activation, b.refusal) for b in find_ffn_blocks(program)] == [(variant, activation, "")]
-    result = rewrite(program)
+    program, blocks, result = assert_rewrites(module, x)
+    assert [(block.variant, block.activation) for block in blocks] == [(variant, activation)]
     left = calls(result)
     assert left.pop("gated_mlp" if variant == "gated" else "mlp") == 1
     assert set(left) <= {"permute", "add"}, "what is folded is gone"
@@ -192,10 +192,7 @@ def test_folding_is_exact_in_float64(form: str) -> None:
 @pytest.mark.parametrize("form", ["shifted behind", "from a vector", "scaled everywhere", "convolutions"])
 def test_no_biases(form: str) -> None:
     """Where there was none, there is one then."""
-    module, x = Constants(FORMS[form][3], biases=""), torch.randn(FORMS[form][2])
-    program = canonical(module, x)
-    assert [block.refusal for block in find_ffn_blocks(program)] == [""]
-    assert_same(run(rewrite(program))[0], eager(copy.deepcopy(module).double(), x.double())[0].float())
+    assert_rewrites(Constants(FORMS[form][3], biases=""), torch.randn(FORMS[form][2]))
 
 
 @pytest.mark.sampled(14)
@@ -222,25 +219,18 @@ def test_done_the_first_time() -> None:
 
 def test_a_second_call_reads_the_same_folded_weights() -> None:
     block = Written(lambda m, x: m.ffn.down(torch.relu(m.ffn.up(x) - 1) * m.scale), ffn=Plain(), scale=torch.rand(D_FF))
-    module, x = Written(lambda m, x: m.block(m.block(x) + x), block=block), torch.randn(2, 3, D_MODEL)
-    program = canonical(module, x)
+    module = Written(lambda m, x: m.block(m.block(x) + x), block=block)
+    program, blocks, _ = assert_rewrites(module, torch.randn(2, 3, D_MODEL))
     assert sorted(constants_of(program).values()) == [
         "block.ffn.down.weight_folded", "block.ffn.up.bias_folded", "block.ffn.up.weight_folded",
     ]  # fmt: skip
-    assert [(each.module, each.refusal) for each in find_ffn_blocks(program)] == [
-        ("block.ffn", ""),
-        ("block.ffn#2", ""),
-    ]
-    assert_same(run(rewrite(program))[0], eager(module, x)[0])
+    assert [each.module for each in blocks] == ["block.ffn", "block.ffn#2"]
 
 
 def test_a_weight_that_is_read_elsewhere_keeps_its_place() -> None:
     module = Constants(lambda m, x: m.ffn.down(torch.relu(up(m, x)) * m.scale) + m.ffn.down.weight.sum(1))
-    x = torch.randn(2, 3, D_MODEL)
-    program = canonical(module, x)
-    assert [block.refusal for block in find_ffn_blocks(program)] == [""]
+    program, _, _ = assert_rewrites(module, torch.randn(2, 3, D_MODEL))
     assert {"ffn.down.weight", "ffn.down.weight_folded"} <= set(constants_of(program).values())
-    assert_same(run(rewrite(program))[0], eager(module, x)[0])
 
 
 def test_a_packed_weight() -> None:
@@ -249,10 +239,8 @@ def test_a_packed_weight() -> None:
         return m.down(torch.relu(gate * m.scale - 1) * up / 2)
 
     module = Written(form, packed=nn.Linear(16, 80), down=nn.Linear(40, 16), scale=torch.randn(40))
-    x = torch.randn(2, 3, D_MODEL)
-    program = canonical(module, x)
-    assert [(block.variant, block.refusal) for block in find_ffn_blocks(program)] == [("gated", "")]
-    assert_same(run(rewrite(program))[0], eager(module, x)[0])
+    _, (block,), _ = assert_rewrites(module, torch.randn(2, 3, D_MODEL))
+    assert block.variant == "gated"
 
 
 def test_a_stack_of_layers() -> None:
@@ -269,10 +257,8 @@ def test_a_stack_of_layers() -> None:
 def test_dynamic_dimensions() -> None:
     module = Constants(lambda m, x: m.ffn.down(torch.relu(by_rows(m.norm)(gate(m, x))) * up(m, x) * m.scale + 1))
     dynamic = ({0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")},)
-    result = rewrite(canonical(module, torch.randn(2, 3, D_MODEL), dynamic=dynamic))
-    assert calls(result) == {"gated_mlp": 1}
-    x = torch.randn(5, 7, D_MODEL)
-    assert_same(run(result, x)[0], eager(module, x)[0])
+    at = (torch.randn(5, 7, D_MODEL),)
+    assert calls(assert_rewrites(module, torch.randn(2, 3, D_MODEL), dynamic=dynamic, at=at).after) == {"gated_mlp": 1}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -356,6 +342,4 @@ def test_neurons_that_a_norm_has_switched_off() -> None:
     module, x = Constants(lambda m, x: m.ffn.down(torch.relu(m.norm(up(m, x))))), torch.randn(5, D_MODEL)
     with torch.no_grad():
         module.norm.weight[:20], module.norm.weight[20:30] = 0, 1e-12
-    program = canonical(module, x)
-    assert [block.refusal for block in find_ffn_blocks(program)] == [""]
-    assert_same(run(rewrite(program))[0], eager(module, x)[0])
+    assert_rewrites(module, x)

@@ -9,10 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from tests.models import D_FF, D_MODEL, Function, Plain, Written, calls, canonical, eager, export, rewrite, run
-from tests.tolerance import assert_same
+from tests.models import D_FF, D_MODEL, Function, Plain, Written, assert_rewrites, calls, eager, export, run
 from twellc.passes.decompose import decompose
-from twellc.passes.match.find_ffn import find_ffn_blocks
 from twellc.passes.name_casts import name_casts
 
 CASTS: dict[str, Function] = {
@@ -55,15 +53,9 @@ def cast_activation(s: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("form", [cast_weights, cast_mask, cast_activation])
 def test_no_cast_hides_a_block(form: Any) -> None:
-    module, x = (
-        Written(form, up=torch.randn(D_FF, D_MODEL) / 4, down=torch.randn(D_MODEL, D_FF) / 6),
-        torch.randn(5, 16),
-    )
-    program = canonical(module, x)
-    assert [(block.module, block.refusal) for block in find_ffn_blocks(program)] == [("down", "")]
-    result = rewrite(program)
-    assert calls(result) == {"mlp": 1}
-    assert_same(run(result)[0], eager(module, x)[0])
+    module = Written(form, up=torch.randn(D_FF, D_MODEL) / 4, down=torch.randn(D_MODEL, D_FF) / 6)
+    _, (block,), result = assert_rewrites(module, torch.randn(5, 16))
+    assert block.module == "down" and calls(result) == {"mlp": 1}
 
 
 def test_programs_without_such_casts_are_left() -> None:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from tests import models
-from tests.models import D_FF, D_MODEL, Gated, Plain, Residual, Written, canonical, export, run
+from tests.models import D_FF, D_MODEL, Gated, Plain, Residual, Written, block_profile, canonical, export, run
 from twellc.decisions.advise import Advisor
 from twellc.decisions.choose import Tokens
 from twellc.decisions.targets import choose_target
 from twellc.passes.block_profile import BlockProfile, Calibration, hot_first
+from twellc.passes.decide import Advise
 from twellc.passes.graph.execution import Runner
 from twellc.passes.match.activations import packet
 from twellc.passes.match.find_ffn import FfnBlock
@@ -30,10 +31,7 @@ def profile(module: str, d_ff: int = D_FF, variant: str = "gated", dead: tuple[i
     """Return a profile in which neurons fire for 1 to 97 tokens of 97, or never."""
     firing = np.arange(d_ff) * 37 % 97 + 1
     firing[list(dead)] = 0
-    rows = np.zeros(d_ff + 1, np.int64)
-    rows[1] = 97
-    tiles, positions = np.zeros(257, np.int64), np.zeros((32, 2), np.int64)
-    return BlockProfile(module, variant, "relu", firing, rows, tiles, positions)
+    return block_profile(module, firing, {1: 97}, variant)
 
 
 def calibration(*blocks: BlockProfile, **options: Any) -> Calibration:
@@ -41,14 +39,24 @@ def calibration(*blocks: BlockProfile, **options: Any) -> Calibration:
 
 
 def rewritten(module: nn.Module, known: Calibration | None, hot: int = 0) -> Rewritten:
-    """Rewrite a module, of each of whose blocks so many neurons are to be hot."""
+    """Rewrite a module, of each of whose blocks `hot` neurons are to be hot."""
+    return asked(module, known, hot)[1]
+
+
+def asked(
+    module: nn.Module, known: Calibration | None, hot: int = 8, advisor: Advise | None = None
+) -> tuple[list[Staying], Rewritten]:
+    """Rewrite a module; return which neurons of each block were decided about, and what was made."""
+    found: list[Staying] = []
+
+    def advise(block: FfnBlock, neurons: Staying) -> Choice:
+        found.append(neurons)
+        return advisor(block, neurons) if advisor is not None else Choice("twell", "matches", hot, 8, None)
+
     seeded = torch.Generator().manual_seed(0)
-    program = export(
-        module.bfloat16(), torch.randn(models.BATCH, models.SEQUENCE, D_MODEL, generator=seeded).bfloat16()
-    )
-    choice = Choice("twell", "matches", hot, 8, None)
-    options = PassOptions(torch.bfloat16, "all", calibration=known, advise=lambda block, neurons: choice)
-    return run_passes(program, options)
+    x = torch.randn(models.BATCH, models.SEQUENCE, D_MODEL, generator=seeded).bfloat16()
+    options = PassOptions(torch.bfloat16, "auto" if advisor else "all", calibration=known, advise=advise)
+    return found, run_passes(export(module.bfloat16(), x), options)
 
 
 def operands(found: Rewritten) -> list[Tensor | None]:
@@ -58,6 +66,14 @@ def operands(found: Rewritten) -> list[Tensor | None]:
     names = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs}
     given = node.args[1 : 7 if node.target is GATED_MLP else 5]
     return [None if each is None else program.state_dict[names[each.name]] for each in given]
+
+
+def assert_moved(found: Rewritten, plain: Rewritten, order: Tensor | None = None) -> None:
+    """Compare the operands of two programs, those of `plain` in an order; the last one, a bias, has no neurons."""
+    for index, (ours, theirs) in enumerate(zip(operands(found), operands(plain), strict=True)):
+        assert ours is not None and theirs is not None
+        is_moved = order is not None and index < len(operands(found)) - 1
+        assert torch.equal(ours, theirs[order] if is_moved else theirs)
 
 
 def biased(variant: str, **options: Any) -> nn.Module:
@@ -86,10 +102,7 @@ def test_hot_ones_come_first(variant: str) -> None:
     """Every weight and bias of a neuron moves with it, and y is the same but for the order of sums."""
     module, block = biased(variant), profile("ffn", variant=variant)
     found, plain = rewritten(module, calibration(block), 8), rewritten(module, None)
-    order = order_of(block, 8)
-    for ours, theirs in zip(operands(found)[:-1], operands(plain)[:-1], strict=True):
-        assert ours is not None and theirs is not None and torch.equal(ours, theirs[order])
-    assert torch.equal(operands(found)[-1], operands(plain)[-1])  # type: ignore[arg-type]
+    assert_moved(found, plain, order_of(block, 8))
     (layer,) = found.layers
     assert (layer.reason, layer.hot) == ("matches; 12 never fired", 8)
     assert layer.neurons is not None
@@ -104,8 +117,7 @@ def test_without_hot_ones_all_stay(known: Calibration | None) -> None:
     """A profile alone moves nothing; and without one nobody knows which are hot."""
     module = biased("gated")
     found, plain = rewritten(module, known, 0 if known else 8), rewritten(module, None)
-    for ours, theirs in zip(operands(found), operands(plain), strict=True):
-        assert ours is not None and theirs is not None and torch.equal(ours, theirs)
+    assert_moved(found, plain)
     assert found.layers[0].hot == 0
     assert found.layers[0].reason == ("matches; 12 never fired" if known else "matches")
 
@@ -193,9 +205,7 @@ def test_dead_neurons_are_removed(variant: str, hot: int, taken: int) -> None:
     assert layer.hot == taken
     order = order_of(block, taken) if 0 < taken < 32 else torch.arange(D_FF)
     kept = order[~torch.isin(order, torch.from_numpy(gone))]
-    before = operands(rewritten(module, None))
-    for ours, theirs in zip(operands(found)[:-1], before[:-1], strict=True):
-        assert ours is not None and theirs is not None and torch.equal(ours, theirs[kept])
+    assert_moved(found, rewritten(module, None), kept)
     shapes = [None if each is None else tuple(each.shape) for each in operands(found)]
     assert shapes == [(32, D_MODEL), (32,)] * (2 if variant == "gated" else 1) + [(32, D_MODEL), (D_MODEL,)]
     # The same block with neurons that do nothing in their place.
@@ -298,19 +308,6 @@ def test_without_a_bias_and_with_a_profile() -> None:
 # ---- decisions are about what stays ----
 
 
-def asked(module: nn.Module, known: Calibration | None) -> tuple[list[Staying], Rewritten]:
-    """Rewrite a module; return which neurons of each block were decided about, and what was made."""
-    found: list[Staying] = []
-
-    def advise(block: FfnBlock, neurons: Staying) -> Choice:
-        found.append(neurons)
-        return Choice("twell", "matches", 8, 8, None)
-
-    program = export(module.bfloat16(), torch.randn(models.BATCH, models.SEQUENCE, D_MODEL).bfloat16())
-    passed = run_passes(program, PassOptions(torch.bfloat16, "all", calibration=known, advise=advise))
-    return found, passed
-
-
 @pytest.mark.parametrize("prune", [True, False])
 def test_of_shared_weights_all_neurons_are_decided_about(prune: bool) -> None:
     """Nothing is removed from them, whatever is asked for, and none may be hot."""
@@ -339,15 +336,12 @@ def test_neurons_that_cannot_fire_are_not_decided_about(prune: bool) -> None:
 @pytest.mark.parametrize("build", ["shared", "unable", "both"])
 def test_the_report_tells_what_was_really_removed(build: str) -> None:
     """The reason, the expectation, the row of the report and the graph speak of the same neurons."""
-    module = {"shared": Written(twice, ffn=Gated()), "unable": unable("gated", biases=""), "both": unable("gated")}[
-        build
-    ]
+    builds = {"shared": Written(twice, ffn=Gated()), "unable": unable("gated", biases=""), "both": unable("gated")}
+    module = builds[build]
     dead = tuple(range(20)) if build != "unable" else ()
     known = calibration(*(profile(name, dead=dead) for name in ("ffn", "ffn#2")), prune_dead=build != "unable")
-    target = choose_target("h200", None)
-    advise = Advisor(target, lambda block: [Tokens(1, 64, 64)])
-    program = export(module.bfloat16(), torch.randn(models.BATCH, models.SEQUENCE, D_MODEL).bfloat16())
-    passed = run_passes(program, PassOptions(torch.bfloat16, "auto", calibration=known, advise=advise))
+    advisor = Advisor(choose_target("h200", None), lambda block: [Tokens(1, 64, 64)])
+    _, passed = asked(module, known, advisor=advisor)
     gate = operands(passed)[0]
     for layer in passed.layers:
         block = known.blocks[layer.module]

@@ -24,17 +24,15 @@ from twellc.passes.precision import lower, parameter_dtypes, widen
 LOW = [torch.bfloat16, torch.float16]
 
 
-class Mixture(nn.Module):
+def mixture() -> nn.Module:
     """Products, a norm, a softmax, an embedding, buffers, integers: what autocast treats differently."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm, self.table = nn.Linear(16, 16), nn.LayerNorm(16), nn.Embedding(8, 16)
-        self.register_buffer("scale", torch.rand(16) + 0.5)
-
-    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+    def forward(self: Any, x: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
         h = self.norm(self.linear(x) + self.table(ids)) * self.scale
         return h, h.argmax(-1), torch.softmax(h @ h.mT, -1) @ h, x
+
+    parts = {"linear": nn.Linear(16, 16), "norm": nn.LayerNorm(16), "table": nn.Embedding(8, 16)}
+    return Written(forward, {"scale": torch.rand(16) + 0.5}, **parts)
 
 
 INPUTS = (torch.randn(2, 3, 16), torch.randint(0, 8, (2, 3)))
@@ -61,7 +59,7 @@ def run_as_typed(program: ExportedProgram, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_policy(dtype: torch.dtype) -> None:
-    program = canonical(Mixture(), *INPUTS)
+    program = canonical(mixture(), *INPUTS)
     result = lower(program, dtype)
     aten = torch.ops.aten
     assert dtype_of(result, aten.linear) == dtype_of(result, aten.matmul) == {dtype}
@@ -74,7 +72,7 @@ def test_policy(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("source", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_inputs_and_outputs_keep_their_dtypes(source: torch.dtype, dtype: torch.dtype) -> None:
-    module, inputs = Mixture().to(source), (INPUTS[0].to(source), INPUTS[1])
+    module, inputs = mixture().to(source), (INPUTS[0].to(source), INPUTS[1])
     module.scale = module.scale.to(source)
     program = canonical(module, *inputs)
     result = lower(program, dtype)
@@ -85,32 +83,41 @@ def test_inputs_and_outputs_keep_their_dtypes(source: torch.dtype, dtype: torch.
     truth = run(widen(program), inputs[0].double(), inputs[1])
     coarser = torch.bfloat16 if source == torch.bfloat16 else dtype
     for index in (0, 2):
-        native = Mixture().to(dtype)
+        native = mixture().to(dtype)
         native.load_state_dict(module.state_dict())
         plain = eager(native, inputs[0].to(dtype), inputs[1])[index]
         assert_as_accurate(outputs[index].to(coarser), plain.to(coarser), truth[index])
 
 
 def test_lowering_twice_changes_nothing() -> None:
-    once = lower(canonical(Mixture(), *INPUTS), torch.bfloat16)
+    once = lower(canonical(mixture(), *INPUTS), torch.bfloat16)
     twice = lower(once, torch.bfloat16)
     assert [node.name for node in twice.graph.nodes] == [node.name for node in once.graph.nodes]
     for a, b in zip(run(once), run(twice), strict=True):
         assert torch.equal(a, b)
 
 
+def of_linear(forward: Callable[..., Any]) -> nn.Module:
+    """Return a function of a linear layer and its inputs as a module."""
+    return Written(forward, linear=nn.Linear(16, 16))
+
+
+def lowered(module: nn.Module, *inputs: Tensor, dtype: torch.dtype = torch.bfloat16) -> ExportedProgram:
+    return lower(canonical(module, *inputs), dtype)
+
+
 def test_shared_parameters_stay_shared() -> None:
-    module = Mixture()
+    module: Any = mixture()
     head = nn.Linear(16, 8, bias=False)
     head.weight = module.table.weight
     tied = Written(lambda self, x, ids: self.head(self.body(x, ids)[0]), body=module, head=head)
-    result = lower(canonical(tied, *INPUTS), torch.bfloat16)
+    result = lowered(tied, *INPUTS)
     assert sum(tensor.shape == (8, 16) for tensor in result.state_dict.values()) == 1
 
 
 def test_parameter_dtypes_ignores_buffers() -> None:
     """A half-precision model with a float32 buffer is a half-precision model."""
-    module = Mixture().half()
+    module = mixture().half()
     module.scale = module.scale.float()
     assert parameter_dtypes(canonical(module, INPUTS[0].half(), INPUTS[1])) == {torch.float16}
 
@@ -167,8 +174,7 @@ def test_operands_get_one_dtype(case: str, dtype: torch.dtype) -> None:
     forward, other = PICKY[case]
     module = Written(forward, ffn=Plain(), matrix=torch.randn(16, 16) / 4, other=other())
     x = torch.randn(2, 3, 16)
-    lowered = lower(canonical(module, x), dtype)
-    y = run_as_typed(lowered, x)
+    y = run_as_typed(lowered(module, x, dtype=dtype), x)
     (truth,) = eager(module, x)
     assert (y - truth).norm() < 0.02 * truth.norm()
 
@@ -179,14 +185,13 @@ def test_products_of_the_matcher_run_in_low_precision() -> None:
         return inner + torch.tensordot(torch.relu(torch.tensordot(x, self.up.T, 1)), self.down.T, 1)
 
     module = Written(forward, up=torch.randn(40, 16), down=torch.randn(16, 40))
-    blocks = find_ffn_blocks(lower(canonical(module, torch.randn(5, 16)), torch.bfloat16))
+    blocks = find_ffn_blocks(lowered(module, torch.randn(5, 16)))
     assert [(b.dtype, b.refusal) for b in blocks] == [(torch.bfloat16, "")] * 2
 
 
 def test_a_tensor_without_dimensions_widens_none_that_has_some() -> None:
     """As torch has it: here a float32 number is put into a bfloat16 tensor."""
-    module = Written(lambda self, x: self.linear(x).index_put((ROWS,), x.sum()), linear=nn.Linear(16, 16))
-    result = lower(canonical(module, torch.randn(5, 16)), torch.bfloat16)
+    result = lowered(of_linear(lambda self, x: self.linear(x).index_put((ROWS,), x.sum())), torch.randn(5, 16))
     assert dtype_of(result, torch.ops.aten.index_put) == {torch.bfloat16}
 
 
@@ -216,38 +221,27 @@ def counted(inverse: Tensor, positions: Tensor, x: Tensor) -> Tensor:
 def test_rotary_angles_stay_in_float32(angles: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     """In bfloat16 the angle of position 1000 would be off by up to 2 radians."""
 
-    class Rotary(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.ffn = nn.Linear(16, 16), Gated()
-            self.register_buffer("inverse", 1 / 10000 ** (torch.arange(0, 16, 2) / 16))
-
-        def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-            angles_ = angles(self.inverse, positions, x)
-            twice = torch.cat((angles_, angles_), -1)
-            q = self.linear(x)
-            return self.ffn(q * twice.cos() + torch.cat((-q[..., 8:], q[..., :8]), -1) * twice.sin())
+    def rotary(self: Any, x: Tensor, positions: Tensor) -> Tensor:
+        twice = angles(self.inverse, positions, x).repeat(1, 1, 2)
+        q = self.linear(x)
+        return self.ffn(q * twice.cos() + torch.cat((-q[..., 8:], q[..., :8]), -1) * twice.sin())
 
     x, positions = torch.randn(1, 64, 16), torch.arange(960, 1024)[None]
-    program = canonical(Rotary(), x, positions)
-    lowered = lower(program, torch.bfloat16)
-    assert [(b.dtype, b.refusal) for b in find_ffn_blocks(lowered)] == [(torch.bfloat16, "")]
-    (y,), (truth,) = run(lowered), run(widen(program), x.double(), positions)
+    inverse = 1 / 10000 ** (torch.arange(0, 16, 2) / 16)
+    program = canonical(Written(rotary, {"inverse": inverse}, linear=nn.Linear(16, 16), ffn=Gated()), x, positions)
+    low = lower(program, torch.bfloat16)
+    assert [(b.dtype, b.refusal) for b in find_ffn_blocks(low)] == [(torch.bfloat16, "")]
+    (y,), (truth,) = run(low), run(widen(program), x.double(), positions)
     assert (y - truth).norm() < 0.02 * truth.norm()
 
 
 def test_embedding_in_a_buffer_is_data() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
-            self.register_buffer("table", torch.randn(8, 16))
+    def forward(self: Any, ids: Tensor) -> Tensor:
+        h = nn.functional.embedding(ids, self.table)
+        return self.linear(h @ h.mT @ h)
 
-        def forward(self, ids: Tensor) -> Tensor:
-            h = nn.functional.embedding(ids, self.table)
-            return self.linear(h @ h.mT @ h)
-
-    result = lower(canonical(Model(), torch.randint(0, 8, (2, 3))), torch.bfloat16)
+    model = Written(forward, {"table": torch.randn(8, 16)}, linear=nn.Linear(16, 16))
+    result = lowered(model, torch.randint(0, 8, (2, 3)))
     assert dtype_of(result, torch.ops.aten.matmul) == {torch.bfloat16}
     assert result.state_dict["table"].dtype == torch.float32, "buffers stay"
 
@@ -256,10 +250,7 @@ def test_embedding_in_a_buffer_is_data() -> None:
 
 
 def buffered(function: Callable[..., Any], **buffers: Tensor) -> nn.Module:
-    module = Written(function, ffn=Plain(biases="ud"))
-    for name, tensor in buffers.items():
-        module.register_buffer(name, tensor)
-    return module
+    return Written(function, buffers, ffn=Plain(biases="ud"))
 
 
 UP, DOWN, BIAS = torch.randn(40, 16) / 4, torch.randn(16, 40) / 6, torch.randn(40)
@@ -281,12 +272,12 @@ def test_weights_in_buffers(case: str, dtype: torch.dtype) -> None:
     x = torch.randn(5, 16)
     program = canonical(BUFFERED[case](), x)
     assert parameter_dtypes(program) == {torch.float32}
-    lowered = lower(program, dtype)
-    assert parameter_dtypes(lowered) == {dtype}
-    assert [(b.variant, b.dtype, b.refusal) for b in find_ffn_blocks(lowered)] == [("plain", dtype, "")]
-    assert {tensor.dtype for tensor in (lowered.state_dict | lowered.constants).values()} == {dtype}
+    low = lower(program, dtype)
+    assert parameter_dtypes(low) == {dtype}
+    assert [(b.variant, b.dtype, b.refusal) for b in find_ffn_blocks(low)] == [("plain", dtype, "")]
+    assert {tensor.dtype for tensor in (low.state_dict | low.constants).values()} == {dtype}
     (truth,) = run(widen(program), x.double())
-    for result in (lowered, models.rewrite(lowered)):
+    for result in (low, models.rewrite(low)):
         assert (run(result)[0] - truth).norm() < 0.01 * truth.norm()
 
 
@@ -311,7 +302,7 @@ def test_a_buffer_that_is_more_than_a_weight_stays() -> None:
     module = buffered(
         lambda s, x: (x @ s.table, x @ s.shared, s.shared.exp()), table=torch.eye(16), shared=torch.eye(16)
     )
-    result = lower(canonical(module, torch.randn(5, 16)), torch.bfloat16)
+    result = lowered(module, torch.randn(5, 16))
     assert [result.state_dict[name].dtype for name in ("table", "shared")] == [torch.bfloat16, torch.float32]
     assert dtype_of(result, torch.ops.aten.matmul) == {torch.bfloat16}
 
@@ -323,25 +314,23 @@ def test_frequencies_and_masks_are_no_weights() -> None:
         mask=torch.full((3, 3), least).triu(1).expand(2, 3, 3),
         inverse=torch.rand(1, 8),
     )
-    result = lower(canonical(module, torch.randn(2, 3, 16), torch.arange(900, 903)), torch.float16)
+    result = lowered(module, torch.randn(2, 3, 16), torch.arange(900, 903), dtype=torch.float16)
     assert [result.state_dict[name].dtype for name in ("mask", "inverse")] == [torch.float32] * 2
-
-
-def test_buffer_that_overflows_float16() -> None:
-    program = canonical(buffered(lambda s, x: F.linear(x, s.up), up=UP * 1e6), torch.randn(5, 16))
-    with pytest.raises(UserError, match=r"buffer up: its values overflow float16"):
-        lower(program, torch.float16)
 
 
 # ---- what may go wrong ----
 
 
-def test_parameter_that_overflows_float16() -> None:
-    module = nn.Linear(16, 16)
-    with torch.no_grad():
-        module.weight[3, 3] = 1e5
+@pytest.mark.parametrize(
+    ("module", "what"),
+    [
+        (Written(lambda s, x: F.linear(x, s.up), {"up": UP * 1e6}), "buffer up"),
+        (Written(lambda s, x: F.linear(x, s.up), up=UP * 1e6), "parameter up"),
+    ],
+)
+def test_numbers_that_overflow_float16(module: nn.Module, what: str) -> None:
     program = canonical(module, torch.randn(5, 16))
-    with pytest.raises(UserError, match=r"parameter weight: its values overflow float16; .* Use --dtype bf16"):
+    with pytest.raises(UserError, match=rf"{what}: its values overflow float16; .* Use --dtype bf16"):
         lower(program, torch.float16)
     lower(program, torch.bfloat16)
 
@@ -350,8 +339,7 @@ def test_infinite_parameter_stays_infinite() -> None:
     module = nn.Linear(16, 16)
     with torch.no_grad():
         module.bias[3] = -torch.inf
-    result = lower(canonical(module, torch.randn(5, 16)), torch.float16)
-    assert run(result)[0][:, 3].isneginf().all()
+    assert run(lowered(module, torch.randn(5, 16), dtype=torch.float16))[0][:, 3].isneginf().all()
 
 
 def attention_with_a_filled_mask(self: nn.Module, x: Tensor) -> Tensor:
@@ -369,32 +357,29 @@ def chosen(self: nn.Module, x: Tensor) -> Tensor:
     return torch.softmax(torch.where(y > 0, y, -1e30), -1)
 
 
+def assert_close(module: nn.Module, x: Tensor, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Compare a lowered module with itself in float32; what is not finite fails."""
+    (y,) = run(lowered(module, x, dtype=dtype))
+    torch.testing.assert_close(y, eager(module, x)[0], rtol=0.05, atol=0.05)
+
+
 @pytest.mark.parametrize("forward", [attention_with_a_filled_mask, clamped, chosen])
 @pytest.mark.parametrize("dtype", LOW)
 def test_numbers_beyond_the_range(forward: Callable[..., Tensor], dtype: torch.dtype) -> None:
-    module, x = Written(forward, linear=nn.Linear(16, 16)), torch.randn(2, 3, 16)
-    program = canonical(module, x)
-    (y,) = run(lower(program, dtype))
-    assert y.isfinite().all()
-    torch.testing.assert_close(y, eager(module, x)[0], rtol=0.05, atol=0.05)
+    assert_close(of_linear(forward), torch.randn(2, 3, 16), dtype)
 
 
 def test_where_that_gives_indices() -> None:
-    module = Written(lambda self, x: self.linear(x).sum(-1)[torch.where(x[..., 0] > 0)], linear=nn.Linear(16, 16))
-    x = torch.randn(2, 3, 16)
-    (y,) = run(lower(canonical(module, x), torch.bfloat16))
-    torch.testing.assert_close(y, eager(module, x)[0], rtol=0.05, atol=0.05)
+    module = of_linear(lambda self, x: self.linear(x).sum(-1)[torch.where(x[..., 0] > 0)])
+    assert_close(module, torch.randn(2, 3, 16))
 
 
 def test_batch_norm() -> None:
-    module, x = nn.Sequential(nn.Conv1d(4, 4, 3), nn.BatchNorm1d(4)), torch.randn(2, 4, 10)
-    (y,) = run(lower(canonical(module, x), torch.bfloat16))
-    torch.testing.assert_close(y, eager(module, x)[0], rtol=0.05, atol=0.05)
+    assert_close(nn.Sequential(nn.Conv1d(4, 4, 3), nn.BatchNorm1d(4)), torch.randn(2, 4, 10))
 
 
 def test_parameter_as_an_output() -> None:
-    module = Written(lambda self, x: (self.linear(x), self.linear.weight), linear=nn.Linear(16, 16))
-    result = lower(canonical(module, torch.randn(5, 16)), torch.bfloat16)
+    result = lowered(of_linear(lambda self, x: (self.linear(x), self.linear.weight)), torch.randn(5, 16))
     assert [y.dtype for y in run(result)] == [torch.float32, torch.float32]
 
 
@@ -402,7 +387,7 @@ def test_control_flow_is_a_user_error() -> None:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return torch.cond(x.sum() > 0, lambda z: self.linear(z), lambda z: self.linear(z) * 2, (x,))
 
-    program = canonical(Written(forward, linear=nn.Linear(16, 16)), torch.randn(5, 16))
+    program = canonical(of_linear(forward), torch.randn(5, 16))
     with pytest.raises(UserError, match=r"cannot change its precision \(it has graphs of its own\)"):
         lower(program, torch.bfloat16)
 
@@ -410,9 +395,7 @@ def test_control_flow_is_a_user_error() -> None:
 def test_refusal_leaves_no_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch tells what cannot run on shapes, with a traceback of many lines, and raises too."""
     monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "handlers", [caplog.handler])
-    program = canonical(
-        Written(lambda self, x: torch.linalg.inv(self.linear(x)), linear=nn.Linear(16, 16)), torch.eye(16)
-    )
+    program = canonical(of_linear(lambda self, x: torch.linalg.inv(self.linear(x))), torch.eye(16))
     with pytest.raises(UserError, match=r"operation linalg_inv .* Low precision dtypes not supported"):
         lower(program, torch.bfloat16)
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
@@ -431,13 +414,13 @@ SQUARES: dict[str, Callable[[Tensor], Tensor]] = {
 def test_squared_relu_stays_in_low_precision(square: str, block: type[nn.Module]) -> None:
     """Powers run in float32, but of a squared ReLU that would put a cast into the block."""
     module, x = block(SQUARES[square]), torch.randn(5, 16)
-    program = lower(canonical(module, x), torch.bfloat16)
+    program = lowered(module, x)
     assert [(b.activation, b.dtype, b.refusal) for b in find_ffn_blocks(program)] == [("relu2", torch.bfloat16, "")]
 
 
 def test_other_powers_run_in_float32() -> None:
     module = Written(lambda self, x: self.ffn(x) * (self.ffn(x) ** 2).mean(-1, keepdim=True), ffn=Plain())
-    program = lower(canonical(module, torch.randn(5, 16)), torch.bfloat16)
+    program = lowered(module, torch.randn(5, 16))
     (power,) = (node for node in program.graph.nodes if "pow" in str(node.target))
     assert power.meta["val"].dtype == torch.float32
 
@@ -446,7 +429,7 @@ def test_other_powers_run_in_float32() -> None:
 
 
 def test_widen_is_the_module_in_float64() -> None:
-    module = Mixture()
+    module = mixture()
     program = canonical(module, *INPUTS)
     wide = widen(program)
     assert {node.meta["val"].dtype for node in user_inputs(wide)} == {torch.float64, torch.int64}
@@ -516,15 +499,15 @@ def test_lowered_model_is_as_accurate_as_transformers_own(family: str) -> None:
     model = build().requires_grad_(False)
     inputs = token_inputs(model)
     program = canonicalize(models.export(model, **inputs, use_cache=False))
-    lowered = lower(program, torch.bfloat16)
-    blocks = find_ffn_blocks(lowered)
+    low = lower(program, torch.bfloat16)
+    blocks = find_ffn_blocks(low)
     assert [(b.variant, b.activation, b.dtype, b.refusal) for b in blocks] == [
         (variant, activation, torch.bfloat16, "")
     ] * count
     truth = Runner(widen(program))(inputs)[0]
     plain = model.to(torch.bfloat16)(**inputs, use_cache=False).logits
-    (result, *_) = Runner(lowered)(inputs)
+    (result, *_) = Runner(low)(inputs)
     assert result.dtype == torch.float32
     assert_as_accurate(result.bfloat16(), plain, truth)
-    rewritten = Runner(models.rewrite(lowered))(inputs)[0]
+    rewritten = Runner(models.rewrite(low))(inputs)[0]
     assert_as_accurate(rewritten.bfloat16(), plain, truth)

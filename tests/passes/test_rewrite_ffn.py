@@ -47,7 +47,7 @@ def op_in(program: ExportedProgram) -> Node:
     return node
 
 
-def assert_operands(program: ExportedProgram, node: Node, expected: list[Tensor | None]) -> None:
+def assert_operands(program: ExportedProgram, node: Node, expected: list[Any]) -> None:
     """Compare the constants behind the operands between x and residual; None where a bias is absent."""
     names = constants_of(program)
     for argument, wanted in zip(node.args[1:-5], expected, strict=True):

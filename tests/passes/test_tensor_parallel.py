@@ -19,7 +19,7 @@ from tests.models import Gated, Plain, Residual, calls, eager, export, run
 from tests.ranks import run_ranks
 from tests.tolerance import assert_as_accurate, assert_same
 from twellc.base.errors import UserError
-from twellc.passes.block_profile import BlockProfile, Calibration
+from twellc.passes.block_profile import Calibration
 from twellc.passes.graph.program import constants_of, editable
 from twellc.passes.match.linear import LinearReader
 from twellc.passes.match.shared_axis import Part, follow
@@ -67,6 +67,13 @@ def assert_right(module: nn.Module, found: list[Rewritten], *inputs: Tensor) -> 
                 copy.deepcopy(module).double(), *(x.double() if x.is_floating_point() else x for x in inputs)
             )
             assert_as_accurate(own, plain, truth)
+
+
+def shared(module: nn.Module, **options: Any) -> list[Rewritten]:
+    """Share a module, brought to bfloat16, and compare what its ranks give for `X`."""
+    _, found = split(module.bfloat16().eval(), X, **options)
+    assert_right(module, found, X)
+    return found
 
 
 def reductions(found: list[Rewritten]) -> list[int]:
@@ -150,19 +157,7 @@ def test_a_bias_for_each_head_is_cut() -> None:
 @pytest.mark.parametrize("biases", ["", "gud"])
 @pytest.mark.parametrize("kind", [Gated, Plain])
 def test_down_bias_and_residual_are_on_the_first(kind: type[nn.Module], biases: str) -> None:
-    class Stack(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(kind(biases=biases, d_ff=320) for _ in range(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = x + block(x + 1)
-            return x
-
-    module, x = Stack().bfloat16().eval(), torch.randn(2, 5, models.D_MODEL).bfloat16()
-    _, found = split(module, x)
-    assert_right(module, found, x)
+    found = shared(nn.Sequential(*(Residual(kind(biases=biases, d_ff=320)) for _ in range(2))))
     for rank, each in enumerate(found):
         for node in each.program.graph.nodes:
             if node.target in (GATED_MLP, MLP):
@@ -172,17 +167,19 @@ def test_down_bias_and_residual_are_on_the_first(kind: type[nn.Module], biases: 
 
 
 class Attention(nn.Module):
-    def __init__(self, heads: int = 4, width: int = 8) -> None:
+    def __init__(self, heads: int = 4, width: int = 8, turn: models.Function = models.unchanged,
+                 returns_keys: bool = False) -> None:  # fmt: skip
         super().__init__()
-        self.heads, d_model = heads, models.D_MODEL
+        self.heads, self.turn, self.returns_keys, d_model = heads, turn, returns_keys, models.D_MODEL
         self.qkv, self.o = nn.Linear(d_model, 3 * heads * width), nn.Linear(heads * width, d_model)
         models.scale_weights(self)
 
-    def forward(self, x: Tensor) -> Tensor:
-        parts = self.qkv(x).chunk(3, -1)
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+    def forward(self, x: Tensor) -> Any:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.turn(q), k, v))
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        y = self.o(y.transpose(1, 2).flatten(2))
+        return (y, k) if self.returns_keys else y
 
 
 class Beside(nn.Module):
@@ -212,19 +209,15 @@ SUMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", SUMS)
 def test_attention_beside_a_block_shares_its_all_reduce(name: str) -> None:
-    module, x = Beside(SUMS[name]).bfloat16().eval(), torch.randn(2, 5, models.D_MODEL).bfloat16()
-    _, found = split(module, x)
+    found = shared(Beside(SUMS[name]))
     assert reductions(found) == [2, 2] and found[0].notes == []
     assert all(is_in_order(each.program) for each in found)
-    assert_right(module, found, x)
 
 
 def test_all_reduces_of_a_dense_block_beside_attention_are_not_in_order() -> None:
-    module, x = Beside(SUMS["(x + attention) + block"]).bfloat16().eval(), torch.randn(2, 5, models.D_MODEL).bfloat16()
-    _, found = split(module, x, layers="none")
+    found = shared(Beside(SUMS["(x + attention) + block"]), layers="none")
     assert reductions(found) == [4, 4]
     assert not any(is_in_order(each.program) for each in found)
-    assert_right(module, found, x)
 
 
 class Halves(nn.Module):
@@ -241,21 +234,15 @@ class Halves(nn.Module):
 @pytest.mark.parametrize("module", [Residual(Gated(d_ff=320)), Halves()], ids=["x + f(x + 1)", "f(x) + g(x)"])
 def test_ranks_reduce_equally_often(module: nn.Module) -> None:
     """Whatever the first rank alone adds, the others must reach every all-reduce, too."""
-    module, x = module.bfloat16().eval(), torch.randn(2, 5, models.D_MODEL).bfloat16()
-    _, found = split(module, x)
-    assert len(set(reductions(found))) == 1
-    assert_right(module, found, x)
+    assert len(set(reductions(shared(module)))) == 1
 
 
 # ---- neurons ----
 
 
 def profile(firing: np.ndarray) -> Calibration:
-    d_ff = len(firing)
-    rows = np.zeros(d_ff + 1, np.int64)
-    rows[min(d_ff, int(firing.sum()) // 1000)] = 1000
-    tiles, positions = np.zeros(257, np.int64), np.zeros((32, 2), np.int64)
-    return Calibration({"ffn": BlockProfile("ffn", "gated", "relu", firing, rows, tiles, positions)})
+    counts = {min(len(firing), int(firing.sum()) // 1000): 1000}
+    return Calibration({"ffn": models.block_profile("ffn", firing, counts)})
 
 
 def neurons_of(made: Rewritten) -> list[int]:
@@ -335,7 +322,7 @@ def test_heads_that_ranks_do_not_divide(ranks: int, heads: int) -> None:
 
 
 def test_nothing_to_share() -> None:
-    message = error_of(nn.Sequential(nn.Linear(16, 16)).bfloat16(), torch.randn(2, 5, 16).bfloat16(), ranks=2)
+    message = error_of(nn.Sequential(nn.Linear(16, 16)).bfloat16(), X, ranks=2)
     assert message == "--tensor-parallel 2: nothing in the model can be shared. Leave it out."
 
 
@@ -347,72 +334,47 @@ def test_fewer_neurons_than_ranks() -> None:
     )
 
 
-class NormedHeads(Attention):
+def normed_heads(q: Tensor) -> Tensor:
     """A norm over all heads together stands between projection and attention, as in OLMo 2."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, -1)
-        q = nn.functional.rms_norm(q, q.shape[-1:])
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (q, k, v))
-        y = nn.functional.scaled_dot_product_attention(q, k, v)
-        return self.o(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-
-class Returned(Attention):
-    """The keys are an output, too."""
-
-    def forward(self, x: Tensor) -> Any:
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        return self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)), k
+    return nn.functional.rms_norm(q, q.shape[-1:])
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"),
-    [(NormedHeads, "works across what ranks would share"), (Returned, "the model returns it")],
+    ("turn", "returned", "reason"),
+    [(normed_heads, False, "works across what ranks would share"), (models.unchanged, True, "the model returns it")],
 )
-def test_attention_of_other_forms_stays_whole(kind: type[Attention], reason: str) -> None:
+def test_attention_of_other_forms_stays_whole(turn: models.Function, returned: bool, reason: str) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.attention, self.ffn = kind(), Gated(d_ff=320)
+            self.attention, self.ffn = Attention(turn=turn, returns_keys=returned), Gated(d_ff=320)
 
         def forward(self, x: Tensor) -> Any:
             y = self.attention(x)
-            y, *rest = y if isinstance(y, tuple) else (y,)
-            return (self.ffn(y), *rest)
+            return (self.ffn(y[0]), y[1]) if returned else self.ffn(y)
 
-    module, x = Model().bfloat16().eval(), torch.randn(2, 5, models.D_MODEL).bfloat16()
-    _, found = split(module, x)
+    _, found = split(Model().bfloat16().eval(), X)
     (note,) = found[0].notes
     assert note.startswith("attention attention stays whole on every rank: ") and reason in note
     assert reductions(found) == [1, 1]
-    outputs = run_ranks([each.program for each in found], x)
-    single = run(found[0].dense, x)
-    for own in outputs:
+    single = run(found[0].dense, X)
+    for own in run_ranks([each.program for each in found], X):
         for mine, other in zip(own, single, strict=True):
             assert ((mine - other).float().norm() / other.float().norm()) < 0.02
 
 
-def test_a_norm_in_a_dense_block_keeps_it_whole() -> None:
-    class Normed(Gated):
-        def forward(self, x: Tensor) -> Tensor:
-            h = torch.relu(self.gate(x)) * self.up(x)
-            return self.down(nn.functional.rms_norm(h, h.shape[-1:]))  # type: ignore[no-any-return]
-
-    module = nn.Sequential(Normed(d_ff=320), Gated(d_ff=320)).bfloat16().eval()
-    _, found = split(module, torch.randn(2, 5, models.D_MODEL).bfloat16())
-    (note,) = found[0].notes
-    assert note.startswith("block 0 stays whole on every rank: ")
-    assert reductions(found) == [1, 1]
-
-
 @pytest.mark.parametrize(
-    "mean",
-    [lambda h: h.mean(dim=(), keepdim=True), lambda h: h.amax(dim=(), keepdim=True), lambda h: h.mean(None, True)],
+    "between",
+    [
+        lambda h: nn.functional.rms_norm(h, h.shape[-1:]),
+        lambda h: h * h.mean(dim=(), keepdim=True),
+        lambda h: h * h.amax(dim=(), keepdim=True),
+        lambda h: h * h.mean(None, True),
+    ],
 )
-def test_a_sum_over_all_dimensions_keeps_a_block_whole(mean: Callable[[Tensor], Tensor]) -> None:
-    module = nn.Sequential(Gated(d_ff=320, between=lambda h: h * mean(h)), Gated(d_ff=320)).bfloat16().eval()
-    _, found = split(module, torch.randn(2, 5, models.D_MODEL).bfloat16())
+def test_a_norm_or_a_sum_over_all_dimensions_keeps_a_block_whole(between: models.Function) -> None:
+    module = nn.Sequential(Gated(d_ff=320, between=between), Gated(d_ff=320)).bfloat16().eval()
+    _, found = split(module, X)
     (note,) = found[0].notes
     assert note.startswith("block 0 stays whole on every rank: ")
     assert reductions(found) == [1, 1]
@@ -433,8 +395,7 @@ def test_what_has_none_of_a_shared_axis_is_not_cut() -> None:
 
 
 def test_one_rank_is_the_program_itself() -> None:
-    module, x = Residual(Gated(d_ff=320)).bfloat16().eval(), torch.randn(2, 5, models.D_MODEL).bfloat16()
-    program = export(module, x)
+    program = export(Residual(Gated(d_ff=320)).bfloat16(), X)
     (alone,) = run_for_ranks(program, PassOptions(torch.bfloat16, "all"))
     other = run_passes(program, PassOptions(torch.bfloat16, "all"))
     assert str(alone.program.graph) == str(other.program.graph)

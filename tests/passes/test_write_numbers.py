@@ -16,25 +16,18 @@ from twellc.passes.write_numbers import write_numbers
 X = torch.randn(2, 3, 4)
 
 
-class Stored(nn.Module):
+def stored(tensor: Tensor, form: Any) -> nn.Module:
     """A function of x and of a buffer."""
-
-    def __init__(self, stored: Tensor, form: Any) -> None:
-        super().__init__()
-        self.register_buffer("stored", stored)
-        self.form = form
-
-    def forward(self, x: Tensor) -> Any:
-        return self.form(x, self.stored)
+    return Written(lambda s, x: form(x, s.stored), {"stored": tensor})
 
 
 WRITTEN: dict[str, nn.Module] = {
     "a constant": Written(lambda s, x: torch.maximum(x, torch.tensor(0.5))),
     "an integer": Written(lambda s, x: torch.maximum(x, torch.tensor(0))),
     "a parameter": Written(lambda s, x: torch.where(x > s.bound, x, 0), bound=torch.tensor(0.25)),
-    "a buffer": Stored(torch.tensor(0.5), torch.maximum),
-    "a vector of equal numbers": Stored(torch.full((4,), 0.5), lambda x, v: x * (x > v)),
-    "a vector at the left": Stored(torch.full((1, 1, 4), 0.5), lambda x, v: torch.minimum(v, x)),
+    "a buffer": stored(torch.tensor(0.5), torch.maximum),
+    "a vector of equal numbers": stored(torch.full((4,), 0.5), lambda x, v: x * (x > v)),
+    "a vector at the left": stored(torch.full((1, 1, 4), 0.5), lambda x, v: torch.minimum(v, x)),
 }
 
 
@@ -48,12 +41,12 @@ def test_written(case: str) -> None:
 
 
 LEFT: dict[str, nn.Module] = {
-    "a vector of several numbers": Stored(torch.arange(4.0), lambda x, v: x * (x > v)),
-    "a vector that gives the result its shape": Stored(torch.zeros(5, 1, 1, 4), torch.maximum),
-    "a vector of another dtype": Stored(torch.full((4,), 0.1, dtype=torch.float64), torch.maximum),
+    "a vector of several numbers": stored(torch.arange(4.0), lambda x, v: x * (x > v)),
+    "a vector that gives the result its shape": stored(torch.zeros(5, 1, 1, 4), torch.maximum),
+    "a vector of another dtype": stored(torch.full((4,), 0.1, dtype=torch.float64), torch.maximum),
     "a parameter that is a factor": Written(lambda s, x: x * s.scale, scale=torch.tensor(0.5)),
-    "not a number": Stored(torch.full((4,), float("nan")), lambda x, v: x > v),
-    "a mask": Stored(torch.tensor(True), lambda x, v: torch.where(v, x, -x)),
+    "not a number": stored(torch.full((4,), float("nan")), lambda x, v: x > v),
+    "a mask": stored(torch.tensor(True), lambda x, v: torch.where(v, x, -x)),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from tests.models import Gated, Plain, Residual, calls, canonical, canonicalize, eager, export, run
+from tests.models import Gated, Plain, Residual, Written, calls, canonical, canonicalize, eager, export, run
 from tests.tolerance import assert_same
 from twellc.passes.graph.execution import Runner, example_inputs
 from twellc.passes.graph.program import (
@@ -25,21 +25,7 @@ from twellc.passes.graph.program import (
     written_tensors,
 )
 
-
-def shrink_a_parameter(program: ExportedProgram) -> None:
-    program.state_dict["ffn.up.weight"] = nn.Parameter(torch.zeros(39, 16))
-
-
-def change_a_dtype(program: ExportedProgram) -> None:
-    program.state_dict["ffn.up.weight"] = nn.Parameter(torch.zeros(40, 16).half())
-
-
-def lose_a_parameter(program: ExportedProgram) -> None:
-    del program.state_dict["ffn.up.weight"]
-
-
-def rename_a_placeholder(program: ExportedProgram) -> None:
-    next(iter(program.graph.nodes)).name = "something_else"
+UP = "ffn.up.weight"
 
 
 def read_before_it_is_written(program: ExportedProgram) -> None:
@@ -47,30 +33,22 @@ def read_before_it_is_written(program: ExportedProgram) -> None:
     first.replace_input_with(first.args[0], second)
 
 
-def forget_the_output(program: ExportedProgram) -> None:
-    program.graph_signature.output_specs[0].arg.name = "nothing"
+DAMAGES: dict[str, Callable[[ExportedProgram], object]] = {
+    "a smaller parameter": lambda program: program.state_dict.update({UP: nn.Parameter(torch.zeros(39, 16))}),
+    "another dtype": lambda program: program.state_dict.update({UP: nn.Parameter(torch.zeros(40, 16).half())}),
+    "no parameter": lambda program: program.state_dict.pop(UP),
+    "a renamed placeholder": lambda program: setattr(next(iter(program.graph.nodes)), "name", "something_else"),
+    "a value that is read before it is written": read_before_it_is_written,
+    "no output": lambda program: setattr(program.graph_signature.output_specs[0].arg, "name", "nothing"),
+    "no input": lambda program: program.graph_signature.input_specs.pop(0),
+}
 
 
-def forget_an_input(program: ExportedProgram) -> None:
-    del program.graph_signature.input_specs[0]
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        shrink_a_parameter,
-        change_a_dtype,
-        lose_a_parameter,
-        rename_a_placeholder,
-        read_before_it_is_written,
-        forget_the_output,
-        forget_an_input,
-    ],
-)
-def test_verify_notices(damage: Callable[[ExportedProgram], None]) -> None:
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_verify_notices(damage: str) -> None:
     program = editable(canonical(Residual(Plain(biases="u"))))
     verify(program)
-    damage(program)
+    DAMAGES[damage](program)
     with pytest.raises(Exception):  # noqa: B017 - torch's own checks raise what they like; that they do is the point
         verify(program)
 
@@ -143,20 +121,15 @@ def test_user_inputs_are_tensors_in_order() -> None:
 
 
 def test_each_run_computes_from_the_same_values() -> None:
-    class Writing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("count", torch.zeros(()))
+    def writing(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        x.add_(1)
+        self.count.add_(1)
+        return x * 2, self.count + 0
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            x.add_(1)
-            self.count.add_(1)
-            return x * 2, self.count + 0
-
-    program = canonical(Writing(), torch.zeros(4))
+    program = canonical(Written(writing, {"count": torch.zeros(())}), torch.zeros(4))
     x = torch.zeros(4)
     for _ in range(2):
-        y, count = Runner(program)({"x": x})
+        y, count = run(program, x)
         assert (y.tolist(), count.item()) == ([2] * 4, 1)
     assert x.tolist() == [0] * 4
 
@@ -218,13 +191,12 @@ def test_a_visitor_sees_the_names_of_the_program() -> None:
 
 
 def test_canonicalize_functionalises() -> None:
-    class InPlace(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            y = x.clone()
-            y.view(-1)[:3].mul_(2)
-            return nn.functional.relu(y, inplace=True)
+    def in_place(self: Any, x: Tensor) -> Tensor:
+        y = x.clone()
+        y.view(-1)[:3].mul_(2)
+        return nn.functional.relu(y, inplace=True)
 
-    module, x = InPlace(), torch.randn(4, 3)
+    module, x = Written(in_place), torch.randn(4, 3)
     program = canonicalize(export(module, x))
     assert not any(name.rstrip("0123456789").endswith("_") for name in calls(program))
     assert_same(run(program)[0], eager(module, x)[0])

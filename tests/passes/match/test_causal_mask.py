@@ -6,28 +6,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.models import functionalize
+from tests.models import Written, export, functionalize
 from twellc.passes.match.causal_mask import positions_kept
 
 Mask = Callable[[Tensor, Tensor], Tensor]
 LOW = torch.finfo(torch.float32).min
 
 
-class _Attention(nn.Module):
-    """Attention with a mask that is made of the sizes of its operands."""
-
-    def __init__(self, mask: Mask) -> None:
-        super().__init__()
-        self.mask = mask
-
-    def forward(self, q: Tensor, k: Tensor) -> Tensor:
-        return nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=self.mask(q, k))
-
-
 def _read(mask: Mask) -> str | None:
+    """Read the mask of an attention, which is made of the sizes of its operands."""
     tokens = torch.export.Dim("tokens", min=2, max=64)
     q = torch.randn(2, 3, 8, 16)
-    program = torch.export.export(_Attention(mask), (q, q), dynamic_shapes=({2: tokens}, {2: tokens}), strict=False)
+    attend = Written(lambda _, q, k: nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=mask(q, k)))
+    program = export(attend, q, q, dynamic=(({2: tokens}, {2: tokens}),))
     attention = torch.ops.aten.scaled_dot_product_attention.default
     (node,) = functionalize(program).graph.find_nodes(op="call_function", target=attention)
     return positions_kept(node.args[3])
