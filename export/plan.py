@@ -81,7 +81,7 @@ def _refuse_caches(host: Host) -> None:
     """
     if not hasattr(host.module.PreviewFeature, _ALIASED):
         raise UserError(
-            "--kv-cache", "this TensorRT cannot write to a cache in place", got=f"{host.name} {host.version}",
+            "--kv-cache", "this TensorRT cannot write to a cache in place", got=str(host),
             expected="TensorRT 10.3 or newer, or TensorRT-RTX",
         )  # fmt: skip
     if attention_library_path() is None:
@@ -166,7 +166,7 @@ def build_plan(
         written = write_plan(host, builder, network, config, plan_path)
     if not written:
         raise UserError(
-            f"{host.name} {host.version}", f"the builder refuses the network ({reasons(messages)})",
+            str(host), f"the builder refuses the network ({reasons(messages)})",
             fix="If a shape is to blame, change --profile.",
         )  # fmt: skip
     return Plan(
@@ -188,7 +188,6 @@ def _refusal(host: Host, onnx_path: Path, errors: list[Any], messages: list[str]
     """Return what to say of a graph that the parser does not take: which nodes, and what to do about them."""
     import onnx  # not needed of a manifest, and large
 
-    where = f"{host.name} {host.version}"
     domains = {node.op_type: node.domain for node in nodes_of(onnx.load(onnx_path, load_external_data=False).graph)}
     codes = host.module.ErrorCode
     refused = [
@@ -200,9 +199,9 @@ def _refusal(host: Host, onnx_path: Path, errors: list[Any], messages: list[str]
     # Our own plugins are there: what they refuse are fields and inputs, which TensorRT's log names.
     nodes = [node for node in refused if node.domain != PLUGIN_NAMESPACE]
     if nodes:
-        return UserError(where, f"the ONNX parser does not know {describe(nodes)}", fix=cure(nodes))
+        return UserError(str(host), f"the ONNX parser does not know {describe(nodes)}", fix=cure(nodes))
     return UserError(
-        where, f"the ONNX parser refuses the model ({reasons(messages + [error.desc() for error in errors])})",
+        str(host), f"the ONNX parser refuses the model ({reasons(messages + [error.desc() for error in errors])})",
         fix="Keep the graph with --onnx to look at it.",
     )  # fmt: skip
 

@@ -127,7 +127,7 @@ def open_plan(
         number = torch.cuda.current_device() if has_torch_cuda else 0
     if engine is None:
         raise UserError(
-            str(path), f"the plan cannot be opened ({reasons(messages)})", got=f"{host.name} {host.version}",
+            str(path), f"the plan cannot be opened ({reasons(messages)})", got=str(host),
             expected=f"{host.name} {built_with}, which built it, on a GPU that it was built for",
             fix="Compile the model again with this TensorRT, or install the other. If a plugin is missing, `twellc "
             "plugins --check` says whether this TensorRT takes the plugins.",

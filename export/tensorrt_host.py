@@ -34,6 +34,9 @@ class Host:
     module: Any
     version: str
 
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
+
 
 def choose_host(backend: str) -> str:
     """Return which TensorRT to use, `tensorrt` or `tensorrt-rtx`, without importing it.

@@ -143,7 +143,10 @@ def rewrite_attention(program: ExportedProgram, forms: tuple[str, ...]) -> tuple
                            "; ".join(filter(None, refusals)))  # fmt: skip
         found.append(record)
     if any(block.form != AS_WRITTEN for block in found):
-        _copy_where_needed(program.graph)
+        # Views copy what is not laid out for them: they were traced with the layouts of torch's own attention.
+        for node in program.graph.nodes:
+            if node.target in (aten.view.default, aten._unsafe_view.default):
+                node.target = aten.reshape.default
     for node in program.graph.find_nodes(op="call_function", target=CACHE_MASK):
         if node.users:
             with program.graph.inserting_before(node):
@@ -206,13 +209,6 @@ def _undo_transpositions(program: ExportedProgram, result: Node) -> None:
 
 def _exchanges_heads_and_tokens(node: Node) -> bool:
     return packet(node) is aten.transpose and {axis % 4 for axis in arguments(node)[1:]} == {1, 2}
-
-
-def _copy_where_needed(graph: Graph) -> None:
-    """Let views copy what is not laid out for them: they were traced with the layouts of torch's own attention."""
-    for node in graph.nodes:
-        if node.target in (aten.view.default, aten._unsafe_view.default):
-            node.target = aten.reshape.default
 
 
 def _read_products(node: Node, weights: Node) -> _Block | None:

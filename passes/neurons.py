@@ -68,6 +68,21 @@ class Staying:
     movable: bool = True
     report: Neurons | None = None
 
+    def dealt(self, ranks: int) -> Counts:
+        """Return the rank that has each neuron, int64 [kept]: the hottest are dealt out to and fro, one for each."""
+        count = len(self.kept)
+        unit = _ALIGNMENT if count >= _ALIGNMENT * ranks else 1
+        sizes = np.full(ranks, count // unit // ranks)
+        sizes[: count // unit % ranks] += 1
+        sizes *= unit
+        sizes[-1] += count % unit
+        rounds = np.tile(np.arange(ranks), (sizes.min(), 1))
+        rounds[1::2] = rounds[1::2, ::-1]
+        order = np.concatenate([rounds.ravel(), np.repeat(np.arange(ranks), sizes - sizes.min())])
+        dealt = np.empty(count, np.int64)
+        dealt[np.argsort(np.zeros(count) if self.rates is None else -self.rates, kind="stable")] = order
+        return dealt
+
 
 def all_of(block: FfnBlock) -> Staying:
     """Return that all neurons of a block stay."""
@@ -136,10 +151,9 @@ def share(
                 f"--tensor-parallel {part.ranks}", f"the block {block.module} has {len(known.kept)} neurons",
                 expected="one for each rank at least", fix="Share the model among fewer.",
             )  # fmt: skip
-        rates = np.zeros(len(known.kept)) if known.rates is None else known.rates
-        own = np.flatnonzero(_dealt(rates, part.ranks) == part.rank)
+        own = np.flatnonzero(known.dealt(part.ranks) == part.rank)
         if known.rates is not None:
-            own = own[hot_first(rates[own], layer.hot)]
+            own = own[hot_first(known.rates[own], layer.hot)]
         shared[block.module] = torch.from_numpy(known.kept[own])
     return shared
 
@@ -151,29 +165,12 @@ def of_a_rank(known: Staying, ranks: int) -> Staying:
     """
     if len(known.kept) < ranks:
         return known
-    rates = np.zeros(len(known.kept)) if known.rates is None else known.rates
-    dealt = _dealt(rates, ranks)
+    dealt = known.dealt(ranks)
     own = np.flatnonzero(dealt == np.bincount(dealt, minlength=ranks).argmin())
     rows = known.rows
     if rows is not None:
         rows = np.bincount(np.arange(len(rows)) // ranks, weights=rows, minlength=len(own) + 1).astype(np.int64)
-    return Staying(known.kept[own], None if known.rates is None else rates[own], rows, known.movable)
-
-
-def _dealt(rates: NDArray[np.float64], ranks: int) -> Counts:
-    """Return the rank that has each neuron, int64 [neurons]: the hottest are dealt out to and fro, one for each."""
-    count = len(rates)
-    unit = _ALIGNMENT if count >= _ALIGNMENT * ranks else 1
-    sizes = np.full(ranks, count // unit // ranks)
-    sizes[: count // unit % ranks] += 1
-    sizes *= unit
-    sizes[-1] += count % unit
-    rounds = np.tile(np.arange(ranks), (sizes.min(), 1))
-    rounds[1::2] = rounds[1::2, ::-1]
-    order = np.concatenate([rounds.ravel(), np.repeat(np.arange(ranks), sizes - sizes.min())])
-    dealt = np.empty(count, np.int64)
-    dealt[np.argsort(-rates, kind="stable")] = order
-    return dealt
+    return Staying(known.kept[own], None if known.rates is None else known.rates[own], rows, known.movable)
 
 
 def _staying(program: ExportedProgram, block: FfnBlock, calibration: Calibration | None) -> Staying:
@@ -246,16 +243,12 @@ def _cannot_fire(program: ExportedProgram, block: FfnBlock) -> NDArray[np.bool_]
     return found
 
 
-def _by_neuron(block: FfnBlock) -> list[Weight]:
-    """Return the constants in which a neuron has a place."""
-    parts = [part for part in (block.gate, block.up) if part is not None]
-    return [block.down.weight, *(each for part in parts for each in (part.weight, part.bias) if each is not None)]
-
-
 def _shared(block: FfnBlock) -> str:
-    """Say which constant of a block something else reads, too; an empty text if nothing does."""
-    inside = {node for part in (block.gate, block.up, block.down) if part is not None for node in part.nodes}
-    for weight in _by_neuron(block):
+    """Say which constant in which a neuron has a place something else reads, too; an empty text if nothing does."""
+    parts = [part for part in (block.gate, block.up) if part is not None]
+    inside = {node for part in (*parts, block.down) for node in part.nodes}
+    constants = [block.down.weight, *(each for part in parts for each in (part.weight, part.bias) if each is not None)]
+    for weight in constants:
         if not inside.issuperset(_readers(weight.node)):
             return f"its weight {weight.name} is also read elsewhere"
     return ""

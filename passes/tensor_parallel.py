@@ -266,16 +266,14 @@ class _Writer:
 
     def _end(self, linear: Linear) -> None:
         """Compute this rank's part of a sum, and reduce it."""
-        start, stop = self.part.of(self._width_of(linear.weight))
+        whole = arranged_view(tensor_of(self.program, linear.weight.name), linear.weight, in_out=False)[1]
+        start, stop = self.part.of(whole.shape[1])
         weight = self._parameter(linear.weight, lambda matrix: matrix[:, start:stop])
         bias = None if linear.bias is None or self.part.rank > 0 else linear.bias.node
         with self.program.graph.inserting_before(linear.node):
             own = self._call(aten.linear.default, linear.x, weight, bias, like=linear.node)
             total = self._call(ALL_REDUCE, own, self.part.ranks, like=linear.node)
         replace_node(self.program, linear.node, total)
-
-    def _width_of(self, weight: Weight) -> int:
-        return int(arranged_view(tensor_of(self.program, weight.name), weight, in_out=False)[1].shape[1])
 
     def _parameter(self, weight: Weight, part: Any) -> Node:
         """Add a part of a weight [out, in], or of a bias, as a new parameter."""

@@ -185,7 +185,7 @@ class _Step:
         if op in PERMUTATIONS:
             return permutation(node).index(shared)
         if op is aten.expand:
-            return self._expanded(first, shared)
+            return self._check_size(shared + _rank(node) - _rank(first))
         if op in (aten.cat, aten.stack):
             return self._joined(shared)
         if op in _PARTS or op in (aten.select, aten.unbind):
@@ -231,9 +231,6 @@ class _Step:
             if _product_of(after[place:]) == inner and self._divides(after[place]):
                 return self._check_size(place)
         raise NotSharedError(f"{self._op} mixes the parts of ranks")
-
-    def _expanded(self, source: Node, shared: int) -> int:
-        return self._check_size(shared + _rank(self._node) - _rank(source))
 
     def _joined(self, shared: int) -> int:
         tensors, *given = arguments(self._node)
