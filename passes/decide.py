@@ -41,7 +41,7 @@ def decide(
         decided: Paths of other blocks, of which is decided already: `layers` may match these alone.
 
     Raises:
-        UserError: `layers` is no regular expression, or matches none of the blocks.
+        UserError: `layers` is not a regular expression, or matches none of the blocks.
     """
     pattern = None
     if layers not in ("auto", "all", "none"):

@@ -199,7 +199,7 @@ class _Folder:
 
     def _plan(self, node: Node) -> _Hidden | None:
         down = self._product(node)
-        if down is None or down.weight.rows is not None or self._reader.is_part_of_larger(node):
+        if down is None or down.weight.rows is not None or self._reader.larger(node) is not None:
             return None
         outer = self._chain(down.x, down.axis)
         hidden = self._plain(outer) or self._gated(outer)

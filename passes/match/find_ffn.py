@@ -13,7 +13,7 @@ A block is *refused*, with a reason, when it has this shape but cannot be rewrit
 the ReLU family, its hidden tensor has another reader, gate and up read different tensors, the up projection's weight is
 not a constant, a projection is broadcast, the hidden tensor is cast, scaled or normalised on its way, or a projection
 is cast, scaled or added to before a ReLU. So is what seems to be a block of another shape (see `unread_ffn.py`). All
-else is no block at all and is not reported.
+else is not a block and is not reported.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class _Finder:
     def match(self, node: Node) -> FfnBlock | None:
         """Read `node` as the down projection of a block."""
         down = self._reader.linear(node)
-        if down is None or down.weight.rows is not None or self._reader.is_part_of_larger(node):
+        if down is None or down.weight.rows is not None or self._reader.larger(node) is not None:
             return None  # of a sliced down projection the whole is the anchor
         was_cast = packet(strip(down.x)) in CASTS
         hidden = _behind_casts(down.x)

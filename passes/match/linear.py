@@ -102,12 +102,8 @@ class LinearReader:
             return self._plus_bias(node)
         return self._part(node)
 
-    def is_part_of_larger(self, node: Node) -> bool:
-        """Whether the only reader of this product adds its bias, so that the sum is what counts."""
-        return self.larger(node) is not None
-
     def larger(self, node: Node) -> Linear | None:
-        """Return this product with the bias that its only reader adds; None where there is none."""
+        """Return this product with the bias that its only reader adds: the sum is then what counts; else None."""
         readers = list(node.users)
         while len(readers) == 1 and step(readers[0]) is not None:
             readers = list(readers[0].users)
@@ -122,7 +118,7 @@ class LinearReader:
             return None
         sizes = matrix_sizes(weight.node)
         if (sizes if weight.in_out else sizes[::-1]) != [width(x), width(node)]:
-            return None  # a view that gives each batch a weight of its own
+            return None  # a view that gives each batch another weight
         return Linear(node, x, weight, bias, (node,))
 
     def _plus_bias(self, node: Node) -> Linear | None:

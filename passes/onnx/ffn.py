@@ -118,12 +118,9 @@ def find_onnx_blocks(
     blocks = [replace(block, dtype=dtype) if block.dtype == torch.float32 else block for block in blocks]
     blocks = [replace(block, weights=judge(block, _stored(shadow), weights)) for block in blocks]
     decisions = decide(blocks, layers, advise)
-    casts = any(
-        before == torch.float32 and layer.decision == "twell" for before, layer in zip(given, decisions, strict=True)
-    )
-    folds = any(
-        _is_folded(block, shadow) and layer.decision == "twell" for block, layer in zip(blocks, decisions, strict=True)
-    )
+    taken = [index for index, layer in enumerate(decisions) if layer.decision == "twell"]
+    casts = any(given[index] == torch.float32 for index in taken)
+    folds = any(_is_folded(blocks[index], shadow) for index in taken)
     return OnnxBlocks(model, blocks, decisions, ends, casts, folds)
 
 

@@ -258,10 +258,8 @@ class _Builder:
 
     def _emit(self, node: gs.Node, op: Any, *arguments: Any, **options: Any) -> Node:
         """Add a node for the first output, with the shape that the op gives."""
-        if any(isinstance(argument, Node) and argument.meta.get("val") is None for argument in arguments):
-            raise _UnknownError
         try:
-            plain = torch.fx.node.map_arg((arguments, options), lambda operand: operand.meta["val"])
+            plain = torch.fx.node.map_arg((arguments, options), _value)
             value = op(*plain[0], **plain[1])
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             raise _UnknownError from error
@@ -293,9 +291,9 @@ class _Builder:
 
     def _operand(self, node: gs.Node, index: int) -> Node:
         """Return a tensor operand: computed, an input, or a constant of any size."""
-        if len(node.inputs) <= index or not node.inputs[index].name:
+        tensor = _given(node, index)
+        if tensor is None:
             raise _UnknownError
-        tensor = node.inputs[index]
         if tensor.name not in self._nodes:
             self._constant(tensor, node)
         return self._nodes[tensor.name]
@@ -336,13 +334,12 @@ class _Builder:
         return self._vectors[tensor.name]
 
     def _optional_number(self, node: gs.Node, index: int) -> float | None:
-        if len(node.inputs) <= index or not node.inputs[index].name:
-            return None
-        return self._number(node, index)
+        return None if _given(node, index) is None else self._number(node, index)
 
     def _number(self, node: gs.Node, index: int) -> float:
         """Return the value of a constant that is one number."""
-        number = None if len(node.inputs) <= index else self._as_number(node.inputs[index])
+        tensor = _given(node, index)
+        number = None if tensor is None else self._as_number(tensor)
         if number is None:
             raise _UnknownError
         return number
@@ -371,9 +368,10 @@ class _Builder:
         """Return constant integers that are an input or, in older versions, an attribute."""
         if attribute in node.attrs:
             return [int(number) for number in node.attrs[attribute]]
-        if len(node.inputs) <= index or not node.inputs[index].name:
+        tensor = _given(node, index)
+        if tensor is None:
             return None
-        values = constant_values(node.inputs[index])
+        values = constant_values(tensor)
         if values is None:
             raise _UnknownError
         return [int(number) for number in values.reshape(-1)]
@@ -407,7 +405,7 @@ class _Builder:
         if options.get("transA", 0) or options.get("alpha", 1.0) != 1 or options.get("beta", 1.0) != 1:
             raise _UnknownError
         x, weight = self._operand(node, 0), self._operand(node, 1)
-        bias = [self._vector(node, 2)] if len(node.inputs) > 2 and node.inputs[2].name else []
+        bias = [] if _given(node, 2) is None else [self._vector(node, 2)]
         if options.get("transB", 0):
             self._emit(node, aten.linear.default, x, weight, *bias)
         elif bias:
@@ -517,38 +515,27 @@ class _Builder:
         self._emit(node, aten._to_copy.default, self._operand(node, 0), dtype=dtype)
 
     def _on_cast_like(self, node: gs.Node) -> None:
-        like = self._operand(node, 1).meta.get("val")
-        if like is None:
-            raise _UnknownError
+        like = _value(self._operand(node, 1))
         self._emit(node, aten._to_copy.default, self._operand(node, 0), dtype=like.dtype)
 
     def _on_transpose(self, node: gs.Node) -> None:
         source = self._operand(node, 0)
-        value = source.meta.get("val")
-        if value is None:
-            raise _UnknownError
-        order = node.attrs.get("perm", list(range(value.dim()))[::-1])
+        order = node.attrs.get("perm", list(range(_value(source).dim()))[::-1])
         self._emit(node, aten.permute.default, source, list(order))
 
     def _on_reshape(self, node: gs.Node) -> None:
         source, inferred = self._operand(node, 0), self._inferred(node.outputs[0])
         if inferred is None and node.op == "Reshape":
             # The rank and the last dimension alone may be written in the graph.
-            shape = self._integers(node, 1, "shape")
-            value = source.meta.get("val")
-            if shape is None or value is None:
-                raise _UnknownError
-            sizes = [size if size > 0 else self._size(None) for size in shape]
-            inferred = _empty(sizes, value.dtype)
+            sizes = [size if size > 0 else self._size(None) for size in self._integers(node, 1, "shape") or ()]
+            inferred = _empty(sizes, _value(source).dtype) if sizes else None
         if inferred is None:
             raise _UnknownError
         self._add(node.outputs[0], aten.view.default, (source, list(inferred.shape)), inferred)
 
     def _on_split(self, node: gs.Node) -> None:
         source = self._operand(node, 0)
-        value, axis = source.meta.get("val"), int(node.attrs.get("axis", 0))
-        if value is None:
-            raise _UnknownError
+        value, axis = _value(source), int(node.attrs.get("axis", 0))
         sizes = self._integers(node, 1, "split")
         if sizes is None:
             # The last part is smaller where the dimension does not divide evenly.
@@ -573,6 +560,19 @@ class _Builder:
             raise _UnknownError
         axis, step = (axes or [0])[0], (steps or [1])[0]
         self._emit(node, aten.slice.Tensor, source, axis, starts[0], min(ends[0], 2**62), step)
+
+
+def _given(node: gs.Node, index: int) -> gs.Tensor | None:
+    """Return an input of a node; None where it is left out."""
+    return node.inputs[index] if len(node.inputs) > index and node.inputs[index].name else None
+
+
+def _value(operand: Node) -> torch.Tensor:
+    """Return the shape and dtype of an operand, which must be known."""
+    value: torch.Tensor | None = operand.meta.get("val")
+    if value is None:
+        raise _UnknownError
+    return value
 
 
 def _empty(shape: list[int], dtype: torch.dtype) -> torch.Tensor | None:

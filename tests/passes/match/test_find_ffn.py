@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -368,48 +367,13 @@ def cast_and_back(t: Tensor) -> Tensor:
     return t.to(torch.bfloat16).to(torch.float32)
 
 
-def second_output(self: nn.Module, x: Tensor) -> Any:
-    hidden = torch.relu(self.ffn.gate(x)) * self.ffn.up(x)
-    return self.ffn.down(hidden), hidden
-
-
-def up_read_twice(self: nn.Module, x: Tensor) -> Tensor:
-    up = self.ffn.up(x)
-    return self.ffn.down(torch.relu(self.ffn.gate(x)) * up) + up.mean()
-
-
-def gate_read_twice(self: nn.Module, x: Tensor) -> Tensor:
-    gate = torch.relu(self.ffn.gate(x))
-    return self.ffn.down(gate * self.ffn.up(x)) + (gate > 0).sum()
-
-
-def view_read_twice(self: nn.Module, x: Tensor) -> Tensor:
-    hidden = torch.relu(self.ffn.up(x)).view(2, 3, D_FF)
-    return self.ffn.down(hidden) + hidden.sum()
-
-
-def two_inputs(self: nn.Module, x: Tensor) -> Tensor:
-    return self.ffn.down(torch.relu(self.ffn.gate(x)) * self.ffn.up(x + 1))
+def of(form: Form, ffn: nn.Module | None = None) -> nn.Module:
+    """Return a function of a block, gated unless another is given, and x."""
+    return Written(lambda s, x: form(s.ffn, x), ffn=ffn or Gated())
 
 
 def up_of_each_number(self: nn.Module, x: Tensor) -> Tensor:
     return self.ffn.down(torch.relu(self.ffn.gate(x)).unsqueeze(-2) * self.each(x.unsqueeze(-1)))
-
-
-def scaled_up_weight(self: nn.Module, x: Tensor) -> Tensor:
-    return self.ffn.down(torch.relu(self.ffn.gate(x)) * F.linear(x, self.ffn.up.weight * x.mean()))
-
-
-def relu_times_other(self: nn.Module, x: Tensor) -> Tensor:
-    return self.ffn.down(torch.relu(self.ffn.gate(x)) * torch.sigmoid(x).mean(-1, keepdim=True))
-
-
-def flattened(self: nn.Module, x: Tensor) -> Tensor:
-    return self.ffn.down(torch.relu(self.ffn.up(x)).view(-1, D_FF))
-
-
-def repeated_rows(self: nn.Module, x: Tensor) -> Tensor:
-    return self.ffn.down(torch.maximum(self.ffn.up(x), torch.zeros(4, 1, 1, 1)))
 
 
 def with_adapter(self: nn.Module, x: Tensor) -> Tensor:
@@ -431,17 +395,35 @@ SCALED = "the hidden tensor is scaled, or otherwise computed on, before the down
 LEADING = "the output has other leading dimensions than the input"
 ADAPTER = {"a": nn.Linear(16, 8), "b": nn.Linear(8, D_FF)}
 REFUSALS: dict[str, tuple[nn.Module, str]] = {
-    "the hidden tensor is an output": (Written(second_output, ffn=Gated()), READ.format("mul", "output")),
-    "up has a second reader": (Written(up_read_twice, ffn=Gated()), "is also read by mean"),
-    "the activation has a second reader": (Written(gate_read_twice, ffn=Gated()), READ.format("relu", "gt")),
-    "a view has a second reader": (Written(view_read_twice, ffn=Plain()), "is also read by sum"),
-    "gate and up read different tensors": (Written(two_inputs, ffn=Gated()), DIFFERENT),
+    "the hidden tensor is an output": (
+        of(lambda f, x: (h := torch.relu(f.gate(x)) * f.up(x), f.down(h))),
+        READ.format("mul", "output"),
+    ),
+    "up has a second reader": (
+        of(lambda f, x: f.down(torch.relu(f.gate(x)) * (up := f.up(x))) + up.mean()),
+        "is also read by mean",
+    ),
+    "the activation has a second reader": (
+        of(lambda f, x: f.down((gate := torch.relu(f.gate(x))) * f.up(x)) + (gate > 0).sum()),
+        READ.format("relu", "gt"),
+    ),
+    "a view has a second reader": (
+        of(lambda f, x: f.down(h := torch.relu(f.up(x)).view(2, 3, D_FF)) + h.sum(), Plain()),
+        "is also read by sum",
+    ),
+    "gate and up read different tensors": (of(lambda f, x: f.down(torch.relu(f.gate(x)) * f.up(x + 1))), DIFFERENT),
     "up reads each number of x by itself": (
         Written(up_of_each_number, ffn=Gated(), each=nn.Linear(1, D_FF)),
         DIFFERENT,
     ),
-    "up's weight is computed": (Written(scaled_up_weight, ffn=Gated()), NO_UP),
-    "the gate multiplies no projection": (Written(relu_times_other, ffn=Gated()), NO_UP),
+    "up's weight is computed": (
+        of(lambda f, x: f.down(torch.relu(f.gate(x)) * F.linear(x, f.up.weight * x.mean()))),
+        NO_UP,
+    ),
+    "the gate multiplies another tensor": (
+        of(lambda f, x: f.down(torch.relu(f.gate(x)) * torch.sigmoid(x).mean(-1, keepdim=True))),
+        NO_UP,
+    ),
     "the hidden tensor is cast": (Gated(between=cast_and_back), CAST),
     "the hidden tensor of a plain block is cast": (Plain(between=cast_and_back), CAST),
     "a norm in a gated block": (Gated(between=nn.LayerNorm(D_FF)), NORMED),
@@ -456,8 +438,11 @@ REFUSALS: dict[str, tuple[nn.Module, str]] = {
     "an adapter that is not merged": (Written(with_adapter, ffn=Plain(biases="u"), **ADAPTER), ADJUSTED),
     "adapters that are not merged": (Written(with_adapters, ffn=Gated(), **ADAPTER), ADJUSTED),
     "the activation is computed in a narrower precision": (Plain(lambda t: torch.relu(t.bfloat16()).float()), ADJUSTED),
-    "the rows are repeated": (Written(repeated_rows, ffn=Plain()), LEADING),
-    "the rows are flattened inside": (Written(flattened, ffn=Plain()), LEADING),
+    "the rows are repeated": (
+        of(lambda f, x: f.down(torch.maximum(f.up(x), torch.zeros(4, 1, 1, 1))), Plain()),
+        LEADING,
+    ),
+    "the rows are flattened inside": (of(lambda f, x: f.down(torch.relu(f.up(x)).view(-1, D_FF)), Plain()), LEADING),
 }
 
 
@@ -508,10 +493,8 @@ def test_broadcast_projections_are_refused() -> None:
 
 
 NO_BLOCKS: dict[str, nn.Module] = {
-    "a sum instead of a product": Written(
-        lambda s, x: s.ffn.down(torch.relu(s.ffn.gate(x)) + s.ffn.up(x)), ffn=Gated()
-    ),
-    "a gate without activation": Written(lambda s, x: s.ffn.down(s.ffn.gate(x) * s.ffn.up(x)), ffn=Gated()),
+    "a sum instead of a product": of(lambda f, x: f.down(torch.relu(f.gate(x)) + f.up(x))),
+    "a gate without activation": of(lambda f, x: f.down(f.gate(x) * f.up(x))),
     "an adapter beside another activation": Written(
         lambda s, x: s.ffn.down(torch.tanh(s.ffn.up(x) + s.a(x))), ffn=Plain(), a=nn.Linear(16, D_FF)
     ),
@@ -520,17 +503,11 @@ NO_BLOCKS: dict[str, nn.Module] = {
     ),
     "two linears": nn.Sequential(nn.Linear(16, 40), nn.Linear(40, 16)),
     "an added tensor": Plain(between=lambda t: t + t.mean()),
-    "no down projection": Written(lambda s, x: torch.relu(s.ffn.gate(x)) * s.ffn.up(x), ffn=Gated()),
-    "no up projection": Written(lambda s, x: s.ffn.down(torch.relu(x.repeat(1, 1, 3)[..., :D_FF])), ffn=Gated()),
-    "a computed down weight": Written(
-        lambda s, x: F.linear(torch.relu(s.ffn.gate(x)), s.ffn.down.weight * x.mean()), ffn=Gated()
-    ),
-    "a computed gate weight": Written(
-        lambda s, x: s.ffn.down(torch.relu(F.linear(x, s.ffn.gate.weight * x.mean())) * s.ffn.up(x)), ffn=Gated()
-    ),
-    "a product of activations": Written(
-        lambda s, x: torch.relu(s.ffn.gate(x)) @ torch.relu(s.ffn.up(x)).mT, ffn=Gated()
-    ),
+    "no down projection": of(lambda f, x: torch.relu(f.gate(x)) * f.up(x)),
+    "no up projection": of(lambda f, x: f.down(torch.relu(x.repeat(1, 1, 3)[..., :D_FF]))),
+    "a computed down weight": of(lambda f, x: F.linear(torch.relu(f.gate(x)), f.down.weight * x.mean())),
+    "a computed gate weight": of(lambda f, x: f.down(torch.relu(F.linear(x, f.gate.weight * x.mean())) * f.up(x))),
+    "a product of activations": of(lambda f, x: torch.relu(f.gate(x)) @ torch.relu(f.up(x)).mT),
     "a convolution": nn.Sequential(nn.Conv1d(3, 8, 3), nn.ReLU(), nn.Conv1d(8, 3, 1)),
     "sigmoid attention over a projection": Plain(torch.sigmoid),
 }
