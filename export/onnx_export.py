@@ -101,7 +101,10 @@ def export_onnx(
     name_ends(model.graph, input_names, output_names)
     model.graph.metadata_props.clear()
     for node in model.graph:
-        _name_by_module(node)
+        # Named `<module path>/<operation>/<name>`: TensorRT's layers bear the names of nodes. Scopes are the modules
+        # from the outermost one on, each with its whole path, and the name of the operation in torch's graph.
+        scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
+        node.name = "/".join([*scopes[-2:], node.name or node.op_type])
         # The exporter notes stack traces of the machine that it ran on.
         node.metadata_props.clear()
         node.doc_string = None
@@ -137,9 +140,11 @@ def save_onnx(model: onnx_ir.Model, path: Path) -> list[Path]:
     Raises:
         onnx.checker.ValidationError: It is not valid, which is a fault of ours.
     """
-    written = _write(model, path)
+    size = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
+    data = external_data(path) if size > _LARGEST_SINGLE_FILE else None
+    onnx_ir.save(model, path, external_data=None if data is None else data.name)
     onnx.checker.check_model(path)
-    return written
+    return [path] if data is None else [path, data]
 
 
 def check_types(path: Path) -> str:
@@ -152,23 +157,6 @@ def check_types(path: Path) -> str:
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         return first_line(error)
     return ""
-
-
-def _write(model: onnx_ir.Model, path: Path) -> list[Path]:
-    size = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
-    if size <= _LARGEST_SINGLE_FILE:
-        onnx_ir.save(model, path)
-        return [path]
-    data = external_data(path)
-    onnx_ir.save(model, path, external_data=data.name)
-    return [path, data]
-
-
-def _name_by_module(node: onnx_ir.Node) -> None:
-    """Name a node `<module path>/<operation>/<name>`: TensorRT's layers bear the names of nodes."""
-    # The modules from the outermost one on, each with its whole path, and the name of the operation in torch's graph.
-    scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
-    node.name = "/".join([*scopes[-2:], node.name or node.op_type])
 
 
 def _rename_dimensions(value: onnx_ir.Value, names: dict[str, str]) -> None:

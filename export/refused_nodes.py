@@ -57,7 +57,9 @@ def cure(nodes: list[RefusedNode]) -> str:
 def refused_nodes(model: onnx.ModelProto) -> list[RefusedNode]:
     """Return the nodes that no version of the parser takes, as far as that can be told without one."""
     nodes = (
-        RefusedNode(node.name, node.op_type, node.domain) for node in nodes_of(model.graph) if not _is_plugin(node)
+        RefusedNode(node.name, node.op_type, node.domain)
+        for node in nodes_of(model.graph)
+        if not any(attribute.name == "plugin_version" for attribute in node.attribute)
     )
     return [node for node in nodes if _is_foreign(node) or _NOT_OF_TENSORS.fullmatch(node.operator)]
 
@@ -69,10 +71,6 @@ def nodes_of(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
         for attribute in node.attribute:
             for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
                 yield from nodes_of(inner)
-
-
-def _is_plugin(node: onnx.NodeProto) -> bool:
-    return any(attribute.name == "plugin_version" for attribute in node.attribute)
 
 
 def _is_foreign(node: RefusedNode) -> bool:

@@ -94,16 +94,15 @@ class _UnknownError(Exception):
 
 def find_attention(graph: Graph) -> list[FoundAttention]:
     """Return the attention in a graph, in its order."""
-    found = []
-    for node in graph.nodes:
-        try:
-            block = _read(node)
-        except _UnknownError as reason:
-            found.append(FoundAttention(_module(node), None, str(reason)))
-        else:
-            if block is not None:
-                found.append(FoundAttention(_module(node), block))
-    return found
+    return [found for found in map(_find, graph.nodes) if found is not None]
+
+
+def _find(node: Node) -> FoundAttention | None:
+    try:
+        block = _read(node)
+    except _UnknownError as reason:
+        return FoundAttention(_module(node), None, str(reason))
+    return None if block is None else FoundAttention(_module(node), block)
 
 
 def rewrite_attention(program: ExportedProgram, forms: tuple[str, ...]) -> tuple[ExportedProgram, list[Attention]]:
@@ -118,19 +117,19 @@ def rewrite_attention(program: ExportedProgram, forms: tuple[str, ...]) -> tuple
     found = []
     for node in list(program.graph.nodes):
         writer.see(node)
-        try:
-            block = _read(node)
-        except _UnknownError as reason:
-            found.append(Attention(_module(node), 0, 0, 0, "tensor", AS_WRITTEN, str(reason)))
+        each = _find(node)
+        if each is None:
+            continue
+        block = each.block
+        if block is None:
+            found.append(Attention(each.module, 0, 0, 0, "tensor", AS_WRITTEN, each.reason))
             if node.target is aten.scaled_dot_product_attention.default:
                 # A scale that depends on a size stays the operator's.
                 with suppress(_UnknownError), program.graph.inserting_before(node):
                     writer.scale_queries(node)
             continue
-        if block is None:
-            continue
-        refusals = [_refuse(block, each) for each in forms]
-        form = next((each for each, refusal in zip(forms, refusals, strict=True) if not refusal), MATMUL)
+        refusals = [_refuse(block, form) for form in forms]
+        form = next((form for form, refusal in zip(forms, refusals, strict=True) if not refusal), MATMUL)
         with program.graph.inserting_before(node):
             result = writer.write(block, form)
         replace_node(program, node, result)
@@ -139,9 +138,8 @@ def rewrite_attention(program: ExportedProgram, forms: tuple[str, ...]) -> tuple
             _undo_transpositions(program, result)
         mask = "causal" if block.causal or block.cached else "none" if block.mask is None else "tensor"
         _, heads, _, width = block.q.meta["val"].shape
-        record = Attention(_module(node), int(heads), int(block.k.meta["val"].shape[1]), int(width), mask, form,
-                           "; ".join(filter(None, refusals)))  # fmt: skip
-        found.append(record)
+        kv_heads, reason = int(block.k.meta["val"].shape[1]), "; ".join(filter(None, refusals))
+        found.append(Attention(each.module, int(heads), kv_heads, int(width), mask, form, reason))
     if any(block.form != AS_WRITTEN for block in found):
         # Views copy what is not laid out for them: they were traced with the layouts of torch's own attention.
         for node in program.graph.nodes:

@@ -99,7 +99,9 @@ def _node_by_node(traced: ExportedProgram) -> ExportedProgram | None:
     torch.export leaves it in autocast.
     """
     from_archive = "inline_constraints" not in traced.graph_module.meta  # which torch.export notes
-    if from_archive or any(_writes_or_nests(node) or _computes_another_dtype(node) for node in traced.graph.nodes):
+    if from_archive or any(
+        _writes_or_nests(node) or len(set(_product_dtypes(node))) > 1 for node in traced.graph.nodes
+    ):
         return None
     program = editable(traced, functional=True)
     inliner = _Inliner(program)
@@ -114,10 +116,6 @@ def _node_by_node(traced: ExportedProgram) -> ExportedProgram | None:
 def _may_be_a_view(node: Node) -> bool:
     """Whether an operation is made of others, and not one that `run_decompositions` keeps."""
     return isinstance(node.target, OpOverload) and is_composite(node.target) and not is_preserved(node.target)
-
-
-def _computes_another_dtype(node: Node) -> bool:
-    return len(set(_product_dtypes(node))) > 1
 
 
 def _writes_or_nests(node: Node) -> bool:
