@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,54 +11,60 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
+from torch.export import register_dataclass
 
 import twellc
+from tests.models import Pair
 
+register_dataclass(Pair)
 pytestmark = pytest.mark.usefixtures("compiles_here")
 
 
-class Returning(nn.Module):
-    """Returns what `form` says."""
+Form = Callable[[Any, Tensor, Tensor], Any]
 
-    def __init__(self, form: str) -> None:
+
+class Returning(nn.Module):
+    """Returns what `form` makes of itself, of a block's result and of the mask."""
+
+    def __init__(self, form: Form) -> None:
         super().__init__()
         self.up, self.down, self.form = nn.Linear(16, 64), nn.Linear(64, 16), form
         self.register_buffer("table", torch.ones(2, 3))
 
     def forward(self, x: Tensor, mask: Tensor) -> Any:
-        y = x + self.down(torch.relu(self.up(x)))
-        return {
-            "input": lambda: {"y": y, "mask": mask},
-            "cast": lambda: (y, mask.to(torch.float32)),
-            "state": lambda: {"x": y},
-            "twice": lambda: {"y": y, "z": y},
-            "constant": lambda: {"y": y, "table": self.table},
-            "weight": lambda: {"y": y, "w": self.up.weight},
-            "nodes": lambda: {"relu": y, "up.weight": mask + 1, "linear": y * 2},
-            "nested": lambda: {"y": {"a": y, "b": [y + 1]}, "y.a": mask + 1},
-            "unnamed": lambda: {"": y, "b": mask + 1},
-            "unicode": lambda: {"ü/β x": y},
-        }[self.form]()
+        return self.form(self, x + self.down(torch.relu(self.up(x))), mask)
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize(
-    ("form", "outputs", "renamed"),
-    [
-        ("input", ["y", "mask_out"], ["output mask is called mask_out, since an input has its name"]),
-        ("cast", ["output_0", "output_1"], []),
-        ("state", ["x_out"], ["output x is called x_out, since an input has its name"]),
-        ("twice", ["y", "z"], []),
-        ("constant", ["y", "table"], []),
-        ("weight", ["y", "w"], []),
-        ("nodes", ["relu", "up.weight", "linear"], []),
-        ("nested", ["y.a", "y.b.0", "y.a_out"], ["output y.a is called y.a_out, since another output has its name"]),
-        ("unnamed", ["output_0", "b"], []),
-        ("unicode", ["ü/β x"], []),
-    ],
-)
-def test_names_of_a_module(tmp_path: Path, form: str, outputs: list[str], renamed: list[str]) -> None:
-    model, path = Returning(form).eval(), tmp_path / "m.onnx"
+RENAMED = "output {} is called {}_out, since {} has its name"
+# What a module returns, the names of the outputs, and notes on them.
+RETURNED: dict[str, tuple[Form, list[str], list[str]]] = {
+    "an input": (
+        lambda s, y, mask: {"y": y, "mask": mask}, ["y", "mask_out"], [RENAMED.format("mask", "mask", "an input")]
+    ),
+    "a cast": (lambda s, y, mask: (y, mask.to(torch.float32)), ["output_0", "output_1"], []),
+    "a state": (lambda s, y, mask: {"x": y}, ["x_out"], [RENAMED.format("x", "x", "an input")]),
+    "twice": (lambda s, y, mask: {"y": y, "z": y}, ["y", "z"], []),
+    "a constant": (lambda s, y, mask: {"y": y, "table": s.table}, ["y", "table"], []),
+    "a weight": (lambda s, y, mask: {"y": y, "w": s.up.weight}, ["y", "w"], []),
+    "names of nodes": (
+        lambda s, y, mask: {"relu": y, "up.weight": mask + 1, "linear": y * 2}, ["relu", "up.weight", "linear"], []
+    ),
+    "nested": (
+        lambda s, y, mask: {"y": {"a": y, "b": [y + 1]}, "y.a": mask + 1},
+        ["y.a", "y.b.0", "y.a_out"],
+        [RENAMED.format("y.a", "y.a", "another output")],
+    ),
+    "unnamed": (lambda s, y, mask: {"": y, "b": mask + 1}, ["output_0", "b"], []),
+    "unicode": (lambda s, y, mask: {"ü/β x": y}, ["ü/β x"], []),
+    "a dataclass": (lambda s, y, mask: Pair(y, mask + 1), ["hidden", "other"], []),
+}  # fmt: skip
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("form", RETURNED)
+def test_names_of_a_module(tmp_path: Path, form: str) -> None:
+    function, outputs, renamed = RETURNED[form]
+    model, path = Returning(function).eval(), tmp_path / "m.onnx"
     example: Any = {"args": (torch.randn(4, 16), torch.ones(4))}
     manifest = twellc.compile(model, path, backend="none", **example)
     graph = onnx.load(path).graph
@@ -110,25 +117,6 @@ def test_a_plan_returns_an_input(tmp_path: Path) -> None:
     assert manifest.plan is not None
     assert [tensor.name for tensor in manifest.plan.inputs] == ["ü/in x", "mask"]
     assert [tensor.name for tensor in manifest.plan.outputs] == ["out y/1", "mask_out"]
-
-
-def test_dataclasses(tmp_path: Path) -> None:
-    from torch.export import register_dataclass
-
-    from tests.models import Pair
-
-    register_dataclass(Pair)
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
-
-        def forward(self, x: Tensor) -> Pair:
-            return Pair(self.down(torch.relu(self.up(x))), x + 1)
-
-    twellc.compile(Model().eval(), tmp_path / "m.onnx", args=(torch.randn(4, 16),), backend="none")
-    assert [value.name for value in onnx.load(tmp_path / "m.onnx").graph.output] == ["hidden", "other"]
 
 
 def test_a_number_that_varies_is_refused() -> None:
