@@ -314,7 +314,7 @@ def _infer_again(node: Node) -> None:
     try:
         infer(node, value)
     except (RuntimeError, TypeError, KeyError) as error:
-        why = "it has graphs of its own" if has_inner_graphs(node) else first_line(error)
+        why = "it has inner graphs" if has_inner_graphs(node) else first_line(error)
         what = f"cannot change its precision ({why})"
         fix = "Export the model in bfloat16 or float16."
         raise UserError(f"operation {node.name} ({node.target})", what, fix=fix) from error

@@ -112,6 +112,11 @@ class Written(nn.Module):
         return self.function(self, *inputs)
 
 
+def of(function: Callable[[Any, Tensor], Any], ffn: nn.Module | None = None) -> nn.Module:
+    """Return a function of a block, gated unless another is given, and x as a module."""
+    return Written(lambda module, x: function(module.ffn, x), ffn=ffn or Gated())
+
+
 def scale_weights(module: nn.Module) -> None:
     """Draw weights that keep the size of activations, and biases that matter."""
     for name, parameter in module.named_parameters():

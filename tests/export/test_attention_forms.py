@@ -88,7 +88,7 @@ def test_attention_of_a_plan_of_rtx(cli: Cli, llama: Path, tmp_path: Path) -> No
     assert all(each["is_causal"] == 1 and each["scale"] == 1.0 for each in values)
 
 
-def test_attention_in_an_onnx_file_is_no_choice(cli: Cli, llama: Path, tmp_path: Path) -> None:
+def test_attention_in_an_onnx_file_cannot_be_chosen(cli: Cli, llama: Path, tmp_path: Path) -> None:
     graph = tmp_path / "m.onnx"
     assert cli("compile", llama, "--backend", "none", "--onnx", graph, "--layers", "none").exit_code == 0
     done = cli("compile", graph, "-o", tmp_path / "m.plan", "--attention", "tensorrt")

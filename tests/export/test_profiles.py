@@ -54,7 +54,7 @@ def test_parse_takes_sizes_as_tensorrt_does() -> None:
 
 
 class Masked(nn.Module):
-    """Two inputs that share two dimensions, and one of its own."""
+    """Two inputs that share two dimensions, and one with another."""
 
     def forward(self, ids: Tensor, mask: Tensor, other: Tensor) -> Tensor:
         return (ids * mask).sum(1) + other.sum()

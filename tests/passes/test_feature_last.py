@@ -88,7 +88,7 @@ def test_a_view_of_the_result() -> None:
     assert_same(run(assert_rewrites(module, x).before)[0], eager(module, x)[0])
 
 
-def test_a_weight_of_its_own_for_each_batch_stays() -> None:
+def test_weights_that_differ_between_batches_stay() -> None:
     module = Written(lambda m, x: m.down @ torch.relu(m.up @ x), up=torch.randn(6, 1, CHANNELS), down=torch.randn(8, 1))
     x = torch.randn(6, CHANNELS, 5)
     program = canonical(module, x)

@@ -23,6 +23,7 @@ from tests.models import (
     canonicalize,
     eager,
     export,
+    of,
     run,
 )
 from twellc.base.errors import UserError
@@ -79,11 +80,9 @@ def groups_of_4_bits() -> nn.Module:
 
 
 CASES: dict[str, Callable[[], nn.Module]] = {
-    "a scale": lambda: Written(
-        lambda self, x: self.ffn.down(torch.relu(F.linear(x, self.ffn.up.weight * 0.5))), ffn=Plain()
-    ),
-    "a scale and a transposition": lambda: Written(
-        lambda self, x: torch.relu(x @ (self.ffn.up.weight / 3).t()) @ (self.ffn.down.weight * 2).t(), ffn=Plain()
+    "a scale": lambda: of(lambda f, x: f.down(torch.relu(F.linear(x, f.up.weight * 0.5))), Plain()),
+    "a scale and a transposition": lambda: of(
+        lambda f, x: torch.relu(x @ (f.up.weight / 3).t()) @ (f.down.weight * 2).t(), Plain()
     ),
     "a sum of two": lambda: Written(
         lambda self, x: self.ffn.down(torch.relu(F.linear(x, self.ffn.up.weight + self.delta))),
@@ -132,21 +131,17 @@ def test_parameters_make_parameters_and_buffers_make_buffers() -> None:
 
 
 def test_what_depends_on_the_input_is_not_folded() -> None:
-    module = Written(lambda self, x: self.ffn.down(torch.relu(F.linear(x, self.ffn.up.weight * x.mean()))), ffn=Plain())
-    assert blocks_of(module) == []
+    assert blocks_of(of(lambda f, x: f.down(torch.relu(F.linear(x, f.up.weight * x.mean()))), Plain())) == []
 
 
 def test_random_weights_are_not_folded() -> None:
-    module = Written(
-        lambda self, x: self.ffn.down(torch.relu(F.linear(x, torch.bernoulli(torch.sigmoid(self.ffn.up.weight))))),
-        ffn=Plain(),
-    )
-    (block,) = blocks_of(module)
+    drawn = of(lambda f, x: f.down(torch.relu(F.linear(x, f.up.weight.sigmoid().bernoulli()))), Plain())
+    (block,) = blocks_of(drawn)
     assert block.refusal == "no form that twellc rewrites: linear (its weight: bernoulli), relu, linear"
 
 
 def test_a_plain_constant_stays_in_place() -> None:
-    """Transposed, viewed or tied constants are no computation: nothing is copied."""
+    """Transposed, viewed or tied constants are not computed: nothing is copied."""
     module = Written(
         lambda self, x: torch.relu(x @ self.w.t()) @ self.w.view(40, 16), w=nn.Parameter(torch.randn(40, 16))
     )
@@ -172,10 +167,10 @@ def test_fake_quantised_weights_are_named() -> None:
     assert "Convert the model first" in str(raised.value)
 
 
-def test_parameters_that_the_program_changes_are_no_constants() -> None:
-    def rescaling(self: Any, x: Tensor) -> Any:
+def test_parameters_that_the_program_changes_are_not_constants() -> None:
+    def rescaling(ffn: Any, x: Tensor) -> Any:
         with torch.no_grad():
-            self.ffn.up.weight.mul_(0.5)
-        return self.ffn(x)
+            ffn.up.weight.mul_(0.5)
+        return ffn(x)
 
-    assert blocks_of(Written(rescaling, ffn=Plain())) == []
+    assert blocks_of(of(rescaling, Plain())) == []

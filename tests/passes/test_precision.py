@@ -307,7 +307,7 @@ def test_a_buffer_that_is_more_than_a_weight_stays() -> None:
     assert dtype_of(result, torch.ops.aten.matmul) == {torch.bfloat16}
 
 
-def test_frequencies_and_masks_are_no_weights() -> None:
+def test_frequencies_and_masks_are_not_weights() -> None:
     least = torch.finfo(torch.float32).min
     module = buffered(
         lambda s, x, t: torch.baddbmm(s.mask, x, x.mT) + (t[:, None].float() @ s.inverse).sin().sum(),
@@ -388,7 +388,7 @@ def test_control_flow_is_a_user_error() -> None:
         return torch.cond(x.sum() > 0, lambda z: self.linear(z), lambda z: self.linear(z) * 2, (x,))
 
     program = canonical(of_linear(forward), torch.randn(5, 16))
-    with pytest.raises(UserError, match=r"cannot change its precision \(it has graphs of its own\)"):
+    with pytest.raises(UserError, match=r"cannot change its precision \(it has inner graphs\)"):
         lower(program, torch.bfloat16)
 
 

@@ -20,6 +20,7 @@ from tests.models import (
     calls,
     canonical,
     eager,
+    of,
     rewrite,
     run,
 )
@@ -233,7 +234,7 @@ def test_nothing_else_is_left(matched: Exported) -> None:
 
 
 @pytest.mark.parametrize(("threshold", "name"), [(0, "relu"), (0.25, "fatrelu")])
-def test_a_mask_keeps_no_precision_of_its_own(threshold: float, name: str) -> None:
+def test_a_mask_does_not_keep_its_precision(threshold: float, name: str) -> None:
     """In a float32 model that is brought to bfloat16, its mask would stay float32 and make the hidden tensor so."""
     module = Gated(lambda t: t * (t > threshold).float())
     dense = lower(canonical(module), torch.bfloat16)
@@ -242,10 +243,8 @@ def test_a_mask_keeps_no_precision_of_its_own(threshold: float, name: str) -> No
 
 
 def test_drelu() -> None:
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
-        return self.ffn.down(torch.relu(self.ffn.gate(x)) * torch.clamp(self.ffn.up(x), min=0))
-
-    _, (block,), result = assert_rewrites(Written(forward, ffn=Gated(biases="gud")), torch.randn(5, 16))
+    module = of(lambda f, x: f.down(torch.relu(f.gate(x)) * f.up(x).clamp(min=0)), Gated(biases="gud"))
+    _, (block,), result = assert_rewrites(module, torch.randn(5, 16))
     assert (block.variant, block.activation) == ("gated", "drelu")
     assert calls(result) == {"gated_mlp": 1}
 
@@ -396,13 +395,11 @@ def test_what_is_spelt_out_lets_what_is_not_a_number_through(spelling: str) -> N
 def test_gates_that_are_refused() -> None:
     """silu(gate) * relu(up) has no sparse gate on the gate's side alone; a gate that is shifted has no zeros."""
 
-    def two(self: nn.Module, x: Tensor) -> Tensor:
-        return self.ffn.down(F.silu(self.ffn.gate(x)) * torch.relu(self.ffn.up(x)))
-
+    two = of(lambda f, x: f.down(F.silu(f.gate(x)) * torch.relu(f.up(x))))
     for module, refusal in (
         (Gated(lambda t: torch.relu(t) + 1), "no form that twellc rewrites: linear, relu, add, mul, linear"),
         (Gated(torch.sigmoid), "gate activation is sigmoid; TwELL needs a ReLU family"),
-        (Written(two, ffn=Gated()), "gate activation is silu times relu; TwELL needs a ReLU family"),
+        (two, "gate activation is silu times relu; TwELL needs a ReLU family"),
     ):
         assert [block.refusal for block in blocks_of(module)] == [refusal]
 

@@ -91,7 +91,7 @@ def test_other_masks_are_not(name: str) -> None:
     "mask",
     [lambda q, k: _whole(q, k, True), lambda q, k: _columns(k) >= 0, lambda q, k: _whole(q, k, True)[None]],
 )
-def test_a_mask_that_keeps_all_is_none(mask: Mask) -> None:
+def test_a_mask_that_keeps_all(mask: Mask) -> None:
     assert _read(mask) == "all"
 
 

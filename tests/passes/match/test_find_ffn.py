@@ -25,6 +25,7 @@ from tests.models import (
     canonical,
     canonicalize,
     eager,
+    of,
     rewrite,
     run,
 )
@@ -156,7 +157,7 @@ REPEATED: dict[str, tuple[nn.Module, Callable[[nn.Module, Tensor], ExportedProgr
 
 
 @pytest.mark.parametrize("case", REPEATED)
-def test_each_projection_has_a_view_of_its_own(case: str) -> None:
+def test_each_projection_has_another_view(case: str) -> None:
     """Where a model in float32 is brought to bfloat16, these views are cast, and must still be the same tensor."""
     module, export = REPEATED[case]
     x = torch.randn(8, 16, D_MODEL)
@@ -247,7 +248,7 @@ def test_operations_on_sizes_known_only_at_run_time(form: Form) -> None:
         (D_MODEL, lambda m, x: torch.addmm(m.b_down[:, None], torch.relu(x @ m.up_t), m.down_t)),
     ],
 )
-def test_a_number_for_each_row_is_no_bias(rows: int, form: Form) -> None:
+def test_a_number_for_each_row_is_not_a_bias(rows: int, form: Form) -> None:
     """Not even where there are as many rows as neurons."""
     module, x = weights(form), torch.randn(rows, D_MODEL)
     program = canonical(module, x)
@@ -365,11 +366,6 @@ def test_a_module_that_is_called_twice() -> None:
 
 def cast_and_back(t: Tensor) -> Tensor:
     return t.to(torch.bfloat16).to(torch.float32)
-
-
-def of(form: Form, ffn: nn.Module | None = None) -> nn.Module:
-    """Return a function of a block, gated unless another is given, and x."""
-    return Written(lambda s, x: form(s.ffn, x), ffn=ffn or Gated())
 
 
 def up_of_each_number(self: nn.Module, x: Tensor) -> Tensor:
@@ -518,7 +514,7 @@ def test_no_block(case: str) -> None:
     assert blocks_of(NO_BLOCKS[case], torch.randn(2, 3, 16)) == []
 
 
-def test_weights_that_change_are_no_constants() -> None:
+def test_weights_that_change_are_not_constants() -> None:
     """A buffer that the program writes to cannot become a weight of the op."""
 
     def forward(s: nn.Module, x: Tensor) -> Tensor:

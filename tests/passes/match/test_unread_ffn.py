@@ -67,7 +67,7 @@ UNREAD: dict[str, tuple[nn.Module, str]] = {
         stored(lambda s, x: s.down @ torch.relu(s.up @ x.mT + s.bias[:, None]), **LEFT),
         "matmul, add, relu, matmul",
     ),
-    "a weight of its own for each batch": (
+    "another weight for each batch": (
         stored(
             lambda s, x: torch.bmm(torch.relu(torch.bmm(x, s.up)), s.down),
             up=(2, D_MODEL, D_FF),
@@ -237,7 +237,7 @@ def test_unlisted(case: str) -> None:
     assert blocks_of(UNLISTED[case], torch.randn(2, 3, 16)) == []
 
 
-def test_residual_convolutions_are_no_blocks() -> None:
+def test_residual_convolutions_are_not_blocks() -> None:
     """A bottleneck's convolutions of size 1 meet in the residual."""
     transformers = pytest.importorskip("transformers")
     config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[16, 32], depths=[2, 2], return_dict=False)
