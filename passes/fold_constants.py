@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from twellc.passes.feature_last import read_convolution
 from twellc.passes.graph.constants import Constants, ProgramConstants, is_pure
@@ -53,6 +54,7 @@ from twellc.passes.rewrite_ffn import arranged_view
 aten = torch.ops.aten
 
 _BATCH_NORMS = (aten._native_batch_norm_legit_no_training, aten.batch_norm)
+_AFFINE = frozenset((aten.neg, aten.add, aten.sub, aten.rsub, aten.mul, aten.div, *_BATCH_NORMS))
 _MOST_STEPS = 16
 
 
@@ -319,64 +321,38 @@ class _Folder:
 
     def _affine(self, node: Node, axis: int) -> tuple[Node, Tensor, Tensor, list[Node]] | None:
         """Read source * scale + shift: the source, scale and shift, and nodes in between."""
-        op, given = packet(node), arguments(node)
-        one, zero = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
-        between: list[Node] = []
-        if node.target is operator.getitem and packet(given[0]) in _BATCH_NORMS and given[1] == 0:
-            between, norm = [given[0]], given[0]
-        else:
-            norm = node if op in _BATCH_NORMS else None
-        if norm is not None:
-            source, scale, shift = self._batch_norm(norm, axis) or (None, one, zero)
-        elif node.kwargs or not given:
+        is_first = node.target is operator.getitem and arguments(node)[1] == 0
+        computes = operand(node) if is_first and packet(operand(node)) in _BATCH_NORMS else node
+        op, given = packet(computes), arguments(computes)
+        sources = [each for each in computes.all_input_nodes if each not in self._fixed]
+        size = node.meta["val"].shape[axis] if op in _AFFINE and not computes.kwargs else None
+        if not isinstance(size, int) or len(sources) != 1 or given.count(sources[0]) != 1:
             return None
-        elif op is aten.neg:
-            source, scale, shift = given[0], -one, zero
-        elif op in (aten.add, aten.sub, aten.rsub, aten.mul, aten.div) and len(given) == 2:
-            first = isinstance(given[0], Node) and given[0] not in self._fixed
-            source, other = given if first else given[::-1]
-            number = self._numbers(other, node, axis)
-            if number is None or not isinstance(source, Node) or (op is aten.div and not first):
+        (source,) = sources
+        constants = [each.meta["val"] for each in computes.all_input_nodes if each is not source]
+        if (op is aten.div and given[0] is not source) or (op is aten.batch_norm and given[5]):  # in training
+            return None
+        if not all(isinstance(each, Tensor) and each.numel() <= size for each in constants):
+            return None
+        if any(each.dtype == torch.bool or each.is_complex() for each in constants):
+            return None
+        if not _has_floats(source) or not same_sizes(source.meta["val"].shape, node.meta["val"].shape):
+            return None
+        # The operation itself tells what it makes of zeros, and how that changes with them.
+        sizes = [size if dim == axis else 1 for dim in range(node.meta["val"].dim())]
+        assert callable(computes.target)
+        with torch.inference_mode(False), torch.enable_grad():
+            x = torch.zeros(sizes, dtype=torch.float64, requires_grad=True)
+            try:
+                result = computes.target(*map_arg(given, lambda each: x if each is source else self._value(each)))
+            except RuntimeError:  # a batch norm of other dimensions
                 return None
-            scale = {aten.mul: number, aten.div: 1 / number}.get(op, one)
-            shift = {aten.add: number, aten.sub: -number, aten.rsub: number}.get(op, zero)
-            if op is aten.rsub or (op is aten.sub and not first):
-                scale, shift = -one, number
-        else:
-            return None
-        if source is None or source in self._fixed or not _has_floats(source):
-            return None
-        finite = bool(scale.isfinite().all() and shift.isfinite().all())
-        same = same_sizes(source.meta["val"].shape, node.meta["val"].shape)
-        return (source, scale, shift, between) if finite and same else None
-
-    def _batch_norm(self, norm: Node, axis: int) -> tuple[Node, Tensor, Tensor] | None:
-        x, weight, bias, mean, variance, *options = arguments(norm)
-        if packet(norm) is aten.batch_norm and options[0]:
-            return None  # in training
-        epsilon = float(options[2 if packet(norm) is aten.batch_norm else 1])
-        if axis != 1 or any(each is not None and each not in self._fixed for each in (weight, bias, mean, variance)):
-            return None
-        values = [None if each is None else self._value(each) for each in arguments(norm)[1:5]]
-        assert values[2] is not None and values[3] is not None
-        scale = (values[3] + epsilon).rsqrt()
-        scale = scale if values[0] is None else scale * values[0]
-        shift = -values[2] * scale
-        return x, scale, shift if values[1] is None else shift + values[1]
-
-    def _numbers(self, argument: object, node: Node, axis: int) -> Tensor | None:
-        """Return a constant that is one number, or one for each neuron, of a result with neurons at `axis`."""
-        if isinstance(argument, int | float):
-            return torch.tensor([argument], dtype=torch.float64)
-        if not isinstance(argument, Node) or argument not in self._fixed:
-            return None
-        value, result = argument.meta.get("val"), node.meta["val"]
-        if not isinstance(value, Tensor) or value.dtype == torch.bool or value.is_complex():
-            return None
-        at = axis - (result.dim() - value.dim())
-        if any(size != 1 for dim, size in enumerate(value.shape) if dim != at) or value.numel() == 0:
-            return None
-        return self._value(argument).flatten()
+            shift: Tensor = result[0] if isinstance(result, tuple) else result
+            if shift.shape != x.shape:
+                return None
+            (scale,) = torch.autograd.grad(shift.sum(), x)
+        found = source, scale.flatten(), shift.detach().flatten(), [computes] if computes is not node else []
+        return found if bool(scale.isfinite().all() and shift.isfinite().all()) else None
 
     def _in_one_precision(self, hidden: _Hidden, down: _Product) -> bool:
         dtype = down.x.meta["val"].dtype
