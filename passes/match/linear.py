@@ -364,15 +364,10 @@ def matrix_sizes(node: Node) -> list[int | torch.SymInt]:
 
 def permutation(node: Node) -> list[int]:
     """Return in which order a transposition puts the dimensions of its operand."""
-    given = arguments(node)[1:]
-    order = list(range(operand(node).meta["val"].dim()))
-    if packet(node) is aten.permute:
-        return [dim % len(order) for dim in given[0]]
-    if packet(node) is aten.numpy_T:
-        return order[::-1]
-    first, second = (dim % len(order) for dim in given or (-2, -1)) if len(order) > 1 else (0, 0)
-    order[first], order[second] = second, first
-    return order
+    rank = operand(node).meta["val"].dim()
+    told_apart = torch.empty(tuple(range(rank)), device="meta")  # by their sizes
+    assert callable(node.target)
+    return list(node.target(told_apart, *arguments(node)[1:]).shape)
 
 
 def _order(node: Node) -> list[int]:
