@@ -24,10 +24,10 @@ class Views(nn.Module):
 
 
 class Sized(nn.Module):
-    """Reads what is made of a size alone, by an operation that is made of others."""
+    """Reads what is made of a size alone, by an operation that could return a view of a tensor that is left out."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.ops.twellc_tests.twos(x.shape[0])[:, None] + torch.ops.twellc_tests.twos(4)
+        return x + torch.ops.twellc_tests.twos(None, x.shape[0])[:, None] + torch.ops.twellc_tests.twos(None, 4)
 
 
 def operations(program: ExportedProgram) -> set[tuple[str, str]]:
@@ -38,8 +38,8 @@ def operations(program: ExportedProgram) -> set[tuple[str, str]]:
 @pytest.fixture(scope="module")
 def twos() -> Iterator[None]:
     with torch.library._scoped_library("twellc_tests", "DEF") as library:
-        library.define("twos(SymInt size) -> Tensor")
-        library.impl("twos", lambda size: torch.ones(size) + 1, "CompositeImplicitAutograd")
+        library.define("twos(Tensor(a)? like, SymInt size) -> Tensor(a)")
+        library.impl("twos", lambda like, size: torch.ones(size) + 1, "CompositeImplicitAutograd")
         yield
 
 
