@@ -259,14 +259,13 @@ def numbered(d_ff: int) -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_get_equal_activity(ranks: int) -> None:
-    firing = np.random.default_rng(0).permutation((1000 / np.arange(1, 257)).astype(np.int64))
-    _, found = split(numbered(256), X, ranks=ranks, calibration=profile(firing))
+@pytest.mark.parametrize(("d_ff", "ranks"), [(256, 2), (256, 4), (248, 2)])
+def test_ranks_get_equal_activity(d_ff: int, ranks: int) -> None:
+    """Of 248 neurons one of two ranks gets eight more, which are the coldest."""
+    firing = np.random.default_rng(0).permutation((1000 / np.arange(1, d_ff + 1)).astype(np.int64))
+    _, found = split(numbered(d_ff), X, ranks=ranks, calibration=profile(firing))
     own = [neurons_of(each) for each in found]
-    assert sorted(itertools.chain.from_iterable(own)) == list(range(256)) and {len(each) for each in own} == {
-        256 // ranks
-    }
+    assert sorted(itertools.chain.from_iterable(own)) == list(range(d_ff))
     shares = [firing[each].sum() for each in own]
     hottest = firing.max()
     assert max(shares) - min(shares) <= hottest  # contiguous parts of this order differ by more

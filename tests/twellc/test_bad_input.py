@@ -416,6 +416,10 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "no profile": ({"profiles": []}, "damaged: profiles is empty"),
     "profile of another input": ({"profiles": [{}]}, r"damaged: profiles\[0\] lacks the input 'x'"),
     "profile of another rank": ({"profiles": [{"x": {"min": [1], "opt": [1], "max": [1]}}]}, "has impossible shapes"),
+    "profile upside down": (
+        {"profiles": [{"x": {"min": [1, 16], "opt": [2, 16], "max": [1, 16]}}]},
+        "has impossible shapes",
+    ),
     "graph elsewhere": ({"onnx": {"file": "../m.onnx", "sha256": ""}}, "not the name of a file beside the plan"),
     "another plan": (
         {"plan": {"file": "", "bytes": 0, "sha256": "", "inputs": [], "outputs": [], "plugin_layers": []}},

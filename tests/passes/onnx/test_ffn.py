@@ -556,3 +556,15 @@ def test_lowering_writes_folded_blocks() -> None:
     assert_as_accurate(evaluate(lowered, x), evaluate(model, x), truth)
     assert_as_accurate(evaluate(rewrite_onnx(found), x), evaluate(model, x), truth)
     assert not find_onnx_blocks(gated(), torch.bfloat16, "auto").folds
+
+
+def test_lowering_writes_both_factors_of_drelu() -> None:
+    make = GraphMaker("bf16")
+    gate, up = (make.node("Relu", make.linear("x", name, D_MODEL, D_FF)) for name in ("m.gate", "m.up"))
+    scaled = make.node("Mul", make.node("Mul", gate, up), make.constant(np.linspace(0.5, 2, D_FF)))
+    model = make.model(make.linear(scaled, "m.down", D_FF, D_OUT))
+    found = find_onnx_blocks(model, torch.bfloat16, "auto")
+    assert (found.folds, found.layers[0].activation) == (True, "drelu")
+    x = torch.randn(2, 3, D_MODEL).bfloat16()
+    truth = evaluate(widen_onnx(model), x.double())
+    assert_as_accurate(evaluate(lower_onnx(found), x), evaluate(model, x), truth)
