@@ -164,6 +164,7 @@ def test_validate_tensors_accepts(changes: dict[str, int | None]) -> None:
         ({"y": None}, "y is missing"),
         ({"b_down": 8}, "b_down must be aligned to 16 bytes"),
         ({"residual": 9 << 20}, "residual must not overlap y"),
+        ({"residual": (9 << 20) - 16}, "residual must not overlap y"),
         ({"w_gate_scale": 256}, "w_gate_scale"),
         ({"w_up_scale": 256}, "w_up_scale"),
         ({"w_down_scale": 256}, "w_down_scale"),

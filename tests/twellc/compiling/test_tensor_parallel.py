@@ -85,6 +85,11 @@ def test_graphs_alone(cli: Cli, archive: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.rank0.onnx", "m.rank1.onnx"]
     assert made.ranks is not None and [each.onnx.file for each in made.ranks] == ["m.rank0.onnx", "m.rank1.onnx"]
     assert made.plan is None and made.warnings == []
+    refused = cli(
+        "check", archive, tmp_path / "m.rank0.onnx"
+    )  # before it is evaluated, which its collectives cannot be
+    assert refused.exit_code == 2
+    assert "computes a part of the model, for one of 2 GPUs" in shown(refused.stderr)
 
 
 def test_a_model_that_keeps_parts_whole_says_so(tmp_path: Path) -> None:
