@@ -33,6 +33,7 @@ from twellc.base.torch_private import (
 )
 from twellc.passes.graph.program import (
     add_call,
+    call_key,
     drop_unused_constants,
     editable,
     finish,
@@ -181,8 +182,7 @@ class _Inliner:
             assert callable(node.target)
             return node.target(*args, **kwargs)
 
-        known: Any = map_arg((node.args, node.kwargs), lambda operand: f"{operands.index(operand)}: {_known(operand)}")
-        key = f"{node.target} {known}"
+        key = call_key(node)
         if key not in self._traced:
             values = [operand.meta["val"] for operand in operands]
             shown = pytree.tree_leaves((values, node.meta["val"]))  # an operation may make a tensor of sizes alone
@@ -190,14 +190,6 @@ class _Inliner:
             with torch.no_grad(), mode, enable_python_dispatcher():
                 self._traced[key] = make_fx(call)(*values).graph
         return self._traced[key]
-
-
-def _known(operand: Node) -> object:
-    """Return what an operation that looks at no number may know of an operand."""
-    value = operand.meta["val"]
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.dtype, value.device, value.layout, value.shape, value.stride(), value.storage_offset()
 
 
 # ---- what is refused ----

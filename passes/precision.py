@@ -29,6 +29,7 @@ from twellc.base.torch_private import FakeTensor, OpOverload, pytree, schema_of
 from twellc.passes.fold_weights import is_view
 from twellc.passes.graph.program import (
     add_call,
+    call_key,
     constants_of,
     editable,
     finish,
@@ -99,7 +100,7 @@ def lower(program: ExportedProgram, dtype: torch.dtype) -> ExportedProgram:
     outputs = [node.meta["val"].dtype for node in _output_tensors(program)]
     data = _data(program)
     _convert_stored(program, set(program.graph_signature.parameters) | _weights(program, data), dtype)
-    caster = _Caster(program.graph)
+    caster, known = _Caster(program.graph), dict[str, Any]()
     for node in list(program.graph.nodes):
         if node.op != "call_function":
             continue
@@ -112,7 +113,7 @@ def lower(program: ExportedProgram, dtype: torch.dtype) -> ExportedProgram:
         if wanted is not None:
             caster.cast_operands(node, wanted)
         _replace_explicit_dtypes(node, explicit)
-        _infer_again(node)
+        _infer_again(node, known)
         if op in _FILLING_OPS:
             _fit_numbers(node)
     output = program.graph.output_node()
@@ -136,22 +137,22 @@ def widen(program: ExportedProgram) -> ExportedProgram:
     for node in user_inputs(program):
         if node.meta["val"].dtype.is_floating_point:
             node.meta["val"] = node.meta["val"].to(torch.float64)
-    caster = _Caster(program.graph)
+    caster, known = _Caster(program.graph), dict[str, Any]()
     for node in list(program.graph.nodes):
         if node.op == "call_function":
             _replace_explicit_dtypes(node, explicit)
-            _infer_again(node)
+            _infer_again(node, known)
             if getattr(node.meta.get("val"), "dtype", None) == torch.float32:
-                _widen_result(program, node, caster)
+                _widen_result(program, node, caster, known)
     return finish(program)
 
 
-def _widen_result(program: ExportedProgram, node: Node, caster: _Caster) -> None:
+def _widen_result(program: ExportedProgram, node: Node, caster: _Caster, known: dict[str, Any]) -> None:
     """Make a result float64 whose dtype is not that of an operand: it is made of nothing, or of integers."""
     operator = node.target
     if isinstance(operator, OpOverload) and any(a.name == "dtype" for a in schema_of(operator).arguments):
         node.kwargs = {**node.kwargs, "dtype": torch.float64}
-        _infer_again(node)
+        _infer_again(node, known)
     else:
         cast = caster.cast(node, torch.float64, before=node)
         replace_node(program, node, cast, where=lambda user: user is not cast)
@@ -302,8 +303,13 @@ def _fit_numbers(node: Node) -> None:
     node.args, node.kwargs = map_aggregate((node.args, node.kwargs), fit)
 
 
-def _infer_again(node: Node) -> None:
-    """Recompute the dtype of the node's result from its operands; shapes cannot have changed."""
+def _infer_again(node: Node, known: dict[str, Any]) -> None:
+    """Recompute the dtype of the node's result from its operands; shapes cannot have changed.
+
+    Args:
+        node: The node.
+        known: Results by `call_key`, which are added to: layers are alike, and running one on shapes takes long.
+    """
     value = node.meta.get("val")
     results = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, FakeTensor)]
     if not any(result.is_floating_point() or result.is_complex() for result in results):
@@ -312,9 +318,13 @@ def _infer_again(node: Node) -> None:
         # Kernels of another precision may lay their results out differently (attention does): a view may need a copy.
         node.target = aten.reshape.default
     try:
-        infer(node, value)
+        key = call_key(node)
+        if key not in known:
+            infer(node, value)
     except (RuntimeError, TypeError, KeyError) as error:
         why = "it has inner graphs" if has_inner_graphs(node) else first_line(error)
         what = f"cannot change its precision ({why})"
         fix = "Export the model in bfloat16 or float16."
         raise UserError(f"operation {node.name} ({node.target})", what, fix=fix) from error
+    if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):  # each has another size
+        node.meta["val"] = known.setdefault(key, node.meta["val"])

@@ -151,6 +151,24 @@ def infer(node: Node, *others: Any) -> None:
         node.meta["val"] = node.target(*args, **kwargs)
 
 
+def call_key(node: Node) -> str:
+    """Return what an operation that looks at no number may know: its target, arguments, and what its operands are like.
+
+    Of two operations with one key, both give the same kind of value.
+    """
+    operands = node.all_input_nodes
+    known: Any = map_arg((node.args, node.kwargs), lambda each: f"{operands.index(each)}: {_kind(each.meta['val'])}")
+    return f"{node.target} {known}"
+
+
+def _kind(value: Any) -> object:
+    if isinstance(value, tuple | list):
+        return [_kind(each) for each in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.dtype, value.device, value.layout, value.shape, value.stride(), value.storage_offset()
+
+
 def replace_node(
     program: ExportedProgram, node: Node, new: Node, where: Callable[[Node], bool] = lambda user: True
 ) -> None:
