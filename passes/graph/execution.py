@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule, Interpreter, Node
 
 from twellc.base.torch_private import pytree
@@ -43,10 +44,9 @@ class Runner:
 
     def __init__(self, program: ExportedProgram) -> None:
         self._program = program
-        self._module = program.module(check_guards=False)
         self._devices = {name: tensor.device for name, tensor in example_inputs(program).items()}
 
-    def __call__(self, inputs: dict[str, torch.Tensor], visit: Visit | None = None) -> list[torch.Tensor]:
+    def __call__(self, inputs: dict[str, torch.Tensor], visit: Visit = lambda name, value: value) -> list[torch.Tensor]:
         """Return the tensor outputs, in order, for inputs by name.
 
         Args:
@@ -54,43 +54,29 @@ class Runner:
             visit: Receives the name and the value of each node, and returns the value to go on with.
         """
         program = self._program
-        leaves, spec = pytree.tree_flatten(program.example_inputs)
         own = {name: inputs[name].to(device, copy=True) for name, device in self._devices.items()}
-        values = _flat_arguments(program, leaves, own)
+        given = iter(_flat_arguments(program, pytree.tree_leaves(program.example_inputs), own))
+        stored = {**program.constants, **program.state_dict}
+        specs = program.graph_signature.input_specs
+        values = [next(given) if spec.kind == InputKind.USER_INPUT else stored[str(spec.target)] for spec in specs]
         state = {tensor: tensor.clone() for tensor in (tensor_of(program, name) for name in written_tensors(program))}
         with torch.no_grad():
             try:
-                if visit is None:
-                    args, kwargs = pytree.tree_unflatten(values, spec)
-                    result = self._module(*args, **kwargs)
-                else:
-                    assert isinstance(self._module, GraphModule)
-                    names = _own_names(program, self._module)
-                    result = _Visited(self._module, names, visit).run(*values, enable_io_processing=False)
+                results = _Visited(program.graph_module, visit).run(*values, enable_io_processing=False)
             finally:
                 for tensor, value in state.items():
                     tensor.copy_(value)
-        return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-
-
-def _own_names(program: ExportedProgram, module: GraphModule) -> dict[Node, str]:
-    """Return the names that nodes of a program's module have in the program.
-
-    The module has another for an input that is called as a function of Python is, such as `input`.
-    """
-    graphs = (module.graph, program.graph)
-    mine, own = ([node for node in graph.nodes if node.op == "call_function"] for graph in graphs)
-    # Behind them the module writes what it has changed to buffers and inputs.
-    names = {node: known.name for node, known in zip(mine, own, strict=False)}
-    return names | {node: str(node.target) for node in module.graph.find_nodes(op="placeholder")}
+        outputs = zip(program.graph_signature.output_specs, results, strict=True)
+        returned = [value for spec, value in outputs if spec.kind == OutputKind.USER_OUTPUT]
+        return [value for value in returned if isinstance(value, torch.Tensor)]
 
 
 class _Visited(Interpreter):
-    """Runs a graph node by node and shows each value, by the name in `names`, to a visitor."""
+    """Runs a graph node by node and shows each value, by the name of its node, to a visitor."""
 
-    def __init__(self, module: GraphModule, names: dict[Node, str], visit: Visit) -> None:
+    def __init__(self, module: GraphModule, visit: Visit) -> None:
         super().__init__(module)
-        self._names, self._visit = names, visit
+        self._visit = visit
 
     def run_node(self, node: Node) -> Any:
-        return self._visit(self._names.get(node, node.name), super().run_node(node))
+        return self._visit(node.name, super().run_node(node))
