@@ -17,7 +17,7 @@ from tests.processes import captured
 
 FOLDER = ROOT / "benchmarks"
 SCRIPTS = [path.name for path in sorted(FOLDER.glob("*.py")) if '__name__ == "__main__"' in path.read_text()]
-ON_A_CPU = {"compile.py", "make_llama.py", "when_it_pays.py"}
+ON_A_CPU = {"compile.py", "make_llama.py", "quality.py", "when_it_pays.py"}
 # Of scripts that have several commands, one of them.
 COMMANDS = {"train.py": ("step",)}
 
@@ -92,6 +92,14 @@ def test_make_llama(invoke: Invoke, tmp_path: Path) -> None:
     assert done.exit_code == 0 and "billion parameters" in done.output, done.output
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert (config["dtype"], config["hidden_size"], config["hidden_act"]) == ("bfloat16", 64, "relu")
+
+
+@pytest.mark.slow
+def test_quality(tmp_path: Path) -> None:
+    page = smoke("quality.py", "--json", tmp_path / "r.json")
+    bits = {each["blocks"]: each["bits_a_byte"] for each in report(tmp_path / "r.json")["results"]}
+    assert abs(bits["twell bf16"] - bits["bf16"]) < 0.01 < 0.1 > abs(bits["twell FP8"] - bits["bf16"]) > 0
+    assert f"| dense FP8 | {bits['dense FP8']:.5f} |" in page
 
 
 @pytest.mark.slow
