@@ -173,15 +173,20 @@ clip = models.family(
     vision_config=VISION,
     projection_dim=32,
 )
-PARTS = {"layers": 1, "attention_heads": 4, "ffn_dim": 96}
-whisper = models.family(
-    "Whisper",
-    "ForConditionalGeneration",
-    **{f"{side}_{what}": size for side in ("encoder", "decoder") for what, size in PARTS.items()},
-    **{"vocab_size": 96, "num_mel_bins": 16, "d_model": 32, "max_source_positions": 20, "max_target_positions": 24},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
-    **{"activation_function": "relu", "suppress_tokens": None, "begin_suppress_tokens": None},
-)
+
+
+def whisper() -> Any:
+    """With the weights that transformers draws itself."""
+    parts = {"layers": 1, "attention_heads": 4, "ffn_dim": 96}
+    config = transformers.WhisperConfig(
+        **{f"{side}_{what}": size for side in ("encoder", "decoder") for what, size in parts.items()},
+        **{"vocab_size": 96, "num_mel_bins": 16, "d_model": 32, "max_source_positions": 20, "max_target_positions": 24},
+        **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
+        **{"activation_function": "relu", "suppress_tokens": None, "begin_suppress_tokens": None},
+    )
+    return transformers.WhisperForConditionalGeneration(config)
+
+
 wav2vec2 = models.family(
     "Wav2Vec2",
     "ForCTC",
