@@ -332,6 +332,8 @@ class _Folder:
         constants = [each.meta["val"] for each in computes.all_input_nodes if each is not source]
         if (op is aten.div and given[0] is not source) or (op is aten.batch_norm and given[5]):  # in training
             return None
+        if op in _BATCH_NORMS and axis != 1:
+            return None
         if not all(isinstance(each, Tensor) and each.numel() <= size for each in constants):
             return None
         if any(each.dtype == torch.bool or each.is_complex() for each in constants):
@@ -343,10 +345,7 @@ class _Folder:
         assert callable(computes.target)
         with torch.inference_mode(False), torch.enable_grad():
             x = torch.zeros(sizes, dtype=torch.float64, requires_grad=True)
-            try:
-                result = computes.target(*map_arg(given, lambda each: x if each is source else self._value(each)))
-            except RuntimeError:  # a batch norm of other dimensions
-                return None
+            result = computes.target(*map_arg(given, lambda each: x if each is source else self._value(each)))
             shift: Tensor = result[0] if isinstance(result, tuple) else result
             if shift.shape != x.shape:
                 return None
