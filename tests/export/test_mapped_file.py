@@ -1,7 +1,5 @@
 """The memory of a mapped file is given back, and its content stays readable."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

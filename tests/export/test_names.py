@@ -1,7 +1,5 @@
 """Names of inputs and outputs: the model's, or said to be others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The ONNX file: its twell nodes, names, and bytes."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

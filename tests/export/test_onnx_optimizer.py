@@ -1,7 +1,5 @@
 """No number of a model changes on its way to ONNX."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Real plans, built by TensorRT-RTX on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

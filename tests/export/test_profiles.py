@@ -1,7 +1,5 @@
 """Optimization profiles: parsing, and completing what the user leaves open."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Rotary positions are written by halves where not plugins alone read them, and not a bit of a result changes."""
 
-from __future__ import annotations
-
 import collections
 from pathlib import Path
 

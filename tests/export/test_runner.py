@@ -1,7 +1,5 @@
 """What needs no GPU of running a plan: what is said of one that TensorRT refuses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

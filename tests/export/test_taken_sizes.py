@@ -1,7 +1,5 @@
 """Models that compare sizes: no size runs for which a model computes something else, and every other is taken."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

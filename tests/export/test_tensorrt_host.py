@@ -1,7 +1,5 @@
 """Which TensorRT is chosen, and what is said where none can be used."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

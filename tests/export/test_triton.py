@@ -1,7 +1,5 @@
 """Triton model repositories, and plans that carry their plugins; parsed with Triton's own protobuf."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Attention over a key-value cache: its mask is none where a form goes by lengths, and comparisons elsewhere."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The decision for each block, and its reason."""
 
-from __future__ import annotations
-
 import copy
 import re
 from dataclasses import replace

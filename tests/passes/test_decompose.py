@@ -1,7 +1,5 @@
 """Operations that change are traced one by one: the program is as if torch had traced all of it again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Blocks whose neurons are not the last dimension."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Constants beside an activation: which go into the weights, with results equal to float64, and which must not."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

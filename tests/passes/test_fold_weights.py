@@ -1,7 +1,5 @@
 """Weights that the graph computes from constants alone."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from typing import Any

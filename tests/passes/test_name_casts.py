@@ -1,7 +1,5 @@
 """Casts in every spelling are one operator."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

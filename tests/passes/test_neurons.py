@@ -1,7 +1,5 @@
 """Neurons that are moved, or removed: what is kept, what stays as it is, and that results do not change."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Models whose weights lie on a GPU: all passes make the same of them as on a CPU, and leave everything there."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """One list of passes: what each does shows in its graph, and every command takes its passes from there."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path

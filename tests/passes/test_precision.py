@@ -1,7 +1,5 @@
 """Lowering to bfloat16 and float16, and widening to float64."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

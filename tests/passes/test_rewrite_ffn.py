@@ -1,7 +1,5 @@
 """The rewritten program: its ops and their operands, its parameters, and its values."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

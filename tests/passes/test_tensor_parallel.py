@@ -1,7 +1,5 @@
 """The programs of ranks: what each has, and that together they compute what the single program does."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import re

@@ -1,7 +1,5 @@
 """Stored numbers that a ReLU is made of, and what must stay stored."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

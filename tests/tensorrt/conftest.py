@@ -1,7 +1,5 @@
 """Fixtures for tests in real, full TensorRT on a GPU; every test here needs both."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

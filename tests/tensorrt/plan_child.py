@@ -6,8 +6,6 @@ The last argument says whether a plan may bring native code. Prints as JSON whet
 logged of errors.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

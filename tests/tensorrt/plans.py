@@ -1,7 +1,5 @@
 """Build plans on twellc's own paths, and run them."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

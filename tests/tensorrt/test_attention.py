@@ -1,7 +1,5 @@
 """TensorRT fuses attention: a compiled model has one kernel for each attention block, which is what its layers say."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Both plugins in real TensorRT: every activation, with and without biases and residual, against float64."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from pathlib import Path

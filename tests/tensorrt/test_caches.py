@@ -1,7 +1,5 @@
 """Plans with a key-value cache: prompts in chunks, then token by token to the last place, caches bound in place."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

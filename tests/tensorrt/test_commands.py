@@ -1,7 +1,5 @@
 """compile, check and inspect with real TensorRT, each in a process of its own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The Python code of docs/deploy.md runs, block after block, with the plan that its command compiles."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

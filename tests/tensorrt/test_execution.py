@@ -1,7 +1,5 @@
 """How a plan with plugins runs in real TensorRT: shapes and profiles, CUDA graphs, threads, repeats and NaN."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Plans with a key-value cache answer in real TensorRT, through `LLM` and `twellc generate`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The host programs in examples/hosts run plans in real TensorRT."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Plans of real TensorRT that are opened in other processes, without twellc, damaged, or not at all."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

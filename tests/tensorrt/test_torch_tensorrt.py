@@ -1,7 +1,5 @@
 """Engines of Torch-TensorRT with the plugins in them: built, run, saved and loaded."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

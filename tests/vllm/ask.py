@@ -3,8 +3,6 @@
 Arguments: the model's folder and JSON with `options` of `vllm.LLM`, `prompts` of token ids, and `tokens` to generate.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -3,8 +3,6 @@
 Each engine has a process of its own. Where twellc is not installed, its entry point is made of `pyproject.toml`.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json

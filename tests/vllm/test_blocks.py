@@ -1,7 +1,5 @@
 """Which blocks of a model are found, and what is put in their place; without an engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models in vLLM with the `twell` ops: the tokens of transformers, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

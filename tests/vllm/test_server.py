@@ -1,7 +1,5 @@
 """The commands of docs/serve.md: a server for the example model, asked as a whole and as a stream."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

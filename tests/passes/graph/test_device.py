@@ -1,7 +1,5 @@
 """Moving programs between devices, without a GPU: what a graph says of devices, and what programs share."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

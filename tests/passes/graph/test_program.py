@@ -1,7 +1,5 @@
 """Editing programs, and the checks that hold after every pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What programs assert of sizes, and whether it holds: each verdict against every size of a small range."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Every spelling of an activation, in a gated and in a plain block: matched, rewritten, and of the same values."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

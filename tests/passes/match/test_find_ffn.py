@@ -1,7 +1,5 @@
 """Which graphs are feed-forward blocks, which are refused and why, and which are not blocks."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

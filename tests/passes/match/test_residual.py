@@ -1,7 +1,5 @@
 """The residual of a block: which Add a twell op takes in, which not, and that values stay."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Blocks in forms that the matcher does not read: which are reported, and what only resembles one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

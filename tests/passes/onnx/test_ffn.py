@@ -1,7 +1,5 @@
 """Feed-forward blocks in ONNX graphs: which are found, which are refused and why, and that rewriting keeps results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Cutting a part out of an ONNX graph, against the whole."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
