@@ -143,6 +143,13 @@ def test_logits(pair: Pair) -> None:
         torch.testing.assert_close(logits[row : row + 1], expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_prompt_longer_than_the_window(family: Family) -> None:
+    folder, model = family("phi3-window")
+    input_ids = torch.randint(3, 96, (2, 12))
+    logits = made(folder, model)(input_ids, torch.ones_like(input_ids)).logits
+    torch.testing.assert_close(logits[:, 0], model(input_ids).logits[:, -1], rtol=1e-4, atol=1e-5)
+
+
 def test_cache_filled_to_its_last_place(pair: Pair) -> None:
     """64 positions: a row of n tokens gets 65 - n more, the last of which the cache need not hold."""
     ours, model = pair
