@@ -9,13 +9,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.fx import Node
 
 from tests import models
 from tests.models import Gated, Plain, Residual, Written, canonical, canonicalize, eager, export, run
 from tests.tolerance import assert_as_accurate, assert_same
 from twellc.base.errors import UserError
+from twellc.passes import precision
 from twellc.passes.graph.execution import Runner
-from twellc.passes.graph.program import user_inputs
+from twellc.passes.graph.program import infer, user_inputs
 from twellc.passes.match.find_ffn import find_ffn_blocks
 from twellc.passes.precision import lower, parameter_dtypes, widen
 
@@ -509,3 +511,16 @@ def test_lowered_model_is_as_accurate_as_transformers_own(family: str) -> None:
     assert_as_accurate(result.bfloat16(), plain, truth)
     rewritten = Runner(models.rewrite(low))(inputs)[0]
     assert_as_accurate(rewritten.bfloat16(), plain, truth)
+
+
+def test_operations_that_are_alike_are_run_on_shapes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    inferred = []
+
+    def counted(node: Node, *others: Any) -> None:
+        inferred.append(node.target)
+        infer(node, *others)
+
+    monkeypatch.setattr(precision, "infer", counted)
+    program = canonical(nn.Sequential(*(nn.Linear(16, 16) for _ in range(6))), torch.randn(2, 16))
+    widen(program)
+    assert inferred == [torch.ops.aten.linear.default]
