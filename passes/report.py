@@ -133,7 +133,8 @@ class Weights(Record):
     error: Amount | None = field(default=None, metadata=OPTIONAL)
 
     def __str__(self) -> str:
-        return f"weights in {self.bits} bits, {self.reason}"
+        changed = "" if self.error is None or self.bits > 8 else f", which changes its output by {self.error:.2%}"
+        return f"weights in {self.bits} bits, {self.reason}{changed}"
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,12 @@ class Everything(nn.Module):
         self.up, self.down = nn.Conv1d(8, 32, 1), nn.Conv1d(32, 8, 1)
         self.scale = nn.Parameter(torch.linspace(0.5, 2, 32))
         self.block = Gated(d_model=8, d_ff=32)
+        self.narrow = nn.Parameter(torch.eye(8).to(torch.float8_e4m3fn), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         z = nn.functional.conv1d(x.add_(1.0), self.up.weight * self.scale[:, None, None])
         y = torch.maximum(self.down(z * (z > 0).type_as(z) / 2), torch.tensor(0.5))
-        seen = y.transpose(1, 2) + self.block(y.transpose(1, 2))
+        seen = nn.functional.linear(y.transpose(1, 2), self.narrow.float() * 0.5) + self.block(y.transpose(1, 2))
         return nn.functional.scaled_dot_product_attention(seen[:, None], seen[:, None], seen[:, None])
 
 
@@ -45,7 +46,7 @@ def dumped(module: nn.Module, folder: Path) -> dict[str, str]:
 def test_each_pass_is_seen(tmp_path: Path) -> None:
     graphs = dumped(Everything(), tmp_path)
     assert list(graphs) == [
-        "traced", "decompose", "name_casts", "write_numbers", "merge_views", "name_relus", "fold_weights",
+        "traced", "decompose", "name_casts", "dequantise", "write_numbers", "merge_views", "name_relus", "fold_weights",
         "fold_constants", "feature_last", "in_precision", "rewrite_ffn", "rewrite_attention",
     ]  # fmt: skip
     texts = list(graphs.values())
@@ -68,8 +69,8 @@ def test_every_pass_is_in_the_list() -> None:
     others = {"__init__", "pipeline", "dump", "block_profile", "report"}
     files = {path.stem for path in (ROOT / "passes").glob("*.py")} - others
     # Steps and the files that they call have the same names but for these.
-    renamed = {"in_precision": "precision", "rewrite_attention": "attention", "stay": "neurons", "order": "neurons",
-               "share": "neurons"}  # fmt: skip
+    renamed = {"in_precision": "precision", "dequantise": "eight_bits", "rewrite_attention": "attention",
+               "stay": "neurons", "order": "neurons", "share": "neurons"}  # fmt: skip
     steps = {each.name for steps in STEPS.values() for each in steps} - {"find"}
     assert files == {renamed.get(name, name) for name in steps}
     assert list(STEPS) == sorted(STEPS) == list(Stage)[1:]

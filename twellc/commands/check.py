@@ -181,7 +181,8 @@ def _print_blocks(console: Console, blocks: list[BlockAccuracy]) -> None:
     first = next((block for block in blocks if block.diverges), None)
     title = "blocks by themselves" + (f": the worst of {len(blocks)}" if len(worst) < len(blocks) else "")
     shares = [label for cause, label in _CAUSES.items() if cause != "rest"]  # which a block by itself has not
-    table = Table("block", "density", "relative error", "tolerance", *shares, "result", title=title)
+    changed = ["quantisation"] if any(block.quantisation is not None for block in blocks) else []
+    table = Table("block", "density", "relative error", "tolerance", *shares, *changed, "result", title=title)
     for block in blocks:
         if block not in worst and block is not first:
             continue
@@ -195,6 +196,7 @@ def _print_blocks(console: Console, blocks: list[BlockAccuracy]) -> None:
             _figure(separation.low_precision.relative),
             _figure(separation.rewrite.relative),
             _figure(separation.kernels.relative, "+.3e"),
+            *([_figure(math.nan if block.quantisation is None else block.quantisation)] if changed else []),
             _verdict(block),
         )
     console.print(table)

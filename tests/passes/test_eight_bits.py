@@ -1,0 +1,161 @@
+"""Weights in eight bits in programs: which spellings keep them, what is dequantised and why, and what moves neurons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.models import Gated, Plain, export, run
+from twellc.passes.eight_bits import Wish
+from twellc.passes.match.shared_axis import Part
+from twellc.passes.pipeline import Passed, PassOptions, Rewritten, Stage, run_for_ranks, run_passes, run_until
+from twellc.plugins.block import call_of
+from twellc.plugins.meaning import EIGHT_BITS
+from twellc.plugins.ops import VARIANT_OF
+from twellc.plugins.quantise import quantise
+
+BF16 = torch.bfloat16
+D_MODEL, D_FF = 24, 40
+Spelling = Callable[["Narrow"], Tensor]
+
+
+class Narrow(nn.Module):
+    """A linear layer in E4M3, with a scale for each `kind` of its matrix [out, in]."""
+
+    def __init__(self, d_in: int, d_out: int, kind: str, spelling: Spelling) -> None:
+        super().__init__()
+        q, scale = quantise(torch.randn(d_out, d_in) * d_in**-0.5, kind)
+        self.weight, self.scale = nn.Parameter(q, requires_grad=False), nn.Parameter(scale, requires_grad=False)
+        self.spelling = spelling
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.spelling(self))
+
+    def worth(self) -> Tensor:
+        return self.weight.double() * self.scale.double()
+
+
+class Block(nn.Module):
+    def __init__(self, gate: str, up: str, down: str, spelling: Spelling) -> None:
+        super().__init__()
+        self.gate, self.up = Narrow(D_MODEL, D_FF, gate, spelling), Narrow(D_MODEL, D_FF, up, spelling)
+        self.down = Narrow(D_FF, D_MODEL, down, spelling)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(torch.relu(self.gate(x)) * self.up(x))
+        return y
+
+    def exact(self, x: Tensor) -> Tensor:
+        x = x.double()
+        hidden = torch.relu((x @ self.gate.worth().T).to(BF16).double()) * (x @ self.up.worth().T)
+        return x + hidden @ self.down.worth().T
+
+
+SPELLINGS: dict[str, Spelling] = {
+    "through-float32": lambda each: (each.weight.to(torch.float32) * each.scale).to(BF16),
+    "scale-first": lambda each: (each.scale * each.weight.float()).bfloat16(),
+    "in-bfloat16": lambda each: each.weight.to(BF16) * each.scale.to(BF16),
+}
+
+
+def rewritten(module: nn.Module, wish: Wish = Wish()) -> Rewritten:  # noqa: B008
+    program = export(module.eval(), torch.randn(3, D_MODEL).to(BF16))
+    return run_passes(program, PassOptions(BF16, "all", weights=wish))
+
+
+def operands_of(found: Rewritten | Passed) -> dict[str, Tensor]:
+    """Return what the op of a rewritten program reads from constants, by name."""
+    (node,) = [node for node in found.program.graph.nodes if node.target in VARIANT_OF]
+    operands, _ = call_of(VARIANT_OF[node.target], node.args, node.kwargs)
+    names = {spec.arg.name: spec.target for spec in found.program.graph_signature.input_specs}
+    state = found.program.state_dict
+    return {name: state[names[each.name]] for name, each in operands.named().items() if names.get(each.name) in state}
+
+
+@pytest.mark.parametrize("kinds", [("neuron", "neuron", "output"), ("tensor", "neuron", "neuron"), ("tensor",) * 3])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_blocks_keep_bytes_and_scales(spelling: str, kinds: tuple[str, str, str]) -> None:
+    module = Block(*kinds, SPELLINGS[spelling])
+    found = rewritten(module)
+    (layer,) = found.layers
+    assert str(layer.weights) == "weights in 8 bits, as the model has them"
+    assert layer.reason.endswith(f"; {layer.weights}")
+    stored = operands_of(found)
+    for name, part in (("w_gate", module.gate), ("w_up", module.up)):
+        assert torch.equal(stored[name].view(torch.uint8), part.weight.view(torch.uint8))
+    assert torch.equal(stored["w_down"].view(torch.uint8), module.down.weight.view(torch.uint8).t())
+    x = torch.randn(3, D_MODEL).to(BF16)
+    (y,) = run(found.program, x)
+    if spelling != "in-bfloat16":
+        assert torch.allclose(y.double(), module.exact(x), rtol=2**-8, atol=1e-6)
+
+
+def test_scales_by_input_are_dequantised_and_said() -> None:
+    found = rewritten(Block("output", "neuron", "neuron", SPELLINGS["through-float32"]))
+    assert str(found.layers[0].weights) == "weights in 16 bits, dequantised: w_gate has a scale for each input"
+    assert operands_of(found)["w_gate"].dtype == BF16
+    again = rewritten(Block("output", "neuron", "neuron", SPELLINGS["through-float32"]), Wish(quantise=True))
+    assert str(again.layers[0].weights) == "weights in 8 bits, quantised"
+
+
+def test_a_block_with_some_weights_in_eight_bits_is_dequantised() -> None:
+    module = Block("neuron", "neuron", "neuron", SPELLINGS["through-float32"])
+    module.down = nn.Linear(D_FF, D_MODEL, bias=False, dtype=BF16)  # type: ignore[assignment]
+    (layer,) = rewritten(module).layers
+    assert layer.weights is not None and layer.weights.bits == 16
+    assert "the model has only some of them in eight bits" in layer.reason
+
+
+@pytest.mark.parametrize("module", [Gated(d_model=D_MODEL, d_ff=D_FF, biases="gud"), Plain(d_model=D_MODEL, d_ff=D_FF)])
+def test_blocks_of_sixteen_bits_are_quantised(module: nn.Module) -> None:
+    module = module.to(BF16)
+    assert rewritten(module).layers[0].weights is None
+    found = rewritten(module, Wish(quantise=True))
+    stored, x = operands_of(found), torch.randn(3, D_MODEL).to(BF16)
+    matrices = [name for name in stored if name[:2] == "w_" and "scale" not in name]
+    assert {stored[name].dtype for name in matrices} == {EIGHT_BITS}
+    assert {tuple(stored[f"{name}_scale"].shape) for name in matrices} == {(D_FF, 1)}
+    up, scale = quantise(module.up.weight, "neuron")  # type: ignore[arg-type]
+    assert torch.equal(stored["w_up"].float(), up.float()) and torch.equal(stored["w_up_scale"], scale)
+    (y,), (dense,) = run(found.program, x), run(found.dense, x)
+    assert 0 < (y - dense).norm() / dense.norm() < 0.1
+
+
+def test_a_block_with_too_large_an_error_stays() -> None:
+    module = Plain(d_model=D_MODEL, d_ff=D_FF).to(BF16)
+    (name,) = [layer.module for layer in rewritten(module).layers]
+    for error, bits in ((0.04, 8), (0.06, 16), (float("nan"), 16)):
+        (layer,) = rewritten(module, Wish(True, 0.05, {name: error})).layers
+        assert layer.weights is not None and layer.weights.bits == bits
+        said = "which changes its output by 4.00%" if bits == 8 else "more than --fp8-error 0.05"
+        assert said in layer.reason
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_scales_move_with_their_neurons(narrow: bool) -> None:
+    module: nn.Module = Block("neuron", "neuron", "output", SPELLINGS["through-float32"])
+    module = module if narrow else Gated(d_model=D_MODEL, d_ff=D_FF, biases="gud").to(BF16)
+    program, options = export(module.eval(), torch.randn(3, D_MODEL).to(BF16)), PassOptions(BF16, "all")
+    options = replace(options, weights=Wish(quantise=not narrow))
+    decided = run_until(program, options, Stage.DECIDE)
+    order = torch.randperm(D_FF)[:32]
+    moved = replace(decided, stage=Stage.ORDER, orders={decided.layers[0].module: order})
+    before, after = (operands_of(run_until(each, options, Stage.ATTENTION)) for each in (decided, moved))
+    for name in ("w_gate", "w_up", "w_down"):
+        worth, own = (each[name].float() * each[f"{name}_scale"] for each in (before, after))
+        assert torch.equal(own, worth[order])
+
+
+def test_ranks_share_scales() -> None:
+    module = Gated(d_model=D_MODEL, d_ff=D_FF, biases="d").to(BF16)
+    program = export(module.eval(), torch.randn(3, D_MODEL).to(BF16))
+    options = PassOptions(BF16, "all", weights=Wish(quantise=True), part=Part(0, 2))
+    whole = operands_of(run_passes(program, replace(options, part=Part(0, 1))))
+    parts = [operands_of(each) for each in run_for_ranks(program, options)]
+    for name in ("w_gate_scale", "w_down_scale"):
+        together = torch.cat([each[name] for each in parts]).sort(0).values
+        assert torch.equal(together, whole[name].sort(0).values)
