@@ -1,0 +1,107 @@
+"""`--weights fp8`, and models with weights in E4M3: compiled, inspected and checked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+import twellc
+from tests import models
+from tests.conftest import Cli
+from tests.models import SEQUENCE
+
+QUANTISED = "weights in 8 bits, quantised"
+
+
+def bits(layers: list[Any]) -> list[str]:
+    return [str(layer.weights) for layer in layers]
+
+
+@pytest.fixture
+def samples(tmp_path: Path) -> Path:
+    """Inputs of the archive."""
+    np.savez(tmp_path / "x.npz", x=np.random.default_rng(0).standard_normal((3, SEQUENCE, models.D_MODEL)))
+    return tmp_path / "x.npz"
+
+
+@pytest.mark.usefixtures("cli", "remembered_models")
+def test_a_block_is_quantised_and_checked(archive: Path, tmp_path: Path) -> None:
+    graph, report = tmp_path / "m.onnx", tmp_path / "m.json"
+    manifest = twellc.compile(archive, backend="none", onnx=graph, report=report, weights="fp8")
+    assert bits(manifest.layers) == [QUANTISED]
+    written = json.loads(report.read_text())
+    assert written["settings"]["weights"] == "fp8"
+    assert written["layers"][0]["weights"] == {"bits": 8, "reason": "quantised"}
+    kinds = [each.data_type for each in onnx.load(graph).graph.initializer]
+    assert kinds.count(onnx.TensorProto.FLOAT8E4M3FN) == 3
+    result = twellc.check(archive, graph)
+    assert result.within, result.causes
+    (block,) = result.blocks
+    assert 0.01 < (block.quantisation or 0) < 0.1
+    assert block.accuracy.separation is not None and block.accuracy.separation.rewrite.relative < 1e-12
+    assert bits(twellc.inspect(graph).layers) == [QUANTISED]
+    by_type = {kind: twellc.inspect(archive, weights=kind, tokens=1) for kind in ("keep", "fp8")}
+    assert bits(by_type["fp8"].layers) == [QUANTISED]
+    halves = [by_type[kind].cost.layers[0].sparse.bytes for kind in ("fp8", "keep")]
+    assert halves[0] < 0.6 * halves[1]
+
+
+@pytest.mark.usefixtures("cli", "remembered_models")
+def test_a_block_with_too_large_an_error_stays(archive: Path, tmp_path: Path, samples: Path) -> None:
+    given: dict[str, Any] = {"backend": "none", "weights": "fp8", "arrays": samples, "onnx": tmp_path / "m.onnx"}
+    (layer,) = twellc.compile(archive, fp8_error=1.0, **given).layers
+    assert layer.weights is not None and layer.weights.bits == 8
+    error = layer.weights.error
+    assert error is not None and 0.01 < error < 0.1
+    manifest = twellc.compile(archive, fp8_error=error / 2, overwrite=True, **given)
+    assert f"16 bits, eight bits change its output by {error:.2%}, more than --fp8-error" in manifest.layers[0].reason
+    assert manifest.settings.fp8_errors == {layer.module: error}
+    checked = twellc.check(archive, tmp_path / "m.onnx")
+    assert checked.within and checked.blocks[0].quantisation is None
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cli")
+def test_a_llama_with_a_cache(llama: Path, tmp_path: Path) -> None:
+    graph = tmp_path / "m.onnx"
+    manifest = twellc.compile(llama, backend="none", onnx=graph, weights="fp8", kv_cache=32)
+    assert set(bits(manifest.layers)) == {QUANTISED}
+    result = twellc.check(llama, graph)
+    assert result.within, result.causes
+    assert all((block.quantisation or 0) > 0.01 for block in result.blocks)
+
+
+@pytest.mark.usefixtures("cli")
+def test_a_damaged_scale_is_found(archive: Path, tmp_path: Path) -> None:
+    graph = tmp_path / "m.onnx"
+    twellc.compile(archive, backend="none", onnx=graph, weights="fp8")
+    model = onnx.load(graph)
+    (scale,) = [each for each in model.graph.initializer if each.name.endswith("up.weight_scale")]
+    values = onnx.numpy_helper.to_array(scale).copy()
+    values[7] *= 2
+    scale.CopyFrom(onnx.numpy_helper.from_array(values, scale.name))
+    onnx.save(model, graph)
+    result = twellc.check(archive, graph)
+    assert not result.within and "rewrite" in result.causes
+
+
+REFUSED = [
+    (("--fp8-error", "0.1"), "--fp8-error 0.1: no weights are quantised; got --weights keep. Add --weights fp8"),
+    (("--weights", "fp8", "--fp8-error", "0.1"), "is measured on samples; got none; expected one of --inputs"),
+    (("--weights", "fp8", "--inputs", "x.npz"), "--inputs x.npz: the model is run only to measure eight bits"),
+    (("--weights", "int4"), "'int4' is not one of 'keep', 'fp8'"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_bad_options_are_refused(
+    options: tuple[str, ...], message: str, cli: Cli, archive: Path, tmp_path: Path
+) -> None:
+    result = cli("compile", archive, "--backend", "none", "--onnx", tmp_path / "m.onnx", *options)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())

@@ -1,0 +1,103 @@
+"""ONNX models whose blocks are read in eight bits: DequantizeLinear of E4M3, and `--weights fp8`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+import twellc
+from tests.conftest import Cli
+from tests.onnx_graphs import D_FF, D_MODEL, D_OUT, GraphMaker, gated
+from twellc.base.arrays import to_numpy, to_torch
+from twellc.checks.evaluator import OnnxEvaluator
+from twellc.plugins.quantise import quantise
+
+
+def with_dequantised_weights(dtype: str, down: str, transposed: bool = False) -> tuple[onnx.ModelProto, dict[str, Any]]:
+    """Return a gated block of DequantizeLinear of E4M3, and what its weights are worth, [in, out]."""
+    make, worth = GraphMaker(dtype, opset=21), {}
+
+    def weight(name: str, d_in: int, d_out: int, kind: str) -> str:
+        q, scale = quantise(torch.randn(d_in, d_out) * d_in**-0.5, kind)
+        scale = scale.to(torch.bfloat16 if dtype == "bf16" else torch.float32)
+        worth[name] = q.double() * scale.double()
+        axis = {"axis": 0 if kind == "neuron" else 1} if kind != "tensor" else {}
+        if transposed:
+            q, axis = q.t(), {name: 1 - value for name, value in axis.items()}
+        inputs = (
+            make.constant(to_numpy(q), f"{name}.q", dtype=to_numpy(q).dtype),
+            make.constant(to_numpy(scale.flatten() if scale.dim() else scale), f"{name}.s"),
+        )
+        found = make.node("DequantizeLinear", *inputs, **axis)
+        return str(make.node("Transpose", found, perm=[1, 0]) if transposed else found)
+
+    gate, up = (make.node("MatMul", "x", weight(name, D_MODEL, D_FF, "output")) for name in ("gate", "up"))
+    hidden = make.node("Mul", make.node("Relu", gate), up)
+    return make.model(make.node("MatMul", hidden, weight("down", D_FF, D_OUT, down))), worth
+
+
+@pytest.mark.usefixtures("cli")
+@pytest.mark.parametrize(
+    ("dtype", "down", "transposed"), [("bf16", "output", False), ("fp32", "neuron", True), ("bf16", "tensor", True)]
+)
+def test_dequantised_products_of_onnx_are_matched(dtype: str, down: str, transposed: bool, tmp_path: Path) -> None:
+    model, worth = with_dequantised_weights(dtype, down, transposed)
+    onnx.save(model, tmp_path / "m.onnx")
+    manifest = twellc.compile(tmp_path / "m.onnx", backend="none", onnx=tmp_path / "o.onnx")
+    assert str(manifest.layers[0].weights) == "weights in 8 bits, as the model has them"
+    x = torch.randn(2, 3, D_MODEL).to(torch.bfloat16 if dtype == "bf16" else torch.float32)
+    (y,) = OnnxEvaluator(tmp_path / "o.onnx").run({"x": x})
+    low = x.bfloat16().double()
+    hidden = torch.relu((low @ worth["gate"]).bfloat16().double()) * (low @ worth["up"])
+    assert torch.allclose(y.double(), hidden @ worth["down"], rtol=2**-7, atol=1e-3)
+    assert twellc.check(tmp_path / "m.onnx", tmp_path / "o.onnx").within
+
+
+@pytest.mark.usefixtures("cli")
+def test_an_onnx_model_is_quantised(tmp_path: Path) -> None:
+    onnx.save(gated("fp32", biases=True), tmp_path / "m.onnx")
+    manifest = twellc.compile(tmp_path / "m.onnx", backend="none", onnx=tmp_path / "o.onnx", weights="fp8")
+    assert str(manifest.layers[0].weights) == "weights in 8 bits, quantised"
+    written = onnx.load(tmp_path / "o.onnx")
+    named = {each.name: onnx.numpy_helper.to_array(each) for each in written.graph.initializer}
+    (up,) = [each for each in onnx.load(tmp_path / "m.onnx").graph.initializer if each.name == "mlp.up.weight"]
+    q, scale = quantise(to_torch(onnx.numpy_helper.to_array(up)).t(), "neuron")
+    assert torch.equal(to_torch(named["mlp.up.weight_e4m3"]).float(), q.float())
+    assert torch.equal(to_torch(named["mlp.up.weight_scale"]), scale)
+    result = twellc.check(tmp_path / "m.onnx", tmp_path / "o.onnx")
+    assert result.within and (result.blocks[0].quantisation or 0) > 0.01
+
+
+def test_weights_that_are_not_finite_are_refused(cli: Cli, tmp_path: Path) -> None:
+    model = gated("fp32")
+    (down,) = [each for each in model.graph.initializer if each.name == "mlp.down.weight"]
+    values = onnx.numpy_helper.to_array(down).copy()
+    values[3, 5] = np.inf
+    down.CopyFrom(onnx.numpy_helper.from_array(values, down.name))
+    onnx.save(model, tmp_path / "m.onnx")
+    given = ("compile", tmp_path / "m.onnx", "--backend", "none", "--onnx", tmp_path / "o.onnx")
+    result = cli(*given, "--weights", "fp8")
+    assert result.exit_code == 2
+    assert "w_down: cannot be quantised: 1 of 960 weights are NaN, or infinite in float32" in " ".join(
+        result.output.split()
+    )
+    assert not (tmp_path / "o.onnx").exists()
+    result = cli(
+        *given[:2],
+        "--backend",
+        "none",
+        "--onnx",
+        tmp_path / "o.onnx",
+        "--weights",
+        "fp8",
+        "--fp8-error",
+        "0.1",
+        "--text",
+        tmp_path / "m.onnx",
+    )
+    assert "an ONNX file is not run" in result.output
