@@ -10,7 +10,7 @@ their scales; all other weights stay dequantised, and the report says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from twellc.base.dtypes import kernel_dtypes
+from twellc.base.errors import first_few
 from twellc.passes.fold_weights import computed_weights
 from twellc.passes.graph.constants import ProgramConstants
 from twellc.passes.graph.program import editable, finish
@@ -66,7 +67,7 @@ class Wish:
     Attributes:
         quantise: Whether any are.
         most: The largest relative error of a block's output on samples; None for any.
-        errors: These errors, by module.
+        errors: These errors, by module; a block without one stays as it is if there is a largest one.
     """
 
     quantise: bool = False
@@ -82,7 +83,9 @@ def dequantise(program: ExportedProgram) -> tuple[ExportedProgram, dict[str, Eig
 
     Weights whose scales have another shape, or are not finite, are left to `fold_weights`.
     """
-    if not any(True for _ in _products(ProgramConstants(program))):
+    if not any(_is_narrow(node) for node in program.graph.nodes):
+        return program, {}
+    if next(_products(ProgramConstants(program)), None) is None:
         return program, {}
     program = editable(program)
     constants = ProgramConstants(program)
@@ -99,6 +102,10 @@ def dequantise(program: ExportedProgram) -> tuple[ExportedProgram, dict[str, Eig
     return finish(program), known
 
 
+def _is_narrow(node: Node) -> bool:
+    return getattr(node.meta.get("val"), "dtype", None) == EIGHT_BITS
+
+
 def _products(constants: ProgramConstants) -> Iterator[tuple[Node, Node, EightBits]]:
     """Yield what multiplies a matrix in eight bits by scales, that matrix, and both as tensors."""
     for node in computed_weights(constants):
@@ -109,7 +116,7 @@ def _products(constants: ProgramConstants) -> Iterator[tuple[Node, Node, EightBi
             source = matrix
             while isinstance(source, Node) and packet(source) in CASTS:
                 source = operand(source)
-            if source is matrix or not isinstance(source, Node) or source.meta["val"].dtype != EIGHT_BITS:
+            if source is matrix or not isinstance(source, Node) or not _is_narrow(source):
                 continue
             scale = constants.value(factor) if isinstance(factor, Node) else torch.tensor(factor)
             found = as_scale(scale.float(), node.meta["val"].shape)
@@ -135,6 +142,16 @@ def _inputs(node: Node) -> list[Node]:
     return found
 
 
+def notes_on(known: Mapping[str, EightBits], blocks: Iterable[FfnBlock]) -> list[str]:
+    """Return what the user should know of weights that a model has in eight bits, and these blocks do not read so."""
+    narrow = [block for block in blocks if block.weights is not None and block.weights.bits == 8]
+    read = {weight.name for block in narrow for weight in weights_of(block, lambda each, _: each).named().values()}
+    others = [name.removesuffix("_folded") for name in known if name not in read]
+    if not others:
+        return []
+    return [f"{len(others)} weights that the model has in eight bits are dequantised: {first_few(others)}"]
+
+
 # ---- what becomes of blocks ----
 
 
@@ -150,7 +167,9 @@ def judge(block: FfnBlock, stored: Stored, wish: Wish) -> Weights | None:
     if not wish.quantise:
         return Weights(16, f"dequantised: {fault}") if known else None
     error = wish.errors.get(block.module)
-    if wish.most is not None and error is not None and not error <= wish.most:
+    if wish.most is not None and error is None:
+        return Weights(16, "what eight bits change could not be measured on the samples")
+    if wish.most is not None and error is not None and error > wish.most:
         return Weights(16, f"eight bits change its output by {error:.2%}, more than --fp8-error {wish.most:g}", error)
     return Weights(8, QUANTISED, error)
 

@@ -37,7 +37,7 @@ from twellc.passes.block_profile import Calibration
 from twellc.passes.decide import Advise, decide, options_of
 from twellc.passes.decompose import decompose
 from twellc.passes.dump import NOWHERE, GraphDump
-from twellc.passes.eight_bits import EightBits, Wish, dequantise, eight_bits_of, judge
+from twellc.passes.eight_bits import EightBits, Wish, dequantise, eight_bits_of, judge, notes_on
 from twellc.passes.feature_last import feature_last
 from twellc.passes.fold_constants import fold_constants
 from twellc.passes.fold_weights import fold_weights
@@ -147,7 +147,7 @@ class Rewritten:
         program: The same with `twell` ops; that of a rank if there are several.
         layers: What became of each feed-forward block; hot neurons are those of a rank, all else is of all ranks.
         attention: What became of each attention block, with the heads of a rank; empty where none was to be rewritten.
-        notes: What every rank computes whole, and why.
+        notes: Which weights in eight bits are dequantised; what every rank computes whole, and why.
     """
 
     dense: ExportedProgram
@@ -345,4 +345,5 @@ def run_for_ranks(program: ExportedProgram, options: PassOptions) -> Iterator[Re
 def _finish(ordered: Passed, options: PassOptions) -> Rewritten:
     passed = run_until(ordered, options, Stage.ATTENTION)
     assert passed.dense is not None
-    return Rewritten(passed.dense, passed.program, passed.layers, passed.attention, passed.notes)
+    notes = notes_on(passed.eight_bits, [block for block, _ in passed.chosen])
+    return Rewritten(passed.dense, passed.program, passed.layers, passed.attention, [*notes, *passed.notes])

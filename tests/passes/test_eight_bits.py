@@ -98,6 +98,8 @@ def test_scales_by_input_are_dequantised_and_said() -> None:
     found = rewritten(Block("output", "neuron", "neuron", SPELLINGS["through-float32"]))
     assert str(found.layers[0].weights) == "weights in 16 bits, dequantised: w_gate has a scale for each input"
     assert operands_of(found)["w_gate"].dtype == BF16
+    (note,) = found.notes
+    assert note.startswith("3 weights that the model has in eight bits are dequantised: ") and "gate.weight" in note
     again = rewritten(Block("output", "neuron", "neuron", SPELLINGS["through-float32"]), Wish(quantise=True))
     assert str(again.layers[0].weights) == "weights in 8 bits, quantised"
 
@@ -128,11 +130,14 @@ def test_blocks_of_sixteen_bits_are_quantised(module: nn.Module) -> None:
 def test_a_block_with_too_large_an_error_stays() -> None:
     module = Plain(d_model=D_MODEL, d_ff=D_FF).to(BF16)
     (name,) = [layer.module for layer in rewritten(module).layers]
-    for error, bits in ((0.04, 8), (0.06, 16), (float("nan"), 16)):
-        (layer,) = rewritten(module, Wish(True, 0.05, {name: error})).layers
-        assert layer.weights is not None and layer.weights.bits == bits
-        said = "which changes its output by 4.00%" if bits == 8 else "more than --fp8-error 0.05"
-        assert said in layer.reason
+    cases: tuple[tuple[dict[str, float], str], ...] = (
+        ({name: 0.04}, "weights in 8 bits, quantised, which changes its output by 4.00%"),
+        ({name: 0.06}, "weights in 16 bits, eight bits change its output by 6.00%, more than --fp8-error 0.05"),
+        ({}, "weights in 16 bits, what eight bits change could not be measured on the samples"),
+    )
+    for errors, said in cases:
+        (layer,) = rewritten(module, Wish(True, 0.05, errors)).layers
+        assert str(layer.weights) == said
 
 
 @pytest.mark.parametrize("narrow", [False, True])

@@ -47,7 +47,7 @@ def wish_of(options: WeightOptions, errors: Mapping[str, float] | None = None) -
 def measure_errors(
     model: LoadedModel, dtype: str, samples: Iterable[Sample], progress: Callable[[str], None]
 ) -> dict[str, float]:
-    """Return by how much eight bits change the output of each block that can be rewritten, by module.
+    """Return by how much eight bits change the output of each block that can be rewritten, by module; if it is finite.
 
     It is ||y8 - y|| / ||y|| over all samples, y by weights of 16 bits, without what the block is added to; the input of
     a block is that which it has with weights of 16 bits. Blocks that the model has in eight bits are left out.
@@ -85,7 +85,9 @@ def measure_errors(
     with torch.no_grad():
         for sample in samples:
             runner(sample, visit)
-    return {
-        block.module: math.sqrt(difference[block.module] / size[block.module]) if size[block.module] else 0.0
-        for block, _ in chosen
-    }
+    found_errors = {}
+    for module, squares in size.items():
+        error = math.sqrt(difference[module] / squares) if squares else 0.0
+        if math.isfinite(error):
+            found_errors[module] = error
+    return found_errors

@@ -30,8 +30,8 @@ from twellc.passes.eight_bits import Wish
 from twellc.passes.onnx.ffn import find_onnx_blocks
 from twellc.passes.onnx.graph import dtype_of
 from twellc.passes.pipeline import PassOptions, Stage, run_until
-from twellc.passes.report import Layer
-from twellc.plugins.block import BY_NODE
+from twellc.passes.report import Layer, Weights
+from twellc.plugins.block import BY_NODE, SCALES_FLAG
 from twellc.plugins.library import PLUGIN_NAMES, PLUGIN_NAMESPACE
 
 
@@ -105,7 +105,9 @@ def twell_nodes(model: onnx.ModelProto) -> list[PluginNode]:
             continue
         fields = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
         fields = {name: value.decode() if isinstance(value, bytes) else value for name, value in fields.items()}
-        weights = [name for name in node.input if len(shapes.get(name, ())) == 2]
+        scales = BY_NODE[node.op_type].scales if fields.get(SCALES_FLAG) and node.op_type in BY_NODE else ()
+        inputs = list(node.input)[: len(node.input) - len(scales)]  # scales are the last ones
+        weights = [name for name in inputs if len(shapes.get(name, ())) == 2]
         dtype = dtypes.get(weights[0]) if weights else None
         nodes.append(
             PluginNode(
@@ -137,5 +139,6 @@ def _layer_of(node: PluginNode) -> Layer:
         decision="twell",
         reason="is a plugin node",
         residual=node.fields.get("residual") == 1,
+        weights=Weights(8, "as the node has them") if node.fields.get(SCALES_FLAG) else None,
         hot=hot if isinstance(hot, int) else 0,
     )

@@ -104,7 +104,7 @@ def test_activation(name: str, dtype: str) -> None:
     rewritten = check_rewrite(make.model(y), dtype)
     assert fields_of(rewritten) == {
         "activation": activation.encode(), "threshold": threshold, "compression": 8, "hot": 0, "up_bias": 1,
-        "down_bias": 1, "residual": 0, "plugin_version": b"twellc-3", "plugin_namespace": b"twell",
+        "down_bias": 1, "residual": 0, "scales": 0, "plugin_version": b"twellc-3", "plugin_namespace": b"twell",
     }  # fmt: skip
 
 
