@@ -83,10 +83,14 @@ def dtype_of(onnx_type: Any) -> torch.dtype | None:
 
 
 def constant_values(tensor: gs.Tensor) -> NDArray[Any] | None:
-    """Return the values of an initializer or of a Constant node's output; None for what is computed."""
+    """Return the values of an initializer, of a Constant node's output, or of dequantised ones; None for others."""
     if isinstance(tensor, gs.Constant):
         values: NDArray[Any] = tensor.values
         return values
+    source = _dequantised_source(tensor)
+    if source is not tensor:
+        found, dtype = constant_values(source), dtype_of(tensor.inputs[0].attrs.get("to"))
+        return None if found is None or dtype is None else to_numpy(to_torch(found).to(dtype))
     if len(tensor.inputs) != 1 or tensor.inputs[0].op not in ("Constant", "DequantizeLinear"):
         return None
     attributes = tensor.inputs[0].attrs
@@ -102,8 +106,18 @@ def constant_values(tensor: gs.Tensor) -> NDArray[Any] | None:
     return value.values if isinstance(value, gs.Constant) else None
 
 
+def _dequantised_source(tensor: gs.Tensor) -> gs.Tensor:
+    """Return what a Cast reads of a DequantizeLinear; any other tensor itself."""
+    if isinstance(tensor, gs.Constant) or len(tensor.inputs) != 1 or tensor.inputs[0].op != "Cast":
+        return tensor
+    source = tensor.inputs[0].inputs[0]
+    dequantised = not isinstance(source, gs.Constant) and [node.op for node in source.inputs] == ["DequantizeLinear"]
+    return source if dequantised else tensor
+
+
 def in_eight_bits(tensor: gs.Tensor) -> EightBits | None:
     """Return the matrix in E4M3 and its scales that a DequantizeLinear makes a constant of; None for anything else."""
+    tensor = _dequantised_source(tensor)
     if isinstance(tensor, gs.Constant) or len(tensor.inputs) != 1 or tensor.inputs[0].op != "DequantizeLinear":
         return None
     node = tensor.inputs[0]
@@ -512,6 +526,9 @@ class _Builder:
         dtype = dtype_of(node.attrs.get("to"))
         if dtype is None:
             raise _UnknownError
+        if _dequantised_source(node.outputs[0]) is not node.outputs[0]:
+            self._on_dequantize(node)  # a constant, as what it reads
+            return
         self._emit(node, aten._to_copy.default, self._operand(node, 0), dtype=dtype)
 
     def _on_cast_like(self, node: gs.Node) -> None:

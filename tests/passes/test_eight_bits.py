@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -40,10 +41,12 @@ class Narrow(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, gate: str, up: str, down: str, spelling: Spelling) -> None:
+    def __init__(
+        self, gate: str, up: str, down: str, spelling: Spelling, d_model: int = D_MODEL, d_ff: int = D_FF
+    ) -> None:
         super().__init__()
-        self.gate, self.up = Narrow(D_MODEL, D_FF, gate, spelling), Narrow(D_MODEL, D_FF, up, spelling)
-        self.down = Narrow(D_FF, D_MODEL, down, spelling)
+        self.gate, self.up = Narrow(d_model, d_ff, gate, spelling), Narrow(d_model, d_ff, up, spelling)
+        self.down = Narrow(d_ff, d_model, down, spelling)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + self.down(torch.relu(self.gate(x)) * self.up(x))
@@ -92,6 +95,41 @@ def test_blocks_keep_bytes_and_scales(spelling: str, kinds: tuple[str, str, str]
     (y,) = run(found.program, x)
     if spelling != "in-bfloat16":
         assert torch.allclose(y.double(), module.exact(x), rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_blocks_against_float64(seed: int) -> None:
+    draw = random.Random(seed)
+    gate, up = (draw.choice(["tensor", "neuron"]) for _ in range(2))
+    down, d_model, d_ff = draw.choice(["tensor", "neuron", "output"]), 8 * draw.randint(1, 20), draw.randint(1, 300)
+    module = Block(gate, up, down, SPELLINGS["through-float32"], d_model, d_ff)
+    x = torch.randn(3, d_model).to(BF16)
+    found = run_passes(export(module.eval(), x), PassOptions(BF16, "all"))
+    assert str(found.layers[0].weights) == "weights in 8 bits, as the model has them"
+    (y,) = run(found.program, x)
+    assert torch.allclose(y.double(), module.exact(x), rtol=2**-8, atol=1e-6)
+
+
+class Packed(nn.Module):
+    """A block whose gate and up are one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = Narrow(D_MODEL, 2 * D_FF, "neuron", SPELLINGS["through-float32"])
+        self.down = Narrow(D_FF, D_MODEL, "tensor", SPELLINGS["through-float32"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.both(x).chunk(2, dim=-1)
+        y: Tensor = self.down(torch.relu(gate) * up)
+        return y
+
+
+def test_parts_of_a_packed_matrix_have_their_scales() -> None:
+    module = Packed()
+    stored = operands_of(rewritten(module))
+    for name, rows in (("w_gate", slice(0, D_FF)), ("w_up", slice(D_FF, None))):
+        assert torch.equal(stored[name].float(), module.both.weight.float()[rows])
+        assert torch.equal(stored[f"{name}_scale"], module.both.scale[rows])
 
 
 def test_scales_by_input_are_dequantised_and_said() -> None:

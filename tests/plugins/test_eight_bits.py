@@ -12,7 +12,7 @@ from torch import Tensor
 
 from twellc.plugins import library
 from twellc.plugins.block import GATED, PLAIN, BlockOptions, Operands, problem_of, set_scales
-from twellc.plugins.meaning import EIGHT_BITS, activate, dequantised
+from twellc.plugins.meaning import EIGHT_BITS, activate, dequantised, scale_kinds
 from twellc.plugins.ops import run_block
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -165,6 +165,13 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str, dev
     given = {name: value.to(device) for name, value in {**operands.named(), **changes}.items() if value is not None}
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         run_block(Operands(**given), options)
+
+
+def test_the_scale_of_a_single_neuron_is_no_scale_for_outputs() -> None:
+    operands, _ = make(Case(d_ff=1, gate_up="tensor"))
+    assert scale_kinds(operands) == ("tensor", "neuron")
+    operands, _ = make(Case(d_ff=1, down="output"))
+    assert scale_kinds(operands) == ("neuron", "output")
 
 
 def test_there_are_no_gradients() -> None:

@@ -24,16 +24,20 @@ def with_dequantised_weights(dtype: str, down: str, transposed: bool = False) ->
 
     def weight(name: str, d_in: int, d_out: int, kind: str) -> str:
         q, scale = quantise(torch.randn(d_in, d_out) * d_in**-0.5, kind)
-        scale = scale.to(torch.bfloat16 if dtype == "bf16" else torch.float32)
+        scale = scale.to(torch.bfloat16 if dtype == "bf16" and not transposed else torch.float32)
         worth[name] = q.double() * scale.double()
         axis = {"axis": 0 if kind == "neuron" else 1} if kind != "tensor" else {}
         if transposed:
             q, axis = q.t(), {name: 1 - value for name, value in axis.items()}
         inputs = (
             make.constant(to_numpy(q), f"{name}.q", dtype=to_numpy(q).dtype),
-            make.constant(to_numpy(scale.flatten() if scale.dim() else scale), f"{name}.s"),
+            make.constant(
+                to_numpy(scale.flatten() if scale.dim() else scale), f"{name}.s", dtype=to_numpy(scale).dtype
+            ),
         )
         found = make.node("DequantizeLinear", *inputs, **axis)
+        if scale.dtype == torch.float32 and dtype == "bf16":
+            found = make.node("Cast", found, to=onnx.TensorProto.BFLOAT16)
         return str(make.node("Transpose", found, perm=[1, 0]) if transposed else found)
 
     gate, up = (make.node("MatMul", "x", weight(name, D_MODEL, D_FF, "output")) for name in ("gate", "up"))
