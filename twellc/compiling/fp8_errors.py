@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.export.passes import move_to_device_pass
 
+from twellc.base.devices import choose_device
 from twellc.base.dtypes import torch_dtype
+from twellc.base.errors import UserError
 from twellc.export.profiles import program_inputs
 from twellc.loaders.loaded import LoadedModel
 from twellc.options.commands import CompileOptions
@@ -17,7 +20,7 @@ from twellc.options.weights import FP8, WeightOptions
 from twellc.passes.decide import options_of
 from twellc.passes.eight_bits import QUANTISED, Wish, eight_bits_of
 from twellc.passes.graph.execution import Runner
-from twellc.passes.graph.program import tensor_of
+from twellc.passes.graph.program import editable, tensor_of
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.pipeline import PassOptions, Stage, run_until
 from twellc.passes.rewrite_ffn import arranged_view, weights_of
@@ -49,18 +52,24 @@ def measure_errors(
 ) -> dict[str, float]:
     """Return by how much eight bits change the output of each block that can be rewritten, by module; if it is finite.
 
-    It is ||y8 - y|| / ||y|| over all samples, y by weights of 16 bits, without what the block is added to; the input of
-    a block is that which it has with weights of 16 bits. Blocks that the model has in eight bits are left out.
+    It is ||y8 - y|| / ||y|| over all samples, y by weights of 16 bits, without what the block is added to. Blocks get
+    the x that they have with weights of 16 bits; those that the model has in eight bits are left out. The model runs on
+    the GPU, its blocks by the kernels, where torch sees one.
 
     Args:
         model: The model.
         dtype: `bf16` or `fp16`: its precision.
         samples: Inputs of the model.
         progress: Receives the name of each step.
+
+    Raises:
+        UserError: The memory of the GPU ran out.
     """
     progress("measuring what eight bits change")
     found = run_until(model.program, PassOptions(torch_dtype(dtype), layers="all", weights=Wish(True)), Stage.DECIDE)
     chosen = [each for each in found.chosen if each[1].weights is not None and each[1].weights.reason == QUANTISED]
+    device = choose_device("auto")
+    program = found.program if device.type == "cpu" else move_to_device_pass(editable(found.program), device)
     by_x: dict[str, list[tuple[FfnBlock, BlockOptions, list[WeightOperands[torch.Tensor]]]]] = defaultdict(list)
     for block, layer in chosen:
         by_x[block.x.name].append((block, options_of(block, layer, None), []))
@@ -68,7 +77,7 @@ def measure_errors(
     size: dict[str, float] = defaultdict(float)
 
     def tensor(weight: Any) -> torch.Tensor:
-        return tensor_of(found.program, weight.name).detach()
+        return tensor_of(program, weight.name).detach()
 
     def visit(name: str, value: Any) -> Any:
         for block, options, forms in by_x.get(name, ()):
@@ -81,13 +90,14 @@ def measure_errors(
             size[block.module] += float(y.square().sum())
         return value
 
-    runner = Runner(found.program)
-    with torch.no_grad():
-        for sample in samples:
-            runner(sample, visit)
-    found_errors = {}
-    for module, squares in size.items():
-        error = math.sqrt(difference[module] / squares) if squares else 0.0
-        if math.isfinite(error):
-            found_errors[module] = error
-    return found_errors
+    runner = Runner(program)
+    try:
+        with torch.no_grad():
+            for sample in samples:
+                runner(sample, visit)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            "--fp8-error", "the GPU's memory ran out", fix="Hide it by CUDA_VISIBLE_DEVICES= to measure on the CPU."
+        ) from error
+    errors = {module: math.sqrt(difference[module] / own) if own else 0.0 for module, own in size.items()}
+    return {module: each for module, each in errors.items() if math.isfinite(each)}
