@@ -13,7 +13,7 @@ from twellc.export.shapes import Shape, ShapeRange, parse_profile, parse_sizes
 from twellc.export.triton import PLAN_NAME, VERSION, model_folder
 from twellc.options.decisions import DecisionOptions
 from twellc.options.option import COUNT, NOT_NEGATIVE, OUTPUT, SEED, SHARE, SIZE, Number, option
-from twellc.options.source import CacheOptions, GivenSampleOptions, SampleOptions, SourceOptions, TracingOptions
+from twellc.options.source import CacheOptions, SampleOptions, SourceOptions, TracingOptions
 from twellc.options.weights import WeightOptions, WeightTypeOptions, refuse_weights
 from twellc.plugins.library import GPUS
 
@@ -28,7 +28,7 @@ LEAST_LENGTH = 2  # of a key-value cache: torch.export takes a single place for 
 
 
 @dataclass(frozen=True)
-class CompileOptions(TracingOptions, DecisionOptions, WeightOptions, GivenSampleOptions):
+class CompileOptions(TracingOptions, DecisionOptions, WeightOptions):
     """What `twellc compile` was asked to do.
 
     Attributes:
@@ -85,6 +85,8 @@ class CompileOptions(TracingOptions, DecisionOptions, WeightOptions, GivenSample
     tensor_parallel: int = option(1, "N", COUNT)
     embed_plugins: bool = option(False)
     plugin_libraries: tuple[Path, ...] = option((), "FILE", Path, names=("--plugin-library",))
+    arrays: Path | None = option(None, "FILE.npz", Path, names=("--inputs",))
+    text: Path | None = option(None, "FILE", Path)
     decided: Mapping[str, Mapping[str, Any]] | None = None
     fp8_errors: Mapping[str, float] | None = None
 

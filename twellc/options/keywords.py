@@ -68,20 +68,15 @@ class WeightKeywords(WeightTypeKeywords, total=False):
     fp8_error: float | None
 
 
-class GivenSampleKeywords(TypedDict, total=False):
-    """See `GivenSampleOptions`."""
+class SampleKeywords(TypedDict, total=False):
+    """See `SampleOptions`."""
 
+    seed: int | None
     arrays: AnyPath | None
     text: AnyPath | None
 
 
-class SampleKeywords(GivenSampleKeywords, total=False):
-    """See `SampleOptions`."""
-
-    seed: int | None
-
-
-class CompileKeywords(TracingKeywords, DecisionKeywords, WeightKeywords, GivenSampleKeywords, RunKeywords, total=False):
+class CompileKeywords(TracingKeywords, DecisionKeywords, WeightKeywords, RunKeywords, total=False):
     """See `CompileOptions`; a profile may be a text such as `x:1x64:16x64:512x64`."""
 
     onnx: AnyPath | None
@@ -100,6 +95,8 @@ class CompileKeywords(TracingKeywords, DecisionKeywords, WeightKeywords, GivenSa
     prefill_chunk: int | None
     tensor_parallel: int
     plugin_libraries: Sequence[AnyPath]
+    arrays: AnyPath | None
+    text: AnyPath | None
 
 
 class InspectKeywords(TracingKeywords, DecisionKeywords, WeightTypeKeywords, RunKeywords, total=False):

@@ -85,26 +85,17 @@ class TracingOptions(SourceOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GivenSampleOptions:
+class SampleOptions:
     """Which inputs a model is run on; at most one of these is given.
 
     Attributes:
         arrays: Run on these arrays, named as the model's inputs, instead of random inputs.
         text: Run a language model on this text, in UTF-8, through the tokenizer in its Hugging Face directory.
+        seed: Seed of random inputs; default: 0.
     """
 
     arrays: Path | None = option(None, "FILE.npz", Path, names=("--inputs",))
     text: Path | None = option(None, "FILE", Path)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleOptions(GivenSampleOptions):
-    """Which inputs a model is run on; at most one of these is given.
-
-    Attributes:
-        seed: Seed of random inputs; default: 0.
-    """
-
     seed: int | None = option(None, "N", SEED)
 
 
