@@ -79,6 +79,7 @@ def operands_of(found: Rewritten | Passed) -> dict[str, Tensor]:
     return {name: state[names[each.name]] for name, each in operands.named().items() if names.get(each.name) in state}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kinds", [("neuron", "neuron", "output"), ("tensor", "neuron", "neuron"), ("tensor",) * 3])
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_blocks_keep_bytes_and_scales(spelling: str, kinds: tuple[str, str, str]) -> None:
@@ -91,10 +92,6 @@ def test_blocks_keep_bytes_and_scales(spelling: str, kinds: tuple[str, str, str]
     for name, part in (("w_gate", module.gate), ("w_up", module.up)):
         assert torch.equal(stored[name].view(torch.uint8), part.weight.view(torch.uint8))
     assert torch.equal(stored["w_down"].view(torch.uint8), module.down.weight.view(torch.uint8).t())
-    x = torch.randn(3, D_MODEL).to(BF16)
-    (y,) = run(found.program, x)
-    if spelling != "in-bfloat16":
-        assert torch.allclose(y.double(), module.exact(x), rtol=2**-8, atol=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -132,7 +129,7 @@ def test_parts_of_a_packed_matrix_have_their_scales() -> None:
         assert torch.equal(stored[f"{name}_scale"], module.both.scale[rows])
 
 
-def test_scales_by_input_are_dequantised_and_said() -> None:
+def test_what_kernels_do_not_take_is_dequantised_and_said() -> None:
     found = rewritten(Block("output", "neuron", "neuron", SPELLINGS["through-float32"]))
     assert str(found.layers[0].weights) == "weights in 16 bits, dequantised: w_gate has a scale for each input"
     assert operands_of(found)["w_gate"].dtype == BF16
@@ -140,14 +137,9 @@ def test_scales_by_input_are_dequantised_and_said() -> None:
     assert note.startswith("3 weights that the model has in eight bits are dequantised: ") and "gate.weight" in note
     again = rewritten(Block("output", "neuron", "neuron", SPELLINGS["through-float32"]), Wish(quantise=True))
     assert str(again.layers[0].weights) == "weights in 8 bits, quantised"
-
-
-def test_a_block_with_some_weights_in_eight_bits_is_dequantised() -> None:
     module = Block("neuron", "neuron", "neuron", SPELLINGS["through-float32"])
     module.down = nn.Linear(D_FF, D_MODEL, bias=False, dtype=BF16)  # type: ignore[assignment]
-    (layer,) = rewritten(module).layers
-    assert layer.weights is not None and layer.weights.bits == 16
-    assert "the model has only some of them in eight bits" in layer.reason
+    assert "16 bits, dequantised: the model has only some of them in eight bits" in rewritten(module).layers[0].reason
 
 
 @pytest.mark.parametrize("module", [Gated(d_model=D_MODEL, d_ff=D_FF, biases="gud"), Plain(d_model=D_MODEL, d_ff=D_FF)])

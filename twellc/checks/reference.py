@@ -358,7 +358,9 @@ def _decided(prepared: Passed, options: PassOptions, settings: dict[str, Any]) -
 def _wish(settings: dict[str, Any]) -> Wish:
     """Return which weights a compilation has quantised; none if the settings have not their form."""
     most, errors = settings.get("fp8_error"), settings.get("fp8_errors") or {}
-    if not isinstance(errors, dict) or not isinstance(most, float | None):
+    if not isinstance(errors, dict) or not all(isinstance(each, float | int) for each in errors.values()):
+        return Wish()
+    if not isinstance(most, float | int | None):
         return Wish()
     return Wish(settings.get("weights") == FP8, most, errors)
 
