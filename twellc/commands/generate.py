@@ -56,8 +56,15 @@ def generate(model: Path, template: bool | None, **options: Any) -> None:
         progress("loading the model")
         from twellc.generation.llm import LLM, joined
 
-        with _as_typed("device", "max_model_len", "compiled"):
-            llm = LLM(model, device=given.device, max_model_len=given.max_model_len, compiled=given.compiled)
+        with _as_typed("device", "max_model_len", "compiled", "weights", "fp8_error"):
+            llm = LLM(
+                model,
+                device=given.device,
+                max_model_len=given.max_model_len,
+                compiled=given.compiled,
+                weights=given.weights,
+                fp8_error=given.fp8_error,
+            )
     for note in llm.notes:
         say("Note:", f"{note}.")
     writes = llm.has_chat_template if template is None else template

@@ -155,9 +155,7 @@ def optimize(
     if compression is not None and (type(compression) is not int or compression not in COMPRESSIONS):
         expected = ", ".join(map(str, COMPRESSIONS))
         raise UserError("twellc.optimize", "no such compression", got=repr(compression), expected=expected)
-    weights = taken(WeightOptions, "weights", weights)
-    fp8_error = taken(WeightOptions, "fp8_error", fp8_error)
-    refuse_weights(WeightOptions(weights=weights, fp8_error=fp8_error))
+    refuse_other_weights(weights, fp8_error)
     if weights == FP8 and training:
         what = "weights in eight bits are not trained"
         fix = "Train in 16 bits, and optimize the trained model with weights='fp8'."
@@ -238,6 +236,12 @@ def dequantise_others(module: nn.Module, dtype: torch.dtype) -> list[str]:
     for layer in others.values():
         layer.dequantise(dtype)
     return list(others)
+
+
+def refuse_other_weights(weights: object, fp8_error: object) -> None:
+    """Raise a UserError for what `optimize` does not take as `weights` and `fp8_error`."""
+    given = {"weights": weights, "fp8_error": fp8_error}
+    refuse_weights(WeightOptions(**{name: taken(WeightOptions, name, value) for name, value in given.items()}))
 
 
 def refuse_other_than_modules(where: str, module: object) -> None:

@@ -15,11 +15,13 @@ from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_few
 from twellc.base.torch_private import dynamo
 from twellc.base.transformers_private import nothing_fetched
-from twellc.eager.optimization import dequantise_others, optimize, optimized_blocks
+from twellc.eager.optimization import dequantise_others, optimize, optimized_blocks, refuse_other_weights
 from twellc.generation.rows import RowCache
 from twellc.loaders.attention import NextCall, row_attention
 from twellc.loaders.cache_trial import CacheTrial, MadeUpKeys
 from twellc.loaders.huggingface import cache_argument, cached_length, open_directory
+from twellc.loaders.huggingface_inputs import longest_text
+from twellc.options.weights import KEEP
 from twellc.passes.graph.program import quiet_torch
 from twellc.plugins.cache_op import attends_by_cudnn
 
@@ -178,6 +180,8 @@ def load_directory(
     length: int | None = None,
     compiled: bool = False,
     layers: str = "auto",
+    weights: str = KEEP,
+    fp8_error: float | None = None,
 ) -> TorchBackend:
     """Load a Hugging Face directory, its feed-forward blocks by the `twell` ops.
 
@@ -188,12 +192,15 @@ def load_directory(
         length: See `TorchBackend`.
         compiled: Whether torch.compile compiles prompts and decoding.
         layers: Which blocks the `twell` ops compute, see `twellc.optimize`.
+        weights: In how many bits, likewise.
+        fp8_error: The largest relative error of a block in eight bits, on random tokens, likewise.
 
     Raises:
         UserError: There is no causal language model, no such device, or see `TorchBackend`.
     """
     if dtype is not None and dtype not in tuple(_DTYPES):
         raise UserError("dtype", "no such choice", got=repr(dtype), expected=" or ".join(_DTYPES))
+    refuse_other_weights(weights, fp8_error)
     chosen = choose_device("auto" if device is None else device)
     found: list[torch.dtype] = []
 
@@ -209,21 +216,34 @@ def load_directory(
         notes.append("the model is in float32; on the GPU it runs in bfloat16")
     model.to(chosen)
     with quiet_torch():
-        optimize(model, layers=layers)
+        samples = None if fp8_error is None else [_random_tokens(model)]
+        optimize(model, layers=layers, weights=weights, fp8_error=fp8_error, samples=samples)
     others = dequantise_others(model, model.dtype)
     if others:
         what = (
             f"{len(others)} layers in E4M3 that no block by the op reads are dequantised to {dtype_name(model.dtype)}"
         )
         notes.append(f"{what}: {first_few(others)}")
-    blocks = len(optimized_blocks(model))
+    taken = optimized_blocks(model)
+    blocks, eight_bits = len(taken), sum(each.weights is not None and each.weights.bits == 8 for each in taken)
+    wide = [f"{each.module}, {each.weights}" for each in taken if each.weights is not None and each.weights.bits != 8]
+    if wide:
+        notes.append(f"{len(wide)} feed-forward blocks are not read in eight bits: {first_few(wide, '; ')}")
     if not blocks and layers != "none":
         notes.append("no feed-forward block is one that twellc.optimize takes: the dense model runs")
-    name = f"torch on {_named(chosen)}, {blocks} feed-forward blocks by the twell ops{', compiled' * compiled}"
+    by_ops = f"{blocks} feed-forward blocks by the twell ops{f', {eight_bits} in eight bits' if eight_bits else ''}"
+    name = f"torch on {_named(chosen)}, {by_ops}{', compiled' * compiled}"
     backend = TorchBackend(model, name, length, compiled, "dynamic" if compiled else "")
     backend.refuse_other_logits(str(path))
     backend.notes = notes
     return backend
+
+
+def _random_tokens(model: Any) -> dict[str, Any]:
+    """Return arguments of a model: the same 256 tokens each time, in four texts."""
+    length, vocabulary = min(64, longest_text(model)), model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.randint(0, vocabulary, (4, length), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids.to(model.device), "use_cache": False}
 
 
 def _named(device: torch.device) -> str:

@@ -23,6 +23,7 @@ from twellc.generation.text import Answer, Messages, load_codec
 from twellc.generation.vllm_names import CALL, ENGINE, PROMPT, refuse_others
 from twellc.loaders.checkpoint import end_tokens, pad_token
 from twellc.options.source import refuse_missing
+from twellc.options.weights import KEEP
 
 Stream = Generator[RequestOutput, None, None]
 _T = TypeVar("_T")
@@ -60,6 +61,8 @@ class LLM:
         max_model_len: int | None = None,
         compiled: bool = False,
         layers: str = "auto",
+        weights: str = KEEP,
+        fp8_error: float | None = None,
         **others: Any,
     ) -> None:
         """Load a model.
@@ -75,13 +78,16 @@ class LLM:
                 in the cache; None makes the cache as it is needed.
             compiled: Whether torch.compile compiles a directory: faster, after minutes.
             layers: Which feed-forward blocks of a directory the `twell` ops compute, see `twellc.optimize`.
+            weights: `keep`: as a directory has them; `fp8`: these blocks are quantised to eight bits.
+            fp8_error: With `fp8`: leave a block as it is where, on random tokens, eight bits change its output by more
+                than this: the norm of the difference over the norm of the output.
             others: Other arguments of vLLM, with values that ask for nothing that is not there.
 
         Raises:
             UserError: There is no causal language model, no tokenizer, or no such device; or an argument is of another
                 kind, or asks for what is not there.
         """
-        known = ("tokenizer", "device", "dtype", "max_model_len", "compiled", "layers")
+        known = ("tokenizer", "device", "dtype", "max_model_len", "compiled", "layers", "weights", "fp8_error")
         idle = refuse_others("twellc.LLM", ENGINE, known, others)
         precision: Any = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
         if isinstance(precision, str):
@@ -93,7 +99,7 @@ class LLM:
         settings: Any = GenerationConfig
         plan_config: Any = PreTrainedConfig
         if path.is_dir():
-            loaded = load_directory(path, device, precision, max_model_len, compiled, layers)
+            loaded = load_directory(path, device, precision, max_model_len, compiled, layers, weights, fp8_error)
             backend, config, notes, folder = loaded, loaded.model.config, loaded.notes, path
             # Its own: how the model's makers would draw is not how it answers unless told otherwise.
             ends = end_tokens(path, config)
@@ -101,7 +107,8 @@ class LLM:
             backend, cache = load_plan(path, device)
             config, notes, ends = plan_config(vocab_size=backend.vocabulary), [], cache.end_tokens
             folder = path.with_name(cache.text or path.name)
-            _refuse_of_a_plan(dtype=precision, compiled=compiled, layers=layers != "auto")
+            quantises = {"weights": weights != KEEP, "fp8_error": fp8_error is not None}
+            _refuse_of_a_plan(dtype=precision, compiled=compiled, layers=layers != "auto", **quantises)
             if max_model_len is not None and max_model_len != backend.longest:
                 what = "is not that of the plan"
                 fix = "Leave it out, or compile the model with another --kv-cache."

@@ -206,7 +206,7 @@ class ProfileOptions(TracingOptions):
 
 
 @dataclass(frozen=True)
-class GenerateOptions:
+class GenerateOptions(WeightOptions):
     """What `twellc generate` was asked to do; `LLM` and `SamplingParams` take what is named as here.
 
     Attributes:
@@ -228,6 +228,8 @@ class GenerateOptions:
         max_model_len: Tokens of a prompt and its answer together, but for the answer's last. Default: as many as are
             needed, or the cache of a plan.
         compiled: Let torch.compile compile a directory: it takes minutes, then it is faster.
+        fp8_error: With --weights fp8: leave a block as it is where, on random tokens, eight bits change its output by
+            more than this: the norm of the difference over the norm of the output.
     """
 
     prompt: str | None = option(None, "TEXT")
@@ -246,6 +248,7 @@ class GenerateOptions:
     device: str = option("auto", "auto|cpu|cuda[:N]")
     max_model_len: int | None = option(None, "N", COUNT, names=("--max-length",))
     compiled: bool = option(False, names=("--compile",))
+    fp8_error: float | None = option(None, "SHARE", SHARE)
 
 
 def compile_options(

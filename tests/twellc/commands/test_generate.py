@@ -22,8 +22,8 @@ DEF = "import os\n\n\ndef "
 def load_once() -> Callable[..., LLM]:
     remembered = functools.cache(LLM)
 
-    def load(model: Path, device: str = "cpu", max_model_len: int | None = None, compiled: bool = False) -> LLM:
-        return remembered(model, device=device, max_model_len=max_model_len, compiled=compiled)
+    def load(model: Path, **options: Any) -> LLM:
+        return remembered(model, **{"device": "cpu", **options})
 
     return load
 
@@ -179,3 +179,15 @@ def test_bad_models(t5: Path, llama: Path, archive: Path, tmp_path: Path) -> Non
         (archive, "gated.pt2"),
     ):
         failed(generate(model, "--prompt", "a"), message)
+
+
+def test_in_eight_bits(bytelm: Path, answer: str) -> None:
+    done = generate(bytelm, "--weights", "fp8", "--fp8-error", 0.5, "--prompt", DEF, "--stats")
+    assert done.exit_code == 0 and done.stdout
+    assert re.search(r"(\d+) feed-forward blocks by the twell ops, \1 in eight bits", done.stderr)
+    done = generate(bytelm, "--weights", "fp8", "--fp8-error", 0.0001, "--prompt", DEF)
+    assert done.stdout == f"{answer}\n"
+    assert re.search(
+        r"4 feed-forward blocks are not read in eight bits: .*, weights in 16 bits, eight bits change", done.stderr
+    )
+    refused(generate(bytelm, "--fp8-error", 0.5, "--prompt", DEF), "--fp8-error 0.5: no weights are quantised")

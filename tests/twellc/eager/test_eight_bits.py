@@ -249,3 +249,21 @@ def test_the_original_runs_for_gradients() -> None:
     x: Tensor = torch.randn(2, 16, requires_grad=True)
     block(x).sum().backward()
     assert x.grad is not None and block.gate.weight.dtype == EIGHT_BITS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 8, 300])
+@pytest.mark.parametrize("make", [Gated, Plain])
+def test_on_a_gpu(make: Any, count: int) -> None:
+    torch.manual_seed(0)
+    block = make(d_model=128, d_ff=640).to("cuda", BF16).eval()
+    twellc.optimize(block, weights="fp8")
+    x = torch.randn(count, 128).to("cuda", BF16)
+    found, counts = ops_of(block, x)
+    assert sum(counts.values()) == 1
+    dense = twellc.restore(copy.deepcopy(block))
+    truth = wide(dense)(x.double())
+    # What dense FP8 may be off: rows of x and of h are rounded to three bits of mantissa.
+    assert (found - truth).norm() <= 2**-4 * truth.norm()
+    with torch.no_grad():
+        assert (dense(x) - truth).norm() <= 2**-6 * truth.norm()

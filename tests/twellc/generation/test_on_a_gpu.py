@@ -9,10 +9,12 @@ import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+import twellc
 from tests import models
 from tests.processes import at_once
 from tests.twellc.generation.conftest import Family
 from tests.twellc.generation.shared import generate_alone
+from twellc.eager.optimization import dequantise_others
 from twellc.generation.directory import load_directory
 from twellc.generation.llm import LLM
 from twellc.generation.model import CausalModel
@@ -250,3 +252,15 @@ def test_a_model_in_float32_runs_in_bfloat16(talker: Path) -> None:
     assert llm.notes == ["the model is in float32; on the GPU it runs in bfloat16"]
     assert next(llm.model.decoder.backend.model.parameters()).dtype == torch.bfloat16  # type: ignore[attr-defined]
     assert models.SMALL["num_hidden_layers"] == 2 and "2 feed-forward blocks" in llm.model.decoder.backend.name
+
+
+def test_blocks_in_eight_bits(family: Family) -> None:
+    folder, _ = family("llama")
+    backend = load_directory(folder, "cuda", "bf16", weights="fp8", fp8_error=0.5)
+    assert "2 feed-forward blocks by the twell ops, 2 in eight bits" in backend.name
+    ours = CausalModel(backend, backend.model.config, GenerationConfig(pad_token_id=0))
+    tokens = ours.generate(**prompts(*LENGTHS), max_new_tokens=20)
+    dense = twellc.restore(copy.deepcopy(backend.model))
+    dequantise_others(dense, torch.bfloat16)
+    with torch.no_grad():
+        assert_likeliest(tokens, dense, copy.deepcopy(dense))

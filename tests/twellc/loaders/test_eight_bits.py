@@ -138,7 +138,7 @@ def test_blocks_keep_their_bytes(form: str, folder: Path) -> None:
 def test_generation_runs_blocks_in_eight_bits(folder: Path) -> None:
     write(folder, "FP8_DYNAMIC")
     backend = load_directory(folder, "cpu")
-    assert "2 feed-forward blocks by the twell ops" in backend.name
+    assert "2 feed-forward blocks by the twell ops, 2 in eight bits" in backend.name
     gate = backend.model.get_submodule(GATE)
     assert gate.weight.dtype == EIGHT_BITS
     backend = load_directory(folder, "cpu", layers="layers.1")
