@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -253,21 +253,46 @@ def kept_by_blocks(model_class: Any, config: Any, scaled: Mapping[str, Scaled]) 
     """
     with torch.device("meta"):
         empty = model_class(config).eval()
-    prefix = f"{model_class.base_model_prefix}."
+    same, prefix = _without_repetitions(empty), f"{model_class.base_model_prefix}."
     kept: dict[str, str] = {}
     for found in find_blocks(empty, ranks=(3,)):
         if found.block.refusal or found.weights is None or called_otherwise(found):
             continue
-        layers = {}
-        for operand in matrices_of(found.weights).values():
-            path = ".".join(filter(None, (found.path, operand.layer)))
-            names = (f"{path}.weight", f"{prefix}{path}.weight", f"{path}.weight".removeprefix(prefix))
-            name = next((each for each in names if each in scaled), None)
-            shape = None if name is None or scaled[name].has_blocks else scaled[name].weight.shape
-            layers[path] = name if empty.get_submodule(path).weight.shape == shape else None
-        if None not in layers.values():
-            kept |= {path: name for path, name in layers.items() if name is not None}
+        shapes = {each.layer: each.parameter(found.module) for each in matrices_of(found.weights).values()}
+        for module in same(found.path):
+            layers: dict[str, str | None] = {}
+            for layer, parameter in shapes.items():
+                path = ".".join(filter(None, (module, layer)))
+                names = (f"{path}.weight", f"{prefix}{path}.weight", f"{path}.weight".removeprefix(prefix))
+                name = next((each for each in names if each in scaled), None)
+                held = None if name is None or scaled[name].has_blocks else scaled[name].weight.shape
+                layers[path] = name if parameter is not None and parameter.shape == held else None
+            if None not in layers.values():
+                kept |= {path: name for path, name in layers.items() if name is not None}
     return kept
+
+
+def _without_repetitions(model: torch.nn.Module) -> Callable[[str], list[str]]:
+    """Leave one of the layers in each list of a model that are alike; return what gives the paths of a path in all."""
+    alike: dict[str, list[str]] = {}
+    for path, module in list(model.named_modules()):
+        if not isinstance(module, torch.nn.ModuleList) or any(path.startswith(f"{each}.") for each in alike):
+            continue
+        groups: dict[str, list[str]] = {}
+        for name, child in module.named_children():
+            groups.setdefault(repr(child), []).append(name)
+        for names in groups.values():
+            alike[f"{path}.{names[0]}"] = [f"{path}.{name}" for name in names]
+            for name in names[1:]:
+                del module._modules[name]
+
+    def paths(path: str) -> list[str]:
+        for first, others in alike.items():
+            if f"{path}.".startswith(f"{first}."):
+                return [f"{other}{path.removeprefix(first)}" for other in others]
+        return [path]
+
+    return paths
 
 
 def put_eight_bits(model: Any, kept: Mapping[str, str], scaled: Mapping[str, Scaled]) -> None:

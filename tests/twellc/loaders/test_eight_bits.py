@@ -18,6 +18,9 @@ from twellc.base.errors import UserError
 from twellc.eager.eight_bits import EightBitLinear
 from twellc.generation.directory import load_directory
 from twellc.loaders.huggingface import open_directory
+from twellc.loaders.model import load_model
+from twellc.loaders.precision import choose_dtype
+from twellc.options.source import TracingOptions
 from twellc.plugins.meaning import EIGHT_BITS
 from twellc.plugins.quantise import quantise
 
@@ -144,6 +147,22 @@ def test_generation_runs_blocks_in_eight_bits(folder: Path) -> None:
     backend = load_directory(folder, "cpu", layers="layers.1")
     assert any("3 layers in E4M3 that no block by the op reads are dequantised" in note for note in backend.notes)
     assert type(backend.model.get_submodule(GATE)) is torch.nn.Linear
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_program_keeps_its_precision(dtype: torch.dtype, folder: Path) -> None:
+    write(folder, "FP8_DYNAMIC")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {
+            name: each if each.dtype != torch.bfloat16 or name.endswith("scale") else each.to(dtype)
+            for name, each in tensors.items()
+        },
+        folder / "model.safetensors",
+    )
+    edit(folder, dtype=str(dtype).removeprefix("torch."))
+    model = load_model(TracingOptions(folder))
+    assert choose_dtype(model, None) == ({torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype], [])
 
 
 def test_a_block_with_a_matrix_in_16_bits(folder: Path) -> None:
