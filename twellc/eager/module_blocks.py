@@ -120,11 +120,11 @@ def find_blocks(module: nn.Module, ranks: tuple[int, ...] = (3, 2), *, training:
             known.append(path)
             weights = operands_of(submodule, found.block)
             whole = replace(found, module=submodule, weights=weights, block=replace(found.block, module=path))
-            yield whole.refused(whole.block.refusal or _of_scales(weights, training))
+            yield whole.refused(whole.block.refusal or _of_scales(whole, training))
     for path, submodule in module.named_modules():
         if not _is_inside(path, known):
             for each in _written_out_in(path, submodule, training):
-                yield each.refused(each.block.refusal or _of_scales(each.weights, training))
+                yield each.refused(each.block.refusal or _of_scales(each, training))
 
 
 def blocks_at(path: str, module: nn.Module) -> list[FfnBlock]:
@@ -136,12 +136,18 @@ def blocks_at(path: str, module: nn.Module) -> list[FfnBlock]:
     return [each.block for each in found if not refusal_of(each) and each.weights is not None]
 
 
-def _of_scales(weights: WeightOperands[Operand] | None, training: bool) -> str:
+def _of_scales(found: FoundBlock, training: bool) -> str:
     """Say why the ops do not take a block whose weights have scales; empty where they do, and without scales."""
-    scales = {} if weights is None else weights.scales()
-    if weights is None or not scales:
+    scales = {} if found.weights is None else found.weights.scales()
+    if found.weights is None or not scales:
         return ""
-    return _MIXED if len(scales) < (2 if weights.w_gate is None else 3) else _TRAINED if training else ""
+    if len(scales) < len(matrices_of(found.weights)):
+        return _MIXED
+    for name, operand in scales.items():
+        scale = operand.parameter(found.module)
+        if name != "w_down_scale" and scale is not None and scale.dim() == 2 and scale.shape[1] != 1:
+            return f"{operand.layer} has a scale for each input"
+    return _TRAINED if training else ""
 
 
 def _is_inside(path: str, outer: list[str]) -> bool:

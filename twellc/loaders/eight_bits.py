@@ -4,6 +4,7 @@
     transformers         fp8                                weight_scale_inv   [] or blocks
     transformers         fbgemm_fp8                         weight_scale       [out, 1]
     ModelOpt             FP8, FP8_PER_CHANNEL_PER_TOKEN     weight_scale       [], [out]
+    twellc.optimize      saved by save_pretrained           scale              [out, 1], [1, in]
 
 `weight` is float8_e4m3fn [out, in], and is worth its values times its scale, also where that is called inverse. Blocks
 are of 128 x 128 elements: [out / 128, in / 128], rounded up. What the configuration says is in eight bits does not
@@ -25,7 +26,7 @@ from torch import Tensor
 from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_few
 from twellc.eager.eight_bits import EightBitLinear
-from twellc.eager.module_blocks import called_otherwise, find_blocks, matrices_of
+from twellc.eager.module_blocks import Operand, called_otherwise, find_blocks, matrices_of
 from twellc.plugins.meaning import EIGHT_BITS
 
 _SIDE = 128
@@ -55,16 +56,21 @@ class Scaled:
 
     Attributes:
         weight: float8_e4m3fn [out, in].
-        scale: float32: [], [out, 1], or one for each block.
+        scale: float32: [], [out, 1], [1, in], or one for each block.
     """
 
     weight: Tensor
     scale: Tensor
 
     @property
+    def by_input(self) -> bool:
+        """Whether it has a scale for each input."""
+        return self.scale.shape == (1, self.weight.shape[1])
+
+    @property
     def has_blocks(self) -> bool:
         """Whether it has a scale for each block of 128 x 128 elements."""
-        return self.scale.dim() == 2 and self.scale.shape != (len(self.weight), 1)
+        return self.scale.dim() == 2 and self.scale.shape != (len(self.weight), 1) and not self.by_input
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """Return what it is worth, [out, in], computed in float32 and rounded once."""
@@ -188,6 +194,8 @@ def take_eight_bits(path: Path, tensors: dict[str, Tensor]) -> tuple[dict[str, T
     """
     weights = {name: tensor for name, tensor in tensors.items() if tensor.dtype == EIGHT_BITS}
     scales = {name: found[1] for name in tensors if (found := _SCALE.fullmatch(name))}
+    own = {f"{name.removesuffix('weight')}scale": name for name in weights}
+    scales |= {name: weight for name, weight in own.items() if name in tensors}
     for name, weight in scales.items():
         if weight not in weights:
             what = "is a scale without a weight in E4M3"
@@ -224,10 +232,10 @@ def _scale_of(where: str, weight: Tensor, scale: Tensor) -> Tensor:
         got, fix = dtype_name(scale.dtype), f"{_TAKE_ORIGINAL}."
         raise UserError(where, "is a scale of a type that is not read", got=got, expected=expected, fix=fix)
     rows, columns = weight.shape if weight.dim() == 2 else (0, 0)
-    shapes: list[tuple[int, ...]] = [(), (1,), (1, 1), (rows,), (rows, 1)]
+    shapes: list[tuple[int, ...]] = [(), (1,), (1, 1), (rows,), (rows, 1), (1, columns)]
     blocks = math.ceil(rows / _SIDE), math.ceil(columns / _SIDE)
     if weight.dim() != 2 or tuple(scale.shape) not in (*shapes, blocks):
-        expected = f"[], [{rows}], [{rows}, 1] or, for blocks of {_SIDE} x {_SIDE}, {list(blocks)}"
+        expected = f"[], [{rows}], [{rows}, 1], [1, {columns}] or, for blocks of {_SIDE} x {_SIDE}, {list(blocks)}"
         got = f"{list(scale.shape)} for a weight {list(weight.shape)}"
         raise UserError(where, "is a scale of a shape that is not read", got=got, expected=expected)
     wide = scale.float()
@@ -237,7 +245,7 @@ def _scale_of(where: str, weight: Tensor, scale: Tensor) -> Tensor:
         raise UserError(where, what, got=str(float(bad[0])), fix="Get the checkpoint again.")
     if wide.numel() == 1:
         return wide.reshape(())
-    return wide.reshape(rows, 1) if wide.numel() == rows and wide.shape != blocks else wide
+    return wide.reshape(rows, 1) if wide.shape == (rows,) else wide
 
 
 # ---- what the model keeps ----
@@ -258,18 +266,24 @@ def kept_by_blocks(model_class: Any, config: Any, scaled: Mapping[str, Scaled]) 
     for found in find_blocks(empty, ranks=(3,)):
         if found.block.refusal or found.weights is None or called_otherwise(found):
             continue
-        shapes = {each.layer: each.parameter(found.module) for each in matrices_of(found.weights).values()}
         for module in same(found.path):
             layers: dict[str, str | None] = {}
-            for layer, parameter in shapes.items():
-                path = ".".join(filter(None, (module, layer)))
+            for operand in matrices_of(found.weights).values():
+                path, parameter = ".".join(filter(None, (module, operand.layer))), operand.parameter(found.module)
                 names = (f"{path}.weight", f"{prefix}{path}.weight", f"{path}.weight".removeprefix(prefix))
                 name = next((each for each in names if each in scaled), None)
-                held = None if name is None or scaled[name].has_blocks else scaled[name].weight.shape
-                layers[path] = name if parameter is not None and parameter.shape == held else None
+                fits = name is not None and parameter is not None and _fits(scaled[name], operand, parameter)
+                layers[path] = name if fits else None
             if None not in layers.values():
                 kept |= {path: name for path, name in layers.items() if name is not None}
     return kept
+
+
+def _fits(scaled: Scaled, operand: Operand, parameter: Tensor) -> bool:
+    """Whether the op reads a matrix in eight bits in the place of a parameter: scales by input are for w_down alone."""
+    return (
+        scaled.weight.shape == parameter.shape and not scaled.has_blocks and (operand.transposed or not scaled.by_input)
+    )
 
 
 def _without_repetitions(model: torch.nn.Module) -> Callable[[str], list[str]]:

@@ -145,6 +145,8 @@ def test_models(name: str, op: str) -> None:
 def test_what_is_not_taken() -> None:
     with pytest.warns(UserWarning, match="some of its weights are in eight bits, and others not"):
         twellc.optimize(in_eight_bits(Gated(), names="up"))
+    with pytest.warns(UserWarning, match="gate has a scale for each input"):
+        twellc.optimize(in_eight_bits(Gated(), "output"))
     with pytest.warns(UserWarning, match="its weights are in eight bits, which are not trained"):
         twellc.optimize(in_eight_bits(Gated()), training=True)
     block = in_eight_bits(Gated())

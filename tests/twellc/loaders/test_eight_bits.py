@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import twellc
 from tests import models
 from twellc.base.errors import UserError
 from twellc.eager.eight_bits import EightBitLinear
@@ -149,6 +150,16 @@ def test_generation_runs_blocks_in_eight_bits(folder: Path) -> None:
     assert type(backend.model.get_submodule(GATE)) is torch.nn.Linear
 
 
+def test_what_was_quantised_here_is_read_again(folder: Path) -> None:
+    model, _, _ = open_directory(folder)
+    twellc.restore(twellc.optimize(model, weights="fp8")).save_pretrained(folder)
+    again, _, notes = open_directory(folder)
+    assert notes == ["6 matrices of feed-forward blocks are read in eight bits, E4M3"]
+    ids = torch.arange(7)[None]
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    assert again.get_submodule("model.layers.1.mlp.down_proj").scale.shape == (1, 320)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_program_keeps_its_precision(dtype: torch.dtype, folder: Path) -> None:
     write(folder, "FP8_DYNAMIC")
@@ -239,7 +250,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another shape": (
         storing(weight_scale=torch.ones(32)),
-        "got [32] for a weight [320, 32]; expected [], [320], [320, 1] or, for blocks of 128 x 128, [3, 1]",
+        "got [32] for a weight [320, 32]; expected [], [320], [320, 1], [1, 32] or, for blocks of 128 x 128, [3, 1]",
     ),
     "another dtype": (
         storing(weight_scale=torch.ones(320, 1).double()),
