@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tests.models import D_FF, D_MODEL, Gated, Plain, Residual, Written, gpt2, opt, scale_weights
 from twellc.plugins.block import BlockOptions
+from twellc.plugins.quantise import quantise
 
 pytestmark = pytest.mark.vllm
 
@@ -29,7 +30,19 @@ class Share(nn.Linear):
         return self.quant_method.apply(self, x, self.bias)
 
 
-def replace(blocks: Any, model: nn.Module) -> list[Any]:
+class ScaledShare(Share):
+    """Stands for those that vLLM quantises to E4M3: with a scale for each output, or one in a vector."""
+
+    by_output = True
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        weight, scale = quantise(state["weight"], "neuron" if self.by_output else "tensor")
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight_scale = nn.Parameter(scale if self.by_output else scale.reshape(1), requires_grad=False)
+        return super().load_state_dict({**state, **self.state_dict(), "bias": state["bias"]})
+
+
+def replace(blocks: Any, model: nn.Module, kind: type[Share] = Share) -> list[Any]:
     """Replace all blocks of a model that are not refused; return all that were found."""
     found = list(blocks.find(model))
     for each in found:
@@ -38,7 +51,7 @@ def replace(blocks: Any, model: nn.Module) -> list[Any]:
         layers = {}
         for operand in each.weights.named().values():
             linear = each.module.get_submodule(operand.layer)
-            layers[operand.layer] = Share(linear.in_features, linear.out_features, linear.bias is not None)
+            layers[operand.layer] = kind(linear.in_features, linear.out_features, linear.bias is not None)
             layers[operand.layer].load_state_dict(linear.state_dict())
         blocks.put(model, each, layers, BlockOptions(activation=each.block.activation))
         for layer in layers.values():
@@ -95,16 +108,38 @@ def test_modules(blocks: Any, kind: type[nn.Module], biases: str) -> None:
     assert down.weight.shape == (D_MODEL, D_FF) and down.weight.t().is_contiguous()
 
 
-def test_gate_and_up_in_one_layer(blocks: Any) -> None:
-    def packed(layer: Any, x: Tensor) -> Tensor:
-        up, gate = layer.gate_up(x).chunk(2, dim=-1)
-        y: Tensor = layer.down(torch.relu(gate) * up)
-        return y
+def packed(layer: Any, x: Tensor) -> Tensor:
+    up, gate = layer.gate_up(x).chunk(2, dim=-1)
+    y: Tensor = layer.down(torch.relu(gate) * up)
+    return y
 
+
+def test_gate_and_up_in_one_layer(blocks: Any) -> None:
     block = Written(packed, gate_up=nn.Linear(D_MODEL, 2 * D_FF), down=nn.Linear(D_FF, D_MODEL))
     scale_weights(block)
     (found,) = same(blocks, Model(Residual(block)), torch.randn(1, 5, D_MODEL))
     assert found.weights.w_gate.rows == (D_FF, 2 * D_FF, 1) and not found.block.refusal
+
+
+@pytest.mark.parametrize("by_output", [True, False])
+@pytest.mark.parametrize("name", ["gated", "packed", "written out"])
+def test_weights_in_eight_bits(blocks: Any, name: str, by_output: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer has bytes and scales as vLLM loads them; the op reads them."""
+    monkeypatch.setattr(ScaledShare, "by_output", by_output)
+    both = {"gate_up": nn.Linear(D_MODEL, 2 * D_FF), "down": nn.Linear(D_FF, D_MODEL)}
+    block = {"gated": lambda: Residual(Gated(biases="gud")), "packed": lambda: Residual(Written(packed, **both))}.get(
+        name
+    )
+    model = Model(block() if block else written_out(plain)).eval().requires_grad_(False)
+    scale_weights(model)
+    x = torch.randn(1, 5, D_MODEL)
+    expected = model(x)
+    (found,) = replace(blocks, model, ScaledShare)
+    layers = [each for each in model.modules() if isinstance(each, ScaledShare)]
+    assert len(layers) == len({each.layer for each in found.weights.named().values()})
+    assert all(map(blocks.in_eight_bits, layers)) and not blocks.in_eight_bits(Share(4, 4))
+    with torch.no_grad():
+        assert 0 < (model(x) - expected).norm() < 0.1 * expected.norm()
 
 
 def test_a_module_in_two_places(blocks: Any) -> None:

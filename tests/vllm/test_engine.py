@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests import models
 from tests.twellc.loaders.test_checkpoint import sparselm
 from tests.vllm.conftest import DENSE, PROMPTS, TOKENS, TWELL, Ask
+from twellc.plugins.quantise import quantise
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -186,6 +187,34 @@ def test_quantised_layers_stay_as_they_are(made: Any, ask: Ask, tmp_path: Path) 
     assert answer.calls == {"twell::gated_mlp": TOKENS}
     assert "1 of 2 feed-forward blocks stay dense (layers.0.mlp): its layers are quantised" in answer.log
     assert "1 of 2 feed-forward blocks are run by twellc" in answer.log
+
+
+@pytest.mark.gpu
+def test_a_checkpoint_in_eight_bits(made: Any, ask: Ask, tmp_path: Path) -> None:
+    """Its blocks are run by the op, in E4M3, and attention by vLLM's own layers in E4M3."""
+    model, _ = made("llama")
+    config = json.loads((model / "config.json").read_text())
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
+    group = {"targets": ["Linear"], "weights": weights}
+    group["input_activations"] = {**weights, "strategy": "token", "dynamic": True}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    tensors = load_file(model / "model.safetensors")
+    for name in [each for each in tensors if each.endswith("_proj.weight")]:
+        tensors[name], tensors[f"{name}_scale"] = quantise(tensors[name], "neuron")
+    folder = tmp_path / "fp8"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    answer, dense = ask(folder, **TWELL), ask(folder, **DENSE)
+    assert answer.calls.keys() == {"twell::gated_mlp"} and dense.calls == {}
+    assert BLOCKS_RUN in answer.log and f"{LAYERS} of them read weights in eight bits" in answer.log
+    assert [each[0] for each in answer.tokens] == [each[0] for each in dense.tokens]
 
 
 def test_a_mixture_of_experts_is_refused(ask: Ask, tmp_path: Path) -> None:

@@ -5,6 +5,9 @@ they compute changes:
 
     x ─ up ─ x ─ nothing ─ x ─ down ─ y          up and gate return x; down calls the op, with the weights of all three
 
+Where vLLM has layers in E4M3, they load bytes and scales as these are in the checkpoint, and the op reads them so: what
+vLLM's own methods make of them after loading is left out.
+
 So the bias of `down` on one rank, and the sum over ranks behind it, stay vLLM's own. A module that is one block calls
 `down` alone. In a plain block that is written out in a larger module, as in OPT, the activation's module does nothing.
 """
@@ -15,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.fx import Node
 from vllm.model_executor.layers.linear import (
@@ -24,10 +28,13 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
 )
 
-from twellc.eager.module_blocks import FoundBlock, Operand, between, find_blocks, functions_of
+from twellc.eager.module_blocks import FoundBlock, Operand, between, find_blocks, functions_of, matrices_of
 from twellc.passes.match.linear import step, strip
 from twellc.plugins.block import BlockOptions, WeightOperands
+from twellc.plugins.meaning import EIGHT_BITS
 from twellc.plugins.ops import run_block
+
+_SCALE = "weight_scale"
 
 
 def find(model: nn.Module) -> Iterator[FoundBlock]:
@@ -110,8 +117,14 @@ class _CallsOp(UnquantizedLinearMethod):
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return y [..., d_out] of the block for x [..., d_model]; vLLM says in `bias` whether this rank adds that."""
-        read = self._weights.map(lambda each: each[1].view(getattr(each[0], each[1].path[-1])))
+        read = self._weights.map(lambda each: _read(*each))
         return run_block(replace(read, b_down=bias).of(x), self._options)
+
+
+def _read(layer: Any, operand: Operand) -> Tensor:
+    held: Tensor = getattr(layer, operand.path[-1])
+    # vLLM keeps the scale of a tensor as a vector, with an element for each matrix that is packed into a layer.
+    return held.reshape(()) if operand.path[-1] == _SCALE and held.dim() == 1 else operand.view(held)
 
 
 class TwellBlock(nn.Module):
@@ -149,6 +162,14 @@ def parallel(found: FoundBlock, prefix: str, quant_config: Any) -> dict[str, Lin
     return made
 
 
+def in_eight_bits(layer: Any) -> bool:
+    """Whether a layer that is not loaded yet gets E4M3 with a scale for the tensor, or for each output."""
+    weight, scale = getattr(layer, "weight", None), getattr(layer, _SCALE, None)
+    if weight is None or scale is None or (weight.dtype, scale.dtype) != (EIGHT_BITS, torch.float32):
+        return False
+    return tuple(scale.shape) in ((1,), (len(weight), 1))
+
+
 def put(model: nn.Module, found: FoundBlock, layers: dict[str, LinearBase], options: BlockOptions) -> None:
     """Put layers in the place of a block's projections, so that they call the op."""
     assert found.weights is not None
@@ -156,7 +177,8 @@ def put(model: nn.Module, found: FoundBlock, layers: dict[str, LinearBase], opti
     for layer in layers.values():
         layer.quant_method = _PassInput()
     down = layers[found.weights.w_down.layer]
-    down.quant_method = _CallsOp(found.weights.map(lambda each: (layers[each.layer], each)), options)
+    read = replace(found.weights, **_scales(found.weights, layers)).map(lambda each: (layers[each.layer], each))
+    down.quant_method = _CallsOp(read, options)
     for path, layer in layers.items():
         module.set_submodule(path, layer)
     if activation:
@@ -167,3 +189,12 @@ def put(model: nn.Module, found: FoundBlock, layers: dict[str, LinearBase], opti
         for name, child in list(parent._modules.items()):
             if child is module:
                 setattr(parent, name, block)
+
+
+def _scales(weights: WeightOperands[Operand], layers: dict[str, LinearBase]) -> dict[str, Operand]:
+    """Return how to read the scales of the layers of a block that are in eight bits, by name."""
+    return {
+        f"{name}_scale": replace(operand, path=(*operand.path[:-1], _SCALE))
+        for name, operand in matrices_of(weights).items()
+        if in_eight_bits(layers[operand.layer])
+    }

@@ -35,8 +35,8 @@ _CAPABILITY = (8, 0)
 class TwellForCausalLM(TransformersForCausalLM):
     """A causal language model of transformers, served by vLLM.
 
-    Its unquantised ReLU blocks are run by the `twell` ops; vLLM's log says how many, and why others are not. All else
-    is what `TransformersForCausalLM` does.
+    Its ReLU blocks, of 16 bits or of E4M3, are run by the `twell` ops; vLLM's log says how many, and why others are
+    not. All else is what `TransformersForCausalLM` does.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -100,19 +100,25 @@ def _replace_blocks(model: torch.nn.Module, found: list[FoundBlock], config: Vll
         layers: dict[str, LinearBase] = {}
         if not reason:
             layers = blocks.parallel(each, f"model.{each.path}", config.quant_config)
-            if any(type(made.quant_method) is not UnquantizedLinearMethod for made in layers.values()):
-                reason = "its layers are quantised"
+            eight_bits = all(map(blocks.in_eight_bits, layers.values()))
+            if not eight_bits and any(
+                type(made.quant_method) is not UnquantizedLinearMethod for made in layers.values()
+            ):
+                reason = "its layers are quantised otherwise than to E4M3 with a scale for a tensor or an output"
         if reason:
             refused.setdefault(reason, []).append(layer.module)
         else:
             blocks.put(model, each, layers, options)
-            taken[layer.module] = asdict(options)
+            taken[layer.module] = {**asdict(options), "weight_bits": 8 if eight_bits else 16}
     for reason, modules in refused.items():
         LOG.warning(
             "%d of %d feed-forward blocks stay dense (%s): %s", len(modules), len(found), first_few(modules), reason
         )
     if taken:
         LOG.info("%d of %d feed-forward blocks are run by twellc %s", len(taken), len(found), __version__)
+        scaled = sum(each["weight_bits"] == 8 for each in taken.values())
+        if scaled:
+            LOG.info("%d of them read weights in eight bits", scaled)
         # vLLM keeps compiled code by its configuration, and does not see which modules a model has.
         config.additional_config["twellc"] = {"version": __version__, "blocks": taken}
     elif not found:
