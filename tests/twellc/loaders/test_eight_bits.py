@@ -148,6 +148,17 @@ def test_generation_runs_blocks_in_eight_bits(folder: Path) -> None:
     assert type(backend.model.get_submodule(GATE)) is torch.nn.Linear
 
 
+def test_a_program_has_the_bytes(folder: Path) -> None:
+    write(folder, "FP8_DYNAMIC")
+    stored, rewritten = load_file(folder / "model.safetensors"), twellc.rewrite(folder)
+    assert [layer.weights and layer.weights.bits for layer in rewritten.layers] == [8, 8]
+    held = [each for each in rewritten.program.state_dict.values() if each.dtype == EIGHT_BITS]
+    for name in ("gate_proj.weight", "up_proj.weight", "down_proj.weight"):
+        weight = stored[f"model.layers.1.mlp.{name}"].float()
+        matrix = weight.T if name.startswith("down") else weight
+        assert any(each.shape == matrix.shape and torch.equal(each.float(), matrix) for each in held)
+
+
 def test_what_was_quantised_here_is_read_again(folder: Path) -> None:
     model, _, _ = open_directory(folder)
     twellc.restore(twellc.optimize(model, weights="fp8")).save_pretrained(folder)
