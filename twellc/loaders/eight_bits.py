@@ -13,6 +13,7 @@ matter: the tensors do. Activations are never rounded as a checkpoint says it.
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -231,10 +232,15 @@ def _scale_of(where: str, weight: Tensor, scale: Tensor) -> Tensor:
         expected = " or ".join(map(dtype_name, _SCALE_DTYPES))
         got, fix = dtype_name(scale.dtype), f"{_TAKE_ORIGINAL}."
         raise UserError(where, "is a scale of a type that is not read", got=got, expected=expected, fix=fix)
-    rows, columns = weight.shape if weight.dim() == 2 else (0, 0)
+    if weight.dim() != 2:
+        got = f"a weight {list(weight.shape)}"
+        raise UserError(
+            where, "is a scale of several matrices", got=got, expected="[out, in]", fix=f"{_TAKE_ORIGINAL}."
+        )
+    rows, columns = weight.shape
     shapes: list[tuple[int, ...]] = [(), (1,), (1, 1), (rows,), (rows, 1), (1, columns)]
     blocks = math.ceil(rows / _SIDE), math.ceil(columns / _SIDE)
-    if weight.dim() != 2 or tuple(scale.shape) not in (*shapes, blocks):
+    if tuple(scale.shape) not in (*shapes, blocks):
         expected = f"[], [{rows}], [{rows}, 1], [1, {columns}] or, for blocks of {_SIDE} x {_SIDE}, {list(blocks)}"
         got = f"{list(scale.shape)} for a weight {list(weight.shape)}"
         raise UserError(where, "is a scale of a shape that is not read", got=got, expected=expected)
@@ -260,7 +266,7 @@ def kept_by_blocks(model_class: Any, config: Any, scaled: Mapping[str, Scaled]) 
         scaled: The matrices in eight bits.
     """
     with torch.device("meta"):
-        empty = model_class(config).eval()
+        empty = model_class(copy.deepcopy(config)).eval()
     same, prefix = _without_repetitions(empty), f"{model_class.base_model_prefix}."
     kept: dict[str, str] = {}
     for found in find_blocks(empty, ranks=(3,)):

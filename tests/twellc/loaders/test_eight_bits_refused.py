@@ -82,6 +82,10 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         storing(weight_scale=torch.ones(32)),
         "got [32] for a weight [320, 32]; expected [], [320], [320, 1], [1, 32] or, for blocks of 128 x 128, [3, 1]",
     ),
+    "experts": (
+        storing(weight=torch.zeros(2, 320, 32).to(torch.float8_e4m3fn)),
+        f"{GATE}.weight_scale: is a scale of several matrices; got a weight [2, 320, 32]; expected [out, in]",
+    ),
     "another dtype": (
         storing(weight_scale=torch.ones(320, 1).double()),
         "got float64; expected float32 or bfloat16 or",
