@@ -320,9 +320,9 @@ def problem_of(
 
 
 def set_scales(problem: library.Problem, gate_up: str, down: str) -> None:
-    """Say that weights are of eight bits, and how many scales gate and up, and down have: names of `library.SCALES`."""
+    """Say that weights are of eight bits, and how many scales gate and up, and down have: of `library.SCALE_FORMS`."""
     problem.weight_dtype = library.E4M3
-    problem.gate_up_scale, problem.down_scale = library.SCALES[gate_up], library.SCALES[down]
+    problem.gate_up_scale, problem.down_scale = library.SCALE_FORMS[gate_up], library.SCALE_FORMS[down]
 
 
 def tensors_of(operands: Operands[int], y: int) -> library.Tensors:

@@ -28,7 +28,7 @@ ATTENTION_NAME, CACHED_ATTENTION_NAME, APPEND_NAME = ATTENTION_NAMES
 
 DTYPES = CODES
 E4M3 = 2  # `weight_dtype` of weights that have scales
-SCALES = {"tensor": 0, "neuron": 1, "output": 2}
+SCALE_FORMS = {"tensor": 0, "neuron": 1, "output": 2}
 VARIANTS = {"gated": 0, "plain": 1}
 ACTIVATIONS = {"relu": 0, "relu2": 1, "fatrelu": 2, "drelu": 3}
 COMPRESSIONS = (1, 2, 4, 8)
