@@ -19,13 +19,13 @@ KERNELS: dict[str, set[str]] = {
     "eight_bits": {"device", "host"},
     "one_or_two_tokens": BASE,
     "few_tokens": BASE,
-    "dense_block": BASE,
+    "dense_block": BASE | {"eight_bits"},
     MANY + "guard": BASE,
     MANY + "gate": BASE | {"eight_bits", MANY + "guard"},
-    MANY + "dense": BASE | {MANY + "guard"},
+    MANY + "dense": BASE | {"eight_bits", MANY + "guard"},
     MANY + "chunks": BASE,
     MANY + "schedule": BASE | {MANY + "guard", MANY + "dense", MANY + "chunks"},
-    MANY + "sparse": BASE | {MANY + "guard", MANY + "dense", MANY + "chunks"},
+    MANY + "sparse": BASE | {"eight_bits", MANY + "guard", MANY + "dense", MANY + "chunks"},
     "many_tokens": BASE
     | {"eight_bits"}
     | {MANY + each for each in ("guard", "gate", "dense", "chunks", "schedule", "sparse")},

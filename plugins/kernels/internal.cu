@@ -28,7 +28,8 @@ cudaError_t run(Call const& call, void* workspace, twell_internal_choice const& 
         return cudaErrorInvalidValue;
     }
     bool const takes_scales = choice.path == TWELL_RUN_ROUTES || choice.path == TWELL_RUN_MANY_TOKENS ||
-                              choice.path == TWELL_RUN_EARLY || choice.path == TWELL_RUN_DENSE_ROWS;
+                              choice.path == TWELL_RUN_EARLY || choice.path == TWELL_RUN_DENSE_ROWS ||
+                              choice.path == TWELL_RUN_DENSE_BLOCK;
     if (twell::has_scales(call.problem) && !takes_scales) {
         return cudaErrorNotSupported;
     }

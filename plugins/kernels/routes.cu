@@ -83,8 +83,11 @@ constexpr int64_t kFew64 = kMostTokensFewGeneric;
 constexpr int64_t kFew128 = kMostTokensFew;
 constexpr int kWidestPair = kMostColumnsOneOrTwo;
 constexpr int kWidestBlock = kMostDModelDenseBlock;
-// With weights that have scales.
-constexpr int64_t kMostTokensFewScaled = kMostTokensFewGeneric;
+// With weights that have scales, measured on an H100: beyond so many tokens a dense block is as fast, whatever is
+// active, and up to so many, or so many products, no slower than packing.
+constexpr int64_t kMostTokensFewScaled = 32;
+constexpr int64_t kMostTokensDenseScaled = 576;
+constexpr float kMostProductsDenseScaled = 576.0f * kProductsPerToken;
 constexpr Row kRoutes[] = {
     // clang-format off
     //          GPU    block   tokens              columns   d_model       d_out         d_ff           hot           products
@@ -174,10 +177,21 @@ namespace {
 
 // The route of weights that have scales.
 Route choose_scaled_route(twell_problem const& problem, Device const& device) {
-    Route const route = choose_route(problem, device);
-    if (route == Route::kOneOrTwoTokens ||
-        (problem.tokens <= kMostTokensFewScaled && problem.d_model <= kMostDModelFew)) {
-        return route == Route::kOneOrTwoTokens ? route : Route::kFewTokens;
+    if (choose_route(problem, device) == Route::kOneOrTwoTokens) {
+        return Route::kOneOrTwoTokens;
+    }
+    bool const has_few = problem.d_model <= kMostDModelFew;
+    if (has_few && problem.tokens <= kMostTokensFewScaled) {
+        return Route::kFewTokens;
+    }
+    int const narrow = problem.variant == TWELL_GATED ? kNarrowGated : kNarrowPlain;
+    bool const is_narrow = std::max(problem.d_model, problem.d_out) <= narrow;
+    if (dense_block_takes_scales(problem, device) &&
+        (is_narrow || problem.tokens <= kMostTokensDenseScaled || gate_products(problem) <= kMostProductsDenseScaled)) {
+        return Route::kDenseBlock;
+    }
+    if (has_few && problem.tokens <= kMostTokensFewGeneric) {
+        return Route::kFewTokens;
     }
     return many_tokens_take_scales(problem, device) ? Route::kManyTokens : Route::kWidened;
 }

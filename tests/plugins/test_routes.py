@@ -334,8 +334,8 @@ def all_calls() -> Iterator[tuple[Problem, Run, int]]:
         yield of(case), GUARD_DECIDES, SM90
     for case, _ in cases.hot_table():
         yield of(case), GUARD_DECIDES, SM90
-    for scaled in test_eight_bits.called():
-        yield scaled, Run.ROUTES, BEST
+    for scaled, path in test_eight_bits.called():
+        yield scaled, path, BEST
     yield problem(300, 8192, 8192, 64), GUARD_DECIDES, BEST  # test_direct.test_columns_in_several_launches
 
 

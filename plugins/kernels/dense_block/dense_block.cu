@@ -3,6 +3,7 @@
 #include "dense_block/dense_block.h"
 #include "dense_block/hidden_sm90.h"
 #include "dense_block/skipping_down_sm90.h"
+#include "eight_bits/eight_bits.h"
 #include "host/problem.h"
 #include "matmul/parts_sm90.cuh"
 
@@ -38,7 +39,8 @@ int64_t most_counts(twell_problem const& problem) {
 }
 
 struct Memory {
-    uint16_t* h;  // [tokens, d_ff], rows spilled_stride(problem) elements apart
+    uint16_t* h;        // [tokens, d_ff], rows spilled_stride(problem) elements apart; null with weights of eight bits
+    HiddenBytes bytes;  // then
     PartSums parts;
     Active active;
     int64_t most_counts;  // that there is room for in `active`
@@ -46,7 +48,8 @@ struct Memory {
 
 Memory take_memory(twell_problem const& problem, unsigned char*& next) {
     Memory memory = {};
-    memory.h = take<uint16_t>(next, problem.tokens * spilled_stride(problem));
+    memory.h = take<uint16_t>(next, has_scales(problem) ? 0 : problem.tokens * spilled_stride(problem));
+    memory.bytes = take_hidden_bytes(problem, next);
     memory.parts.most_sums = most_part_sums(problem);
     memory.parts.num_states = static_cast<int>(memory.parts.most_sums / kFewestPartSums);
     memory.parts.states = take<uint32_t>(next, memory.parts.num_states);
@@ -61,9 +64,13 @@ Memory take_memory(twell_problem const& problem, unsigned char*& next) {
 DenseBlockConfig choose(twell_problem const& problem, Device const& device, bool may_skip) {
     DenseBlockConfig config = {};
     if constexpr (kHasSm90) {
-        config.hidden = choose_hidden_sm90(problem, device);
-        config.down = choose_dense_down_sm90(problem, most_part_sums(problem), device);
-        config.skips = may_skip && problem.tokens <= kMostTokensSkipping && hidden_sm90_leaves_active(config.hidden);
+        bool const scaled = has_scales(problem);
+        auto const choose_hidden = scaled ? choose_hidden_bytes_sm90 : choose_hidden_sm90;
+        auto const choose_down = scaled ? choose_dense_down_bytes_sm90 : choose_dense_down_sm90;
+        config.hidden = choose_hidden(problem, device);
+        config.down = choose_down(problem, most_part_sums(problem), device);
+        config.skips =
+            may_skip && !scaled && problem.tokens <= kMostTokensSkipping && hidden_sm90_leaves_active(config.hidden);
         config.skipping_columns = choose_skipping_columns_sm90(problem, device);
     }
     return config;
@@ -78,33 +85,45 @@ size_t dense_block_bytes(twell_problem const& problem) {
 void list_dense_block(Text& text) {
     if constexpr (kHasSm90) {
         list_hidden_sm90(text);
+        list_hidden_bytes_sm90(text);
         list_skipping_down_sm90(text);
     }
 }
 
 cudaError_t launch_dense_block(Call const& call, void* workspace, bool may_skip) {
-    if (!has_dense_block(call.problem, call.device)) {
+    bool const scaled = has_scales(call.problem);
+    if (scaled ? !dense_block_takes_scales(call.problem, call.device) : !has_dense_block(call.problem, call.device)) {
         return cudaErrorNotSupported;
     }
     if constexpr (kHasSm90) {
         twell_problem const& problem = call.problem;
         DenseBlockConfig const config = choose(problem, call.device, may_skip);
         unsigned char* next = static_cast<unsigned char*>(workspace);
+        take_widened(problem, next);
+        Quantised const rounded = take_quantised(problem, next);
         Memory memory = take_memory(problem, next);
         if (!config.skips) {
             memory.active.masks = nullptr;
         }
         set_groups_sm90(memory.active, config.hidden);
-        TWELL_TRY(launch_hidden_sm90(call, config.hidden, memory.h, memory.parts, memory.active, memory.most_counts));
-        float const d_ff = static_cast<float>(problem.d_ff);
         DenseRows rows = {};
+        if (scaled) {
+            rows.bytes = memory.bytes;
+            TWELL_TRY(launch_quantise(call, rounded));
+            TWELL_TRY(launch_hidden_bytes_sm90(call, config.hidden, rounded, rows.bytes, memory.parts));
+        } else {
+            TWELL_TRY(
+                launch_hidden_sm90(call, config.hidden, memory.h, memory.parts, memory.active, memory.most_counts));
+        }
+        float const d_ff = static_cast<float>(problem.d_ff);
         rows.gate = {nullptr, memory.h, num_tiles(problem), words_per_tile(problem)};
         rows.part = problem.tokens;
         rows.all_rows = true;
         rows.parts = memory.parts;
         rows.skipping = {memory.active, static_cast<uint32_t>(kMostPairsSkipping * d_ff),
                          static_cast<uint32_t>(kMostOfRowSkipping * d_ff)};
-        TWELL_TRY(launch_dense_down_sm90(call, rows, config.down));
+        auto const launch_down = scaled ? launch_dense_down_bytes_sm90 : launch_dense_down_sm90;
+        TWELL_TRY(launch_down(call, rows, config.down));
         if (config.skips) {
             return launch_skipping_down_sm90(call, rows.skipping, memory.h, config.skipping_columns);
         }

@@ -19,6 +19,12 @@ inline bool has_dense_block(twell_problem const& problem, Device const& device) 
     return is_sm90(device) && problem.d_model <= kMostDModelDenseBlock;
 }
 
+// Whether there are kernels for weights of the problem's that have scales: rows of bytes whose begins TMA can take.
+inline bool dense_block_takes_scales(twell_problem const& problem, Device const& device) {
+    constexpr int kMultiple = 16;
+    return has_dense_block(problem, device) && problem.d_model % kMultiple == 0 && problem.d_out % kMultiple == 0;
+}
+
 // What a call runs, chosen once.
 struct DenseBlockConfig {
     matmul_sm90::Tiling hidden;
@@ -27,16 +33,16 @@ struct DenseBlockConfig {
     int skipping_columns;  // of a CTA of that launch
 };
 
-// Bytes of workspace that launch_dense_block needs, also where it is not for the problem; never shrinks when `tokens`
-// grows.
+// Bytes of workspace that launch_dense_block needs, behind those of take_widened and take_quantised, also where it is
+// not for the problem; never shrinks when `tokens` grows.
 size_t dense_block_bytes(twell_problem const& problem);
 
 // The rows of all configurations, a line each.
 void list_dense_block(Text& text);
 
-// Enqueues the whole block; cudaErrorNotSupported unless has_dense_block(problem, device). The problem has been
-// validated, has at least one row, and the pointers have been checked; `workspace` is 256-byte aligned. `may_skip`:
-// whether inactive neurons may be skipped.
+// Enqueues the whole block; cudaErrorNotSupported unless has_dense_block(problem, device), or, of weights with scales,
+// dense_block_takes_scales. The problem has been validated, has at least one row, and the pointers have been checked;
+// `workspace` is 256-byte aligned. `may_skip`: whether inactive neurons may be skipped.
 cudaError_t launch_dense_block(Call const& call, void* workspace, bool may_skip);
 
 }  // namespace twell

@@ -1,8 +1,13 @@
 // The hidden activations of a dense block on Hopper (sm_90a): h = act(x Wg^T + bg) * (x Wu^T + bu) for all rows, in one
 // kernel. See matmul_sm90.cuh for the product; here a consumer multiplies the same tokens by the same neurons of both
 // matrices, so that it has both factors of h in its registers.
+//
+// Of weights of eight bits x has been rounded to eight bits, too (quantise.cuh), and so is h: each row with a scale for
+// each CTA's part of a tile, BLOCK_M neurons, which is a slice of the down projection. 16 neurons lie in the order that
+// multiply_scaled() wants.
 #pragma once
 
+#include "device/block.cuh"
 #include "device/dependent_launch.cuh"
 #include "format/active.cuh"
 #include "matmul/matmul_sm90.cuh"
@@ -16,7 +21,20 @@ constexpr int kRegistersLoader = 40;
 constexpr int kRegistersMultiplier = 232;
 static_assert(registers_suffice(kRegistersLoader, kRegistersMultiplier), "setmaxnreg.inc would wait for ever");
 
-struct Params {
+// Of eight bits alone.
+template <class Stored>
+struct BytesOf {};
+template <>
+struct BytesOf<E4m3> : ScalesOf<E4m3> {
+    float const* x_scale;  // [tokens], and one block more that is read, but not used
+    uint8_t* h_bytes;      // [tokens, d_ff], rows `stride` apart: takes the place of h
+    float* h_scale;        // [parts of tiles, tokens], rows h_scale_stride apart
+    int64_t h_scale_stride;
+};
+
+// Stored: of weights, uint16_t for those of the element type, or E4m3, of which two count as one column below.
+template <class Stored>
+struct ParamsOf : BytesOf<Stored> {
     CUtensorMap x;           // [tokens, d_model], boxes of [kRowsLoaded, BLOCK_K]
     CUtensorMap weights[2];  // w_gate and, in a gated block, w_up: [d_ff, d_model], boxes of
                              // [kWeightRowsLoaded, BLOCK_K]
@@ -37,6 +55,7 @@ struct Params {
     void const* w_down;  // the next kernel's; its first bytes are brought to L2
     uint32_t prefetched_bytes;
 };
+using Params = ParamsOf<uint16_t>;
 
 // Whether a configuration can leave which neurons are active: blocks of more tokens are for calls that do not ask.
 constexpr bool leaves_active(Layout layout, int block) { return layout != Layout::kTall && block <= 96; }
@@ -111,9 +130,150 @@ __device__ __forceinline__ void leave_active(Params const& params, unsigned char
     }
 }
 
+// h of two tokens and one neuron in fp32, of sums of products. Where g is 0, so is h; where it is not, an h of 0 is -0.
+template <class Element, bool kGated>
+__device__ __forceinline__ float2 compute_h(ParamsOf<E4m3> const& params, float2 gate_sums, float2 up_sums,
+                                            float2 x_scales, float gate_scale, float up_scale, float h_scale,
+                                            float gate_bias, float up_bias, bool exists) {
+    uint32_t const z = Element::from_float2(fmaf(gate_sums.x, gate_scale * x_scales.x, gate_bias),
+                                            fmaf(gate_sums.y, gate_scale * x_scales.y, gate_bias));
+    uint32_t const g = Element::multiply2(z, params.act.square ? z : Element::kOnes);
+    uint32_t const active = exists ? Element::not_at_most2(z, params.act.cut) & Element::is_not_zero2(g) : 0;
+    float2 h = Element::to_float2(g);
+    if constexpr (kGated) {
+        float2 u = make_float2(fmaf(up_sums.x, up_scale * x_scales.x, up_bias),
+                               fmaf(up_sums.y, up_scale * x_scales.y, up_bias));
+        if (params.up_cut == 0) {
+            u.x = u.x <= 0.0f ? 0.0f : u.x;  // NaN is kept
+            u.y = u.y <= 0.0f ? 0.0f : u.y;
+        }
+        h.x *= u.x;
+        h.y *= u.y;
+    }
+    h.x *= h_scale;
+    h.y *= h_scale;
+    auto const marked = [](float value) { return value == 0.0f ? -0.0f : value; };
+    return make_float2((active & 0xffffu) != 0 ? marked(h.x) : 0.0f, (active >> 16) != 0 ? marked(h.y) : 0.0f);
+}
+
+// Rounds and stores a consumer's part of h, by all consumers. result: memory of all warps, Cfg::kBytesResult.
 template <class Element, class Cfg>
+__device__ __forceinline__ void store_bytes(ParamsOf<E4m3> const& params,
+                                            float (&sums)[Cfg::kProducts][Cfg::kAccumulators], unsigned char* result,
+                                            int consumer_warp, Tile const& tile, int rank, Tokens const& tokens) {
+    constexpr int N = Cfg::BLOCK_N;
+    constexpr bool kGated = Cfg::kProducts == 2;
+    constexpr float kLargest = 448.0f;
+    static_assert(!Cfg::kIsTall && N % 16 == 0, "a thread has two neurons");
+    auto const sync_consumers = [] { asm volatile("bar.sync 1, %0;" ::"n"(kConsumers * kWarpgroupSize) : "memory"); };
+    int const lane = threadIdx.x % kWarpSize;
+    int const thread = consumer_warp * kWarpSize + lane;
+    int const neuron = tile.neuron_of<Cfg>(rank) + consumer_warp * kWarpNeurons + lane / 4;
+    int const neurons[2] = {min(neuron, params.d_ff - 1), min(neuron + 8, params.d_ff - 1)};
+    float2 const gate_biases = load_biases<Element>(params.b_gate, neuron, params.d_ff);
+    float2 const up_biases = load_biases<Element>(kGated ? params.b_up : nullptr, neuron, params.d_ff);
+    float gate_scales[2];
+    float up_scales[2] = {};
+    float h_scales[2];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+        gate_scales[n] = scale_sum(params, params.gate_scale, 1.0f, neurons[n]);
+        if (kGated) {
+            up_scales[n] = scale_sum(params, params.up_scale, 1.0f, neurons[n]);
+        }
+        h_scales[n] = scale_h(params, 1.0f, neurons[n]);
+    }
+    float const* const x_scale = params.x_scale + tokens.begin + lane % 4 * 2;
+    uint32_t most[N / 8];  // of two tokens
+#pragma unroll
+    for (int j = 0; j < N / 8; ++j) {
+        float2 const x_scales = make_float2(x_scale[j * 8], x_scale[j * 8 + 1]);
+        float magnitudes[2] = {};
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            int const i = j * 4 + n * 2;
+            float const(&up)[Cfg::kAccumulators] = sums[Cfg::kProducts - 1];
+            float2 const h = compute_h<Element, kGated>(
+                params, make_float2(sums[0][i], sums[0][i + 1]), make_float2(up[i], up[i + 1]), x_scales,
+                gate_scales[n], up_scales[n], h_scales[n], n == 0 ? gate_biases.x : gate_biases.y,
+                n == 0 ? up_biases.x : up_biases.y, neuron + n * 8 < params.d_ff);
+            sums[0][i] = h.x;
+            sums[0][i + 1] = h.y;
+            magnitudes[0] = fmaxf(magnitudes[0], fabsf(h.x));  // of a NaN the other one
+            magnitudes[1] = fmaxf(magnitudes[1], fabsf(h.y));
+        }
+        most[j] = Bf16::from_float2(magnitudes[0], magnitudes[1]);
+#pragma unroll
+        for (int distance = 4; distance < kWarpSize; distance *= 2) {
+            most[j] = Bf16::larger2(most[j], __shfl_xor_sync(0xffffffffu, most[j], distance));
+        }
+    }
+    uint32_t* const all_most = reinterpret_cast<uint32_t*>(result);                     // [kConsumerWarps][N / 2]
+    float* const inverses = reinterpret_cast<float*>(result + kConsumerWarps * N * 2);  // [N]
+    static_assert(kConsumerWarps * N * 2 + N * 4 <= Cfg::kBytesResult && N / 2 <= kConsumers * kWarpgroupSize,
+                  "a thread has two tokens");
+    sync_consumers();  // the memory is no longer in use
+    if (lane < 4) {
+#pragma unroll
+        for (int j = 0; j < N / 8; ++j) {
+            all_most[consumer_warp * (N / 2) + j * 4 + lane] = most[j];
+        }
+    }
+    sync_consumers();
+    if (thread < N / 2) {
+        uint32_t largest = all_most[thread];
+#pragma unroll
+        for (int w = 1; w < kConsumerWarps; ++w) {
+            largest = Bf16::larger2(largest, all_most[w * (N / 2) + thread]);
+        }
+        float2 const pair = Bf16::to_float2(largest);
+        float* const scales =
+            params.h_scale + tile.neuron_of<Cfg>(rank) / BLOCK_M * params.h_scale_stride + tokens.begin;
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+            float const scale = fmaxf((t == 0 ? pair.x : pair.y) / kLargest, 1e-30f);
+            inverses[thread * 2 + t] = 1.0f / scale;
+            if (tokens.has(thread * 2 + t)) {
+                scales[thread * 2 + t] = scale;
+            }
+        }
+    }
+    sync_consumers();
+    uint32_t words[N / 8];  // of a token the bytes of both neurons, then those of the next token
+#pragma unroll
+    for (int j = 0; j < N / 8; ++j) {
+        float2 const inverse = reinterpret_cast<float2 const*>(inverses)[j * 4 + lane % 4];
+        words[j] = to_e4m3(to_be_rounded(sums[0][j * 4], inverse.x), to_be_rounded(sums[0][j * 4 + 2], inverse.x),
+                           to_be_rounded(sums[0][j * 4 + 1], inverse.y), to_be_rounded(sums[0][j * 4 + 3], inverse.y));
+    }
+    sync_consumers();  // the warps' memory may be written
+    constexpr int kAtOnce = 4;
+    uint32_t const warp_bytes = shared_address(result) + consumer_warp * Cfg::kBytesWarp;
+    int const column = tile.neuron_of<Cfg>(rank) + consumer_warp * kWarpNeurons;
+#pragma unroll
+    for (int j = 0; j < N / 8; j += kAtOnce) {
+        uint32_t const place = warp_bytes + j / kAtOnce % 2 * (Cfg::kBytesWarp / 2) + lane * kWarpNeurons;
+        bool const is_whole = j + kAtOnce <= N / 8;
+        if (is_whole) {
+            uint32_t const fragment[kAtOnce] = {words[j], words[j + 1], words[min(j + 2, N / 8 - 1)],
+                                                words[min(j + 3, N / 8 - 1)]};
+            store_transposed_x4(place, fragment);
+        } else {
+            store_transposed_x2(place, words[j], words[j + 1]);  // lanes from 16 on give no address
+        }
+        __syncwarp();
+        int const token = j * 8 + lane;
+        if ((is_whole || lane < 16) && tokens.has(token)) {
+            *reinterpret_cast<uint4*>(params.h_bytes + (tokens.begin + token) * params.stride + column) =
+                load_chunk(place);
+        }
+    }
+}
+
+template <class Element, class Stored, class Cfg>
 __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
-    hidden_kernel(__grid_constant__ Params const params) {
+    hidden_kernel(__grid_constant__ ParamsOf<Stored> const params) {
+    constexpr bool kBytes = sizeof(Stored) == 1;
     constexpr bool kGated = Cfg::kProducts == 2;
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Shared<Cfg> const shared = {shared_address(shared_bytes)};
@@ -130,8 +290,10 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         prefetch_map(params.weights[Cfg::kProducts - 1]);
     }
     sync_cluster();
-    wait_for_previous_launch();
-    allow_dependent_launch();
+    if (!kBytes || warp != 0) {  // else the loader waits later
+        wait_for_previous_launch();
+        allow_dependent_launch();
+    }
 
     int const tiles_end = params.num_blocks * params.num_tiles;
     int const tiles_begin = static_cast<int>(blockIdx.x) / kClusterSize;
@@ -144,52 +306,61 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         Ring<Cfg::kNumStages> ring;
         for (int i = tiles_begin; i < tiles_end; i += tiles_step) {
             Tile const tile(params.num_blocks, params.num_tiles, i);
-            // Of a tile a warp has 16 neurons, if tall 16 tokens.
-            int const first_neuron = tile.neuron_of<Cfg>(rank) + (Cfg::kIsTall ? 0 : consumer_warp * kWarpNeurons);
-            int const first_of_warp = Cfg::kIsTall ? consumer_warp * kWarpNeurons : 0;
-            Tokens const tokens = Tokens::of<Cfg>(tile, rank, static_cast<int>(params.tokens));
-            int64_t const first_token = tokens.begin;
-            int const neuron = first_neuron + lane / 4;
-            // Of a tall tile a thread has too many neurons: it loads their biases when it needs them.
-            float2 const gate_biases = load_biases<Element>(params.b_gate, neuron, params.d_ff);
-            float2 const up_biases = load_biases<Element>(kGated ? params.b_up : nullptr, neuron, params.d_ff);
-            float accumulators[Cfg::kProducts][Cfg::kAccumulators];
-            multiply<Element, Cfg, false>(accumulators, shared, ring, consumer_warp / kWarpgroupWarps,
-                                          params.num_slices);
+            if constexpr (kBytes) {
+                float accumulators[Cfg::kProducts][Cfg::kAccumulators];
+                multiply<E4m3, Cfg, false>(accumulators, shared, ring, consumer_warp / kWarpgroupWarps,
+                                           params.num_slices);
+                store_bytes<Element, Cfg>(params, accumulators, shared_bytes + Cfg::kOffsetResult, consumer_warp, tile,
+                                          rank, Tokens::of<Cfg>(tile, rank, static_cast<int>(params.tokens)));
+            } else {
+                // Of a tile a warp has 16 neurons, if tall 16 tokens.
+                int const first_neuron = tile.neuron_of<Cfg>(rank) + (Cfg::kIsTall ? 0 : consumer_warp * kWarpNeurons);
+                int const first_of_warp = Cfg::kIsTall ? consumer_warp * kWarpNeurons : 0;
+                Tokens const tokens = Tokens::of<Cfg>(tile, rank, static_cast<int>(params.tokens));
+                int64_t const first_token = tokens.begin;
+                int const neuron = first_neuron + lane / 4;
+                // Of a tall tile a thread has too many neurons: it loads their biases when it needs them.
+                float2 const gate_biases = load_biases<Element>(params.b_gate, neuron, params.d_ff);
+                float2 const up_biases = load_biases<Element>(kGated ? params.b_up : nullptr, neuron, params.d_ff);
+                float accumulators[Cfg::kProducts][Cfg::kAccumulators];
+                multiply<Element, Cfg, false>(accumulators, shared, ring, consumer_warp / kWarpgroupWarps,
+                                              params.num_slices);
 
-            // Epilogue
-            auto const round = [&](int product, float2 biases, uint16_t const* bias, int i) {
-                if constexpr (Cfg::kIsTall) {
-                    int const of_pair = first_neuron + i / 4 * kVector + lane % 4 * 2;
-                    return round_neurons<Element>(accumulators[product], bias, of_pair, params.d_ff, i);
-                } else {
-                    return round_pair<Element>(accumulators[product], biases, i);
-                }
-            };
-            bool const leaves_active = kLeavesActive<Cfg> && params.active.masks != nullptr;
-            uint32_t bits[(Cfg::BLOCK_N + 63) / 64] = {};
-            pass_result<Cfg>(
-                shared.result() + consumer_warp * Cfg::kBytesWarp,
-                [&](int i) {
-                    uint32_t const z = round(0, gate_biases, params.b_gate, i);
-                    uint32_t const u = round(Cfg::kProducts - 1, up_biases, params.b_up, i);
-                    return activate_and_multiply<Element, kGated, kLeavesActive<Cfg>>(params, z, u);
-                },
-                [&](int token_of_warp, int chunk, uint4 values) {
-                    int const token = first_of_warp + token_of_warp;
-                    int const column = first_neuron + chunk * kVector;
-                    if (tokens.has(token) && column < params.d_ff) {
-                        *reinterpret_cast<uint4*>(params.h + (first_token + token) * params.stride + column) = values;
-                        if (leaves_active) {
-                            uint32_t const there = (1u << min(params.d_ff - column, kVector)) - 1;
-                            bits[token / 64] |= (find_nonzeros(values) & there) << token / 16 % 4 * 8;
-                        }
+                // Epilogue
+                auto const round = [&](int product, float2 biases, uint16_t const* bias, int i) {
+                    if constexpr (Cfg::kIsTall) {
+                        int const of_pair = first_neuron + i / 4 * kVector + lane % 4 * 2;
+                        return round_neurons<Element>(accumulators[product], bias, of_pair, params.d_ff, i);
+                    } else {
+                        return round_pair<Element>(accumulators[product], biases, i);
                     }
-                });
-            if (leaves_active) {
-                leave_active<Cfg>(params, shared_bytes + Cfg::kOffsetResult,
-                                  reinterpret_cast<uint32_t*>(shared_bytes + Cfg::kOffsetMoreBarriers), consumer_warp,
-                                  bits, tile, rank, tokens);
+                };
+                bool const leaves_active = kLeavesActive<Cfg> && params.active.masks != nullptr;
+                uint32_t bits[(Cfg::BLOCK_N + 63) / 64] = {};
+                pass_result<Cfg>(
+                    shared.result() + consumer_warp * Cfg::kBytesWarp,
+                    [&](int i) {
+                        uint32_t const z = round(0, gate_biases, params.b_gate, i);
+                        uint32_t const u = round(Cfg::kProducts - 1, up_biases, params.b_up, i);
+                        return activate_and_multiply<Element, kGated, kLeavesActive<Cfg>>(params, z, u);
+                    },
+                    [&](int token_of_warp, int chunk, uint4 values) {
+                        int const token = first_of_warp + token_of_warp;
+                        int const column = first_neuron + chunk * kVector;
+                        if (tokens.has(token) && column < params.d_ff) {
+                            *reinterpret_cast<uint4*>(params.h + (first_token + token) * params.stride + column) =
+                                values;
+                            if (leaves_active) {
+                                uint32_t const there = (1u << min(params.d_ff - column, kVector)) - 1;
+                                bits[token / 64] |= (find_nonzeros(values) & there) << token / 16 % 4 * 8;
+                            }
+                        }
+                    });
+                if (leaves_active) {
+                    leave_active<Cfg>(params, shared_bytes + Cfg::kOffsetResult,
+                                      reinterpret_cast<uint32_t*>(shared_bytes + Cfg::kOffsetMoreBarriers),
+                                      consumer_warp, bits, tile, rank, tokens);
+                }
             }
         }
     } else {
@@ -199,7 +370,13 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             if (lane == 0) {
                 Loader<Cfg, false> loader = {
                     shared, params.weights, params.x, rank, static_cast<int>(params.tokens), params.d_ff};
-                for (int i = tiles_begin; i < tiles_end; i += tiles_step) {
+                int i = tiles_begin;
+                if constexpr (kBytes) {
+                    loader.load_first(Tile(params.num_blocks, params.num_tiles, i), {0, params.num_slices},
+                                      wait_for_previous_launch, [] { return true; });
+                    i += tiles_step;
+                }
+                for (; i < tiles_end; i += tiles_step) {
                     loader.load(Tile(params.num_blocks, params.num_tiles, i), {0, params.num_slices});
                 }
                 uint32_t const share = (params.prefetched_bytes / gridDim.x + 15) / 16 * 16;

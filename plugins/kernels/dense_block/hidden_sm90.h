@@ -3,6 +3,7 @@
 
 #include <stdint.h>
 
+#include "eight_bits/eight_bits.h"
 #include "format/active.cuh"
 #include "host/launch.h"
 #include "matmul/dense_sm90.h"
@@ -24,7 +25,13 @@ void set_groups_sm90(Active& active, matmul_sm90::Tiling const& tiling);
 cudaError_t launch_hidden_sm90(Call const& call, matmul_sm90::Tiling const& tiling, uint16_t* h, PartSums const& parts,
                                Active const& active, int64_t most_counts);
 
+// The same with weights of eight bits, of x rounded to these.
+matmul_sm90::Tiling choose_hidden_bytes_sm90(twell_problem const& problem, Device const& device);
+cudaError_t launch_hidden_bytes_sm90(Call const& call, matmul_sm90::Tiling const& tiling, Quantised const& rounded,
+                                     HiddenBytes const& h, PartSums const& parts);
+
 // The rows of the configurations, a line each.
 void list_hidden_sm90(Text& text);
+void list_hidden_bytes_sm90(Text& text);
 
 }  // namespace twell

@@ -11,6 +11,8 @@ namespace twell {
 template <class Stored>
 struct ScalesOf {
     static constexpr bool kHasScales = false;
+    static constexpr float const* gate_scale = nullptr;
+    static constexpr float const* up_scale = nullptr;
 };
 template <>
 struct ScalesOf<E4m3> {
@@ -44,19 +46,11 @@ struct BlockTensorsOf : ScalesOf<Stored> {
 };
 using BlockTensors = BlockTensorsOf<uint16_t>;
 
-// A sum of products with a neuron's row of w_gate or w_up, times the row's scale.
+// A sum of products with a neuron's row of w_gate or w_up, times the row's scale: one of params.gate_scale or up_scale.
 template <class Params>
-__device__ __forceinline__ float scale_gate(Params const& params, float sum, int neuron) {
+__device__ __forceinline__ float scale_sum(Params const& params, float const* scales, float sum, int neuron) {
     if constexpr (Params::kHasScales) {
-        return sum * params.gate_scale[static_cast<int64_t>(neuron) * params.gate_up_step];
-    } else {
-        return sum;
-    }
-}
-template <class Params>
-__device__ __forceinline__ float scale_up(Params const& params, float sum, int neuron) {
-    if constexpr (Params::kHasScales) {
-        return sum * params.up_scale[static_cast<int64_t>(neuron) * params.gate_up_step];
+        return sum * scales[static_cast<int64_t>(neuron) * params.gate_up_step];
     } else {
         return sum;
     }

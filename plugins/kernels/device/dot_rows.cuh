@@ -221,6 +221,65 @@ __device__ __forceinline__ float dot_rows(uint16_t const* x_row, Stored const* c
     return reduce_rows(sums);
 }
 
+// What a dot product of rows of bytes is worth here.
+constexpr float kUnitOfBytes = 256.0f;
+
+// dot_rows of a row of x in bytes, in units of kUnitOfBytes: sixteen products at a time are added up in fp16, and for
+// that x is scaled by 2^-8, so that no sum of these overflows. Rows are multiples of 16 long.
+template <int kRows>
+__device__ __forceinline__ float dot_rows_of_bytes(E4m3 const* x_row, E4m3 const* const& matrix, int const& row_length,
+                                                   int begin, int const& end, uint32_t row, int count) {
+    constexpr int kAtOnce = 4;               // rows
+    constexpr int kWords = 2 * kVector / 4;  // of a lane's bytes
+    int const lane = threadIdx.x % kWarpSize;
+    float sums[kRows] = {};
+#pragma unroll 1
+    for (int first = begin + lane * (2 * kVector); begin < end; begin += kLeastDotColumns, first += kLeastDotColumns) {
+        bool const inside = first < end;
+        auto const load = [&](auto load_from, E4m3 const* from) {
+            return inside ? load_from(from + first) : make_uint4(0, 0, 0, 0);
+        };
+        uint4 const x_bytes = load(load_written_vectors, x_row);
+        uint32_t const x_words[kWords] = {x_bytes.x, x_bytes.y, x_bytes.z, x_bytes.w};
+        __half2 x[2 * kWords];
+        __half2 const scale = __half2half2(__ushort_as_half(0x1c00));  // 2^-8
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) {
+            uint2 const pairs = e4m3_to_fp16(x_words[i]);
+            x[2 * i] = __hmul2(*reinterpret_cast<__half2 const*>(&pairs.x), scale);
+            x[2 * i + 1] = __hmul2(*reinterpret_cast<__half2 const*>(&pairs.y), scale);
+        }
+#pragma unroll
+        for (int done = 0; done < kRows; done += kAtOnce) {
+            if (done >= count) {
+                break;
+            }
+            uint4 vectors[kAtOnce];
+#pragma unroll
+            for (int r = 0; r < kAtOnce; ++r) {
+                uint32_t const n = __shfl_sync(0xffffffffu, row, min(done + r, count - 1));
+                vectors[r] = load(load_vectors, matrix + static_cast<int64_t>(n) * row_length);
+            }
+#pragma unroll
+            for (int r = 0; r < kAtOnce; ++r) {
+                uint32_t const words[kWords] = {vectors[r].x, vectors[r].y, vectors[r].z, vectors[r].w};
+                __half2 part;
+#pragma unroll
+                for (int i = 0; i < kWords; ++i) {
+                    uint2 const pairs = e4m3_to_fp16(words[i]);
+                    __half2 const low = *reinterpret_cast<__half2 const*>(&pairs.x);
+                    __half2 const high = *reinterpret_cast<__half2 const*>(&pairs.y);
+                    part = i == 0 ? __hmul2(x[0], low) : __hfma2(x[2 * i], low, part);
+                    part = __hfma2(x[2 * i + 1], high, part);
+                }
+                float2 const both = __half22float2(part);
+                sums[done + r] += both.x + both.y;
+            }
+        }
+    }
+    return reduce_rows(sums);
+}
+
 // Multiplies kTokens rows of x by rows of a matrix, those of a set counted from `first_row` on, kRows at once, and
 // leaves each warp's part of the sums: parts(token) is [rows][kWarps]. By a CTA, each thread of which has a vector of
 // each row.

@@ -29,6 +29,11 @@ struct PairArithmetic {
         return __hgtu2_mask(as_pair(a), as_pair(b));
     }
     static __device__ __forceinline__ uint32_t is_not_zero2(uint32_t a) { return __hneu2_mask(as_pair(a), as_pair(0)); }
+    // Of a number and a NaN the number.
+    static __device__ __forceinline__ uint32_t larger2(uint32_t a, uint32_t b) {
+        Pair const larger = __hmax2(as_pair(a), as_pair(b));
+        return *reinterpret_cast<uint32_t const*>(&larger);
+    }
     // All bits if infinite or NaN.
     static __device__ __forceinline__ uint32_t is_not_finite2(uint32_t a) {
         return __hneu2_mask(__hsub2(as_pair(a), as_pair(a)), as_pair(0));
@@ -118,6 +123,15 @@ __device__ __forceinline__ uint2 e4m3_to_fp16(uint32_t four) {
 __device__ __forceinline__ uint32_t to_e4m3(float a, float b, float c, float d) {
     return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3) |
            static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, __NV_E4M3)) << 16;
+}
+
+// h times `inverse`, to be rounded to eight bits: what becomes 0 becomes -0, but for +0, which is that of an inactive
+// neuron.
+__device__ __forceinline__ float to_be_rounded(float h, float inverse) {
+    constexpr float kMostZero = 0x1p-10f;
+    float const scaled = h * inverse;
+    float const zero = __float_as_uint(h) != 0 ? -0.0f : 0.0f;
+    return fabsf(scaled) <= kMostZero ? zero : scaled;
 }
 
 // Every activation is: 0 where z <= cut, else z or z^2. NaN compares false, so it is kept.

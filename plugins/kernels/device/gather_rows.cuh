@@ -157,6 +157,58 @@ __device__ __forceinline__ void gather_of_lanes(float (&sums)[kVector], Stored c
     }
 }
 
+// Rows of bytes are multiplied and added up in fp16, which holds their numbers, kRows at a time; for that the factors
+// of a warp are scaled together, so that the largest is from 1 up to 2.
+struct ScaledFactors {
+    uint32_t pair;  // this lane's factor, twice
+    float unit;     // what 1 is worth
+
+    __device__ __forceinline__ explicit ScaledFactors(float factor) {
+        constexpr uint32_t kMantissaBits = 23;
+        constexpr uint32_t kBias = 127;
+        uint32_t const largest = __reduce_max_sync(0xffffffffu, __float_as_uint(factor) & 0x7fffffffu);
+        // Of an infinity or a NaN what comes out is not finite.
+        uint32_t const exponent = min(max(largest >> kMantissaBits, 1u), 2 * kBias - 1);
+        unit = __uint_as_float(exponent << kMantissaBits);
+        float const scaled = factor * __uint_as_float((2 * kBias - exponent) << kMantissaBits);
+        pair = Fp16::from_float2(scaled, scaled);
+    }
+};
+
+// gather_of_lanes for rows of bytes: `neuron` is a lane's row, `factors` are those of all lanes.
+template <int kRows>
+__device__ __forceinline__ void gather_bytes_of_lanes(float (&sums)[kVector], E4m3 const* matrix, int row_length,
+                                                      uint32_t neuron, ScaledFactors const& factors, int begin,
+                                                      int count) {
+    uint2 vectors[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        uint32_t const n = __shfl_sync(0xffffffffu, neuron, begin + min(r, count - 1));
+        vectors[r] = load_vector(matrix + static_cast<int64_t>(n) * row_length);
+    }
+    __half2 parts[kVector / 2];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        uint32_t const bits = __shfl_sync(0xffffffffu, factors.pair, begin + min(r, count - 1));
+        uint32_t const kept = r < count ? bits : 0;  // the last row again: it has a NaN by now where this gives one
+        __half2 const factor = *reinterpret_cast<__half2 const*>(&kept);
+        uint2 const low = e4m3_to_fp16(vectors[r].x);
+        uint2 const high = e4m3_to_fp16(vectors[r].y);
+        uint32_t const words[kVector / 2] = {low.x, low.y, high.x, high.y};
+#pragma unroll
+        for (int i = 0; i < kVector / 2; ++i) {
+            __half2 const values = *reinterpret_cast<__half2 const*>(&words[i]);
+            parts[i] = r == 0 ? __hmul2(factor, values) : __hfma2(factor, values, parts[i]);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < kVector / 2; ++i) {
+        float2 const part = __half22float2(parts[i]);
+        sums[2 * i] = fmaf(part.x, factors.unit, sums[2 * i]);
+        sums[2 * i + 1] = fmaf(part.y, factors.unit, sums[2 * i + 1]);
+    }
+}
+
 // Sends for this thread's vector of each row of a set, given as bits: the i-th to pieces + i * kBytesPiece in shared
 // memory. `matrix` is that of the thread's columns.
 template <class Stored>

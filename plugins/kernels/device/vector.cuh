@@ -81,6 +81,14 @@ __device__ __forceinline__ uint4 load_written_vector(uint16_t const* pointer) {
     return vector;
 }
 
+// Sixteen elements of eight bits, by one access, which are not another kernel's; or which may be.
+__device__ __forceinline__ uint4 load_vectors(E4m3 const* pointer) {
+    return load_vector(reinterpret_cast<uint16_t const*>(pointer));
+}
+__device__ __forceinline__ uint4 load_written_vectors(E4m3 const* pointer) {
+    return load_written_vector(reinterpret_cast<uint16_t const*>(pointer));
+}
+
 // load_vector, or zeros.
 __device__ __forceinline__ uint4 load_vector_if(uint16_t const* pointer, bool exists) {
     uint4 vector;

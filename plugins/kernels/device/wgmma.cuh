@@ -96,8 +96,9 @@ struct Wgmma;
                 : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposedA ? 1 : 0));                                       \
         }                                                                                                            \
     };
-// Of eight bits: a step is 32 along K, as many bytes, and both operands are K-major.
-#define TWELL_WGMMA_OF_BYTES(n, registers, operands, num_registers, a_idx, b_idx, accumulate_idx)                    \
+// Of eight bits: a step is 32 along K, as many bytes, and both operands are K-major. Or a lies in registers: each has
+// four bytes, from 4 (lane % 4) on, of row lane / 4 and of the eighth after it, then the same from 16 on.
+#define TWELL_WGMMA_OF_BYTES(n, registers, operands, num_registers, idx_0, idx_1, idx_2, idx_3, idx_4, idx_5)        \
     template <>                                                                                                      \
     struct Wgmma<E4m3, n> {                                                                                          \
         template <bool kTransposedA>                                                                                 \
@@ -107,53 +108,65 @@ struct Wgmma;
             asm volatile(                                                                                            \
                 "{\n"                                                                                                \
                 ".reg .pred accumulate;\n"                                                                           \
-                "setp.ne.b32 accumulate, %" #accumulate_idx ", 0;\n"                                                 \
+                "setp.ne.b32 accumulate, %" #idx_2 ", 0;\n"                                                          \
                 "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" registers "}, "                         \
-                "%" #a_idx ", %" #b_idx ", accumulate, 1, 1;\n"                                                      \
+                "%" #idx_0 ", %" #idx_1 ", accumulate, 1, 1;\n"                                                      \
                 "}\n"                                                                                                \
                 : operands                                                                                           \
                 : "l"(a), "l"(b), "r"(accumulate));                                                                  \
         }                                                                                                            \
+        static __device__ __forceinline__ void run(float (&d)[num_registers], uint32_t const (&a)[4], uint64_t b,    \
+                                                   int accumulate) {                                                 \
+            asm volatile(                                                                                            \
+                "{\n"                                                                                                \
+                ".reg .pred accumulate;\n"                                                                           \
+                "setp.ne.b32 accumulate, %" #idx_5 ", 0;\n"                                                          \
+                "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" registers "}, "                         \
+                "{%" #idx_0 ", %" #idx_1 ", %" #idx_2 ", %" #idx_3 "}, %" #idx_4 ", accumulate, 1, 1;\n"             \
+                "}\n"                                                                                                \
+                : operands                                                                                           \
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                              \
+        }                                                                                                            \
     };
-#define TWELL_WGMMA(n, num_registers, a_idx, b_idx, accumulate_idx, trans_idx)                                       \
+#define TWELL_WGMMA(n, num_registers, a_idx, b_idx, accumulate_idx, trans_idx, idx_4, idx_5)                         \
     TWELL_WGMMA_OF_BYTES(n, TWELL_REGISTERS_##num_registers, TWELL_OPERANDS_##num_registers, num_registers, a_idx,   \
-                         b_idx, accumulate_idx)                                                                      \
+                         b_idx, accumulate_idx, trans_idx, idx_4, idx_5)                                             \
     TWELL_WGMMA_OF(Bf16, "bf16", n, TWELL_REGISTERS_##num_registers, TWELL_OPERANDS_##num_registers, num_registers,  \
                    a_idx, b_idx, accumulate_idx, trans_idx)                                                          \
     TWELL_WGMMA_OF(Fp16, "f16", n, TWELL_REGISTERS_##num_registers, TWELL_OPERANDS_##num_registers, num_registers,   \
                    a_idx, b_idx, accumulate_idx, trans_idx)
 
-TWELL_WGMMA(16, 8, 8, 9, 10, 11)
-TWELL_WGMMA(24, 12, 12, 13, 14, 15)
-TWELL_WGMMA(32, 16, 16, 17, 18, 19)
-TWELL_WGMMA(40, 20, 20, 21, 22, 23)
-TWELL_WGMMA(48, 24, 24, 25, 26, 27)
-TWELL_WGMMA(56, 28, 28, 29, 30, 31)
-TWELL_WGMMA(64, 32, 32, 33, 34, 35)
-TWELL_WGMMA(72, 36, 36, 37, 38, 39)
-TWELL_WGMMA(80, 40, 40, 41, 42, 43)
-TWELL_WGMMA(88, 44, 44, 45, 46, 47)
-TWELL_WGMMA(96, 48, 48, 49, 50, 51)
-TWELL_WGMMA(104, 52, 52, 53, 54, 55)
-TWELL_WGMMA(112, 56, 56, 57, 58, 59)
-TWELL_WGMMA(120, 60, 60, 61, 62, 63)
-TWELL_WGMMA(128, 64, 64, 65, 66, 67)
-TWELL_WGMMA(136, 68, 68, 69, 70, 71)
-TWELL_WGMMA(144, 72, 72, 73, 74, 75)
-TWELL_WGMMA(152, 76, 76, 77, 78, 79)
-TWELL_WGMMA(160, 80, 80, 81, 82, 83)
-TWELL_WGMMA(168, 84, 84, 85, 86, 87)
-TWELL_WGMMA(176, 88, 88, 89, 90, 91)
-TWELL_WGMMA(184, 92, 92, 93, 94, 95)
-TWELL_WGMMA(192, 96, 96, 97, 98, 99)
-TWELL_WGMMA(200, 100, 100, 101, 102, 103)
-TWELL_WGMMA(208, 104, 104, 105, 106, 107)
-TWELL_WGMMA(216, 108, 108, 109, 110, 111)
-TWELL_WGMMA(224, 112, 112, 113, 114, 115)
-TWELL_WGMMA(232, 116, 116, 117, 118, 119)
-TWELL_WGMMA(240, 120, 120, 121, 122, 123)
-TWELL_WGMMA(248, 124, 124, 125, 126, 127)
-TWELL_WGMMA(256, 128, 128, 129, 130, 131)
+TWELL_WGMMA(16, 8, 8, 9, 10, 11, 12, 13)
+TWELL_WGMMA(24, 12, 12, 13, 14, 15, 16, 17)
+TWELL_WGMMA(32, 16, 16, 17, 18, 19, 20, 21)
+TWELL_WGMMA(40, 20, 20, 21, 22, 23, 24, 25)
+TWELL_WGMMA(48, 24, 24, 25, 26, 27, 28, 29)
+TWELL_WGMMA(56, 28, 28, 29, 30, 31, 32, 33)
+TWELL_WGMMA(64, 32, 32, 33, 34, 35, 36, 37)
+TWELL_WGMMA(72, 36, 36, 37, 38, 39, 40, 41)
+TWELL_WGMMA(80, 40, 40, 41, 42, 43, 44, 45)
+TWELL_WGMMA(88, 44, 44, 45, 46, 47, 48, 49)
+TWELL_WGMMA(96, 48, 48, 49, 50, 51, 52, 53)
+TWELL_WGMMA(104, 52, 52, 53, 54, 55, 56, 57)
+TWELL_WGMMA(112, 56, 56, 57, 58, 59, 60, 61)
+TWELL_WGMMA(120, 60, 60, 61, 62, 63, 64, 65)
+TWELL_WGMMA(128, 64, 64, 65, 66, 67, 68, 69)
+TWELL_WGMMA(136, 68, 68, 69, 70, 71, 72, 73)
+TWELL_WGMMA(144, 72, 72, 73, 74, 75, 76, 77)
+TWELL_WGMMA(152, 76, 76, 77, 78, 79, 80, 81)
+TWELL_WGMMA(160, 80, 80, 81, 82, 83, 84, 85)
+TWELL_WGMMA(168, 84, 84, 85, 86, 87, 88, 89)
+TWELL_WGMMA(176, 88, 88, 89, 90, 91, 92, 93)
+TWELL_WGMMA(184, 92, 92, 93, 94, 95, 96, 97)
+TWELL_WGMMA(192, 96, 96, 97, 98, 99, 100, 101)
+TWELL_WGMMA(200, 100, 100, 101, 102, 103, 104, 105)
+TWELL_WGMMA(208, 104, 104, 105, 106, 107, 108, 109)
+TWELL_WGMMA(216, 108, 108, 109, 110, 111, 112, 113)
+TWELL_WGMMA(224, 112, 112, 113, 114, 115, 116, 117)
+TWELL_WGMMA(232, 116, 116, 117, 118, 119, 120, 121)
+TWELL_WGMMA(240, 120, 120, 121, 122, 123, 124, 125)
+TWELL_WGMMA(248, 124, 124, 125, 126, 127, 128, 129)
+TWELL_WGMMA(256, 128, 128, 129, 130, 131, 132, 133)
 
 #undef TWELL_WGMMA_OF
 #undef TWELL_WGMMA_OF_BYTES

@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(Para
             b_up = params.b_up[neuron_begin + thread];
         }
         if constexpr (kHasScales) {
-            own_scale = has_bias ? scale_gate(params, 1.0f, neuron_begin + thread) : 0.0f;
+            own_scale = has_bias ? scale_sum(params, params.gate_scale, 1.0f, neuron_begin + thread) : 0.0f;
         }
         if (params.h_rounded != nullptr) {
             constexpr int kVectors = Cfg::kNeurons / kVector;
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(Para
         uint16_t const bits = g[m * Cfg::kStrideG + token];
         if (is_nonzero(bits)) {
             if constexpr (kHasScales) {
-                sum = params.w_up == nullptr ? sum : scale_up(params, sum, neuron_begin + m);
+                sum = params.w_up == nullptr ? sum : scale_sum(params, params.up_scale, sum, neuron_begin + m);
             }
             float u = params.b_up == nullptr ? sum : sum + Element::to_float(shared.b_up[m]);
             u = params.relu_on_up && u <= 0.0f ? 0.0f : u;  // NaN is kept

@@ -17,6 +17,7 @@ struct Memory {
     unsigned char* schedule;  // schedule_bytes
     uint16_t* spilled;        // [tokens, num_tiles * TWELL_TILE]: see pack.cuh
     uint16_t* x_part;         // [max_dense_part, d_model], of a gated block
+    HiddenBytes bytes;        // h of dense rows in eight bits, of a gated block
     unsigned char* shared;    // chunks, then h of a part of the rows: h of chunks are in lists before that begins
 };
 
@@ -27,6 +28,9 @@ Memory take_memory(twell_problem const& problem, unsigned char*& next) {
     memory.schedule = take<unsigned char>(next, static_cast<int64_t>(schedule_bytes(problem)));
     memory.spilled = take<uint16_t>(next, problem.tokens * spilled_stride(problem));
     memory.x_part = take<uint16_t>(next, gated ? max_dense_part(problem) * problem.d_model : 0);
+    if (gated) {
+        memory.bytes = take_hidden_bytes(problem, next);
+    }
     memory.shared =
         take<unsigned char>(next, static_cast<int64_t>(std::max(h_part_bytes(problem), chunk_bytes(problem))));
     return memory;
@@ -55,8 +59,9 @@ ManyTokensConfig choose_many_tokens(twell_problem const& problem, Device const& 
 }
 
 bool many_tokens_take_scales(twell_problem const& problem, Device const& device) {
+    constexpr int kMultiple = 16;  // bytes that a lane loads at once
     GateConfig const gate = choose_gate(problem, device, Kernels::kBest);
-    return gate.exists && gate.is_sm90;
+    return gate.exists && gate.is_sm90 && problem.d_out % kMultiple == 0;
 }
 
 size_t many_tokens_bytes(twell_problem const& problem) {
@@ -94,11 +99,16 @@ cudaError_t launch_many_tokens(Call const& call, void* workspace, Kernels kernel
     Gather gather = {};
     gather.gate = {memory.packed, memory.spilled, num_tiles(problem), words_per_tile(problem)};
     gather.h_part = reinterpret_cast<uint16_t*>(memory.shared);
-    if (problem.variant == TWELL_GATED) {
-        gather.x = static_cast<uint16_t const*>(call.tensors.x);
+    bool const gated = problem.variant == TWELL_GATED;
+    // Of a gated block with weights of eight bits dense rows are multiplied in eight bits, of which two are copied as
+    // one.
+    bool const in_bytes = has_scales(problem) && gated;
+    if (gated) {
+        gather.x =
+            in_bytes ? reinterpret_cast<uint16_t const*>(rounded.x) : static_cast<uint16_t const*>(call.tensors.x);
         gather.x_part = memory.x_part;
     }
-    gather.d_model = problem.d_model;
+    gather.d_model = in_bytes ? problem.d_model / 2 : problem.d_model;
     SparseRows const rows = {reinterpret_cast<unsigned char*>(memory.spilled),
                              spilled_stride(problem) * static_cast<int64_t>(sizeof(uint16_t))};
     TWELL_TRY(launch_schedule(call, memory.packed, memory.spilled, schedule, guard, gather, chunks, rows));
@@ -106,20 +116,24 @@ cudaError_t launch_many_tokens(Call const& call, void* workspace, Kernels kernel
     if (config.chunks.exists) {
         TWELL_TRY(launch_chunk_up(call, schedule, chunks, config.chunks));
     }
-    SparseInput const input = {memory.packed, memory.spilled, schedule, guard.count, gather, rows, chunks};
+    SparseInput const input = {memory.packed, memory.spilled, schedule, guard.count, gather, rows, chunks, rounded};
     TWELL_TRY(launch_sparse_up(call, input, config.sparse));
     bool const dense_first = config.dense.is_sm90;
     if (!dense_first) {
         TWELL_TRY(launch_sparse_down(call, input, config.sparse, false));
     }
-    // Dense rows are multiplied by weights of 16 bits.
-    twell_problem const dense_problem = widened_problem(problem);
-    twell_tensors dense_tensors = call.tensors;
-    if (has_scales(problem)) {
-        TWELL_TRY(launch_widen(call, widened, &schedule.header->heavy_count));
-        dense_tensors = widened_tensors(call.tensors, widened);
+    if (in_bytes) {
+        TWELL_TRY(launch_dense_bytes(call, gather, schedule, config.dense, rounded, memory.bytes));
+    } else {
+        twell_problem const dense_problem = widened_problem(problem);
+        twell_tensors dense_tensors = call.tensors;
+        if (has_scales(problem)) {
+            TWELL_TRY(launch_widen(call, widened, &schedule.header->heavy_count));
+            dense_tensors = widened_tensors(call.tensors, widened);
+        }
+        Call const dense_call = {dense_problem, dense_tensors, call.device, call.stream};
+        TWELL_TRY(launch_dense(dense_call, gather, schedule, config.dense));
     }
-    TWELL_TRY(launch_dense({dense_problem, dense_tensors, call.device, call.stream}, gather, schedule, config.dense));
     return dense_first ? launch_sparse_down(call, input, config.sparse, true) : cudaSuccess;
 }
 

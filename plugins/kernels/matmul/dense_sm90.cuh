@@ -2,6 +2,8 @@
 // matmul_sm90.cuh for the products.
 #pragma once
 
+#include <type_traits>
+
 #include "device/block.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/sum_again.cuh"
@@ -17,18 +19,38 @@ namespace twell::dense_sm90 {
 using namespace dense;
 using namespace matmul_sm90;
 
-struct Params {
+constexpr int kRegistersBytesFirst = 40;
+constexpr int kRegistersBytesConsumer = 232;
+static_assert(registers_suffice(kRegistersBytesFirst, kRegistersBytesConsumer), "setmaxnreg.inc would wait for ever");
+
+// Of weights of eight bits: h in eight bits, too, each row with a scale for BLOCK_M neurons: see hidden_sm90.cuh.
+template <class Stored>
+struct BytesOf {};
+template <>
+struct BytesOf<E4m3> {
+    CUtensorMap h_scales;  // [parts of tiles of d_ff, rows], boxes of [1, tokens of a CTA]
+    uint8_t* h;            // [rows, num_tiles of d_ff * TWELL_TILE]
+    int64_t h_stride;
+    float* h_scale;  // as above, rows h_scale_stride apart
+    int64_t h_scale_stride;
+    float const* x_scale;  // up: of all rows
+};
+
+// Stored: of weights, uint16_t for those of the element type, or E4m3, of which two count as one column of `weights`
+// and `tokens`.
+template <class Stored>
+struct ParamsOf : BytesOf<Stored> {
     CUtensorMap weights;  // up: w_up [d_ff, d_model]; down: w_down [d_ff, d_out]
     // Of all rows, and of the dense ones: up: x [rows, d_model]; down: h [rows, num_tiles of d_ff * TWELL_TILE].
     CUtensorMap tokens[2];
     Schedule schedule;
-    int64_t num_rows;      // of x and y
-    uint16_t const* bias;  // [num_neurons] or null
-    PackedGate gate;       // down: h of all rows, in the place of the spilled matrix, and nothing else
-    uint16_t* h_part;      // [dense rows, gate.num_tiles * TWELL_TILE]
-    BlockTensors block;    // down only
-    int num_neurons;       // up: d_ff; down: d_out
-    int num_tiles;         // of neurons
+    int64_t num_rows;              // of x and y
+    uint16_t const* bias;          // [num_neurons] or null
+    PackedGate gate;               // down: h of all rows, in the place of the spilled matrix, and nothing else
+    uint16_t* h_part;              // [dense rows, gate.num_tiles * TWELL_TILE]
+    BlockTensorsOf<Stored> block;  // down only
+    int num_neurons;               // up: d_ff; down: d_out
+    int num_tiles;                 // of neurons
     int num_slices;
     int num_parts;    // of each sum: clusters that share the slices, down only
     Parts parts;      // of all tiles
@@ -41,12 +63,14 @@ struct Params {
     bool may_skip;
     SkippingLimits skipping;
 };
+using Params = ParamsOf<uint16_t>;
 
 // The i-th piece of work of all clusters.
 struct Piece {
     Tile tile;
     Slices slices;
 
+    template <class Params>
     __device__ __forceinline__ Piece(Params const& params, int num_blocks, int i)
         : tile(num_blocks, params.num_tiles, i / params.num_parts),
           slices{params.num_slices * (i % params.num_parts) / params.num_parts,
@@ -67,14 +91,71 @@ __device__ __forceinline__ void add_residual(float (&sums)[Cfg::kAccumulators], 
     });
 }
 
-// Stores a warp's part of y, 16 columns from first_column on. Says whether values had to be summed again.
-template <class Element, class Cfg, class Round>
-__device__ __forceinline__ bool store_y(Params const& params, View const& view, Tokens own, uint32_t warp_bytes,
-                                        int first_column, Round round) {
+// The same for sums of multiply_scaled.
+template <class Element, class Cfg>
+__device__ __forceinline__ void add_residual(float (&sums)[Cfg::kAccumulators], ParamsOf<E4m3> const& params,
+                                             View const& view, Tokens own, int first_column) {
+    int const lane = threadIdx.x % kWarpSize;
+    int const column = first_column + lane / 4 * 2;
+#pragma unroll
+    for (int i = 0; i < Cfg::kAccumulators; i += 4) {
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+            int const token = i * 2 + lane % 4 * 2 + t;
+            if (own.has(token) && column < params.num_neurons) {
+                int64_t const row = view.row_of(params.schedule, own.begin + token);
+                float2 const pair = Element::to_float2(__ldcg(
+                    reinterpret_cast<uint32_t const*>(params.block.residual + row * params.num_neurons + column)));
+                sums[i + t] += pair.x;
+                sums[i + t + 2] += pair.y;
+            }
+        }
+    }
+}
+
+// Multiplies sums of multiply_scaled by the scales of their columns, if these have any, and adds the biases.
+template <class Element, class Cfg>
+__device__ __forceinline__ void scale_and_add_biases(float (&sums)[Cfg::kAccumulators], ParamsOf<E4m3> const& params,
+                                                     int first_column) {
+    int const column = first_column + static_cast<int>(threadIdx.x) % kWarpSize / 4 * 2;
+    if (column >= params.num_neurons) {
+        return;
+    }
+    float2 scales = make_float2(1.0f, 1.0f);
+    if (params.block.by_output) {
+        scales = make_float2(params.block.down_scale[column], params.block.down_scale[column + 1]);
+    }
+    float2 const biases = params.bias == nullptr
+                              ? make_float2(0.0f, 0.0f)
+                              : Element::to_float2(*reinterpret_cast<uint32_t const*>(params.bias + column));
+#pragma unroll
+    for (int i = 0; i < Cfg::kAccumulators; ++i) {
+        sums[i] = i % 4 < 2 ? fmaf(sums[i], scales.x, biases.x) : fmaf(sums[i], scales.y, biases.y);
+    }
+}
+
+// Computes the y of a row and kVector columns again, of the row at a position of the dense ones.
+template <class Element>
+__device__ __forceinline__ void sum_at_again(Params const& params, View const& view, int position, int column) {
+    uint16_t const* const h = view.all ? params.gate.spilled : params.h_part;
+    sum_again<Element>(params.block, h + position * params.gate.stride(), view.row_of(params.schedule, position),
+                       column);
+}
+template <class Element>
+__device__ __forceinline__ void sum_at_again(ParamsOf<E4m3> const& params, View const& view, int position, int column) {
+    sum_again<Element>(params.block, params.h + position * params.h_stride, params.h_scale + position,
+                       params.h_scale_stride, view.row_of(params.schedule, position), column);
+}
+
+// Stores a warp's part of y, 16 columns from first_column on: pass(store) calls store(token, chunk, values) as
+// pass_result does. Says whether values had to be summed again.
+template <class Element, class Cfg, class Params, class Pass>
+__device__ __forceinline__ bool store_y(Params const& params, View const& view, Tokens own, int first_column,
+                                        Pass pass) {
     constexpr int kTurnTokens = kWarpSize / 2;  // that pass_result has at once
     static_assert(Cfg::BLOCK_N <= kTurnTokens * 32, "one mask");
     uint32_t failed = 0;  // turns in which this lane had a value that is not finite
-    pass_result<Cfg>(warp_bytes, round, [&](int token, int chunk, uint4 values) {
+    pass([&](int token, int chunk, uint4 values) {
         int const column = first_column + chunk * kVector;
         if (own.has(token) && column < params.num_neurons) {
             int64_t const row = view.row_of(params.schedule, own.begin + token);
@@ -92,10 +173,8 @@ __device__ __forceinline__ bool store_y(Params const& params, View const& view, 
         __syncwarp();  // what is stored again has been stored
         for (uint32_t rest = lanes; rest != 0; rest &= rest - 1) {
             int const lane = __ffs(rest) - 1;
-            int const position = own.begin + turn * kTurnTokens + lane / 2;
-            uint16_t const* const h = view.all ? params.gate.spilled : params.h_part;
-            sum_again<Element>(params.block, h + position * params.gate.stride(),
-                               view.row_of(params.schedule, position), first_column + lane % 2 * kVector);
+            sum_at_again<Element>(params, view, own.begin + turn * kTurnTokens + lane / 2,
+                                  first_column + lane % 2 * kVector);
         }
     }
     return true;
@@ -109,7 +188,7 @@ struct SpilledMasks {
 };
 
 // A warp's share of a block: every kStep-th two tokens from the first-th on. A half of the warp has one of them.
-template <class Cfg, int kStep>
+template <class Cfg, int kStep, class Params>
 __device__ __forceinline__ SpilledMasks find_spilled(Params const& params, View const& view, Tile const& tile,
                                                      int first) {
     constexpr int kMostTurns = (Cfg::BLOCK_N / 2 + kStep - 1) / kStep;
@@ -133,7 +212,7 @@ __device__ __forceinline__ SpilledMasks find_spilled(Params const& params, View 
 }
 
 // Brings what multiply_by_g needs of a block from memory to L2, by the helpers.
-template <class Cfg>
+template <class Cfg, class Params>
 __device__ __forceinline__ void prefetch_g(Params const& params, View const& view, Tile const& tile, uint32_t rank) {
     Tokens const tokens = Tokens::of<Cfg>(tile, 0, view.count);
     int const position_begin = tokens.begin;
@@ -200,10 +279,84 @@ __device__ __forceinline__ void multiply_by_g(Params const& params, View const& 
     }
 }
 
-template <class Element, class Cfg, Projection kProjection>
+// The same with weights of eight bits: the result, in bf16 whatever the element type is, lacks the scale of x and the
+// bias, and h becomes bytes as in hidden_sm90.cuh.
+template <class Element, class Cfg, int kStep, int kAtOnce>
+__device__ __forceinline__ void multiply_by_g(ParamsOf<E4m3> const& params, View const& view, Tile const& tile,
+                                              uint32_t rank, uint32_t result, int first, SpilledMasks masks) {
+    constexpr float kLargest = 448.0f;
+    int const lane = threadIdx.x % kWarpSize;
+    int const chunk = lane % kChunksPerToken;
+    uint32_t const half = 0xffffu << (lane / kChunksPerToken * kChunksPerToken);  // lanes of a token
+    int const part = tile.tile_idx * kClusterSize + static_cast<int>(rank);
+    int const column = part * BLOCK_M + chunk * kVector;
+    Tokens const tokens = Tokens::of<Cfg>(tile, 0, view.count);
+    uint64_t spilled = lane < kChunksPerToken ? masks.even : masks.odd;
+    float biases[kVector] = {};
+    float h_scales[kVector];
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) {
+        int const neuron = min(column + k, params.num_neurons - 1);
+        biases[k] = params.bias == nullptr ? 0.0f : Element::to_float(params.bias[neuron]);
+        h_scales[k] = scale_h(params.block, 1.0f, neuron);
+    }
+    PackedGate const& gate = params.gate;
+#pragma unroll 1
+    for (int i = tokens.skipped + first * 2 + lane / kChunksPerToken; i < tokens.end; i += kStep * 2, spilled >>= 1) {
+        int64_t const position = tokens.begin + i;
+        int64_t const row = view.row_of(params.schedule, static_cast<int>(position));
+        uint4 const loaded = (spilled & 1) != 0
+                                 ? *reinterpret_cast<uint4 const*>(gate.spilled + row * gate.stride() + column)
+                                 : *gate.head(row, tile.tile_idx);
+        float const x_scale = __ldcg(params.x_scale + row);
+        float g[kVector];
+        unpack<Element>(g,
+                        (spilled & 1) != 0 ? loaded : expand(loaded, static_cast<int>(rank) * kChunksPerToken + chunk));
+        float u[kVector];
+        unpack<Bf16>(u, load_chunk(result + chunk_offset<Cfg>(i, chunk)));
+        float h[kVector];
+        float most = 0.0f;
+#pragma unroll
+        for (int k = 0; k < kVector; ++k) {
+            float const whole = fmaf(u[k], x_scale, biases[k]);
+            float const value =
+                g[k] * (params.relu_on_up && whole <= 0.0f ? 0.0f : whole) * h_scales[k];  // NaN is kept
+            h[k] = g[k] == 0.0f ? 0.0f : value == 0.0f ? -0.0f : value;
+            most = fmaxf(most, fabsf(h[k]));  // of a NaN the other one
+        }
+#pragma unroll
+        for (int distance = 1; distance < kChunksPerToken; distance *= 2) {
+            most = fmaxf(most, __shfl_xor_sync(half, most, distance));
+        }
+        float const scale = fmaxf(most / kLargest, 1e-30f);
+        float const inverse = 1.0f / scale;
+#pragma unroll
+        for (int k = 0; k < kVector; ++k) {
+            h[k] = to_be_rounded(h[k], inverse);
+        }
+        uint32_t const own[2] = {to_e4m3(h[0], h[1], h[2], h[3]), to_e4m3(h[4], h[5], h[6], h[7])};
+        // Two lanes have 16 neurons, 0 to 7 and 8 to 15, and each stores those of half of the pairs.
+        bool const is_even = lane % 2 == 0;
+        uint32_t const other = __shfl_xor_sync(half, is_even ? own[1] : own[0], 1);
+        uint32_t const low = is_even ? own[0] : other;
+        uint32_t const high = is_even ? other : own[1];
+        *reinterpret_cast<uint2*>(params.h + position * params.h_stride + column) =
+            make_uint2(__byte_perm(low, high, 0x5140), __byte_perm(low, high, 0x7362));
+        if (chunk == 0) {
+            params.h_scale[part * params.h_scale_stride + position] = scale;
+        }
+    }
+}
+
+template <class Element, class Stored, class Cfg, Projection kProjection>
 __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
-    dense_kernel(__grid_constant__ Params const params) {
+    dense_kernel(__grid_constant__ ParamsOf<Stored> const params) {
     constexpr bool kUp = kProjection == Projection::kUp;
+    constexpr bool kBytes = sizeof(Stored) == 1;
+    using Operand = std::conditional_t<kBytes, E4m3, Element>;
+    // Of bytes consumers hold two products, as in hidden_sm90.cuh.
+    constexpr int kRegistersFewer = kBytes && !kUp ? kRegistersBytesFirst : kRegistersFirst;
+    constexpr int kRegistersMore = kBytes && !kUp ? kRegistersBytesConsumer : kRegistersConsumer;
     constexpr int kConsumersBarrier = 1;  // named
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Shared<Cfg> const shared = {shared_address(shared_bytes)};
@@ -265,7 +418,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     uint32_t parity = 0;
     if (warp >= kWarpgroupWarps) {
         // Consumers
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegistersConsumer));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegistersMore));
         int const consumer_warp = warp - kWarpgroupWarps;
         int const consumer = consumer_warp / kWarpgroupWarps;
         Ring<Cfg::kNumStages> ring;
@@ -275,14 +428,32 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             auto const [tile, slices] = Piece(params, num_blocks, i);
             int const first_neuron = tile.neuron_of<Cfg>(rank) + consumer_warp * kWarpNeurons;
             Tokens const own = Tokens::of<Cfg>(tile, rank, view.count);
-            float2 const biases = load_biases<Element>(params.bias, first_neuron + lane / 4, params.num_neurons);
-            multiply<Element, Cfg, !kUp>(accumulators, shared, ring, consumer, slices.count());
+            float2 const biases = kBytes
+                                      ? make_float2(0.0f, 0.0f)
+                                      : load_biases<Element>(params.bias, first_neuron + lane / 4, params.num_neurons);
+            if constexpr (kBytes && !kUp) {
+                multiply_scaled<Cfg>(accumulators[0], shared, ring, consumer_warp, slices.count());
+            } else {
+                multiply<Operand, Cfg, !kUp>(accumulators, shared, ring, consumer, slices.count());
+            }
 
             // Epilogue, of the up projection the first part
             if constexpr (kUp) {
                 wait_barrier(result_empty, parity ^ 1);
-                store_result<Cfg>(result, consumer_warp * 2,
-                                  [&](int i) { return round_pair<Element>(accumulators[0], biases, i); });
+                if constexpr (kBytes) {
+                    int const neuron = first_neuron + lane / 4;
+                    float const* const up_scale = params.block.up_scale;
+                    int const last = params.num_neurons - 1;
+                    float const scales[2] = {scale_sum(params.block, up_scale, 1.0f, min(neuron, last)),
+                                             scale_sum(params.block, up_scale, 1.0f, min(neuron + 8, last))};
+                    store_result<Cfg>(result, consumer_warp * 2, [&](int i) {
+                        float const scale = scales[i % 4 / 2];
+                        return Bf16::from_float2(accumulators[0][i] * scale, accumulators[0][i + 1] * scale);
+                    });
+                } else {
+                    store_result<Cfg>(result, consumer_warp * 2,
+                                      [&](int i) { return round_pair<Element>(accumulators[0], biases, i); });
+                }
                 if (i + pieces_step < pieces_end) {
                     arrive(result_stored);
                 } else {
@@ -300,12 +471,29 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                     continue;
                 }
                 uint32_t const warp_bytes = result + consumer_warp * Cfg::kBytesWarp;
-                if (params.block.residual != nullptr) {
-                    add_residual<Element, Cfg>(accumulators[0], params, view, own, warp_bytes, first_neuron);
+                bool summed_again;
+                if constexpr (kBytes) {
+                    scale_and_add_biases<Element, Cfg>(accumulators[0], params, first_neuron);
+                    if (params.block.residual != nullptr) {
+                        add_residual<Element, Cfg>(accumulators[0], params, view, own, first_neuron);
+                    }
+                    summed_again = store_y<Element, Cfg>(params, view, own, first_neuron, [&](auto store) {
+                        pass_pairs<Cfg>(
+                            warp_bytes,
+                            [&](int low, int high) {
+                                return Element::from_float2(accumulators[0][low], accumulators[0][high]);
+                            },
+                            store);
+                    });
+                } else {
+                    if (params.block.residual != nullptr) {
+                        add_residual<Element, Cfg>(accumulators[0], params, view, own, warp_bytes, first_neuron);
+                    }
+                    summed_again = store_y<Element, Cfg>(params, view, own, first_neuron, [&](auto store) {
+                        pass_result<Cfg>(
+                            warp_bytes, [&](int i) { return round_pair<Element>(accumulators[0], biases, i); }, store);
+                    });
                 }
-                bool const summed_again =
-                    store_y<Element, Cfg>(params, view, own, warp_bytes, first_neuron,
-                                          [&](int i) { return round_pair<Element>(accumulators[0], biases, i); });
                 if (summed_again) {
                     // NOTE: else the compiler takes them for needed until the next product, also while values are
                     // summed again, and spills.
@@ -317,12 +505,15 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             }
         }
     } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegistersFirst));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegistersFewer));
         if (warp == 0) {
             // Loader
             if (lane == 0) {
                 Loader<Cfg, !kUp> loader = {shared,     &params.weights,   tokens, static_cast<int>(rank),
                                             view.count, params.num_neurons};
+                if constexpr (kBytes && !kUp) {
+                    loader.token_scales = &params.h_scales;
+                }
                 int i = pieces_begin;
                 bool goes_on = true;
                 if (params.all_rows) {

@@ -7,6 +7,7 @@
 #include "format/pack.cuh"
 #include "format/schedule.cuh"
 #include "host/launch.h"
+#include "host/problem.h"
 #include "matmul/tiling_sm90.h"
 #include "twell/twell.h"
 
@@ -31,8 +32,27 @@ struct DenseShape {
 DenseShape choose_dense_up_sm90(twell_problem const& problem, Device const& device);
 DenseShape choose_dense_down_sm90(twell_problem const& problem, int64_t most_part_sums, Device const& device);
 
-// Whether there are kernels for the problem.
+// Whether there are kernels for the problem, in 16 bits.
 bool dense_sm90_supports(twell_problem const& problem);
+
+// h in eight bits, each row with a scale for 128 neurons: see hidden_sm90.cuh.
+struct HiddenBytes {
+    uint8_t* values;       // [tokens, spilled_stride(problem)]
+    float* scales;         // [ceil(d_ff / 128), tokens], rows scale_stride apart
+    int64_t scale_stride;  // a multiple of 4
+};
+
+// A piece of memory for it.
+inline HiddenBytes take_hidden_bytes(twell_problem const& problem, unsigned char*& memory) {
+    constexpr int64_t kMultiple = 4;
+    HiddenBytes h = {};
+    if (has_scales(problem)) {
+        h.scale_stride = ceil_div(problem.tokens, kMultiple) * kMultiple;
+        h.values = take<uint8_t>(memory, problem.tokens * spilled_stride(problem));
+        h.scales = take<float>(memory, ceil_div(problem.d_ff, matmul_sm90::BLOCK_M) * h.scale_stride);
+    }
+    return h;
+}
 
 // The rows that are multiplied, and where their h lies.
 struct DenseRows {
@@ -44,6 +64,10 @@ struct DenseRows {
     bool all_rows;            // are dense, as the host knows
     PartSums parts;           // then
     SkippingLimits skipping;  // then: masks are null if no launch behind may skip neurons
+    // With weights of eight bits:
+    HiddenBytes bytes;       // in the place of h in 16 bits
+    uint8_t const* x_bytes;  // [tokens, d_model]: x in eight bits, as is x_part
+    float const* x_scale;    // [tokens]
 };
 
 // Enqueue a projection; the kernels do nothing if no row is dense. The next launch may overlap these: if there are
@@ -51,7 +75,14 @@ struct DenseRows {
 cudaError_t launch_dense_up_sm90(Call const& call, DenseRows const& rows, DenseShape const& shape);
 cudaError_t launch_dense_down_sm90(Call const& call, DenseRows const& rows, DenseShape const& shape);
 
+// The same with weights of eight bits.
+DenseShape choose_dense_up_bytes_sm90(twell_problem const& problem, Device const& device);
+DenseShape choose_dense_down_bytes_sm90(twell_problem const& problem, int64_t most_part_sums, Device const& device);
+cudaError_t launch_dense_up_bytes_sm90(Call const& call, DenseRows const& rows, DenseShape const& shape);
+cudaError_t launch_dense_down_bytes_sm90(Call const& call, DenseRows const& rows, DenseShape const& shape);
+
 // The rows of the configurations, a line each.
 void list_dense_sm90(Text& text);
+void list_dense_bytes_sm90(Text& text);
 
 }  // namespace twell

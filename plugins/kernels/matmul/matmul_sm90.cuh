@@ -56,9 +56,12 @@ constexpr int kMaxSharedBytes = 227 * 1024;
 
 // kBlock: tokens in a block, if tall neurons; a multiple of 8, at most 256. kResultInShared: there is room for the
 // whole result, which helpers carry on; else each consumer warp has a little and carries it on itself. kMatrices:
-// weight matrices that are multiplied at once.
-template <int kBlock, bool kResultInShared = true, int kMatrices = 1, Layout kTileLayout = Layout::kSharesTokens>
+// weight matrices that are multiplied at once. kScaledTokens: with a slice of the tokens comes a scale for each of
+// them, see multiply_scaled().
+template <int kBlock, bool kResultInShared = true, int kMatrices = 1, Layout kTileLayout = Layout::kSharesTokens,
+          bool kScaledTokens = false>
 struct Config {
+    static constexpr bool kHasTokenScales = kScaledTokens;
     static constexpr int BLOCK_N = kBlock;
     static constexpr int kProducts = kMatrices;
     static constexpr Layout kLayout = kTileLayout;
@@ -75,6 +78,8 @@ struct Config {
         kSharesTokens ? (BLOCK_N / kClusterSize + kRowsPerSwizzle - 1) / kRowsPerSwizzle * kRowsPerSwizzle : kTokens;
     // And of each matrix that many weights: half of a shared block; if tall, one of two matrices.
     static constexpr int kWeightRowsLoaded = kIsTall ? BLOCK_N : kSharesWeights ? BLOCK_M / kClusterSize : BLOCK_M;
+    static_assert(BLOCK_M == kBytesRow,
+                  "of a transposed matrix of bytes a CTA has as many neurons as a slice has rows");
     static_assert(BLOCK_N % 8 == 0 && BLOCK_N >= 16 && BLOCK_N <= 256, "what wgmma can do");
     static_assert(!kIsTall || kProducts == kClusterSize, "each CTA loads a matrix");
 
@@ -85,9 +90,11 @@ struct Config {
     static constexpr int kBytesTokens = kTokens * BLOCK_K * 2;
     static constexpr int kBytesA = kIsTall ? kBytesTokens : kProducts * kBytesMatrix;
     static constexpr int kBytesB = kIsTall ? kProducts * kBytesMatrix : kBytesTokens;
-    static constexpr int kBytesStage = kBytesA + kBytesB;
+    static constexpr int kBytesScales = kHasTokenScales ? 1024 : 0;
+    static constexpr int kBytesStage = kBytesA + kBytesB + kBytesScales;
     static constexpr int kBytesLoaded =  // into a stage
-        kProducts * kBytesMatrix + (kSharesTokens ? kClusterSize : 1) * kRowsLoaded * BLOCK_K * 2;
+        kProducts * kBytesMatrix + (kSharesTokens ? kClusterSize : 1) * kRowsLoaded * BLOCK_K * 2 +
+        (kHasTokenScales ? kTokens * 4 : 0);
     static constexpr int kBytesResultPart = BLOCK_N * kBytesRow;
     static constexpr int kBytesWarp = 2 * 2 * kRowsPerSwizzle * kBytesWarpRow;
     static constexpr int kBytesResult = kResultInShared ? kConsumers * kBytesResultPart : kConsumerWarps * kBytesWarp;
@@ -144,14 +151,17 @@ struct Tokens {
     int skipped;
     int end;  // counted from `begin`
 
-    // Its own ones begin with `own`.
-    __device__ __forceinline__ Tokens(int own, int block, int num_tokens)
-        : begin(max(min(own, num_tokens - block), 0)), skipped(own - begin), end(min(num_tokens - begin, block)) {}
+    // Its own ones begin with `own`, a multiple of `multiple`, as `begin` is.
+    __device__ __forceinline__ Tokens(int own, int block, int num_tokens, int multiple = 1)
+        : begin(max(min(own, (num_tokens - block + multiple - 1) / multiple * multiple), 0)),
+          skipped(own - begin),
+          end(min(num_tokens - begin, block)) {}
 
     // Those of a CTA's part of a tile.
     template <class Cfg>
     __device__ __forceinline__ static Tokens of(Tile const& tile, int rank, int num_tokens) {
-        return Tokens(tile.token_of<Cfg>(rank), Cfg::kTokens, num_tokens);
+        // TMA takes scales from multiples of 16 bytes on.
+        return Tokens(tile.token_of<Cfg>(rank), Cfg::kTokens, num_tokens, Cfg::kHasTokenScales ? 4 : 1);
     }
 
     // Whether its i-th token is one of its own.
@@ -193,6 +203,7 @@ struct Shared {
     __device__ __forceinline__ uint32_t stage_tokens(int stage) const {
         return Cfg::kIsTall ? stage_a(stage) : stage_b(stage);
     }
+    __device__ __forceinline__ uint32_t stage_scales(int stage) const { return stage_b(stage) + Cfg::kBytesB; }
     __device__ __forceinline__ uint32_t result() const { return base + Cfg::kOffsetResult; }
     __device__ __forceinline__ uint32_t stage_full(int stage) const { return barrier(stage); }
     __device__ __forceinline__ uint32_t stage_empty(int stage) const { return barrier(Cfg::kNumStages + stage); }
@@ -213,7 +224,8 @@ struct Shared {
 
 // Loads the slices of tiles, by one thread of each CTA. The weights are one or several [neurons, K] in boxes of
 // [kWeightRowsLoaded, BLOCK_K], or, if transposed, [K, neurons] in boxes of [BLOCK_K, WGMMA_M]; the tokens are
-// [tokens, K] in boxes of [kRowsLoaded, BLOCK_K].
+// [tokens, K] in boxes of [kRowsLoaded, BLOCK_K]. Of bytes two count as one column; transposed ones, whose tokens have
+// scales [slices, tokens] in boxes of [1, kTokens], come in boxes of [kWeightRowsLoaded, 2 * WGMMA_M bytes].
 template <class Cfg, bool kTransposedA>
 struct Loader {
     Shared<Cfg> const& shared;
@@ -222,6 +234,7 @@ struct Loader {
     int rank;
     int num_tokens;
     int num_neurons;
+    CUtensorMap const* token_scales = nullptr;
     Ring<Cfg::kNumStages> ring = {};
 
     __device__ __forceinline__ void load(Tile const& tile, Slices slices) {
@@ -285,6 +298,16 @@ struct Loader {
                 if (product == rank) {
                     load_box_for_all(destination, weights[product], full, slice * BLOCK_K, neuron);
                 }
+            } else if constexpr (kTransposedA && Cfg::kHasTokenScales) {
+                int const column = box_at(neuron) / 2;
+                int const row = slice * BLOCK_M;
+                if constexpr (Cfg::kSharesWeights) {
+                    constexpr int kRows = Cfg::kWeightRowsLoaded;
+                    load_box_for_all(destination + rank * (kRows * kBytesRow), weights[product], full, column,
+                                     row + rank * kRows);
+                } else {
+                    load_box(destination, weights[product], full, column, row);
+                }
             } else if constexpr (Cfg::kSharesWeights) {
                 // Either CTA brings a half, which is a consumer's.
                 int const first = box_at(neuron + rank * WGMMA_M);
@@ -310,6 +333,9 @@ struct Loader {
             int const half = rank == 0 ? 0 : Cfg::BLOCK_N - Cfg::kRowsLoaded;
             load_box_for_all(shared.stage_tokens(stage) + half * kBytesRow, tokens, full, slice * BLOCK_K,
                              token + half);
+        }
+        if constexpr (Cfg::kHasTokenScales) {
+            load_box(shared.stage_scales(stage), *token_scales, full, token, slice);
         }
     }
 };
@@ -380,6 +406,66 @@ __device__ __forceinline__ void multiply(float (&accumulators)[Cfg::kProducts][C
         [&](int stage) { return shared.stage_a(stage) + consumer * (WGMMA_M * BLOCK_K * 2); },
         [&](int stage) { return shared.stage_b(stage); },
         [&](int, int stage) { release_stage(shared.stage_empty(stage)); });
+}
+
+// sums = what the loader loads, of bytes, by one consumer warp: transposed weights, and tokens of which each slice is
+// worth its number times a scale. The tensor cores take bytes along K alone, so weights go through registers: of two
+// neighbouring neurons a thread has the bytes of one, then of the other, as rows lane / 4 and that plus 8 of the sums.
+// Along K they lie in the order 0, 8, 1, 9, ... 7, 15, and so must those of the tokens.
+template <class Cfg>
+__device__ __forceinline__ void multiply_scaled(float (&sums)[Cfg::kAccumulators], Shared<Cfg> const& shared,
+                                                Ring<Cfg::kNumStages>& ring, int consumer_warp, int num_slices) {
+    constexpr int kSteps = BLOCK_K / WGMMA_K;
+    int const lane = threadIdx.x % kWarpSize;
+    uint32_t const first = lane * kBytesRow + ((consumer_warp ^ (lane % kRowsPerSwizzle)) << 4);
+#pragma unroll
+    for (int i = 0; i < Cfg::kAccumulators; ++i) {
+        sums[i] = 0.0f;
+    }
+    for (int slice = 0; slice < num_slices; ++slice, ring.advance()) {
+        wait_barrier(shared.stage_full(ring.stage), ring.parity);
+        uint32_t a[kSteps][4];
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+            uint32_t rows[4];  // pairs of bytes, of two rows each: 0 to 7, then 8 to 15, and so on
+            load_matrix_x4<true>(rows, shared.stage_a(ring.stage) + first + k * (kWarpSize * kBytesRow));
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                a[k][2 * half] = __byte_perm(rows[2 * half], rows[2 * half + 1], 0x6240);
+                a[k][2 * half + 1] = __byte_perm(rows[2 * half], rows[2 * half + 1], 0x7351);
+            }
+        }
+        uint64_t const b = describe(shared.stage_b(ring.stage));
+        float products[Cfg::kAccumulators];
+        begin_wgmma();
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+            Wgmma<E4m3, Cfg::BLOCK_N>::run(products, a[k], b + (k * (WGMMA_K * 2) >> 4), k != 0);
+        }
+        commit_wgmma();
+        wait_wgmma<0>();
+        // The compiler does not know that the products were not valid until here, nor that the registers of the weights
+        // were read.
+#pragma unroll
+        for (int i = 0; i < Cfg::kAccumulators; ++i) {
+            asm volatile("" : "+f"(products[i])::"memory");
+        }
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+            asm volatile("" ::"r"(a[k][0]), "r"(a[k][1]), "r"(a[k][2]), "r"(a[k][3]) : "memory");
+        }
+        uint32_t const scales = shared.stage_scales(ring.stage) + lane % 4 * 8;
+#pragma unroll
+        for (int i = 0; i < Cfg::kAccumulators; i += 4) {
+            uint2 const pair = load_half_chunk(scales + i * 8);
+            sums[i] = fmaf(products[i], __uint_as_float(pair.x), sums[i]);
+            sums[i + 1] = fmaf(products[i + 1], __uint_as_float(pair.y), sums[i + 1]);
+            sums[i + 2] = fmaf(products[i + 2], __uint_as_float(pair.x), sums[i + 2]);
+            sums[i + 3] = fmaf(products[i + 3], __uint_as_float(pair.y), sums[i + 3]);
+        }
+        __syncwarp();
+        release_stage(shared.stage_empty(ring.stage));
+    }
 }
 
 // The result. The XOR makes 8 tokens' chunks of the same neurons fall into different banks; TMA's swizzle is the same.
@@ -482,6 +568,34 @@ __device__ __forceinline__ void pass_result(uint32_t warp_bytes, Round round, St
             }
         }
     }
+}
+
+// pass_result for sums of multiply_scaled: round(low, high) makes a pair of neighbouring columns of two accumulators of
+// a token.
+template <class Cfg, class Round, class Store>
+__device__ __forceinline__ void pass_pairs(uint32_t warp_bytes, Round round, Store store) {
+    constexpr int N = Cfg::BLOCK_N;
+    int const lane = threadIdx.x % kWarpSize;
+    uint32_t const source = warp_bytes + passed_offset(lane / 2, lane % 2);
+#pragma unroll
+    for (int j = 0; j < N / 8; j += 2) {
+        uint32_t const buffer = j / 2 % 2 * (Cfg::kBytesWarp / 2);
+        bool const is_whole = j + 1 < N / 8;
+#pragma unroll
+        for (int of_pair = 0; of_pair < 4; ++of_pair) {
+            int const i = j * 4 + of_pair / 2 * 4 + of_pair % 2;
+            if (i < Cfg::kAccumulators) {
+                int const token = of_pair / 2 * 8 + lane % 4 * 2 + of_pair % 2;
+                store_shared_word(warp_bytes + buffer + passed_offset(token, lane / 16) + lane / 4 % 4 * 4,
+                                  round(i, i + 2));
+            }
+        }
+        __syncwarp();
+        if (is_whole || lane < 16) {
+            store(j * 8 + lane / 2, lane % 2, load_chunk(source + buffer));
+        }
+    }
+    __syncwarp();  // the memory may be written again
 }
 
 // The way back, if not tall: adds rows to a consumer's accumulators, by way of the same memory. load(token, chunk)

@@ -58,6 +58,27 @@ inline cudaError_t encode(Device const& device, CUtensorMap& map, void const* ma
     return encode(device, map, matrix, rows, columns, columns, box_rows, dtype);
 }
 
+// Describes scales [rows, tokens], whose rows begin `stride` apart, a multiple of 4, and which TMA moves in boxes of
+// [1, box_tokens].
+inline cudaError_t encode_scales(Device const& device, CUtensorMap& map, float const* scales, int64_t rows,
+                                 int64_t tokens, int64_t stride, int box_tokens) {
+    if (device.trace != nullptr) {
+        return cudaSuccess;  // there are no scales
+    }
+    static EncodeTiled const encode_tiled = find_encode_tiled();
+    if (encode_tiled == nullptr) {
+        return cudaErrorSymbolNotFound;
+    }
+    cuuint64_t const extents[2] = {static_cast<cuuint64_t>(tokens), static_cast<cuuint64_t>(rows)};
+    cuuint64_t const strides[1] = {static_cast<cuuint64_t>(stride) * sizeof(float)};
+    cuuint32_t const box[2] = {static_cast<cuuint32_t>(box_tokens), 1};
+    cuuint32_t const steps[2] = {1, 1};
+    CUresult const result = encode_tiled(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, const_cast<float*>(scales), extents,
+                                         strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+                                         CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
 // What the host has to know of a kernel that is there in several configurations.
 template <class Params>
 struct Kernel {

@@ -81,8 +81,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) contribute_kernel(Params
         }
         if constexpr (ParamsOf<Stored>::kHasScales) {
             if (has_neuron) {
-                scales[0] = scale_gate(params, 1.0f, neuron_begin + neuron);
-                scales[1] = params.w_up == nullptr ? 1.0f : scale_up(params, 1.0f, neuron_begin + neuron);
+                scales[0] = scale_sum(params, params.gate_scale, 1.0f, neuron_begin + neuron);
+                scales[1] =
+                    params.w_up == nullptr ? 1.0f : scale_sum(params, params.up_scale, 1.0f, neuron_begin + neuron);
                 scales[2] = scale_h(params, 1.0f, neuron_begin + neuron);
             }
         }

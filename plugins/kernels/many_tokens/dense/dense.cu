@@ -24,7 +24,10 @@ DenseConfig choose_dense(twell_problem const& problem, Device const& device, Ker
     DenseConfig config = {};
     if constexpr (kHasSm90) {
         config.is_sm90 = kernels != Kernels::kGeneric && is_sm90(device) && dense_sm90_supports(problem);
-        if (config.is_sm90) {
+        if (config.is_sm90 && has_scales(problem) && problem.variant == TWELL_GATED) {
+            config.up = choose_dense_up_bytes_sm90(problem, device);
+            config.down = choose_dense_down_bytes_sm90(problem, 0, device);
+        } else if (config.is_sm90) {
             config.up = choose_dense_up_sm90(problem, device);
             config.down = choose_dense_down_sm90(problem, 0, device);
         }
@@ -58,9 +61,27 @@ cudaError_t launch_dense(Call const& call, Gather const& gather, Schedule const&
     return launch_dense_generic(call, gather, schedule);
 }
 
+cudaError_t launch_dense_bytes(Call const& call, Gather const& gather, Schedule const& schedule,
+                               DenseConfig const& config, Quantised const& rounded, HiddenBytes const& h) {
+    if constexpr (kHasSm90) {
+        DenseRows rows = {};
+        rows.gate = gather.gate;
+        rows.x_part = gather.x_part;
+        rows.part = max_dense_part(call.problem);
+        rows.schedule = schedule;
+        rows.bytes = h;
+        rows.x_bytes = rounded.x;
+        rows.x_scale = rounded.scale;
+        TWELL_TRY(launch_dense_up_bytes_sm90(call, rows, config.up));
+        return launch_dense_down_bytes_sm90(call, rows, config.down);
+    }
+    return cudaErrorNotSupported;
+}
+
 void list_dense(Text& text) {
     if constexpr (kHasSm90) {
         list_dense_sm90(text);
+        list_dense_bytes_sm90(text);
     }
     list_dense_generic(text);
 }

@@ -1,6 +1,7 @@
 // The dense path: up and down projections of rows that are too dense for the sparse kernels.
 #pragma once
 
+#include "eight_bits/eight_bits.h"
 #include "format/schedule.cuh"
 #include "host/launch.h"
 #include "many_tokens/dense/gather.cuh"
@@ -28,6 +29,11 @@ PathCosts path_costs(twell_problem const& problem, DenseConfig const& config, De
 // spilled matrix is overwritten. If the dense path comes first, the next launch may overlap these: if there are heavy
 // rows, it starts only after all launches before these have ended.
 cudaError_t launch_dense(Call const& call, Gather const& gather, Schedule const& schedule, DenseConfig const& config);
+
+// The same with weights of eight bits, of a gated block on compute capability 9.0; gather.x is x in eight bits, of
+// which two count as one.
+cudaError_t launch_dense_bytes(Call const& call, Gather const& gather, Schedule const& schedule,
+                               DenseConfig const& config, Quantised const& rounded, HiddenBytes const& h);
 
 // The rows of all configurations, a line each.
 void list_dense(Text& text);

@@ -24,6 +24,7 @@ static_assert(registers_suffice(kRegistersPacker, kRegistersGateConsumer), "setm
 template <class Operand>
 struct GateScalesOf {
     static constexpr bool kHasScales = false;
+    static constexpr float const* gate_scale = nullptr;
 };
 template <>
 struct GateScalesOf<E4m3> {
@@ -219,8 +220,9 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             wait_barrier(z_empty, z_parity ^ 1);
             if constexpr (ParamsOf<Operand>::kHasScales) {
                 // Those of neurons that are not there are any other one's.
-                float2 const scales = make_float2(scale_gate(params, 1.0f, min(neuron, params.d_ff - 1)),
-                                                  scale_gate(params, 1.0f, min(neuron + 8, params.d_ff - 1)));
+                float2 const scales =
+                    make_float2(scale_sum(params, params.gate_scale, 1.0f, min(neuron, params.d_ff - 1)),
+                                scale_sum(params, params.gate_scale, 1.0f, min(neuron + 8, params.d_ff - 1)));
                 float const* const x_scale =
                     params.x_scale + Tokens::of<Cfg>(tile, 0, static_cast<int>(params.tokens)).begin;
                 store_result<Cfg>(z, consumer_warp * 2, [&](int i) {

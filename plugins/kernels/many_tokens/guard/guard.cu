@@ -22,21 +22,25 @@ constexpr float kDownShareGated = 0.5f;
 // How fast the rows of w_up of what finds no place in chunks are gathered, beside the time that it would take there.
 constexpr float kExcessBytesPerNs = 25000.0f;
 
-// With weights of eight bits, measured on an H100: how much slower than 16 bits their bytes are gathered, and how fast
-// they are widened for dense rows, whichever these are.
+// With weights of eight bits, measured on an H100: how much slower than 16 bits their bytes are gathered, and how much
+// longer a round of products takes; of a plain block, how fast they are widened for dense rows, whichever these are.
 constexpr float kSlowerOfBytes = 1.5f;
+constexpr float kLongerOfBytes = 1.6f;
 constexpr float kWidenedBytesPerNs = 2500.0f;
 
-void add_widening(GuardModel& model, twell_problem const& problem, bool gated) {
-    float const weights =
-        static_cast<float>(problem.d_ff) * static_cast<float>(problem.d_out + (gated ? 2 : 1) * problem.d_model);
-    float const widen_ns = 3.0f * weights / kWidenedBytesPerNs;
-    DenseRounds& first = gated ? model.up : model.down;
-    DenseRounds one = first;
-    one.round_ns = 1.0f;
-    first.round_ns += widen_ns / guard::cost_of(one, static_cast<uint32_t>(problem.tokens));
-    model.part_ns += widen_ns;
+void adapt_to_bytes(GuardModel& model, twell_problem const& problem, bool gated) {
     model.nonzero_ns *= kSlowerOfBytes;
+    if (gated) {
+        model.up.round_ns *= kLongerOfBytes;
+        model.down.round_ns *= kLongerOfBytes;
+        return;
+    }
+    float const weights = static_cast<float>(problem.d_ff) * static_cast<float>(problem.d_out + problem.d_model);
+    float const widen_ns = 3.0f * weights / kWidenedBytesPerNs;
+    DenseRounds one = model.down;
+    one.round_ns = 1.0f;
+    model.down.round_ns += widen_ns / guard::cost_of(one, static_cast<uint32_t>(problem.tokens));
+    model.part_ns += widen_ns;
 }
 
 }  // namespace
@@ -69,7 +73,7 @@ GuardModel guard_model(twell_problem const& problem, PathCosts const& costs, boo
         model.up.round_ns = 0.0f;
     }
     if (has_scales(problem)) {
-        add_widening(model, problem, gated);
+        adapt_to_bytes(model, problem, gated);
     }
     // Of the count a part as large as may be takes at most so much off the sparse path, and about its share of the
     // dense path's time for all rows. If what is left takes longer than what is left of that, decide() will choose all;

@@ -47,7 +47,10 @@ cudaError_t launch_up(Call const& call, SparseInput const& input, SparseConfig c
     params.num_tiles = num_tiles(problem);
     params.words_per_tile = words_per_tile(problem);
     params.tokens = static_cast<uint32_t>(problem.tokens);
-    if constexpr (!sparse_up::ParamsOf<Stored>::kHasScales) {
+    if constexpr (sparse_up::ParamsOf<Stored>::kHasScales) {
+        params.x_rounded = reinterpret_cast<E4m3 const*>(input.rounded.x);
+        params.x_scale = input.rounded.scale;
+    } else {
         if (input.chunks.counts != nullptr) {
             params.column_end = problem.d_model;
             return launch_dependent({"sparse_up_chunks"}, sparse_up::up_with_chunks_kernel<Element, Stored>, params,

@@ -1,6 +1,7 @@
 // Sparse up and down projections: y = sum over active neurons n of h[n] Wd[n, :] + bd.
 #pragma once
 
+#include "eight_bits/eight_bits.h"
 #include "format/schedule.cuh"
 #include "format/sparse_rows.cuh"
 #include "host/launch.h"
@@ -28,6 +29,7 @@ struct SparseInput {
     Gather gather;
     SparseRows rows;
     Chunks chunks;
+    Quantised rounded;  // of weights of eight bits
 };
 
 cudaError_t launch_sparse_up(Call const& call, SparseInput const& input, SparseConfig const& config);

@@ -52,12 +52,25 @@ __device__ __forceinline__ void add_list(float (&sums)[kVector], ParamsOf<Stored
         }
         int const listed = min(count - begin, kWarpSize);
         int done = 0;
-        for (; done + kRowsAtOnce <= listed; done += kRowsAtOnce) {
-            gather_of_lanes<Element, kRowsAtOnce>(sums, w_down, params.d_out, entry, done, kRowsAtOnce);
-        }
-        for (; done < listed; done += kRowsAtEnd) {
-            gather_of_lanes<Element, kRowsAtEnd>(sums, w_down, params.d_out, entry, done,
-                                                 min(listed - done, kRowsAtEnd));
+        if constexpr (ParamsOf<Stored>::kHasScales) {
+            int const lane = static_cast<int>(threadIdx.x) % kWarpSize;
+            ScaledFactors const factors(lane < listed ? entry.h : 0.0f);
+            for (; done + kRowsAtOnce <= listed; done += kRowsAtOnce) {
+                gather_bytes_of_lanes<kRowsAtOnce>(sums, w_down, params.d_out, entry.neuron, factors, done,
+                                                   kRowsAtOnce);
+            }
+            for (; done < listed; done += kRowsAtEnd) {
+                gather_bytes_of_lanes<kRowsAtEnd>(sums, w_down, params.d_out, entry.neuron, factors, done,
+                                                  min(listed - done, kRowsAtEnd));
+            }
+        } else {
+            for (; done + kRowsAtOnce <= listed; done += kRowsAtOnce) {
+                gather_of_lanes<Element, kRowsAtOnce>(sums, w_down, params.d_out, entry, done, kRowsAtOnce);
+            }
+            for (; done < listed; done += kRowsAtEnd) {
+                gather_of_lanes<Element, kRowsAtEnd>(sums, w_down, params.d_out, entry, done,
+                                                     min(listed - done, kRowsAtEnd));
+            }
         }
     }
 }

@@ -31,8 +31,17 @@ constexpr int kNeurons = static_cast<int>(kUnitNonzeros) / kWarps;
 // A launch has a multiple of that many columns, or the last ones.
 constexpr int kLeastColumns = kLeastDotColumns;
 
+// Of weights of eight bits alone: x rounded to these, too.
 template <class Stored>
-struct ParamsOf : BlockTensorsOf<Stored> {
+struct RoundedOf {};
+template <>
+struct RoundedOf<E4m3> {
+    E4m3 const* x_rounded;  // [tokens, d_model]
+    float const* x_scale;   // [tokens]
+};
+
+template <class Stored>
+struct ParamsOf : BlockTensorsOf<Stored>, RoundedOf<Stored> {
     uint32_t const* packed;   // [tokens, num_tiles * words_per_tile]
     uint16_t const* spilled;  // [tokens, num_tiles * TWELL_TILE]
     Schedule schedule;
@@ -76,7 +85,7 @@ struct Share {
 // h, from u without its bias.
 template <class Element, class Params>
 __device__ __forceinline__ float finish(Params const& params, uint32_t neuron, uint32_t word, float u) {
-    u = scale_up(params, u, static_cast<int>(neuron));
+    u = scale_sum(params, params.up_scale, u, static_cast<int>(neuron));
     u += params.b_up == nullptr ? 0.0f : Element::to_float(params.b_up[neuron]);
     // NOTE: u and h stay in fp32; a dense fp16 block, which stores both, can overflow here. NaN is kept.
     float const h = Element::to_float(static_cast<uint16_t>(word >> 16)) * (params.relu_on_up && u <= 0.0f ? 0.0f : u);
@@ -100,8 +109,15 @@ __device__ __forceinline__ void compute(Params const& params, Share const& share
         }
         return;
     }
-    float u = dot_rows<Element, kNeurons>(params.x + share.row * params.d_model, params.w_up, params.d_model,
-                                          params.column_begin, params.column_end, neuron, share.count);
+    float u;
+    if constexpr (Params::kHasScales) {
+        u = dot_rows_of_bytes<kNeurons>(params.x_rounded + share.row * params.d_model, params.w_up, params.d_model,
+                                        params.column_begin, params.column_end, neuron, share.count);
+        u *= __ldcg(params.x_scale + share.row) * kUnitOfBytes;
+    } else {
+        u = dot_rows<Element, kNeurons>(params.x + share.row * params.d_model, params.w_up, params.d_model,
+                                        params.column_begin, params.column_end, neuron, share.count);
+    }
     int const owned = lane / (kWarpSize / kNeurons);
     uint32_t const owned_neuron = __shfl_sync(0xffffffffu, neuron, owned);
     uint32_t const owned_word = __shfl_sync(0xffffffffu, word, owned);

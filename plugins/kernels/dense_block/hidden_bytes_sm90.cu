@@ -1,0 +1,25 @@
+#include "dense_block/hidden_launch_sm90.cuh"
+
+namespace twell {
+
+hidden_sm90::Tiling choose_hidden_bytes_sm90(twell_problem const& problem, Device const& device) {
+    return hidden_sm90::choose_tiling<E4m3>(problem, device);
+}
+
+cudaError_t launch_hidden_bytes_sm90(Call const& call, hidden_sm90::Tiling const& tiling, Quantised const& rounded,
+                                     HiddenBytes const& h, PartSums const& parts) {
+    return hidden_sm90::launch<E4m3>(call, tiling, rounded.x, parts, {}, [&](hidden_sm90::ParamsOf<E4m3>& params) {
+        set_scales(params, call.problem, call.tensors);
+        params.x_scale = rounded.scale;
+        params.h_bytes = h.values;
+        params.h_scale = h.scales;
+        params.h_scale_stride = h.scale_stride;
+    });
+}
+
+void list_hidden_bytes_sm90(Text& text) {
+    hidden_sm90::list(text, hidden_sm90::kGatedName<E4m3>, hidden_sm90::TilingsOf<E4m3, true>::Type());
+    hidden_sm90::list(text, hidden_sm90::kPlainName<E4m3>, hidden_sm90::TilingsOf<E4m3, false>::Type());
+}
+
+}  // namespace twell
