@@ -1,0 +1,204 @@
+"""Time a block with weights in eight bits against dense FP8, and against itself in bf16.
+
+python benchmarks/eight_bits.py --tokens 64,2048 --density 0.005,1 --json results.json
+python benchmarks/eight_bits.py --tokens 2048 --launches
+python benchmarks/eight_bits.py --smoke
+
+Weights have a scale for each neuron or output. Dense FP8 stands there twice: with one scale for each tensor, calibrated
+beforehand, and with a scale for each row, which kernels compiled by torch work out with what they quantise.
+Times are of one call within a CUDA graph over several sets of weights, in turns (see block.py). Every size is checked
+against float64 of the dequantised weights before it is timed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import session
+import torch
+from block import relative_error, time_rotated
+from draw import Neurons, make_inputs
+from torch import Tensor
+from torch.nn import functional
+
+from twellc.base.torch_private import scaled_mm
+from twellc.benchmarking.forms import Block, Fp8
+from twellc.plugins.block import BlockOptions, Operands
+from twellc.plugins.meaning import EIGHT_BITS, dequantised
+from twellc.plugins.ops import run_block
+
+LARGEST = 448.0
+CHECKED_ROWS = 64
+RELU = BlockOptions(activation="relu")
+TWELL, TWELL_BF16, TENSORWISE, ROWWISE = "twell", "twell bf16", "dense FP8", "dense FP8, a scale a row"
+
+
+def quantised(weight: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Round a matrix to E4M3 with a scale for each row (dim 1) or column (dim 0), which has its shape."""
+    scale = (weight.float().abs().amax(dim, keepdim=True) / LARGEST).clamp(min=1e-30)
+    return (weight.float() / scale).clamp(-LARGEST, LARGEST).to(EIGHT_BITS), scale
+
+
+def _rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = (x.float().abs().amax(1, keepdim=True) / LARGEST).clamp(min=1e-30)
+    return (x.float() / scale).clamp(-LARGEST, LARGEST).to(EIGHT_BITS), scale
+
+
+def _hidden_rows(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = gate_up.chunk(2, -1)
+    return _rows(functional.relu(gate) * up)
+
+
+@functools.cache
+def _compiled(function: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+class RowWise:
+    """A block in dense FP8 with a scale for each row of x and of the hidden tensor."""
+
+    def __init__(self, block: Block) -> None:
+        assert block.up is not None
+        self._weight, self._weight_scale = quantised(torch.cat([block.gate, block.up]), 1)
+        self._down, self._down_scale = quantised(block.down, 1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute y [tokens, d_out] of x [tokens, d_model]."""
+        x8, x_scale = _compiled(_rows)(x)
+        gate_up = scaled_mm(
+            x8, self._weight.t(), x_scale, self._weight_scale.t(), out_dtype=x.dtype, use_fast_accum=True
+        )
+        h8, h_scale = _compiled(_hidden_rows)(gate_up)
+        y: Tensor = scaled_mm(h8, self._down.t(), h_scale, self._down_scale.t(), out_dtype=x.dtype, use_fast_accum=True)
+        return y
+
+
+def operands_of(x: Tensor, block: Block, down_by_neuron: Tensor) -> tuple[Operands[Tensor], Operands[Tensor]]:
+    """Return a block's tensors with weights in eight bits and in 16."""
+    assert block.up is not None
+    gate, gate_scale = quantised(block.gate, 1)
+    up, up_scale = quantised(block.up, 1)
+    down, down_scale = quantised(down_by_neuron, 0)
+    scales = {"w_gate_scale": gate_scale, "w_up_scale": up_scale, "w_down_scale": down_scale}
+    return (
+        Operands(x=x, w_gate=gate, w_up=up, w_down=down, **scales),
+        Operands(x=x, w_gate=block.gate, w_up=block.up, w_down=down_by_neuron),
+    )
+
+
+def check(operands: Operands[Tensor], dense: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    """Compare some rows with float64 of what the weights are worth.
+
+    Raises:
+        click.ClickException: Twell is further off than twice what dense FP8 is.
+    """
+    x = operands.x
+    rows = torch.randperm(len(x), device=x.device)[:CHECKED_ROWS]
+    given = {name: value.double() for name, value in dequantised(operands).named().items()}
+    h = functional.relu(x[rows].double() @ given["w_gate"].t()) * (x[rows].double() @ given["w_up"].t())
+    exact = h @ given["w_down"]
+    errors = {
+        TWELL: relative_error(run_block(operands, RELU)[rows], exact),
+        ROWWISE: relative_error(dense(x)[rows], exact),
+    }
+    if not errors[TWELL] <= 2 * errors[ROWWISE] + 2**-8:
+        raise click.ClickException(f"{len(x)} tokens: twell is off by {errors[TWELL]:.2e}, FP8 {errors[ROWWISE]:.2e}")
+    return errors
+
+
+def launches(call: Callable[[], object]) -> dict[str, float]:
+    """Return how long each kernel of a call takes, in microseconds: one after the other, over 50 calls."""
+    count = 50
+    for _ in range(3):
+        call()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(count):
+            call()
+        torch.cuda.synchronize()
+    return {each.key.split("(")[0][-60:]: each.device_time_total / count for each in profile.key_averages()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """What is timed."""
+
+    tokens: int
+    density: float
+    d_model: int = 2048
+    d_ff: int = 5632
+
+
+def measure(size: Size, repeats: int, with_launches: bool) -> dict[str, Any]:
+    """Check and time one size."""
+    torch._dynamo.reset()  # or compiled kernels would be launched as suits the size before
+    x, sets = make_inputs(
+        size.tokens, size.d_model, size.d_ff, torch.bfloat16, Neurons(density=size.density), "gated", session.DEVICE
+    )
+    pairs = [operands_of(x, each.block, each.down_by_neuron) for each in sets]
+    rowwise = [RowWise(each.block) for each in sets]
+    tensorwise = [Fp8(each.block, x) for each in sets]
+    found: dict[str, Any] = {**dataclasses.asdict(size), "errors": check(pairs[0][0], rowwise[0])}
+    if with_launches:
+        found["launches"] = launches(lambda: [run_block(each, RELU) for each, _ in pairs][-1])
+        found["launches"] = {name: time / len(pairs) for name, time in found["launches"].items()}
+    contestants: dict[str, Sequence[Callable[[], object]]] = {
+        TWELL: [functools.partial(run_block, each, RELU) for each, _ in pairs],
+        TWELL_BF16: [functools.partial(run_block, each, RELU) for _, each in pairs],
+        TENSORWISE: [functools.partial(each, x) for each in tensorwise],
+        ROWWISE: [functools.partial(each, x) for each in rowwise],
+    }
+    return {**found, "times": time_rotated(contestants, repeats)}
+
+
+HEADER = (
+    "| density | tokens | twell | twell bf16 | dense FP8 | a scale a row | over dense FP8 | over a scale a row | error "
+    "| error of dense FP8 |\n|" + " ---: |" * 10
+)
+
+
+def table_row(found: dict[str, Any]) -> str:
+    """One line of the Markdown table."""
+    median = {name: value["median_us"] for name, value in found["times"].items()}
+    cells = [
+        f"{found['density'] * 100:g} %",
+        f"{found['tokens']}",
+        *(f"{median[name]:.1f}" for name in (TWELL, TWELL_BF16, TENSORWISE, ROWWISE)),
+        *(f"{median[name] / median[TWELL]:.2f}" for name in (TENSORWISE, ROWWISE)),
+        *(f"{found['errors'][name]:.4f}" for name in (TWELL, ROWWISE)),
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+@click.command()
+@click.option("--tokens", default="1,8,33,64,128,256,512,1024,2048,8192", show_default=True, help="Row counts.")
+@click.option("--density", default="0.005", show_default=True, help="Shares of non-zero gate activations.")
+@click.option("--d-model", default=2048, show_default=True)
+@click.option("--d-ff", default=5632, show_default=True)
+@click.option("--repeats", default=20, show_default=True)
+@click.option("--launches", "with_launches", is_flag=True, help="Also time each kernel alone.")
+@session.json_option
+@session.smoke_option(tokens="1,40", d_model=256, d_ff=768, repeats=2)
+def main(
+    tokens: str, density: str, d_model: int, d_ff: int, repeats: int, with_launches: bool, json_path: Path | None
+) -> None:
+    """Print a Markdown table of times in microseconds."""
+    session.refuse_without_gpu()
+    report = session.new_report()
+    click.echo(str(report["machine"]) + "\n\n" + HEADER)
+    for share in density.split(","):
+        for count in tokens.split(","):
+            found = measure(Size(int(count), float(share), d_model, d_ff), repeats, with_launches)
+            click.echo(table_row(found))
+            for name, time in found.get("launches", {}).items():
+                click.echo(f"    {time:8.2f} {name}")
+            report["results"].append(found)
+            session.write_results(json_path, report)
+
+
+if __name__ == "__main__":
+    main()
