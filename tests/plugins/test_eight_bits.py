@@ -14,8 +14,7 @@ from torch import Tensor
 from tests.plugins.calls import BEST, SUCCESS, Choice, Run, choose
 from twellc.plugins import library
 from twellc.plugins.block import GATED, PLAIN, BlockOptions, Operands, problem_of, set_scales, tensors_of
-from twellc.plugins.meaning import EIGHT_BITS, activate, dequantised
-from twellc.plugins.onnx_node import node_attributes
+from twellc.plugins.meaning import EIGHT_BITS, activate, dequantised, scale_kinds
 from twellc.plugins.ops import run_block
 
 BF16, FP16 = torch.bfloat16, torch.float16

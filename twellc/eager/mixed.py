@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,11 +19,14 @@ from twellc.eager.sharded import is_sharded, local_of, sum_over_ranks
 from twellc.eager.training_block import BlockInTraining, blended_of
 from twellc.passes.decide import KERNEL_DTYPES
 from twellc.passes.report import Layer
-from twellc.plugins.block import BlockOptions, Operands, WeightOperands
+from twellc.plugins.block import SCALES, BlockOptions, Operands, WeightOperands
 from twellc.plugins.gradients.modes import is_forward_mode, is_transformed
 from twellc.plugins.meaning import EIGHT_BITS
 from twellc.plugins.ops import run_block
 
+# Of blocks in eight bits, what is not of the dtype of x.
+_DTYPES_OF_EIGHT_BITS = dict.fromkeys(SCALES, torch.float32)
+_DTYPES_OF_EIGHT_BITS |= {name.removesuffix("_scale"): EIGHT_BITS for name in SCALES}
 # Of a submodule: its class, without what is mixed in here, and whether it has a forward that is not its class's.
 _Form = tuple[type[nn.Module], bool]
 
@@ -355,10 +357,11 @@ def _of_inference(
     if records and x.requires_grad:
         return None
     tensors: dict[str, Tensor] = {}
-    scales = block.weights.scales()
+    eight_bits = block.weights.w_down_scale is not None
     for name, operand in block.weights.named().items():
         parameter = operand.parameter(module)
-        if parameter is None or parameter.dtype != _dtype_of(name, scales, x) or parameter.device != x.device:
+        dtype = _DTYPES_OF_EIGHT_BITS.get(name, x.dtype) if eight_bits else x.dtype
+        if parameter is None or parameter.dtype != dtype or parameter.device != x.device:
             return None
         if (records and parameter.requires_grad) or (block.parts and is_sharded(parameter)):
             return None
@@ -367,13 +370,6 @@ def _of_inference(
             return None
         tensors[name] = operand.view(held)
     return WeightOperands(**tensors)
-
-
-def _dtype_of(name: str, scales: Collection[str], x: Tensor) -> torch.dtype:
-    """Return the type in which the op takes a weight, bias or scale, given the names of the scales."""
-    if name in scales:
-        return torch.float32
-    return EIGHT_BITS if f"{name}_scale" in scales else x.dtype
 
 
 def _of_training(
