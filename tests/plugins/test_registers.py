@@ -28,7 +28,9 @@ SOURCES = {
     "many_tokens/gate/gate_sm90.cu": (("90a",), 24),
     "few_tokens/few_sm90.cu": (("90a",), 8),
     "matmul/dense_sm90.cu": (("90a",), 48),
+    "matmul/dense_bytes_sm90.cu": (("90a",), 34),
     "dense_block/hidden_sm90.cu": (("90a",), 42),
+    "dense_block/hidden_bytes_sm90.cu": (("90a",), 32),
     "dense_block/skipping_down_sm90.cu": (("90a",), 4),
     "many_tokens/chunks/hot_sm90.cu": (("90a",), 14),
 }
