@@ -43,12 +43,15 @@ def test_a_block_is_quantised_and_checked(archive: Path, tmp_path: Path) -> None
     assert result.within, result.causes
     (block,) = result.blocks
     assert 0.01 < (block.quantisation or 0) < 0.1
+    assert 0.01 < block.accuracy.plain.relative < 0.1, "the yardstick is dense FP8"
     assert block.accuracy.separation is not None and block.accuracy.separation.rewrite.relative < 1e-12
     assert bits(twellc.inspect(graph).layers) == [QUANTISED]
     by_type = {kind: twellc.inspect(archive, weights=kind, tokens=1) for kind in ("keep", "fp8")}
     assert bits(by_type["fp8"].layers) == [QUANTISED]
     halves = [by_type[kind].cost.layers[0].sparse.bytes for kind in ("fp8", "keep")]
     assert halves[0] < 0.6 * halves[1]
+    fast, slow = (by_type[kind].layers[0].expectation for kind in ("fp8", "keep"))
+    assert fast is not None and slow is not None and fast.gain == pytest.approx(slow.gain / 0.76, rel=1e-3)
 
 
 @pytest.mark.usefixtures("cli", "remembered_models")

@@ -44,6 +44,13 @@ def test_at_a_measured_point(target: str) -> None:
     assert np.quantile(np.abs(errors), 0.9) < 0.06
 
 
+@pytest.mark.parametrize(("tokens", "ratio"), [(1, 0.76), (2048, 0.78), (100_000, 0.82)])
+def test_weights_in_eight_bits(tokens: int, ratio: float) -> None:
+    rates, narrow = np.full(5632, 0.005), H200.eight_bits
+    assert narrow.twell_us(GATED, tokens, rates) == pytest.approx(ratio * H200.twell_us(GATED, tokens, rates))
+    assert narrow.dense_us(GATED, tokens) == H200.dense_us(GATED, tokens)
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("tokens", [1, 16, 64, 1000, 2048, 8192, 32768])
 def test_more_active_neurons_take_longer(target: str, tokens: int) -> None:
