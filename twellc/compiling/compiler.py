@@ -24,9 +24,10 @@ from twellc.compiling.manifest import (
 )
 from twellc.compiling.summary import TranslationSummary
 from twellc.export.plan import build_plan, check_builder
-from twellc.export.tensorrt_host import choose_host
+from twellc.export.tensorrt_host import choose_host, compute_capability
 from twellc.export.triton import CONFIG_NAME, model_config
 from twellc.options.commands import CompileOptions
+from twellc.passes.report import Layer
 from twellc.plugins.library import attention_library_path, library_path
 from twellc.plugins.other_libraries import check_libraries
 from twellc.plugins.registration import NEEDS_PLUGINS
@@ -39,6 +40,7 @@ CUDNN_NOTE = "the plan computes attention with cuDNN: where it runs, it needs li
 CACHE_NOTE = (
     "each cache goes in and comes out: a host binds one address to both, and zeroes the memory once (docs/kv-cache.md)"
 )
+_FIRST_WITH_FP8 = (8, 9)  # of GPUs, for TensorRT
 TRITON_WARNING = (
     "Triton's TensorRT backend runs plans of TensorRT, not of TensorRT-RTX: compile with --backend tensorrt"
 )
@@ -84,6 +86,8 @@ def compile_model(
                 raise
             translation = _translate(options, onnx_path, progress)  # where they are registered
         destinations.refuse(translation.external_data)
+        if backend == "tensorrt":
+            refuse_eight_bits(translation.layers, compute_capability())
         if options.triton is not None and options.tensor_parallel > 1 and len(translation.profiles) > 1:
             raise UserError(
                 "--profile",
@@ -135,6 +139,25 @@ def compile_model(
             outputs.write(options.triton / CONFIG_NAME, model_config(*of_model))
         outputs.commit()
     return manifest
+
+
+def refuse_eight_bits(layers: list[Layer], capability: tuple[int, int] | None) -> None:
+    """Fail if blocks have weights in eight bits, and plans for a GPU cannot.
+
+    Args:
+        layers: What became of the blocks.
+        capability: The compute capability of the GPU; None without one.
+
+    Raises:
+        UserError: They have.
+    """
+    narrow = [layer.module for layer in layers if layer.weights is not None and layer.weights.bits == 8]
+    if narrow and capability is not None and capability < _FIRST_WITH_FP8:
+        raise UserError(
+            f"layer {narrow[0]}", "TensorRT takes no weights in eight bits on this GPU",
+            got="compute capability {}.{}".format(*capability), expected="{}.{} or newer".format(*_FIRST_WITH_FP8),
+            fix="Leave out --weights, or compile on another GPU.",
+        )  # fmt: skip
 
 
 def _say_phase(progress: Callable[[str], None], what: str, phase: str) -> None:

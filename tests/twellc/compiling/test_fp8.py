@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import twellc
 from tests import models
 from tests.conftest import Cli
 from tests.models import SEQUENCE
+from twellc.compiling.compiler import refuse_eight_bits
+from twellc.passes.report import Layer, Weights
 
 QUANTISED = "weights in 8 bits, quantised"
 
@@ -91,6 +94,16 @@ def test_a_damaged_scale_is_found(archive: Path, tmp_path: Path) -> None:
     onnx.save(model, graph)
     result = twellc.check(archive, graph)
     assert not result.within and "rewrite" in result.causes
+
+
+def test_a_gpu_without_fp8_is_named() -> None:
+    layer = Layer("mlp", "plain", "relu", 8, 8, 8, True, "twell", "matches", False, weights=Weights(8, "quantised"))
+    for layers, capability in (([layer], (8, 9)), ([layer], None), ([replace(layer, weights=None)], (8, 0))):
+        refuse_eight_bits(layers, capability)
+    with pytest.raises(
+        twellc.UserError, match=r"layer mlp: TensorRT takes no .*; got compute capability 8.6; expected 8.9"
+    ):
+        refuse_eight_bits([layer], (8, 6))
 
 
 REFUSED = [
