@@ -21,7 +21,7 @@ from torch.fx import Node
 
 from twellc.base.dtypes import kernel_dtypes
 from twellc.base.errors import first_few
-from twellc.passes.fold_weights import computed_weights
+from twellc.passes.fold_weights import computed_weights, sources_of
 from twellc.passes.graph.constants import ProgramConstants
 from twellc.passes.graph.program import editable, finish
 from twellc.passes.match.activations import arguments, packet
@@ -94,7 +94,7 @@ def dequantise(program: ExportedProgram) -> tuple[ExportedProgram, dict[str, Eig
         last = node
         while len(last.users) == 1 and packet(next(iter(last.users))) in CASTS:
             last = next(iter(last.users))
-        sources = [each for each in _inputs(source) if each in constants.names]
+        sources = [each for each in sources_of(source) if each in constants.names]
         made = constants.add(f"{constants.names[sources[0]]}_folded", constants.value(last).clone(), like=sources)
         made.meta = {**last.meta, "val": made.meta["val"]}
         constants.replace(last, made, computes=made)
@@ -133,13 +133,6 @@ def as_scale(scale: Tensor, shape: torch.Size) -> Tensor | None:
         return scale.reshape(())
     scale = scale if scale.dim() == 2 else scale[None] if scale.dim() == 1 else scale
     return scale if tuple(scale.shape) in ((shape[0], 1), (1, shape[1])) else None
-
-
-def _inputs(node: Node) -> list[Node]:
-    found = [node]
-    for each in found:
-        found.extend(other for other in each.all_input_nodes if other not in found)
-    return found
 
 
 def notes_on(known: Mapping[str, EightBits], blocks: Iterable[FfnBlock]) -> list[str]:

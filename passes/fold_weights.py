@@ -37,7 +37,7 @@ def fold_weights_in(constants: Constants) -> None:
     """Make constants of the computed weights of a graph whose nodes have their values in `meta`."""
     folds: list[tuple[Node, list[Node], torch.Tensor]] = []  # complete before the first: one may be made of another
     for node in computed_weights(constants):
-        sources = [source for source in _sources(node) if source in constants.names]
+        sources = [source for source in sources_of(node) if source in constants.names]
         folds.append((node, sources, constants.value(node).clone()))
     for node, sources, tensor in folds:
         folded = constants.add(f"{constants.names[sources[0]]}_folded", tensor, like=sources)
@@ -75,7 +75,7 @@ def _keeps_matrix(node: Node) -> bool:
     return is_view(node) and same_sizes(*(matrix_sizes(each) for each in (node, node.all_input_nodes[0])))
 
 
-def _sources(node: Node) -> list[Node]:
+def sources_of(node: Node) -> list[Node]:
     """Return the nodes that a node is computed from, the nearest first."""
     found = [node]
     for source in found:
