@@ -84,10 +84,10 @@ constexpr int64_t kFew128 = kMostTokensFew;
 constexpr int kWidestPair = kMostColumnsOneOrTwo;
 constexpr int kWidestBlock = kMostDModelDenseBlock;
 // With weights that have scales, measured on an H100: beyond so many tokens a dense block is as fast, whatever is
-// active, and up to so many, or so many products, no slower than packing.
+// active, and up to so many, or so many products, no slower than packing: between 577 and 1023 by interpolation.
 constexpr int64_t kMostTokensFewScaled = 32;
-constexpr int64_t kMostTokensDenseScaled = 576;
-constexpr float kMostProductsDenseScaled = 576.0f * kProductsPerToken;
+constexpr int64_t kMostTokensDenseScaled = 768;
+constexpr float kMostProductsDenseScaled = 768.0f * kProductsPerToken;
 constexpr Row kRoutes[] = {
     // clang-format off
     //          GPU    block   tokens              columns   d_model       d_out         d_ff           hot           products

@@ -248,8 +248,8 @@ ROUTES = [
     (1, "H100", ["one_or_two_tokens", "contribute", "add_contributions"]),
     (8, "H100", ["few_tokens", "gate_up_few", "down_few"]),
     (33, "H100", ["dense_block", "quantise", "hidden_gated_bytes_sm90", "dense_down_bytes_sm90"]),
-    (576, "H100", ["dense_block", "quantise", "hidden_gated_bytes_sm90", "dense_down_bytes_sm90"]),
-    (577, "H100", ["many_tokens", "quantise", "gate_bytes_sm90", "dense_up_bytes_sm90", "dense_down_bytes_sm90"]),
+    (768, "H100", ["dense_block", "quantise", "hidden_gated_bytes_sm90", "dense_down_bytes_sm90"]),
+    (769, "H100", ["many_tokens", "quantise", "gate_bytes_sm90", "dense_up_bytes_sm90", "dense_down_bytes_sm90"]),
     (2048, "H100", ["many_tokens", "gate_bytes_sm90", "sparse_up_direct", "dense_up_bytes_sm90", "sparse_down"]),
     (2048, "A100", ["widened", "widen", "many_tokens", "gate_generic"]),
 ]

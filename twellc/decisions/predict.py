@@ -111,8 +111,8 @@ class _Call:
 # Time of a gated block of 2048 / 5632, 0.5 % active, with weights in eight bits over that with 16, by tokens: an H100,
 # 2026-11-27 (benchmarks/LOG.md). In between, the logarithm of tokens decides; other GPUs and blocks are taken to be
 # alike.
-_EIGHT_BITS = ((1, 0.76), (8, 0.79), (16, 0.81), (32, 0.94), (64, 1.12), (128, 1.39), (512, 0.90), (1024, 0.77),
-               (2048, 0.78), (8192, 0.82))  # fmt: skip
+_EIGHT_BITS = ((1, 0.78), (8, 0.79), (16, 0.81), (32, 0.94), (64, 1.12), (128, 0.92), (256, 0.89), (512, 0.86),
+               (1024, 0.72), (2048, 0.75), (8192, 0.80))  # fmt: skip
 
 
 class CostModel:
