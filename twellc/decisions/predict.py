@@ -111,8 +111,8 @@ class _Call:
 # Time of a gated block of 2048 / 5632, 0.5 % active, with weights in eight bits over that with 16, by tokens: an H100,
 # 2026-11-27 (benchmarks/LOG.md). In between, the logarithm of tokens decides; other GPUs and blocks are taken to be
 # alike.
-_EIGHT_BITS = ((1, 0.78), (8, 0.79), (16, 0.81), (32, 0.94), (64, 1.12), (128, 0.92), (256, 0.89), (512, 0.86),
-               (1024, 0.72), (2048, 0.75), (8192, 0.80))  # fmt: skip
+_EIGHT_BITS_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
+_EIGHT_BITS_RATIOS = (0.78, 0.79, 0.81, 0.94, 1.12, 0.92, 0.89, 0.86, 0.72, 0.75, 0.80)
 
 
 class CostModel:
@@ -152,8 +152,7 @@ class CostModel:
             hot: How many neurons, the first in `rates`, are a dense product where calls are split.
         """
         if self._bits == 8:
-            measured, ratios = zip(*_EIGHT_BITS, strict=True)
-            ratio = float(np.interp(math.log(max(tokens, 1)), np.log(measured), ratios))
+            ratio = float(np.interp(math.log(max(tokens, 1)), np.log(_EIGHT_BITS_TOKENS), _EIGHT_BITS_RATIOS))
             return ratio * self._twell_us(widths, tokens, rates, hot)
         return self._twell_us(widths, tokens, rates, hot)
 
