@@ -113,14 +113,14 @@ def test_any_program(variant: str, tmp_path: Path) -> None:
     """A block with biases and a residual, inputs that are no tokens, and a dynamic dimension of another name."""
     block = Gated(biases="gud", d_ff=320) if variant == "gated" else Plain(biases="ud", d_ff=320)
     model = torch.nn.Sequential(Residual(block), Residual(Gated(d_ff=64))).bfloat16()
-    program = export(model, torch.randn(4, 16).bfloat16(), dynamic=({0: torch.export.Dim("rows", min=1, max=600)},))
+    program = export(model, torch.randn(4, 16).bfloat16(), dynamic=({0: torch.export.Dim("rows", min=1, max=100)},))
     found = twellc.bench(program)
-    assert [each.shape for each in found.results] == ["1", "32", "512"]  # 2048 are too many for it
+    assert [each.shape for each in found.results] == ["1", "32"]  # 512 are too many for it
     for each in found.results:
         assert len(each.densities) == 2
         assert list(each.model.times) == CONTESTANTS and list(each.blocks.times) == BLOCKS, each
-    with pytest.raises(twellc.UserError, match="does not take these sizes; got 601; expected 1 to 600"):
-        twellc.bench(program, shapes=["601"])
+    with pytest.raises(twellc.UserError, match="does not take these sizes; got 101; expected 1 to 100"):
+        twellc.bench(program, shapes=["101"])
     with pytest.raises(twellc.UserError, match="does not take these sizes; got 1x1"):
         twellc.bench(program, shapes=["1x1"])
     arrays = tmp_path / "x.npz"

@@ -34,7 +34,7 @@ def test_as_many_are_active_as_asked(activity: Activity) -> None:
         assert others[:64].sum() > 1.5 * rates[activity.hot : activity.hot + 64].sum(), "the others are in no order"
 
 
-@pytest.mark.parametrize("variant", ["gated", "plain"])
+@pytest.mark.parametrize("variant", [pytest.param("gated", marks=pytest.mark.slow), "plain"])
 def test_contestants_compute_the_same(variant: str) -> None:
     torch.manual_seed(0)
     weights = draw_weights(Grid(variant, 64, 256, (), ()), {}, "cpu")
