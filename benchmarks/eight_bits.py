@@ -31,17 +31,11 @@ from twellc.benchmarking.forms import Block, Fp8
 from twellc.plugins.block import BlockOptions, Operands
 from twellc.plugins.meaning import EIGHT_BITS, dequantised
 from twellc.plugins.ops import run_block
+from twellc.plugins.quantise import LARGEST, quantise
 
-LARGEST = 448.0
 CHECKED_ROWS = 64
 RELU = BlockOptions(activation="relu")
 TWELL, TWELL_BF16, TENSORWISE, ROWWISE = "twell", "twell bf16", "dense FP8", "dense FP8, a scale a row"
-
-
-def quantised(weight: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Round a matrix to E4M3 with a scale for each row (dim 1) or column (dim 0), which has its shape."""
-    scale = (weight.float().abs().amax(dim, keepdim=True) / LARGEST).clamp(min=1e-30)
-    return (weight.float() / scale).clamp(-LARGEST, LARGEST).to(EIGHT_BITS), scale
 
 
 def _rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,8 +58,8 @@ class RowWise:
 
     def __init__(self, block: Block) -> None:
         assert block.up is not None
-        self._weight, self._weight_scale = quantised(torch.cat([block.gate, block.up]), 1)
-        self._down, self._down_scale = quantised(block.down, 1)
+        self._weight, self._weight_scale = quantise(torch.cat([block.gate, block.up]), "neuron")
+        self._down, self._down_scale = quantise(block.down, "neuron")
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute y [tokens, d_out] of x [tokens, d_model]."""
@@ -81,9 +75,9 @@ class RowWise:
 def operands_of(x: Tensor, block: Block, down_by_neuron: Tensor) -> tuple[Operands[Tensor], Operands[Tensor]]:
     """Return a block's tensors with weights in eight bits and in 16."""
     assert block.up is not None
-    gate, gate_scale = quantised(block.gate, 1)
-    up, up_scale = quantised(block.up, 1)
-    down, down_scale = quantised(down_by_neuron, 0)
+    gate, gate_scale = quantise(block.gate, "neuron")
+    up, up_scale = quantise(block.up, "neuron")
+    down, down_scale = quantise(down_by_neuron, "output")
     scales = {"w_gate_scale": gate_scale, "w_up_scale": up_scale, "w_down_scale": down_scale}
     return (
         Operands(x=x, w_gate=gate, w_up=up, w_down=down, **scales),

@@ -10,6 +10,7 @@ their scales; all other weights stay dequantised, and the report says why.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -37,6 +38,7 @@ aten = torch.ops.aten
 
 T = TypeVar("T")
 QUANTISED = "quantised"  # why weights are read in eight bits that the model has in 16
+KEPT = Weights(8, "as the model has them")
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,15 +158,21 @@ def judge(block: FfnBlock, stored: Stored, wish: Wish) -> Weights | None:
     known = [name for name, each in found.items() if each is not None]
     fault = "the model has only some of them in eight bits" if len(known) < len(found) else _fault(found)
     if not fault:
-        return Weights(8, "as the model has them")
+        return KEPT
     if not wish.quantise:
         return Weights(16, f"dequantised: {fault}") if known else None
     error = wish.errors.get(block.module)
     if wish.most is not None and error is None:
         return Weights(16, "what eight bits change could not be measured on the samples")
-    if wish.most is not None and error is not None and error > wish.most:
-        return Weights(16, f"eight bits change its output by {error:.2%}, more than --fp8-error {wish.most:g}", error)
-    return Weights(8, QUANTISED, error)
+    return by_error(error, wish.most)
+
+
+def by_error(error: float | None, most: float | None) -> Weights:
+    """Return in how many bits weights are read whose quantising changes a block's output by `error`; None: unknown."""
+    if error is None or most is None or error <= most:
+        return Weights(8, QUANTISED, error)
+    known = error if math.isfinite(error) else None
+    return Weights(16, f"eight bits change its output by {error:.2%}, more than --fp8-error {most:g}", known)
 
 
 def eight_bits_of(

@@ -38,7 +38,11 @@ def quantise(weight: Tensor, kind: str, where: str = "a weight") -> tuple[Tensor
             expected="finite weights",
             fix="Mend the model, or leave the block in its own type.",
         )
-    axis = _SHARED_AXIS[kind]
+    return rounded(wide, _SHARED_AXIS[kind])
+
+
+def rounded(wide: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
+    """Return a float32 tensor in E4M3 and its float32 scales, which `axis` shares; None: one for all. NaN stays NaN."""
     largest = wide.abs().amax() if axis is None else wide.abs().amax(axis, keepdim=True)
     # Not below float32's least normal number: GPUs may take what is below for 0.
     scale = (largest / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)

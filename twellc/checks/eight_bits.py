@@ -17,7 +17,7 @@ from twellc.passes.rewrite_ffn import arranged_view, weights_of
 from twellc.plugins.block import SCALES, BlockOptions, Operands, WeightOperands
 from twellc.plugins.meaning import EIGHT_BITS, activate
 from twellc.plugins.ops import run_block
-from twellc.plugins.quantise import LARGEST, quantise
+from twellc.plugins.quantise import quantise, rounded
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ def _widened(weights: WeightOperands[Tensor]) -> dict[str, Tensor]:
 
 
 def _rows_in_eight_bits(rows: Tensor) -> Tensor:
-    scale = (rows.abs().amax(-1, keepdim=True) / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
-    return (rows / scale).clamp(-LARGEST, LARGEST).to(EIGHT_BITS).float() * scale
+    q, scale = rounded(rows, -1)
+    return q.float() * scale
 
 
 def narrow_block(

@@ -53,7 +53,7 @@ from twellc.eager.module_blocks import (
     operands_of,
     refusal_of,
 )
-from twellc.eager.quantising import KEPT, judge, put_in_eight_bits
+from twellc.eager.quantising import judge, put_in_eight_bits
 from twellc.eager.sharded import local_of
 from twellc.eager.tracing import LOG
 from twellc.eager.training_block import BlockInTraining
@@ -61,6 +61,7 @@ from twellc.eager.trials import own_gradient, passes_hidden
 from twellc.options.option import taken
 from twellc.options.weights import FP8, KEEP, WeightOptions, refuse_weights
 from twellc.passes.decide import decide, options_of
+from twellc.passes.eight_bits import KEPT
 from twellc.passes.report import Layer
 from twellc.plugins.block import BlockOptions
 from twellc.plugins.library import COMPRESSIONS

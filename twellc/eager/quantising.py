@@ -16,12 +16,11 @@ from twellc.eager.eight_bits import EightBitLinear
 from twellc.eager.module_blocks import FoundBlock, called_otherwise, matrices_of
 from twellc.eager.sharded import is_sharded
 from twellc.eager.tracing import in_mode
+from twellc.passes.eight_bits import by_error
 from twellc.passes.report import Weights
 from twellc.plugins.block import BlockOptions, WeightOperands
 from twellc.plugins.meaning import hidden_of, output_of
 from twellc.plugins.quantise import quantise
-
-KEPT = Weights(8, "as the model has them")
 
 
 def judge(
@@ -43,10 +42,10 @@ def judge(
     )
     faults = [_fault(each, owners) for each in blocks]
     if most is None:
-        return [Weights(16, fault) if fault else Weights(8, "quantised") for fault in faults]
+        return [Weights(16, fault) if fault else by_error(None, None) for fault in faults]
     tried = [each for each, fault in zip(blocks, faults, strict=True) if not fault]
     errors = iter(_errors(module, tried, samples))
-    return [Weights(16, fault) if fault else _of_error(next(errors), most) for fault in faults]
+    return [Weights(16, fault) if fault else _reached(next(errors), most) for fault in faults]
 
 
 def _fault(found: FoundBlock, owners: Counter[int]) -> str:
@@ -65,13 +64,8 @@ def _fault(found: FoundBlock, owners: Counter[int]) -> str:
     return ""
 
 
-def _of_error(error: float | None, most: float) -> Weights:
-    if error is None:
-        return Weights(16, "the samples do not reach it")
-    if not error <= most:
-        known = error if math.isfinite(error) else None
-        return Weights(16, f"eight bits change its output by {error:.2%}, more than --fp8-error {most:g}", known)
-    return Weights(8, "quantised", error)
+def _reached(error: float | None, most: float) -> Weights:
+    return Weights(16, "the samples do not reach it") if error is None else by_error(error, most)
 
 
 def put_in_eight_bits(found: FoundBlock) -> None:
