@@ -2,12 +2,16 @@
 
 python benchmarks/eight_bits.py --tokens 64,2048 --density 0.005,1 --json results.json
 python benchmarks/eight_bits.py --tokens 2048 --launches
+python benchmarks/eight_bits.py --tokens 2048 --trained --energy-seconds 2
 python benchmarks/eight_bits.py --smoke
 
 Weights have a scale for each neuron or output. Dense FP8 stands there twice: with one scale for each tensor, calibrated
-beforehand, and with a scale for each row, which kernels compiled by torch work out with what they quantise.
-Times are of one call within a CUDA graph over several sets of weights, in turns (see block.py). Every size is checked
-against float64 of the dequantised weights before it is timed.
+beforehand, and with a scale for each row, which kernels compiled by torch work out with what they quantise. With
+--trained there are four layers whose neurons fire as often as in a trained model. Twell then computes them without the
+neurons that never fire, but up to 15 of them, which make the width a multiple of 16, as torch wants it in FP8. Dense
+blocks are whole, and dense FP8 stands there without these neurons, too. Times are of one call within a CUDA graph over
+several sets of weights, in turns (see block.py). Every size is checked against float64 of the dequantised weights
+before it is timed.
 """
 
 from __future__ import annotations
@@ -22,12 +26,16 @@ import click
 import session
 import torch
 from block import relative_error, time_rotated
-from draw import Neurons, make_inputs
+from draw import TRAINED_LAYERS, Neurons, make_inputs
+from layers import part
+from tables import head, row
 from torch import Tensor
 from torch.nn import functional
 
 from twellc.base.torch_private import scaled_mm
+from twellc.benchmarking.energy import EnergyMeter
 from twellc.benchmarking.forms import Block, Fp8
+from twellc.benchmarking.timing import record
 from twellc.plugins.block import BlockOptions, Operands
 from twellc.plugins.meaning import EIGHT_BITS, dequantised
 from twellc.plugins.ops import run_block
@@ -36,6 +44,8 @@ from twellc.plugins.quantise import LARGEST, quantise
 CHECKED_ROWS = 64
 RELU = BlockOptions(activation="relu")
 TWELL, TWELL_BF16, TENSORWISE, ROWWISE = "twell", "twell bf16", "dense FP8", "dense FP8, a scale a row"
+PRUNED = "dense FP8, pruned"
+DENSE = (TENSORWISE, ROWWISE, PRUNED)
 
 
 def _rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,71 +132,104 @@ class Size:
     """What is timed."""
 
     tokens: int
-    density: float
-    d_model: int = 2048
-    d_ff: int = 5632
+    neurons: Neurons
+    d_model: int
+    d_ff: int
 
 
-def measure(size: Size, repeats: int, with_launches: bool) -> dict[str, Any]:
+def measure(size: Size, repeats: int, energy_seconds: float, with_launches: bool) -> dict[str, Any]:
     """Check and time one size."""
     torch._dynamo.reset()  # or compiled kernels would be launched as suits the size before
-    x, sets = make_inputs(
-        size.tokens, size.d_model, size.d_ff, torch.bfloat16, Neurons(density=size.density), "gated", session.DEVICE
-    )
-    pairs = [operands_of(x, each.block, each.down_by_neuron) for each in sets]
-    rowwise = [RowWise(each.block) for each in sets]
-    tensorwise = [Fp8(each.block, x) for each in sets]
-    found: dict[str, Any] = {**dataclasses.asdict(size), "errors": check(pairs[0][0], rowwise[0])}
+    x, sets = make_inputs(size.tokens, size.d_model, size.d_ff, torch.bfloat16, size.neurons, "gated", session.DEVICE)
+    alive = sets
+    if size.neurons.distribution == "trained":
+        rates = size.neurons.rates()
+        count = -(-int((rates > 0).sum()) // 16) * 16
+        kept = rates.argsort(descending=True)[:count].sort().values.to(x.device)
+        alive = [part(each, kept) for each in sets]
+    pairs = [operands_of(x, each.block, each.down_by_neuron) for each in alive]
+    found: dict[str, Any] = dataclasses.asdict(size) | {"width": len(alive[0].down_by_neuron)}
+    found["errors"] = check(pairs[0][0], RowWise(alive[0].block))
     if with_launches:
         found["launches"] = launches(lambda: [run_block(each, RELU) for each, _ in pairs][-1])
         found["launches"] = {name: time / len(pairs) for name, time in found["launches"].items()}
     contestants: dict[str, Sequence[Callable[[], object]]] = {
         TWELL: [functools.partial(run_block, each, RELU) for each, _ in pairs],
         TWELL_BF16: [functools.partial(run_block, each, RELU) for _, each in pairs],
-        TENSORWISE: [functools.partial(each, x) for each in tensorwise],
-        ROWWISE: [functools.partial(each, x) for each in rowwise],
+        TENSORWISE: [functools.partial(Fp8(each.block, x), x) for each in sets],
+        ROWWISE: [functools.partial(RowWise(each.block), x) for each in sets],
     }
-    return {**found, "times": time_rotated(contestants, repeats)}
+    if alive is not sets:
+        contestants[PRUNED] = [functools.partial(Fp8(each.block, x), x) for each in alive]
+    found["times"] = time_rotated(contestants, repeats)
+    if energy_seconds > 0:
+        meter = EnergyMeter()
+        found["joules"] = {
+            name: meter.of(record(calls), energy_seconds, len(calls) * found["times"][name]["median_us"]) / len(calls)
+            for name, calls in contestants.items()
+            if name in (TWELL, TENSORWISE)
+        }
+    return found
 
 
-HEADER = (
-    "| density | tokens | twell | twell bf16 | dense FP8 | a scale a row | over dense FP8 | over a scale a row | error "
-    "| error of dense FP8 |\n|" + " ---: |" * 10
+HEADER = head(
+    [
+        *("density", "tokens", "twell", "twell bf16", "dense FP8", "a scale a row", "pruned"),
+        *("over dense FP8", "over a scale a row", "over pruned", "error", "error of dense FP8"),
+        *("mJ", "mJ of dense FP8"),
+    ]
 )
 
 
 def table_row(found: dict[str, Any]) -> str:
     """One line of the Markdown table."""
     median = {name: value["median_us"] for name, value in found["times"].items()}
-    cells = [
-        f"{found['density'] * 100:g} %",
-        f"{found['tokens']}",
-        *(f"{median[name]:.1f}" for name in (TWELL, TWELL_BF16, TENSORWISE, ROWWISE)),
-        *(f"{median[name] / median[TWELL]:.2f}" for name in (TENSORWISE, ROWWISE)),
-        *(f"{found['errors'][name]:.4f}" for name in (TWELL, ROWWISE)),
-    ]
-    return "| " + " | ".join(cells) + " |"
+    joules, neurons = found.get("joules", {}), found["neurons"]
+    trained = neurons["distribution"] == "trained"
+    return row(
+        [
+            f"layer {neurons['layer']}, {found['width']} neurons" if trained else f"{neurons['density'] * 100:g} %",
+            f"{found['tokens']}",
+            *(f"{median[name]:.1f}" if name in median else "-" for name in (TWELL, TWELL_BF16, *DENSE)),
+            *(f"{median[name] / median[TWELL]:.2f}" if name in median else "-" for name in DENSE),
+            *(f"{found['errors'][name]:.4f}" for name in (TWELL, ROWWISE)),
+            *(f"{joules[name] * 1e3:.2f}" if name in joules else "-" for name in (TWELL, TENSORWISE)),
+        ]
+    )
 
 
 @click.command()
 @click.option("--tokens", default="1,8,33,64,128,256,512,1024,2048,8192", show_default=True, help="Row counts.")
 @click.option("--density", default="0.005", show_default=True, help="Shares of non-zero gate activations.")
+@click.option("--trained", is_flag=True, help="Four layers of a trained model instead, with their densities.")
 @click.option("--d-model", default=2048, show_default=True)
 @click.option("--d-ff", default=5632, show_default=True)
 @click.option("--repeats", default=20, show_default=True)
+@click.option("--energy-seconds", default=0.0, show_default=True, help="For the energy of each contestant; 0: none.")
 @click.option("--launches", "with_launches", is_flag=True, help="Also time each kernel alone.")
 @session.json_option
 @session.smoke_option(tokens="1,40", d_model=256, d_ff=768, repeats=2)
 def main(
-    tokens: str, density: str, d_model: int, d_ff: int, repeats: int, with_launches: bool, json_path: Path | None
+    tokens: str,
+    density: str,
+    trained: bool,
+    d_model: int,
+    d_ff: int,
+    repeats: int,
+    energy_seconds: float,
+    with_launches: bool,
+    json_path: Path | None,
 ) -> None:
     """Print a Markdown table of times in microseconds."""
     session.refuse_without_gpu()
+    if trained and d_ff != len(Neurons("trained").rates()):
+        raise click.UsageError("--trained are layers with d_ff 5632")
     report = session.new_report()
     click.echo(str(report["machine"]) + "\n\n" + HEADER)
-    for share in density.split(","):
+    drawn = [Neurons(density=float(share)) for share in density.split(",")]
+    for neurons in [Neurons("trained", layer=layer) for layer in range(TRAINED_LAYERS)] if trained else drawn:
         for count in tokens.split(","):
-            found = measure(Size(int(count), float(share), d_model, d_ff), repeats, with_launches)
+            found = measure(Size(int(count), neurons, d_model, d_ff), repeats, energy_seconds, with_launches)
             click.echo(table_row(found))
             for name, time in found.get("launches", {}).items():
                 click.echo(f"    {time:8.2f} {name}")

@@ -3,15 +3,17 @@
 python benchmarks/engine.py --json results.json --plans build/plans
 python benchmarks/engine.py --smoke
 
-The model is that of model.py, with fewer layers. Contestants are two plans of the same export, one with all
-feed-forward blocks rewritten (twell) and one with none (dense), in each form of attention that is asked for; and torch,
-eager and compiled, dense and rewritten, and compiled with packed blocks, with FP8 and with INT4 ones (see
-`twellc.benchmarking.forms`), with two kinds of attention: `sdpa` is transformers' own, whose mask keeps torch from its
-causal kernel where the model is compiled or exported; `causal` is that kernel, without a mask.
+The model is that of model.py, with fewer layers. Contestants are three plans of the same export, with all feed-forward
+blocks rewritten (twell), these with weights in eight bits (twell FP8), and with none rewritten (dense), in each form of
+attention that is asked for; and torch, eager and compiled, dense and rewritten, and compiled with packed blocks, with
+FP8 and with INT4 ones (see `twellc.benchmarking.forms`), with two kinds of attention: `sdpa` is transformers' own,
+whose mask keeps torch from its causal kernel where the model is compiled or exported; `causal` is that kernel, without
+a mask.
 
 Everything runs in CUDA graphs, in turns, in a new order in each repetition. Before that, the logits of each contestant
-at tokens drawn at random are compared with float64: a contestant may be twice as wrong as dense eager torch, and FP8 as
-wrong as it is. One that is more wrong, or that fails, is named and left out, and the exit status is 1.
+at tokens drawn at random are compared with float64: a contestant may be twice as wrong as dense eager torch, which
+always takes part, and FP8 as wrong as it is. One that is more wrong, or that fails, is named and left out, and the exit
+status is 1.
 
 The plans' times by kind of layer come from TensorRT's profiler, which runs one kernel at a time: their sum is longer
 than a plan takes in a CUDA graph, and is shown beside it.
@@ -31,6 +33,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,18 +49,27 @@ from torch.utils import _pytree as pytree
 from twellc.base.errors import UserError, first_line
 from twellc.benchmarking.blocks import dense_models, see_blocks
 from twellc.benchmarking.contest import Contest
-from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, LOSSY, dense_forms
+from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, INT4, LOSSY, PACKED, dense_forms
 from twellc.benchmarking.plans import add_plan
+from twellc.benchmarking.result import TWELL_COMPILED, TWELL_EAGER
 from twellc.compiling.manifest import manifest_path
 from twellc.export.runner import Execution, OpenPlan, engine_layers, open_plan, prepare
 from twellc.export.tensorrt_host import Host, load_host
 from twellc.passes.precision import widen
 
 Shape = tuple[int, int]
+Wanted = Callable[[str], object]
 
 _CHECKED_TOKENS = 512
 _PROFILED_RUNS = 20
-_KINDS = {"twell": "all", "dense": "none"}  # values of --layers
+_EIGHT_BITS = "FP8"  # in the names of plans
+# Options of twellc compile.
+_KINDS = {
+    "twell": ("--layers", "all"),
+    f"twell {_EIGHT_BITS}": ("--layers", "all", "--weights", "fp8"),
+    "dense": ("--layers", "none"),
+}
+_TORCH = (EAGER, COMPILED, PACKED, FP8, INT4, TWELL_EAGER, TWELL_COMPILED)
 _TORCH_ATTENTION = {"sdpa": "sdpa", "causal": CAUSAL}
 
 # Kinds of layers, by the names of the ONNX nodes that a layer was made of or by its own: the first one that is found.
@@ -111,7 +123,7 @@ def profile_of(plan: Path, shape: Shape) -> int | None:
 
 
 def build_plans(
-    model: Any, made: dict[str, Any], folder: Path, attentions: list[str], shapes: list[Shape]
+    model: Any, made: dict[str, Any], folder: Path, attentions: list[str], shapes: list[Shape], wanted: Wanted
 ) -> tuple[dict[str, Path], dict[str, str]]:
     """Build the plans that are not there yet.
 
@@ -121,6 +133,7 @@ def build_plans(
         folder: Where the plans are, and the file that says which model they are of.
         attentions: Values of --attention of `twellc compile`; an empty one leaves the option out.
         shapes: A plan has an optimization profile for each of them.
+        wanted: Whether a contestant takes part.
 
     Returns:
         The plans by the contestants' names, and why others could not be built.
@@ -136,9 +149,11 @@ def build_plans(
     plans, failed = {}, {}
     with tempfile.TemporaryDirectory() as scratch:
         for attention in attentions:
-            for kind, layers in _KINDS.items():
+            for kind, options in _KINDS.items():
                 label = plan_label(kind, attention)
-                path = folder / f"{'-'.join(filter(None, (kind, attention)))}.plan"
+                if not wanted(label):
+                    continue
+                path = folder / f"{'-'.join(filter(None, (*kind.split(), attention)))}.plan"
                 if all(profile_of(path, shape) is not None for shape in shapes):
                     plans[label] = path
                     continue
@@ -148,7 +163,7 @@ def build_plans(
                 click.echo(f"building {path}", err=True)
                 # -P keeps unbuilt sources in the working directory off the module path.
                 command = [sys.executable, "-P", "-m", "twellc", "compile", str(source), "-o", str(path), "--overwrite"]
-                command += ["--backend", "tensorrt", "--layers", layers]
+                command += ["--backend", "tensorrt", *options]
                 command += ["--attention", attention] if attention else []
                 for name in map(shape_name, shapes):
                     command += ["--profile", f"input_ids:{name}:{name}:{name}"]
@@ -252,24 +267,28 @@ def start_contest(model: Logits, ids: Tensor) -> Contest:
     return Contest(drawn(widen(program).module(check_guards=False)(ids)), drawn, language_model=True)
 
 
-def add_torch(contest: Contest, model: Logits, ids: Tensor, rewritten: bool) -> None:
-    """Add dense and, if asked for, rewritten torch, eager and compiled, with each attention; the yardstick first."""
+def add_torch(contest: Contest, model: Logits, ids: Tensor, wanted: Wanted) -> None:
+    """Add dense and rewritten torch, eager and compiled, with each attention; the yardstick first, wanted or not."""
     for attention, implementation in _TORCH_ATTENTION.items():
         model.model.set_attn_implementation(implementation)
         torch._dynamo.reset()  # or it would compile for several shapes at once
+        labels = {form: f"torch {form}, {attention}" for form in _TORCH}
+        chosen = [form for form, label in labels.items() if wanted(label) or (form, attention) == (EAGER, "sdpa")]
         modules: dict[str, Any] = {EAGER: model, COMPILED: _compiled(model)}
         try:
-            program = rewrite(model, (ids,)).program
-            forms = [dense_forms(each.block, each.x, with_compiled=False) for each in see_blocks(program, (ids,), {})]
-            modules |= {label: _compiled(module) for label, module in dense_models(program, forms).items()}
-            if rewritten:
+            if not modules.keys() >= {*chosen}:
+                program = rewrite(model, (ids,)).program
+                forms = [
+                    dense_forms(each.block, each.x, with_compiled=False) for each in see_blocks(program, (ids,), {})
+                ]
+                modules |= {label: _compiled(module) for label, module in dense_models(program, forms).items()}
                 ours = program.module(check_guards=False)
-                modules |= {"twell eager": ours, "twell compiled": _compiled(ours)}
+                modules |= {TWELL_EAGER: ours, TWELL_COMPILED: _compiled(ours)}
         except Exception as error:  # whatever it is, the others go on
             contest.failed[f"torch rewritten, {attention}"] = f"{type(error).__name__}: {first_line(error)}"
-        for label, module in modules.items():
-            call = functools.partial(module, ids)
-            contest.add(f"torch {label}, {attention}", call, module, lossy=label in LOSSY)
+        for form in (form for form in chosen if form in modules):
+            call = functools.partial(modules[form], ids)
+            contest.add(labels[form], call, modules[form], lossy=form in LOSSY)
 
 
 def _compiled(module: Any) -> Any:
@@ -277,16 +296,16 @@ def _compiled(module: Any) -> Any:
 
 
 def measure_shape(
-    model: Logits, plans: dict[str, OpenPlan], shape: Shape, repeats: int, rewritten: bool
+    model: Logits, plans: dict[str, OpenPlan], shape: Shape, repeats: int, wanted: Wanted
 ) -> dict[str, Any]:
     """Check and time all contestants at one shape."""
     ids = torch.randint(0, model.model.config.vocab_size, shape, device=session.DEVICE)
     contest = start_contest(model, ids)
     gc.collect()
     torch.cuda.empty_cache()  # of the model in float64
-    add_torch(contest, model, ids, rewritten)
+    add_torch(contest, model, ids, wanted)
     for label, plan in plans.items():
-        add_plan(contest, label, plan, *inputs_of(plan, ids), lossy=False)
+        add_plan(contest, label, plan, *inputs_of(plan, ids), lossy=_EIGHT_BITS in label)
     times = {label: each.to_json() for label, each in contest.time(repeats).items()}
     profiled = {}
     for label in filter(contest.__contains__, plans):
@@ -354,7 +373,7 @@ def _rivals(ours: str, labels: list[str]) -> dict[str, list[str]]:
     dense = [label for label in labels if label.startswith(tuple(f"torch {form}," for form in BASELINES))]
     fp8 = [label for label in labels if label.startswith(f"torch {FP8},")]
     return {
-        "the dense plan": [ours.replace("twell", "dense", 1)],
+        "the dense plan": [re.sub(f"twell( {_EIGHT_BITS})?", "dense", ours)],
         "compiled dense torch, sdpa": ["torch dense compiled, sdpa"],
         "the fastest dense torch": dense,
         "the fastest dense torch in FP8": fp8,
@@ -381,14 +400,7 @@ def _time(time: dict[str, float] | None) -> str:
 @click.option("--density", default=0.005, show_default=True, help="Share of non-zero gate activations.")
 @click.option("--shapes", default="1x1,1x512,1x2048,4x2048", show_default=True, help="Sequences and their tokens.")
 @click.option("--attention", default="", help="Values of twellc compile's --attention, with commas; default: its own.")
-@click.option(
-    "--torch",
-    "contestants",
-    type=click.Choice(["all", "dense"]),
-    default="all",
-    show_default=True,
-    help="dense: without rewritten torch, which takes minutes to compile.",
-)
+@click.option("--only", default="", metavar="REGEX", help="Contestants whose names it is found in; default: all.")
 @click.option("--repeats", default=20, show_default=True)
 @click.option("--plans", type=click.Path(file_okay=False, path_type=Path), help="Keep the plans here, or take them.")
 @session.json_option
@@ -403,13 +415,13 @@ def main(
     density: float,
     shapes: str,
     attention: str,
-    contestants: str,
+    only: str,
     repeats: int,
     plans: Path | None,
     json_path: Path | None,
 ) -> None:
     """Print Markdown tables: milliseconds, speed-ups, microseconds by kind of layer, and errors of the logits."""
-    chosen = parse_shapes(shapes)
+    chosen, wanted = parse_shapes(shapes), re.compile(only).search
     session.refuse_without_gpu()
     try:
         host = load_host("tensorrt")
@@ -430,14 +442,14 @@ def main(
     report["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     with tempfile.TemporaryDirectory() as scratch:
         paths, report["failed"] = build_plans(
-            llama, sizes | {"density": density}, plans or Path(scratch), attention.split(","), chosen
+            llama, sizes | {"density": density}, plans or Path(scratch), attention.split(","), chosen, wanted
         )
         opened, unopened = open_plans(host, paths)
         report["failed"] |= unopened
         for shape in chosen:
             click.echo(f"measuring {shape_name(shape)}", err=True)
             try:
-                result = measure_shape(model, opened, shape, repeats, contestants == "all")
+                result = measure_shape(model, opened, shape, repeats, wanted)
                 report["results"].append(result)
                 click.echo(shape_table(result))
             except Exception as error:  # whatever it is, other shapes go on

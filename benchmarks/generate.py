@@ -8,10 +8,10 @@ The model is that of model.py, 1.5 billion parameters, and every contestant keep
 cache that `twellc generate` has, and attends to it with torch's scaled_dot_product_attention. A step is one new token
 of each sequence in the last place of a full cache, the greedy choice included, as a CUDA graph. Contestants are the
 dense model, eager, compiled, and compiled with gate and up in one product; that with blocks in FP8 and in INT4; the
-blocks by the `twell` ops, eager and compiled; and with --plans a dense and a rewritten plan of `twellc compile
---kv-cache`, which need full TensorRT. All take turns, in a new order in each repetition. Before that, the logits of
-each are compared with float64. Plans that are in the folder already are used again, so that building and timing may be
-two calls.
+blocks by the `twell` ops, eager and compiled, and with weights in eight bits; and with --plans a dense plan of `twellc
+compile --kv-cache`, a rewritten one, and one with --weights fp8, which need full TensorRT. All take turns, in a new
+order in each repetition. Before that, the logits of each are compared with float64. Plans that are in the folder
+already are used again, so that building and timing may be two calls.
 
 By the contestants of twellc a whole answer is decoded, too, which gives tokens a second as a user has them, and the gap
 that the host leaves between two steps.
@@ -60,16 +60,26 @@ from twellc.benchmarking.forms import (
     takes_int4,
 )
 from twellc.benchmarking.plans import PLAN_DENSE, PLAN_TWELL
+from twellc.benchmarking.result import TWELL_COMPILED, TWELL_EAGER
 from twellc.generation.backend import Backend
 from twellc.generation.choice import Prompt
 from twellc.generation.directory import TorchBackend
 from twellc.generation.plan import load_plan
 from twellc.generation.steps import Decoder
 
-TWELL_EAGER, TWELL_COMPILED = "twell eager", "twell compiled"
+TWELL_COMPILED_FP8, PLAN_TWELL_FP8 = f"{TWELL_COMPILED} FP8", f"{PLAN_TWELL} FP8"
 # Where these stand among the contestants, the first one is the yardstick of errors.
-LABELS = (EAGER, COMPILED, PACKED, FP8, INT4, TWELL_EAGER, TWELL_COMPILED, PLAN_DENSE, PLAN_TWELL)
-_PLANS = {PLAN_DENSE: "none", PLAN_TWELL: "all"}  # values of --layers
+LABELS = (
+    *(EAGER, COMPILED, PACKED, FP8, INT4),
+    *(TWELL_EAGER, TWELL_COMPILED, TWELL_COMPILED_FP8, PLAN_DENSE, PLAN_TWELL, PLAN_TWELL_FP8),
+)
+_ROUNDED = (*LOSSY, TWELL_COMPILED_FP8, PLAN_TWELL_FP8)  # more than the model's dtype does
+# Options of twellc compile.
+_PLANS = {
+    PLAN_DENSE: ("--layers", "none"),
+    PLAN_TWELL: ("--layers", "all"),
+    PLAN_TWELL_FP8: ("--layers", "all", "--weights", "fp8"),
+}
 _CHECKED_ROWS = 2
 _COUNTED = (4, 512)  # sequences and tokens in which active neurons are counted
 _PROMPT, _ANSWER = 64, 96
@@ -116,8 +126,8 @@ def make_contestants(model: Any, cache: int, labels: set[str], prefill: bool) ->
     calibration = torch.randint(0, model.config.vocab_size, (4, 256), device=session.DEVICE)
 
     @functools.cache
-    def ours() -> Any:
-        return twellc.optimize(copy.deepcopy(model), layers="all")
+    def ours(weights: str = "keep") -> Any:
+        return twellc.optimize(copy.deepcopy(model), layers="all", weights=weights)
 
     def backend(changed: Callable[[], Any], label: str) -> Backend:
         compiled = label not in (EAGER, TWELL_EAGER)
@@ -129,6 +139,7 @@ def make_contestants(model: Any, cache: int, labels: set[str], prefill: bool) ->
         PACKED: lambda: with_forms(model, lambda block, _: Packed(block), calibration),
         TWELL_EAGER: ours,
         TWELL_COMPILED: ours,
+        TWELL_COMPILED_FP8: lambda: ours("fp8"),
     }
     layer = model.model.layers[0].mlp
     block = Block(layer.gate_proj.weight, layer.up_proj.weight, layer.down_proj.weight)
@@ -164,7 +175,7 @@ def build_plans(
     with tempfile.TemporaryDirectory() as scratch:
         for kind, options in wanted.items():
             for label in (label for label in _PLANS if label in labels):
-                path = folder / f"{kind}-{label.removeprefix('plan ')}.plan"
+                path = folder / f"{kind}-{label.removeprefix('plan ').replace(' ', '-')}.plan"
                 if not path.exists():
                     source = Path(scratch) / "model"
                     if not source.exists():
@@ -172,7 +183,7 @@ def build_plans(
                     click.echo(f"building {path.name}", err=True)
                     # -P keeps unbuilt sources in the working directory off the module path.
                     command = [sys.executable, "-P", "-m", "twellc", "compile", str(source), "-o", str(path)]
-                    command += ["--backend", "tensorrt", "--layers", _PLANS[label], *options]
+                    command += ["--backend", "tensorrt", *_PLANS[label], *options]
                     done = subprocess.run(command, capture_output=True, text=True, check=False)
                     if done.returncode:
                         failed[f"{kind}, {label}"] = f"twellc compile: status {done.returncode}: {done.stderr[-600:]}"
@@ -220,7 +231,7 @@ def measure(
         except Exception as error:  # whatever it is, the others go on
             contest.failed[label] = f"{type(error).__name__}: {first_line(error)}"
             continue
-        contest.add(label, call(), backend, lossy=label in LOSSY)
+        contest.add(label, call(), backend, lossy=label in _ROUNDED)
         if label in contest and not prefill and "twell" in label:
             answers[label] = functools.partial(whole_answer, backend, ids)
     times = {label: each.to_json() for label, each in contest.time(repeats).items()}

@@ -76,6 +76,7 @@ def test_fused_layers(engine: Any) -> None:
 def test_page(engine: Any) -> None:
     def times(**milliseconds: float) -> dict[str, Any]:
         names = {"ours": "plan twell", "plan": "plan dense", "user": "torch dense compiled, sdpa"}
+        names |= {"narrow": "plan twell FP8", "rival": "torch dense FP8, causal"}
         names["best"] = "torch dense compiled, causal"
         values = {names[name]: 1e3 * value for name, value in milliseconds.items()}
         return {label: {"median_us": value, "p10_us": value, "p90_us": value} for label, value in values.items()}
@@ -84,7 +85,7 @@ def test_page(engine: Any) -> None:
     results = [
         {
             "shape": "1x512",
-            "times": times(ours=2, plan=3, user=4, best=2.5),
+            "times": times(ours=2, plan=3, user=4, best=2.5, narrow=1.5, rival=1.8),
             "errors": {"plan twell": 0.0051},
             "layers": {"plan twell": {"kinds_us": kinds, "sum_us": 700.0}},
             "failed": {},
@@ -98,6 +99,8 @@ def test_page(engine: Any) -> None:
         "| plan twell over the dense plan | 1.50 | - |",
         "| plan twell over compiled dense torch, sdpa | 2.00 | - |",
         "| plan twell over the fastest dense torch | 1.25 | - |",
+        "| plan twell FP8 over the dense plan | 2.00 | - |",
+        "| plan twell FP8 over the fastest dense torch in FP8 | 1.20 | - |",
         "| sum | 700.0 |",
         "| in a CUDA graph | 2000.0 |",
         "| plan twell | 0.0051 | - |",

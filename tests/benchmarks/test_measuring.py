@@ -1,6 +1,7 @@
 """What the benchmarks measure, as far as a CPU can do it: all but recording, compiling, the kernels and the clock."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from twellc.benchmarking import contest, forms, plans
 __all__ = ["no_gpu_needed"]
 
 DENSE = ["dense eager", "dense compiled", "dense packed", "dense FP8"]
+OURS = ["twell eager", "twell compiled"]
 
 
 @pytest.fixture
@@ -85,6 +87,19 @@ def test_layers(scripts: Callable[[str], Any], tmp_path: Path, monkeypatch: pyte
     assert page.endswith(layers.markdown(report["together"]) + "\n")
 
 
+def test_eight_bits(scripts: Callable[[str], Any], tmp_path: Path) -> None:
+    eight_bits = scripts("eight_bits")
+    page, report = smoke(eight_bits, tmp_path, "--tokens", "40", "--d-model", "64", "--d-ff", "5632", "--trained")
+    assert [each["neurons"]["layer"] for each in report["results"]] == [0, 1, 2, 3]
+    for each in report["results"]:
+        assert list(each["times"]) == ["twell", "twell bf16", *eight_bits.DENSE]
+        assert each["width"] % 16 == 0 and each["width"] < 5632
+        assert eight_bits.table_row(each) in page.splitlines()
+    page, report = smoke(eight_bits, tmp_path, "--tokens", "1", "--density", "0.1")
+    assert list(report["results"][0]["times"]) == ["twell", "twell bf16", *eight_bits.DENSE[:2]]
+    assert "\n| 10 % | 1 | 1000.0 | 999.0 | 998.0 | 997.0 | - | 1.00 | " in page
+
+
 @pytest.mark.slow
 def test_model(scripts: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = scripts("model")
@@ -125,23 +140,26 @@ def test_engine(scripts: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(engine, "inputs_of", lambda plan, ids: ({"input_ids": ids}, 0))
     monkeypatch.setattr(engine, "times_by_kind", lambda _: {"kinds_us": {}, "sum_us": 1.0})
     monkeypatch.setattr(forms, "takes_fp8", lambda block: False)
-    opened = {"plan twell": SimpleNamespace(factor=1.0), "plan dense": SimpleNamespace(factor=2.0)}
+    factors = {"plan twell": 1.0, "plan twell FP8": 1.1, "plan dense": 2.0}
+    opened = {label: SimpleNamespace(factor=factor) for label, factor in factors.items()}
     with torch.no_grad():
-        result = engine.measure_shape(module, opened, (1, 8), 2, True)
-    assert {"torch dense eager, sdpa", "torch twell compiled, causal", "plan twell"} <= set(result["times"])
+        result = engine.measure_shape(module, opened, (1, 8), 2, re.compile("plan|eager|twell").search)
+    chosen = [f"torch {form}, {kind}" for kind in ("sdpa", "causal") for form in ("dense eager", *OURS)]
+    assert list(result["times"]) == [*chosen, "plan twell", "plan twell FP8"]
     assert list(result["failed"]) == ["plan dense"] and "its result is off" in result["failed"]["plan dense"]
-    assert list(result["layers"]) == ["plan twell"]
+    assert list(result["layers"]) == ["plan twell", "plan twell FP8"]
     assert "| plan twell | " in engine.shape_table(result)
 
 
 @pytest.mark.slow
 def test_generate(scripts: Callable[[str], Any], tmp_path: Path) -> None:
     generate = scripts("generate")
-    wanted = ("--contestants", "dense eager,twell eager", "--only", "decode-2,prefill")
+    wanted = ("--contestants", "dense eager,twell eager,twell compiled FP8", "--only", "decode-2,prefill")
     page, report = smoke(generate, tmp_path, *wanted)
     assert [each["setting"] for each in report["results"]] == ["decode-2", "prefill"]
     for each in report["results"]:
         assert 0 < each["errors"]["twell eager"] < 2 * each["errors"]["dense eager"] < 0.1
+        assert each["errors"]["twell eager"] < each["errors"]["twell compiled FP8"] < 0.3
     stats = report["results"][0]["answers"]["twell eager"]
     assert stats["new_tokens"] == 2 * 64 and not stats["graph"]
     assert "| twell eager over the fastest dense form in bf16 | 1.00 | 1.00 |" in page

@@ -149,8 +149,12 @@ SMOKES = {
     "block": Smoke("block.py", "tokens", (1, 40), (*DENSE, "mlp", "gate")),
     "suite": Smoke("block.py", "tokens", (2048, 8192), (*DENSE, "mlp", "gate"), ("--suite",)),
     "layers": Smoke("layers.py", "tokens", (1,) * 4 + (40,) * 4, ("dense packed", "as is", "pruned split 512")),
+    "eight_bits": Smoke(
+        *("eight_bits.py", "tokens", (1, 40) * 4, ("twell", "dense FP8", "dense FP8, pruned")),
+        ("--trained", "--d-ff", "5632", "--energy-seconds", "0.1"),
+    ),
     "model": Smoke("model.py", "setting", ("prefill 2x64", "decode 2"), BOTH),
-    "generate": Smoke("generate.py", "setting", ("prefill", "decode-2"), BOTH),
+    "generate": Smoke("generate.py", "setting", ("prefill", "decode-2"), (*BOTH, "twell compiled FP8")),
     "tensor_parallel": Smoke(
         "tensor_parallel.py", "shape", ("1x16", "2x40"), ("dense", "twell", "dense, 2 ranks", "twell, 2 ranks")
     ),
@@ -158,12 +162,12 @@ SMOKES = {
 # In full TensorRT.
 PLANS = {
     "generate": Smoke(
-        *("generate.py", "setting", ("prefill", "decode-2"), ("dense eager", "plan dense", "plan twell")),
-        ("--plans", "PLANS", "--contestants", "dense eager,plan dense,plan twell"),
+        *("generate.py", "setting", ("prefill", "decode-2"), ("dense eager", "plan dense", "plan twell FP8")),
+        ("--plans", "PLANS", "--contestants", "dense eager,plan dense,plan twell,plan twell FP8"),
     ),
     "engine": Smoke(
         *("engine.py", "shape", ("1x1", "2x32")),
-        ("plan dense", "plan twell", "torch dense eager, sdpa", "torch twell compiled, causal"),
+        ("plan dense", "plan twell", "plan twell FP8", "torch dense eager, sdpa", "torch twell compiled, causal"),
         ("--plans", "PLANS"),
     ),
     "in_torch_tensorrt": Smoke(
@@ -208,7 +212,9 @@ def test_smoke(name: str, tmp_path: Path) -> None:
         assert 0 < found["density"]["mean"] < 0.05 and found["errors"]["twell"] < 0.1
     if name == "generate":
         answers = found["results"][1]["answers"]
-        assert set(answers) == {"twell eager", "twell compiled"} and all(each["graph"] for each in answers.values())
+        assert set(answers) == {"twell eager", "twell compiled", "twell compiled FP8"} and all(
+            each["graph"] for each in answers.values()
+        )
 
 
 @pytest.mark.gpu
@@ -220,8 +226,12 @@ def test_smoke_in_tensorrt(name: str, tmp_path: Path) -> None:
         pytest.importorskip("torch_tensorrt")
     found, _ = measured(PLANS[name], tmp_path)
     if name == "engine":
-        assert all(set(each["layers"]) == {"plan dense", "plan twell"} for each in found["results"])
-        assert sorted(path.name for path in (tmp_path / "plans").glob("*.plan")) == ["dense.plan", "twell.plan"]
+        assert all(set(each["layers"]) == {"plan dense", "plan twell", "plan twell FP8"} for each in found["results"])
+        assert sorted(path.name for path in (tmp_path / "plans").glob("*.plan")) == [
+            "dense.plan",
+            "twell-FP8.plan",
+            "twell.plan",
+        ]
     if name == "generate":
         assert all(stats["graph"] for stats in found["results"][1]["answers"].values())
 
