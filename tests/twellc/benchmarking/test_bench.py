@@ -197,10 +197,13 @@ def test_a_profile_is_refused(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_on_the_gpu(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
-    found = cli("bench", bytelm, "--shapes", "1x1,4x64", "--repeats", 3, "--json", "--plot", tmp_path / "a.png")
+@pytest.mark.parametrize("weights", [(), ("--layers", "all", "--weights", "fp8", "--fp8-error", "0.5")])
+def test_on_the_gpu(cli: Cli, bytelm: Path, tmp_path: Path, weights: tuple[str, ...]) -> None:
+    shared = ("--shapes", "1x1,4x64", "--repeats", 3, "--json", "--plot", tmp_path / "a.png")
+    found = cli("bench", bytelm, *shared, *weights)
     assert found.exit_code == 0, found.output
     report = json.loads(found.stdout)
+    assert all(0 < layer["weights"]["error"] < 0.1 for layer in report["layers"] if weights)
     for each in report["results"]:
         for part, names in (("model", CONTESTANTS), ("blocks", BLOCKS)):
             standings = each[part]
