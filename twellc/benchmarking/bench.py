@@ -140,7 +140,7 @@ class _Bench:
         try:
             self._meter = EnergyMeter()
         except UserError as error:
-            self._notes.append(f"energy was not measured: {error}")
+            self._notes.append(f"energy was not measured: {error}".rstrip("."))
 
     def _rewrite(self, calibrated: LoadedCalibration | None) -> Rewritten:
         """Rewrite the model as `twellc compile` does for optimization profiles that are the shapes to measure at."""
@@ -151,7 +151,9 @@ class _Bench:
             self._errors = measure_errors(self._model, self._dtype, self._samples.values(), self._progress)
         wanted = PassOptions(weights=wish_of(options, self._errors))
         rewritten, advisor = rewrite(self._model, self._dtype, options, self._profiles, calibrated, wanted)
-        self._notes += advisor.notes(rewritten.layers)
+        self._notes += [*rewritten.notes, *advisor.notes(rewritten.layers)]
+        if read := [f"{each.module}: {each.weights}" for each in rewritten.layers if each.weights is not None]:
+            self._notes.append(first_few(read, "; "))
         if calibrated is not None:
             self._notes += [*calibrated.profile.warnings, *calibrated.notes(rewritten.layers, self._dtype)]
         return rewritten

@@ -93,9 +93,10 @@ def test_language_model_on_a_text(cli: Cli, bytelm: Path, tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("no_gpu_needed")
 def test_tables(cli: Cli, bytelm: Path) -> None:
-    found = cli("bench", bytelm, "--shapes", "1x8", "--no-compiled", "--no-tensorrt")
+    found = cli("bench", bytelm, "--shapes", "1x8", "--no-compiled", "--no-tensorrt", "--weights", "fp8")
     assert found.exit_code == 0, found.output
     text = found.stdout
+    assert "model.layers.0.mlp: weights in 8 bits, quantised" in found.stderr
     for words in ("whole model: milliseconds (speed-up)", "rewritten feed-forward blocks alone", "mean of the blocks"):
         assert words in text
     (row,) = (line for line in text.splitlines() if "twell eager" in line)
