@@ -37,15 +37,16 @@ def choose_target(requested: str | None, at_hand: str | None) -> Target:
     """Return the GPU to decide for.
 
     Args:
-        requested: Its short name, or a data file; None takes the GPU at hand where its times are known, else an H100.
+        requested: Its short name, in any case, or a data file; None takes the GPU at hand where its times are known,
+            else an H100.
         at_hand: The driver's name of the GPU at hand; None without one.
 
     Raises:
         UserError: It is neither a known name nor a data file.
     """
     if requested is not None:
-        if requested in TARGETS:
-            return Target(_shipped(requested), "")
+        if requested.lower() in TARGETS:
+            return Target(_shipped(requested.lower()), "")
         if not Path(requested).exists():
             raise UserError(
                 f"--target-gpu {requested}",

@@ -236,7 +236,7 @@ def test_command(cli: Cli, tmp_path: Path) -> None:
     table = json.loads(cli("inspect", model, "--json", "--target-gpu", "h100").stdout)["kernels"]
     assert (table["gpu"], table["tokens"]) == ("H100", 2048)
     assert [block["route"] for block in table["blocks"]] == ["dense_block"]
-    assert "kernels on H200" in cli("inspect", model, "--target-gpu", "h200").output
+    assert "kernels on H200" in cli("inspect", model, "--target-gpu", "H200").output
     assert "kernels on L40S" in cli("inspect", model, "--target-gpu", "h200", "--gpu", "L40S").output
 
 
