@@ -11,7 +11,7 @@ their scales; all other weights stay dequantised, and the report says why.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -137,14 +137,31 @@ def as_scale(scale: Tensor, shape: torch.Size) -> Tensor | None:
     return scale if tuple(scale.shape) in ((shape[0], 1), (1, shape[1])) else None
 
 
-def notes_on(known: Mapping[str, EightBits], blocks: Iterable[FfnBlock]) -> list[str]:
-    """Return what the user should know of weights that a model has in eight bits, and these blocks do not read so."""
+def folded_in_eight_bits(program: ExportedProgram) -> list[str]:
+    """Return the constants in eight bits that `fold_weights` dequantises: those that `dequantise` has left."""
+    constants = ProgramConstants(program)
+    found = (source for node in computed_weights(constants) for source in sources_of(node))
+    return list(dict.fromkeys(constants.names[each] for each in found if _is_narrow(each) and each in constants.names))
+
+
+def notes_on(known: Mapping[str, EightBits], folded: Iterable[str], blocks: Iterable[FfnBlock]) -> list[str]:
+    """Return what the user should know of weights that a model has in eight bits, and these blocks do not read so.
+
+    Args:
+        known: See `dequantise`.
+        folded: See `folded_in_eight_bits`.
+        blocks: Those that TwELL runs.
+    """
     narrow = [block for block in blocks if block.weights is not None and block.weights.bits == 8]
     read = {weight.name for block in narrow for weight in weights_of(block, lambda each, _: each).named().values()}
-    others = [name.removesuffix("_folded") for name in known if name not in read]
-    if not others:
+    return said_dequantised([*(name.removesuffix("_folded") for name in known if name not in read), *folded])
+
+
+def said_dequantised(names: Sequence[str]) -> list[str]:
+    """Return a note on weights that the model has in eight bits and that are dequantised; none where there are none."""
+    if not names:
         return []
-    return [f"{len(others)} weights that the model has in eight bits are dequantised: {first_few(others)}"]
+    return [f"{len(names)} weights that the model has in eight bits are dequantised: {first_few(names)}"]
 
 
 # ---- what becomes of blocks ----

@@ -37,7 +37,7 @@ from twellc.passes.block_profile import Calibration
 from twellc.passes.decide import Advise, decide, options_of
 from twellc.passes.decompose import decompose
 from twellc.passes.dump import NOWHERE, GraphDump
-from twellc.passes.eight_bits import EightBits, Wish, dequantise, eight_bits_of, judge, notes_on
+from twellc.passes.eight_bits import EightBits, Wish, dequantise, eight_bits_of, folded_in_eight_bits, judge, notes_on
 from twellc.passes.feature_last import feature_last
 from twellc.passes.fold_constants import fold_constants
 from twellc.passes.fold_weights import fold_weights
@@ -112,6 +112,7 @@ class Passed:
         stage: The last stage that it has passed.
         dense: The program before its blocks were rewritten; None until then.
         eight_bits: The weights that the model has in eight bits, by the names of the constants that they became.
+        folded: Its other weights in eight bits, which are dequantised.
         blocks: Its feed-forward blocks, from FIND on.
         staying: Which neurons of each stay if TwELL runs it, from STAY on.
         layers: What becomes of each, from DECIDE on.
@@ -124,6 +125,7 @@ class Passed:
     stage: Stage = Stage.TRACED
     dense: ExportedProgram | None = None
     eight_bits: Mapping[str, EightBits] = field(default_factory=dict)
+    folded: Sequence[str] = ()
     blocks: Sequence[FfnBlock] = ()
     staying: Sequence[Staying] = ()
     layers: list[Layer] = field(default_factory=list)
@@ -136,6 +138,11 @@ class Passed:
         """The blocks that TwELL is to run, and what was decided of them."""
         pairs = zip(self.blocks, self.layers, strict=True)
         return [(block, layer) for block, layer in pairs if layer.decision == "twell"]
+
+    @property
+    def dequantised(self) -> list[str]:
+        """What the user should know of weights in eight bits that are dequantised."""
+        return notes_on(self.eight_bits, self.folded, [block for block, _ in self.chosen])
 
 
 @dataclass(frozen=True)
@@ -201,7 +208,7 @@ def _in_precision(passed: Passed, options: PassOptions) -> Passed:
 
 def _dequantise(passed: Passed, options: PassOptions) -> Passed:
     program, eight_bits = dequantise(passed.program)
-    return replace(passed, program=program, eight_bits=eight_bits)
+    return replace(passed, program=program, eight_bits=eight_bits, folded=folded_in_eight_bits(program))
 
 
 def _find(passed: Passed, options: PassOptions) -> Passed:
@@ -345,5 +352,5 @@ def run_for_ranks(program: ExportedProgram, options: PassOptions) -> Iterator[Re
 def _finish(ordered: Passed, options: PassOptions) -> Rewritten:
     passed = run_until(ordered, options, Stage.ATTENTION)
     assert passed.dense is not None
-    notes = notes_on(passed.eight_bits, [block for block, _ in passed.chosen])
-    return Rewritten(passed.dense, passed.program, passed.layers, passed.attention, [*notes, *passed.notes])
+    notes = [*passed.dequantised, *passed.notes]
+    return Rewritten(passed.dense, passed.program, passed.layers, passed.attention, notes)

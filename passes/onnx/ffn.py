@@ -18,6 +18,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import onnx
@@ -30,13 +31,13 @@ from twellc.base.arrays import to_numpy, to_torch
 from twellc.base.dtypes import BY_NAME, dtype_name
 from twellc.base.errors import UserError, first_line
 from twellc.passes.decide import Advise, decide, options_of
-from twellc.passes.eight_bits import EightBits, Wish, eight_bits_of, judge
+from twellc.passes.eight_bits import EightBits, Wish, eight_bits_of, judge, said_dequantised
 from twellc.passes.fold_constants import fold_constants_in
 from twellc.passes.fold_weights import fold_weights_in
 from twellc.passes.graph.program import free_name
 from twellc.passes.match.find_ffn import FfnBlock, find_blocks
 from twellc.passes.match.linear import Weight
-from twellc.passes.onnx.graph import Shadow, constant_values, in_eight_bits, shadow_of
+from twellc.passes.onnx.graph import Shadow, constant_values, in_eight_bits, names_in_eight_bits, shadow_of
 from twellc.passes.precision import convert
 from twellc.passes.report import Layer
 from twellc.passes.rewrite_ffn import arranged_copy, weights_of
@@ -72,6 +73,7 @@ class OnnxBlocks:
         ends: Names of the tensors of each.
         casts: Whether some of those that are rewritten compute in float32 in the model.
         folds: Whether some of them have weights that the model computes, or that constants are folded into.
+        dequantised: What the user should know of their weights in eight bits that are dequantised.
     """
 
     model: onnx.ModelProto
@@ -80,6 +82,7 @@ class OnnxBlocks:
     ends: list[Ends]
     casts: bool
     folds: bool
+    dequantised: list[str]
 
     @property
     def narrow(self) -> bool:
@@ -121,7 +124,10 @@ def find_onnx_blocks(
     taken = [index for index, layer in enumerate(decisions) if layer.decision == "twell"]
     casts = any(given[index] == torch.float32 for index in taken)
     folds = any(_is_folded(blocks[index], shadow) for index in taken)
-    return OnnxBlocks(model, blocks, decisions, ends, casts, folds)
+    wide = [weights_of(blocks[index], lambda each, _: each) for index in taken if not _is_narrow(blocks[index])]
+    names = (names_in_eight_bits(shadow.tensors[each.node]) for weights in wide for each in weights.named().values())
+    dequantised = said_dequantised(list(dict.fromkeys(chain.from_iterable(names))))
+    return OnnxBlocks(model, blocks, decisions, ends, casts, folds, dequantised)
 
 
 def rewrite_onnx(found: OnnxBlocks, compression: int | None = None) -> onnx.ModelProto:

@@ -134,6 +134,18 @@ def in_eight_bits(tensor: gs.Tensor) -> EightBits | None:
     return None if found is None else EightBits(q, found)
 
 
+def names_in_eight_bits(tensor: gs.Tensor) -> list[str]:
+    """Return the names of the constants in E4M3 that a constant is made of."""
+    if isinstance(tensor, gs.Constant):
+        return [tensor.name] if dtype_of(tensor.dtype) == EIGHT_BITS else []
+    found = []
+    for node in tensor.inputs:
+        # A DequantizeLinear has its zero points in E4M3, too.
+        operands = node.inputs[:1] if node.op == "DequantizeLinear" else node.inputs
+        found += [name for each in operands for name in names_in_eight_bits(each)]
+    return found
+
+
 def _dequantised(
     attributes: dict[str, Any], x: NDArray[Any], scale: NDArray[Any], zero: NDArray[Any] | None = None
 ) -> NDArray[Any]:

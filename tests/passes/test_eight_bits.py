@@ -142,6 +142,20 @@ def test_what_kernels_do_not_take_is_dequantised_and_said() -> None:
     assert "16 bits, dequantised: the model has only some of them in eight bits" in rewritten(module).layers[0].reason
 
 
+def in_groups(each: Narrow) -> Tensor:
+    return (each.weight.float().unflatten(1, (2, -1)) * each.scale[..., None]).flatten(1).to(BF16)
+
+
+def test_scales_of_groups_are_dequantised_and_said() -> None:
+    module = Block("neuron", "neuron", "neuron", in_groups)
+    for part in (module.gate, module.up):
+        part.scale = nn.Parameter(part.scale.expand(-1, 2).clone(), requires_grad=False)
+    found = rewritten(module)
+    assert operands_of(found)["w_gate"].dtype == BF16
+    said = "3 weights that the model has in eight bits are dequantised: gate.weight, up.weight, down.weight"
+    assert found.notes == [said]
+
+
 @pytest.mark.parametrize("module", [Gated(d_model=D_MODEL, d_ff=D_FF, biases="gud"), Plain(d_model=D_MODEL, d_ff=D_FF)])
 def test_blocks_of_sixteen_bits_are_quantised(module: nn.Module) -> None:
     module = module.to(BF16)

@@ -91,7 +91,7 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
         graph=graph,
         settings=settings,
         layers=found.layers,
-        notes=[*renamed, *cast_notes(found, dtype), *advisor.notes(found.layers), *relation_notes(relations)],
+        notes=[*renamed, *onnx_notes(found, dtype), *advisor.notes(found.layers), *relation_notes(relations)],
         warnings=warnings,
         relations=relations,
     )
@@ -110,11 +110,12 @@ def rows_of_inputs(inputs: ModelInputs, profiles: list[ShapeProfile]) -> Callabl
     return lambda block: found
 
 
-def cast_notes(found: OnnxBlocks, dtype: str) -> list[str]:
-    """Say that blocks change their precision, if some do."""
+def onnx_notes(found: OnnxBlocks, dtype: str) -> list[str]:
+    """Say that blocks change their precision, or that of their weights, if some do."""
     if not found.casts:
-        return []
+        return found.dequantised
     return [
+        *found.dequantised,
         f"the graph is in float32: rewritten blocks compute in {DTYPES[dtype]} between casts (--dtype changes it), "
-        f"everything else stays in float32; export the model in {DTYPES[dtype]} to run all of it so"
+        f"everything else stays in float32; export the model in {DTYPES[dtype]} to run all of it so",
     ]

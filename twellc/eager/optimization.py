@@ -185,6 +185,10 @@ def optimize(
             _replace(each, layer, options_of(each.block, layer, compression), training)
         else:
             LOG.info("%s stays dense: %s", layer.module or "the model itself", layer.reason)
+    others = _others_in_eight_bits(module)
+    if others:
+        what = "layers in E4M3 that no block by the op reads compute in 16 bits, dequantised in each call"
+        LOG.info("%d %s: %s", len(others), what, first_few(list(others)))
     if not optimized_blocks(module) and layers != "none":
         left = [layer for layer in decisions if layer.decision != "twell"]
         reasons = [f"{layer.module or 'the model itself'}: {layer.reason}" for layer in left]
@@ -224,19 +228,24 @@ def optimized_blocks(module: nn.Module) -> list[Layer]:
 
 def dequantise_others(module: nn.Module, dtype: torch.dtype) -> list[str]:
     """Make the layers in eight bits that no block reads linear ones of `dtype`; return their paths."""
+    others = _others_in_eight_bits(module)
+    for layer in others.values():
+        layer.dequantise(dtype)
+    return list(others)
+
+
+def _others_in_eight_bits(module: nn.Module) -> dict[str, EightBitLinear]:
+    """Return the layers in eight bits that no block reads which the op computes, by path."""
     read = {
         id(operand.parameter(submodule))
         for _, submodule, block in _taken_in(module)
         for operand in block.weights.named().values()
     }
-    others = {
+    return {
         path: layer
         for path, layer in module.named_modules()
         if isinstance(layer, EightBitLinear) and id(layer.weight) not in read
     }
-    for layer in others.values():
-        layer.dequantise(dtype)
-    return list(others)
 
 
 def refuse_other_weights(weights: object, fp8_error: object) -> None:

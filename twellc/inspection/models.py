@@ -9,7 +9,7 @@ import onnx
 from twellc.base.dtypes import dtype_name, torch_dtype
 from twellc.base.modules import import_modules
 from twellc.compiling.result import noted_layers, noted_settings
-from twellc.compiling.translate_onnx import cast_notes
+from twellc.compiling.translate_onnx import onnx_notes
 from twellc.compiling.translate_torch import activation_notes
 from twellc.decisions.advise import Advisor
 from twellc.decisions.choose import Tokens
@@ -68,6 +68,7 @@ def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> 
         *notes,
         *activation_notes(model, layers),
         *advisor.notes(layers),
+        *passed.dequantised,
         *value_warnings(model.program),
     ]
     if calibrated is not None:
@@ -92,7 +93,7 @@ def inspect_onnx(options: InspectOptions, advisor: Advisor) -> Description:
     chosen = choose_onnx_dtype(model, options.dtype)
     wish = Wish(options.weights == FP8)
     found = find_onnx_blocks(model, torch_dtype(chosen), options.layers, advisor, wish)
-    return Description(KIND, found.layers, [*cast_notes(found, chosen), *advisor.notes(found.layers)], dtype=chosen)
+    return Description(KIND, found.layers, [*onnx_notes(found, chosen), *advisor.notes(found.layers)], dtype=chosen)
 
 
 def twell_nodes(model: onnx.ModelProto) -> list[PluginNode]:

@@ -323,11 +323,12 @@ def put_eight_bits(model: Any, kept: Mapping[str, str], scaled: Mapping[str, Sca
 
 
 def notes_on(scaled: Mapping[str, Scaled], kept: Mapping[str, str], dtype: torch.dtype) -> list[str]:
-    """Say which of the matrices in eight bits stay that, and which are dequantised."""
+    """Say which of the matrices in eight bits stay that if the op runs their blocks, and which are dequantised."""
     names = set(kept.values())
     blocks = [name for name, each in scaled.items() if each.has_blocks]
     others = [name for name, each in scaled.items() if name not in names and not each.has_blocks]
-    notes = [f"{len(names)} matrices of feed-forward blocks are read in eight bits, E4M3"] if names else []
+    what = "matrices of feed-forward blocks keep their eight bits, E4M3, where the op runs the block"
+    notes = [f"{len(names)} {what}"] if names else []
     if others:
         what = f"{len(others)} other matrices in E4M3" if names else f"all {len(others)} matrices in E4M3"
         notes.append(f"{what} are dequantised to {dtype_name(dtype)}: {first_few(others)}")

@@ -23,17 +23,18 @@ def with_dequantised_weights(dtype: str, down: str, transposed: bool = False) ->
     make, worth = GraphMaker(dtype, opset=21), {}
 
     def weight(name: str, d_in: int, d_out: int, kind: str) -> str:
-        q, scale = quantise(torch.randn(d_in, d_out) * d_in**-0.5, kind)
+        q, scale = quantise(torch.randn(d_in, d_out) * d_in**-0.5, "tensor" if kind == "groups" else kind)
         scale = scale.to(torch.bfloat16 if dtype == "bf16" and not transposed else torch.float32)
         worth[name] = q.double() * scale.double()
         axis = {"axis": 0 if kind == "neuron" else 1} if kind != "tensor" else {}
         if transposed:
             q, axis = q.t(), {name: 1 - value for name, value in axis.items()}
+        stored = scale.flatten() if scale.dim() else scale
+        if kind == "groups":
+            stored, axis = scale.expand(d_in // 8, d_out), {"axis": 0, "block_size": 8}
         inputs = (
             make.constant(to_numpy(q), f"{name}.q", dtype=to_numpy(q).dtype),
-            make.constant(
-                to_numpy(scale.flatten() if scale.dim() else scale), f"{name}.s", dtype=to_numpy(scale).dtype
-            ),
+            make.constant(to_numpy(stored), f"{name}.s", dtype=to_numpy(scale).dtype),
         )
         found = make.node("DequantizeLinear", *inputs, **axis)
         if scale.dtype == torch.float32 and dtype == "bf16":
@@ -59,6 +60,15 @@ def test_dequantised_products_of_onnx_are_matched(dtype: str, down: str, transpo
     low = x.bfloat16().double()
     hidden = torch.relu((low @ worth["gate"]).bfloat16().double()) * (low @ worth["up"])
     assert torch.allclose(y.double(), hidden @ worth["down"], rtol=2**-7, atol=1e-3)
+    assert twellc.check(tmp_path / "m.onnx", tmp_path / "o.onnx").within
+
+
+@pytest.mark.usefixtures("cli")
+def test_scales_of_groups_are_dequantised_and_said(tmp_path: Path) -> None:
+    onnx.save(with_dequantised_weights("bf16", "groups")[0], tmp_path / "m.onnx")
+    manifest = twellc.compile(tmp_path / "m.onnx", backend="none", onnx=tmp_path / "o.onnx")
+    said = "3 weights that the model has in eight bits are dequantised: gate.q, up.q, down.q"
+    assert said in manifest.notes and said in twellc.inspect(tmp_path / "m.onnx").description.notes
     assert twellc.check(tmp_path / "m.onnx", tmp_path / "o.onnx").within
 
 

@@ -132,7 +132,7 @@ def test_blocks_keep_their_bytes(form: str, folder: Path) -> None:
     }
     assert all(torch.equal(found[name], tensor) for name, tensor in worth.items())
     said = "; ".join(notes)
-    assert ("6 matrices of feed-forward blocks are read in eight bits" in said) == bool(kept)
+    assert ("6 matrices of feed-forward blocks keep their eight bits" in said) == bool(kept)
     expected = "8 other matrices in E4M3" if kept else "6 matrices in E4M3 with scales for blocks of 128 x 128"
     assert f"{expected} are dequantised to bfloat16: model.layers.0." in said
 
@@ -152,6 +152,10 @@ def test_a_program_has_the_bytes(folder: Path) -> None:
     write(folder, "FP8_DYNAMIC")
     stored, rewritten = load_file(folder / "model.safetensors"), twellc.rewrite(folder)
     assert [layer.weights and layer.weights.bits for layer in rewritten.layers] == [8, 8]
+    said = "6 weights that the model has in eight bits are dequantised: "
+    for layers in ("all", "none"):
+        notes = twellc.inspect(folder, layers=layers).description.notes
+        assert any(note.startswith(said) for note in notes) == (layers == "none")
     held = [each for each in rewritten.program.state_dict.values() if each.dtype == EIGHT_BITS]
     for name in ("gate_proj.weight", "up_proj.weight", "down_proj.weight"):
         weight = stored[f"model.layers.1.mlp.{name}"].float()
@@ -163,7 +167,7 @@ def test_what_was_quantised_here_is_read_again(folder: Path) -> None:
     model, _, _ = open_directory(folder)
     twellc.restore(twellc.optimize(model, weights="fp8")).save_pretrained(folder)
     again, _, notes = open_directory(folder)
-    assert notes == ["6 matrices of feed-forward blocks are read in eight bits, E4M3"]
+    assert notes == ["6 matrices of feed-forward blocks keep their eight bits, E4M3, where the op runs the block"]
     ids = torch.arange(7)[None]
     assert torch.equal(again(ids).logits, model(ids).logits)
     assert again.get_submodule("model.layers.1.mlp.down_proj").scale.shape == (1, 320)
