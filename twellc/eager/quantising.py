@@ -125,7 +125,7 @@ class _Watch:
         assert found.weights is not None
         self._options = BlockOptions(activation=found.block.activation, threshold=found.block.threshold)
         self.layer = found.module.get_submodule(found.weights.first[0].layer)
-        self._found, self._quantised = found, _quantised(found)
+        self._found = found
         self._difference, self._whole, self._called = 0.0, 0.0, False
 
     def __call__(self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -137,8 +137,9 @@ class _Watch:
             assert parameter is not None
             weights[name] = operand.view(parameter.detach()).float()
         y = self._output(weights, x)
+        quantised = _quantised(self._found)  # in each call: those of all blocks would take half of what the model takes
         for name, operand in matrices_of(given).items():
-            weight, scale = self._quantised[operand.layer]
+            weight, scale = quantised[operand.layer]
             weights[name] = operand.view(weight.float() * scale)
         self._difference += float((self._output(weights, x) - y).double().square().sum())
         self._whole += float(y.double().square().sum())

@@ -21,7 +21,7 @@ from twellc.loaders.attention import NextCall, row_attention
 from twellc.loaders.cache_trial import CacheTrial, MadeUpKeys
 from twellc.loaders.huggingface import cache_argument, cached_length, open_directory
 from twellc.loaders.huggingface_inputs import longest_text
-from twellc.options.weights import KEEP
+from twellc.options.weights import FP8, KEEP
 from twellc.passes.graph.program import quiet_torch
 from twellc.plugins.cache_op import attends_by_cudnn
 
@@ -214,11 +214,13 @@ def load_directory(
     cache_argument(model, f"{path}, a {type(model).__name__}")
     if dtype is None and found != [model.dtype]:
         notes.append("the model is in float32; on the GPU it runs in bfloat16")
-    model.to(chosen)
+    if weights != FP8 or fp8_error is not None:
+        model.to(chosen)
     with quiet_torch():
         samples = None if fp8_error is None else [_random_tokens(model)]
         optimize(model, layers=layers, weights=weights, fp8_error=fp8_error, samples=samples)
     others = dequantise_others(model, model.dtype)
+    model.to(chosen)  # of blocks that are quantised, and not measured before, only the eight bits
     if others:
         what = (
             f"{len(others)} layers in E4M3 that no block by the op reads are dequantised to {dtype_name(model.dtype)}"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 import twellc
 from tests import models
@@ -146,6 +147,17 @@ def test_generation_runs_blocks_in_eight_bits(folder: Path) -> None:
     backend = load_directory(folder, "cpu", layers="layers.1")
     assert any("3 layers in E4M3 that no block by the op reads are dequantised" in note for note in backend.notes)
     assert type(backend.model.get_submodule(GATE)) is torch.nn.Linear
+
+
+@pytest.mark.parametrize(("fp8_error", "moved"), [(None, [EIGHT_BITS]), (1.0, [torch.bfloat16, EIGHT_BITS])])
+def test_blocks_are_moved_in_eight_bits(
+    folder: Path, fp8_error: float | None, moved: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU never holds the 16 bits of all of them, unless it is to measure what quantising changes."""
+    seen = []
+    monkeypatch.setattr(LlamaForCausalLM, "to", lambda model, _: seen.append(model.get_submodule(GATE).weight.dtype))
+    load_directory(folder, "cpu", weights="fp8", fp8_error=fp8_error)
+    assert seen == moved
 
 
 def test_a_program_has_the_bytes(folder: Path) -> None:
