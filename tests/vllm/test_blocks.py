@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tests.models import D_FF, D_MODEL, Gated, Plain, Residual, Written, gpt2, opt, scale_weights
 from twellc.plugins.block import BlockOptions
+from twellc.plugins.meaning import EIGHT_BITS
 from twellc.plugins.quantise import quantise
 
 pytestmark = pytest.mark.vllm
@@ -25,6 +26,7 @@ class Share(nn.Linear):
     """Stands for vLLM's parallel layers."""
 
     quant_method: Any
+    prefix = "a layer"
 
     def forward(self, x: Tensor) -> Tensor:
         return self.quant_method.apply(self, x, self.bias)
@@ -42,7 +44,7 @@ class ScaledShare(Share):
         return super().load_state_dict({**state, **self.state_dict(), "bias": state["bias"]})
 
 
-def replace(blocks: Any, model: nn.Module, kind: type[Share] = Share) -> list[Any]:
+def replace(blocks: Any, model: nn.Module, kind: type[Share] = Share, quantised: bool = False) -> list[Any]:
     """Replace all blocks of a model that are not refused; return all that were found."""
     found = list(blocks.find(model))
     for each in found:
@@ -53,7 +55,7 @@ def replace(blocks: Any, model: nn.Module, kind: type[Share] = Share) -> list[An
             linear = each.module.get_submodule(operand.layer)
             layers[operand.layer] = kind(linear.in_features, linear.out_features, linear.bias is not None)
             layers[operand.layer].load_state_dict(linear.state_dict())
-        blocks.put(model, each, layers, BlockOptions(activation=each.block.activation))
+        blocks.put(model, each, layers, BlockOptions(activation=each.block.activation), quantised)
         for layer in layers.values():
             layer.quant_method.process_weights_after_loading(layer)
     return found
@@ -121,11 +123,12 @@ def test_gate_and_up_in_one_layer(blocks: Any) -> None:
     assert found.weights.w_gate.rows == (D_FF, 2 * D_FF, 1) and not found.block.refusal
 
 
-@pytest.mark.parametrize("by_output", [True, False])
+@pytest.mark.parametrize("scales", ["by output", "by tensor", "quantised here"])
 @pytest.mark.parametrize("name", ["gated", "packed", "written out"])
-def test_weights_in_eight_bits(blocks: Any, name: str, by_output: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each layer has bytes and scales as vLLM loads them; the op reads them."""
-    monkeypatch.setattr(ScaledShare, "by_output", by_output)
+def test_weights_in_eight_bits(blocks: Any, name: str, scales: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer has bytes and scales as vLLM loads them, or as they are quantised then; the op reads them."""
+    quantised = scales == "quantised here"
+    monkeypatch.setattr(ScaledShare, "by_output", scales == "by output")
     both = {"gate_up": nn.Linear(D_MODEL, 2 * D_FF), "down": nn.Linear(D_FF, D_MODEL)}
     block = {"gated": lambda: Residual(Gated(biases="gud")), "packed": lambda: Residual(Written(packed, **both))}.get(
         name
@@ -134,10 +137,11 @@ def test_weights_in_eight_bits(blocks: Any, name: str, by_output: bool, monkeypa
     scale_weights(model)
     x = torch.randn(1, 5, D_MODEL)
     expected = model(x)
-    (found,) = replace(blocks, model, ScaledShare)
-    layers = [each for each in model.modules() if isinstance(each, ScaledShare)]
+    (found,) = replace(blocks, model, Share if quantised else ScaledShare, quantised)
+    layers = [each for each in model.modules() if isinstance(each, Share)]
     assert len(layers) == len({each.layer for each in found.weights.named().values()})
-    assert all(map(blocks.in_eight_bits, layers)) and not blocks.in_eight_bits(Share(4, 4))
+    assert {each.weight.dtype for each in layers} == {EIGHT_BITS} and not blocks.in_eight_bits(Share(4, 4))
+    assert quantised or all(map(blocks.in_eight_bits, layers))
     with torch.no_grad():
         assert 0 < (model(x) - expected).norm() < 0.1 * expected.norm()
 

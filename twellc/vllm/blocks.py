@@ -6,7 +6,7 @@ they compute changes:
     x ─ up ─ x ─ nothing ─ x ─ down ─ y          up and gate return x; down calls the op, with the weights of all three
 
 Where vLLM has layers in E4M3, they load bytes and scales as these are in the checkpoint, and the op reads them so: what
-vLLM's own methods make of them after loading is left out.
+vLLM's own methods make of them after loading is left out. Layers of 16 bits may be quantised once they are loaded.
 
 So the bias of `down` on one rank, and the sum over ranks behind it, stay vLLM's own. A module that is one block calls
 `down` alone. In a plain block that is written out in a larger module, as in OPT, the activation's module does nothing.
@@ -33,6 +33,7 @@ from twellc.passes.match.linear import step, strip
 from twellc.plugins.block import BlockOptions, WeightOperands
 from twellc.plugins.meaning import EIGHT_BITS
 from twellc.plugins.ops import run_block
+from twellc.plugins.quantise import quantise
 
 _SCALE = "weight_scale"
 
@@ -87,31 +88,50 @@ def _child_of(node: Node) -> str:
     return str(stack[1][0]).partition(".")[0] if len(stack) > 1 else ""
 
 
-class _PassInput(UnquantizedLinearMethod):
+class _OfBlock(UnquantizedLinearMethod):
+    """Of a projection of a block that the op computes.
+
+    Args:
+        quantised: Whether to quantise the weight once it is loaded.
+    """
+
+    def __init__(self, quantised: bool) -> None:
+        super().__init__()
+        self._quantised = quantised
+        self.supports_pre_processed_weights = not quantised  # another process's, as vLLM's cache of weights has them
+
+
+class _PassInput(_OfBlock):
     """Of a projection whose weight the op reads: it returns x."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Leave the weight where it is; on a CPU vLLM would pack it and drop it."""
+        """Leave the weight [d_ff, d_model] where it is; on a CPU vLLM would pack it and drop it."""
+        if self._quantised:
+            _put_scaled(layer, *quantise(layer.weight, "neuron", f"layer {layer.prefix}"))
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x [..., d_model]."""
         return x
 
 
-class _CallsOp(UnquantizedLinearMethod):
+class _CallsOp(_OfBlock):
     """Of a down projection: it computes its block.
 
     Args:
-        weights: The layer of each weight and bias, and which rows of it the op reads.
+        weights: The layer of each weight, bias and scale, and which rows of it the op reads.
         options: How the block is computed.
+        quantised: See `_OfBlock`.
     """
 
-    def __init__(self, weights: WeightOperands[tuple[Any, Operand]], options: BlockOptions) -> None:
-        super().__init__()
+    def __init__(self, weights: WeightOperands[tuple[Any, Operand]], options: BlockOptions, quantised: bool) -> None:
+        super().__init__(quantised)
         self._weights, self._options = weights, options
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Store the weight [d_out, d_ff] with other strides: its transpose, which the op reads, is contiguous."""
+        if self._quantised:
+            q, scale = quantise(layer.weight.t(), "neuron", f"layer {layer.prefix}")
+            _put_scaled(layer, q.t(), scale.t())
         if not layer.weight.t().is_contiguous():
             layer.weight.data = layer.weight.data.t().contiguous().t()
 
@@ -119,6 +139,12 @@ class _CallsOp(UnquantizedLinearMethod):
         """Return y [..., d_out] of the block for x [..., d_model]; vLLM says in `bias` whether this rank adds that."""
         read = self._weights.map(lambda each: _read(*each))
         return run_block(replace(read, b_down=bias).of(x), self._options)
+
+
+def _put_scaled(layer: Any, weight: Tensor, scale: Tensor) -> None:
+    """Let a layer have a weight in eight bits, and its scales."""
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    layer.register_parameter(_SCALE, nn.Parameter(scale, requires_grad=False))
 
 
 def _read(layer: Any, operand: Operand) -> Tensor:
@@ -170,15 +196,30 @@ def in_eight_bits(layer: Any) -> bool:
     return tuple(scale.shape) in ((1,), (len(weight), 1))
 
 
-def put(model: nn.Module, found: FoundBlock, layers: dict[str, LinearBase], options: BlockOptions) -> None:
-    """Put layers in the place of a block's projections, so that they call the op."""
+def put(
+    model: nn.Module, found: FoundBlock, layers: dict[str, LinearBase], options: BlockOptions, quantised: bool
+) -> None:
+    """Put layers in the place of a block's projections, so that they call the op.
+
+    Args:
+        model: Where the block is.
+        found: The block.
+        layers: See `parallel`.
+        options: How it is computed.
+        quantised: Whether to quantise the weights, of 16 bits, once they are loaded: a scale for each neuron.
+    """
     assert found.weights is not None
     module, activation = found.module, activation_of(found)
     for layer in layers.values():
-        layer.quant_method = _PassInput()
+        layer.quant_method = _PassInput(quantised)
     down = layers[found.weights.w_down.layer]
-    read = replace(found.weights, **_scales(found.weights, layers)).map(lambda each: (layers[each.layer], each))
-    down.quant_method = _CallsOp(read, options)
+    scales = {
+        f"{name}_scale": replace(operand, path=(*operand.path[:-1], _SCALE))
+        for name, operand in matrices_of(found.weights).items()
+        if quantised or in_eight_bits(layers[operand.layer])
+    }
+    read = replace(found.weights, **scales).map(lambda each: (layers[each.layer], each))
+    down.quant_method = _CallsOp(read, options, quantised)
     for path, layer in layers.items():
         module.set_submodule(path, layer)
     if activation:
@@ -189,12 +230,3 @@ def put(model: nn.Module, found: FoundBlock, layers: dict[str, LinearBase], opti
         for name, child in list(parent._modules.items()):
             if child is module:
                 setattr(parent, name, block)
-
-
-def _scales(weights: WeightOperands[Operand], layers: dict[str, LinearBase]) -> dict[str, Operand]:
-    """Return how to read the scales of the layers of a block that are in eight bits, by name."""
-    return {
-        f"{name}_scale": replace(operand, path=(*operand.path[:-1], _SCALE))
-        for name, operand in matrices_of(weights).items()
-        if in_eight_bits(layers[operand.layer])
-    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -22,6 +23,7 @@ from twellc.base.transformers_private import causal_lm_classes
 from twellc.base.version import __version__
 from twellc.eager.module_blocks import FoundBlock
 from twellc.loaders import sparselm
+from twellc.options.weights import FP8, KEEP, WEIGHTS
 from twellc.passes.decide import decide, options_of
 from twellc.plugins import library
 from twellc.plugins.block import BlockOptions, problem_of
@@ -36,7 +38,8 @@ class TwellForCausalLM(TransformersForCausalLM):
     """A causal language model of transformers, served by vLLM.
 
     Its ReLU blocks, of 16 bits or of E4M3, are run by the `twell` ops; vLLM's log says how many, and why others are
-    not. All else is what `TransformersForCausalLM` does.
+    not. Those of 16 bits are quantised if `--additional-config` says so. All else is what `TransformersForCausalLM`
+    does.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -57,13 +60,13 @@ class TwellForCausalLM(TransformersForCausalLM):
     def recursive_replace(self) -> None:
         """Put the ops in their places, before vLLM replaces all other layers."""
         config = get_current_vllm_config()
-        unfit = _unfit(config)
+        wanted, unfit = _wanted_weights(config.additional_config), _unfit(config)
         if unfit:
             LOG.warning("all feed-forward blocks stay dense: %s", unfit)
         else:
             with torch.device("cpu"):
                 found = list(blocks.find(self.model))
-            _replace_blocks(self.model, found, config)
+            _replace_blocks(self.model, found, config, wanted == FP8)
         super().recursive_replace()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -87,8 +90,8 @@ def _changed(config: Any, **values: Any) -> Iterator[None]:
             setattr(config, name, value)
 
 
-def _replace_blocks(model: torch.nn.Module, found: list[FoundBlock], config: VllmConfig) -> None:
-    """Replace the blocks that the ops can run; log which these are, and why others stay as they are."""
+def _replace_blocks(model: torch.nn.Module, found: list[FoundBlock], config: VllmConfig, quantise: bool) -> None:
+    """Replace the blocks that the ops can run, quantised if asked; log which these are, and why others stay."""
     dtype = config.model_config.dtype
     decisions = decide([replace(each.block, dtype=dtype) for each in found], "all")
     taken: dict[str, Any] = {}
@@ -108,8 +111,8 @@ def _replace_blocks(model: torch.nn.Module, found: list[FoundBlock], config: Vll
         if reason:
             refused.setdefault(reason, []).append(layer.module)
         else:
-            blocks.put(model, each, layers, options)
-            taken[layer.module] = {**asdict(options), "weight_bits": 8 if eight_bits else 16}
+            blocks.put(model, each, layers, options, quantise and not eight_bits)
+            taken[layer.module] = {**asdict(options), "weight_bits": 8 if eight_bits or quantise else 16}
     for reason, modules in refused.items():
         LOG.warning(
             "%d of %d feed-forward blocks stay dense (%s): %s", len(modules), len(found), first_few(modules), reason
@@ -120,9 +123,24 @@ def _replace_blocks(model: torch.nn.Module, found: list[FoundBlock], config: Vll
         if scaled:
             LOG.info("%d of them read weights in eight bits", scaled)
         # vLLM keeps compiled code by its configuration, and does not see which modules a model has.
-        config.additional_config["twellc"] = {"version": __version__, "blocks": taken}
+        config.additional_config["twellc_blocks"] = {"version": __version__, "blocks": taken}
     elif not found:
         LOG.warning("no feed-forward block was found that twellc can run")
+
+
+def _wanted_weights(settings: dict[str, Any]) -> str:
+    """Return in which type the weights of blocks are to be read, of what `--additional-config` says.
+
+    Raises:
+        UserError: It says something else of twellc.
+    """
+    given = settings.get("twellc", {})
+    wanted = given.get("weights", KEEP) if isinstance(given, dict) and given.keys() <= {"weights"} else None
+    if wanted not in WEIGHTS:
+        expected = " or ".join(f'{{"twellc": {{"weights": "{each}"}}}}' for each in WEIGHTS)
+        got = json.dumps({"twellc": given})
+        raise UserError("--additional-config", "twellc knows no such settings", got=got, expected=expected)
+    return str(wanted)
 
 
 def _unfit(config: VllmConfig) -> str:
