@@ -280,6 +280,7 @@ _FORCED = [
     *((tokens, True, 300, 80, Run.DENSE_BLOCK) for tokens in (17, 65, 98, 131)),
     *((tokens, False, 300, 80, Run.DENSE_BLOCK) for tokens in (17, 98)),
     *((tokens, True, 3000, 1040, Run.DENSE_BLOCK) for tokens in (66, 178, 451, 1347, 1571, 1669, 1879)),
+    *((tokens, True, 3000, 1040, Run.DENSE_BLOCK) for tokens in (2301, 2921)),
     *((tokens, False, 3000, 1040, Run.DENSE_BLOCK) for tokens in (66, 178, 213, 1669)),
     *((tokens, True, 3000, 1040, Run.MANY_TOKENS) for tokens in (325, 724, 2117)),
     *((tokens, True, 3000, 1040, Run.EARLY) for tokens in (66, 899, 1046, 1123, 1207)),

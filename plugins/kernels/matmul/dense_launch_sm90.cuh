@@ -26,12 +26,11 @@ struct TilingsOf<uint16_t, Projection::kDown> {
 };
 template <>
 struct TilingsOf<E4m3, Projection::kUp> {
-    using Type = Tilings<Choices<144, 176, 192, 208, 224, 240, 256>, Choices<>>;
+    using Type = Tilings<Choices<144, 176, 192, 208, 224, 240, 248>, Choices<>>;
 };
-// A consumer holds two products of a block.
 template <>
 struct TilingsOf<E4m3, Projection::kDown> {
-    using Type = Tilings<Choices<128, 144, 160, 176>, Choices<32, 48, 64, 80, 96, 112>>;
+    using Type = Tilings<Choices<128, 144, 160, 176, 192, 256>, Choices<32, 48, 64, 80, 96, 112>>;
 };
 
 template <class Stored, Projection kProjection>

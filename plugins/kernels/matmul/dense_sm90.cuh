@@ -19,9 +19,13 @@ namespace twell::dense_sm90 {
 using namespace dense;
 using namespace matmul_sm90;
 
-constexpr int kRegistersBytesFirst = 40;
-constexpr int kRegistersBytesConsumer = 232;
-static_assert(registers_suffice(kRegistersBytesFirst, kRegistersBytesConsumer), "setmaxnreg.inc would wait for ever");
+constexpr int kRegistersBytesHelper = 104;
+constexpr int kRegistersBytesUp = 200;
+constexpr int kRegistersBytesLoader = 40;
+constexpr int kRegistersBytesDown = 232;
+static_assert(registers_suffice(kRegistersBytesHelper, kRegistersBytesUp) &&
+                  registers_suffice(kRegistersBytesLoader, kRegistersBytesDown),
+              "setmaxnreg.inc would wait for ever");
 
 // Of weights of eight bits: h in eight bits, too, each row with a scale for BLOCK_M neurons: see hidden_sm90.cuh.
 template <class Stored>
@@ -302,48 +306,73 @@ __device__ __forceinline__ void multiply_by_g(ParamsOf<E4m3> const& params, View
     }
     PackedGate const& gate = params.gate;
 #pragma unroll 1
-    for (int i = tokens.skipped + first * 2 + lane / kChunksPerToken; i < tokens.end; i += kStep * 2, spilled >>= 1) {
-        int64_t const position = tokens.begin + i;
-        int64_t const row = view.row_of(params.schedule, static_cast<int>(position));
-        uint4 const loaded = (spilled & 1) != 0
-                                 ? *reinterpret_cast<uint4 const*>(gate.spilled + row * gate.stride() + column)
-                                 : *gate.head(row, tile.tile_idx);
-        float const x_scale = __ldcg(params.x_scale + row);
-        float g[kVector];
-        unpack<Element>(g,
-                        (spilled & 1) != 0 ? loaded : expand(loaded, static_cast<int>(rank) * kChunksPerToken + chunk));
-        float u[kVector];
-        unpack<Bf16>(u, load_chunk(result + chunk_offset<Cfg>(i, chunk)));
-        float h[kVector];
-        float most = 0.0f;
+    for (int begin = tokens.skipped + first * 2 + lane / kChunksPerToken; begin < tokens.end;
+         begin += kAtOnce * kStep * 2) {
+        int64_t rows[kAtOnce];
+        uint4 loaded[kAtOnce];
+        float x_scales[kAtOnce];
+        auto const index = [&](int r) { return min(begin + r * kStep * 2, tokens.end - 1); };
 #pragma unroll
-        for (int k = 0; k < kVector; ++k) {
-            float const whole = fmaf(u[k], x_scale, biases[k]);
-            float const value =
-                g[k] * (params.relu_on_up && whole <= 0.0f ? 0.0f : whole) * h_scales[k];  // NaN is kept
-            h[k] = g[k] == 0.0f ? 0.0f : value == 0.0f ? -0.0f : value;
-            most = fmaxf(most, fabsf(h[k]));  // of a NaN the other one
+        for (int r = 0; r < kAtOnce; ++r) {
+            rows[r] = view.row_of(params.schedule, tokens.begin + index(r));
         }
+#pragma unroll
+        for (int r = 0; r < kAtOnce; ++r) {
+            loaded[r] = (spilled >> r & 1) != 0
+                            ? *reinterpret_cast<uint4 const*>(gate.spilled + rows[r] * gate.stride() + column)
+                            : *gate.head(rows[r], tile.tile_idx);
+            x_scales[r] = __ldcg(params.x_scale + rows[r]);
+        }
+        float h[kAtOnce][kVector];
+        float most[kAtOnce] = {};
+#pragma unroll
+        for (int r = 0; r < kAtOnce; ++r) {
+            float g[kVector];
+            unpack<Element>(g, (spilled >> r & 1) != 0
+                                   ? loaded[r]
+                                   : expand(loaded[r], static_cast<int>(rank) * kChunksPerToken + chunk));
+            float u[kVector];
+            unpack<Bf16>(u, load_chunk(result + chunk_offset<Cfg>(index(r), chunk)));
+#pragma unroll
+            for (int k = 0; k < kVector; ++k) {
+                float const whole = fmaf(u[k], x_scales[r], biases[k]);
+                float const value =
+                    g[k] * (params.relu_on_up && whole <= 0.0f ? 0.0f : whole) * h_scales[k];  // NaN is kept
+                h[r][k] = g[k] == 0.0f ? 0.0f : value == 0.0f ? -0.0f : value;
+                most[r] = fmaxf(most[r], fabsf(h[r][k]));  // of a NaN the other one
+            }
+        }
+        spilled >>= kAtOnce;
 #pragma unroll
         for (int distance = 1; distance < kChunksPerToken; distance *= 2) {
-            most = fmaxf(most, __shfl_xor_sync(half, most, distance));
-        }
-        float const scale = fmaxf(most / kLargest, 1e-30f);
-        float const inverse = 1.0f / scale;
 #pragma unroll
-        for (int k = 0; k < kVector; ++k) {
-            h[k] = to_be_rounded(h[k], inverse);
+            for (int r = 0; r < kAtOnce; ++r) {
+                most[r] = fmaxf(most[r], __shfl_xor_sync(half, most[r], distance));
+            }
         }
-        uint32_t const own[2] = {to_e4m3(h[0], h[1], h[2], h[3]), to_e4m3(h[4], h[5], h[6], h[7])};
-        // Two lanes have 16 neurons, 0 to 7 and 8 to 15, and each stores those of half of the pairs.
-        bool const is_even = lane % 2 == 0;
-        uint32_t const other = __shfl_xor_sync(half, is_even ? own[1] : own[0], 1);
-        uint32_t const low = is_even ? own[0] : other;
-        uint32_t const high = is_even ? other : own[1];
-        *reinterpret_cast<uint2*>(params.h + position * params.h_stride + column) =
-            make_uint2(__byte_perm(low, high, 0x5140), __byte_perm(low, high, 0x7362));
-        if (chunk == 0) {
-            params.h_scale[part * params.h_scale_stride + position] = scale;
+#pragma unroll
+        for (int r = 0; r < kAtOnce; ++r) {
+            float const scale = fmaxf(most[r] / kLargest, 1e-30f);
+            float const inverse = 1.0f / scale;
+#pragma unroll
+            for (int k = 0; k < kVector; ++k) {
+                h[r][k] = to_be_rounded(h[r][k], inverse);
+            }
+            uint32_t const own[2] = {to_e4m3(h[r][0], h[r][1], h[r][2], h[r][3]),
+                                     to_e4m3(h[r][4], h[r][5], h[r][6], h[r][7])};
+            // Two lanes have 16 neurons, 0 to 7 and 8 to 15, and each stores those of half of the pairs.
+            bool const is_even = lane % 2 == 0;
+            uint32_t const other = __shfl_xor_sync(half, is_even ? own[1] : own[0], 1);
+            uint32_t const low = is_even ? own[0] : other;
+            uint32_t const high = is_even ? other : own[1];
+            int64_t const position = tokens.begin + index(r);
+            if (begin + r * kStep * 2 < tokens.end) {
+                *reinterpret_cast<uint2*>(params.h + position * params.h_stride + column) =
+                    make_uint2(__byte_perm(low, high, 0x5140), __byte_perm(low, high, 0x7362));
+                if (chunk == 0) {
+                    params.h_scale[part * params.h_scale_stride + position] = scale;
+                }
+            }
         }
     }
 }
@@ -354,9 +383,9 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     constexpr bool kUp = kProjection == Projection::kUp;
     constexpr bool kBytes = sizeof(Stored) == 1;
     using Operand = std::conditional_t<kBytes, E4m3, Element>;
-    // Of bytes consumers hold two products, as in hidden_sm90.cuh.
-    constexpr int kRegistersFewer = kBytes && !kUp ? kRegistersBytesFirst : kRegistersFirst;
-    constexpr int kRegistersMore = kBytes && !kUp ? kRegistersBytesConsumer : kRegistersConsumer;
+    // Of bytes consumers hold sums and products, and helpers work out scales.
+    constexpr int kRegistersFewer = !kBytes ? kRegistersFirst : kUp ? kRegistersBytesHelper : kRegistersBytesLoader;
+    constexpr int kRegistersMore = !kBytes ? kRegistersConsumer : kUp ? kRegistersBytesUp : kRegistersBytesDown;
     constexpr int kConsumersBarrier = 1;  // named
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Shared<Cfg> const shared = {shared_address(shared_bytes)};
@@ -461,7 +490,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                     SpilledMasks const masks = find_spilled<Cfg, kConsumerWarps>(params, view, tile, consumer_warp);
                     asm volatile("bar.sync %0, %1;" ::"n"(kConsumersBarrier), "n"(kConsumers * kWarpgroupSize)
                                  : "memory");
-                    multiply_by_g<Element, Cfg, kConsumerWarps, 6>(params, view, tile, rank, result, consumer_warp,
+                    multiply_by_g<Element, Cfg, kConsumerWarps, kBytes ? 2 : 6>(params, view, tile, rank, result, consumer_warp,
                                                                    masks);
                 }
             } else {

@@ -412,19 +412,27 @@ __device__ __forceinline__ void multiply(float (&accumulators)[Cfg::kProducts][C
 // worth its number times a scale. The tensor cores take bytes along K alone, so weights go through registers: of two
 // neighbouring neurons a thread has the bytes of one, then of the other, as rows lane / 4 and that plus 8 of the sums.
 // Along K they lie in the order 0, 8, 1, 9, ... 7, 15, and so must those of the tokens.
+//
+// A slice is multiplied in pieces of its tokens, so that the products of a piece are added while the next one's are
+// computed, and that there are registers for the products of two.
 template <class Cfg>
 __device__ __forceinline__ void multiply_scaled(float (&sums)[Cfg::kAccumulators], Shared<Cfg> const& shared,
                                                 Ring<Cfg::kNumStages>& ring, int consumer_warp, int num_slices) {
     constexpr int kSteps = BLOCK_K / WGMMA_K;
+    constexpr int kPieces = Cfg::BLOCK_N > 176 ? 4 : 2;
+    constexpr int kPiece = Cfg::BLOCK_N / kPieces;
+    constexpr int kPieceSums = Cfg::kAccumulators / kPieces;
+    static_assert(kPieces * kPiece == Cfg::BLOCK_N && kPiece % kRowsPerSwizzle == 0, "pieces of whole swizzle patterns");
     int const lane = threadIdx.x % kWarpSize;
     uint32_t const first = lane * kBytesRow + ((consumer_warp ^ (lane % kRowsPerSwizzle)) << 4);
+    uint32_t a[kSteps][4];
+    float products[2][kPieceSums];
 #pragma unroll
     for (int i = 0; i < Cfg::kAccumulators; ++i) {
         sums[i] = 0.0f;
     }
-    for (int slice = 0; slice < num_slices; ++slice, ring.advance()) {
+    auto const load = [&] {
         wait_barrier(shared.stage_full(ring.stage), ring.parity);
-        uint32_t a[kSteps][4];
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
             uint32_t rows[4];  // pairs of bytes, of two rows each: 0 to 7, then 8 to 15, and so on
@@ -435,33 +443,55 @@ __device__ __forceinline__ void multiply_scaled(float (&sums)[Cfg::kAccumulators
                 a[k][2 * half + 1] = __byte_perm(rows[2 * half], rows[2 * half + 1], 0x7351);
             }
         }
-        uint64_t const b = describe(shared.stage_b(ring.stage));
-        float products[Cfg::kAccumulators];
+    };
+    auto const start = [&](int piece) {
+        uint64_t const b = describe(shared.stage_b(ring.stage) + piece * kPiece * kBytesRow);
         begin_wgmma();
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
-            Wgmma<E4m3, Cfg::BLOCK_N>::run(products, a[k], b + (k * (WGMMA_K * 2) >> 4), k != 0);
+            Wgmma<E4m3, kPiece>::run(products[piece % 2], a[k], b + (k * (WGMMA_K * 2) >> 4), k != 0);
         }
         commit_wgmma();
-        wait_wgmma<0>();
-        // The compiler does not know that the products were not valid until here, nor that the registers of the weights
-        // were read.
+    };
+    // The compiler does not know that products were not valid until they were waited for, nor that the registers of the
+    // weights were read.
+    auto const settle = [&](int piece) {
 #pragma unroll
-        for (int i = 0; i < Cfg::kAccumulators; ++i) {
-            asm volatile("" : "+f"(products[i])::"memory");
+        for (int i = 0; i < kPieceSums; ++i) {
+            asm volatile("" : "+f"(products[piece % 2][i])::"memory");
+        }
+    };
+    auto const add = [&](int piece, uint32_t scales) {
+#pragma unroll
+        for (int i = 0; i < kPieceSums; i += 4) {
+            uint2 const pair = load_half_chunk(scales + piece * kPiece * 4 + i * 8);
+            float* const to = sums + piece * kPieceSums + i;
+            float const* const of = products[piece % 2] + i;
+            to[0] = fmaf(of[0], __uint_as_float(pair.x), to[0]);
+            to[1] = fmaf(of[1], __uint_as_float(pair.y), to[1]);
+            to[2] = fmaf(of[2], __uint_as_float(pair.x), to[2]);
+            to[3] = fmaf(of[3], __uint_as_float(pair.y), to[3]);
+        }
+    };
+    for (int slice = 0; slice < num_slices; ++slice, ring.advance()) {
+        load();
+        start(0);
+        uint32_t scales = shared.stage_scales(ring.stage) + lane % 4 * 8;
+        asm volatile("" : "+r"(scales));  // NOTE: else the compiler keeps many sums of parts of it
+#pragma unroll
+        for (int piece = 0; piece < kPieces; ++piece) {
+            if (piece + 1 < kPieces) {
+                start(piece + 1);
+                wait_wgmma<1>();
+            } else {
+                wait_wgmma<0>();
+            }
+            settle(piece);
+            add(piece, scales);
         }
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
             asm volatile("" ::"r"(a[k][0]), "r"(a[k][1]), "r"(a[k][2]), "r"(a[k][3]) : "memory");
-        }
-        uint32_t const scales = shared.stage_scales(ring.stage) + lane % 4 * 8;
-#pragma unroll
-        for (int i = 0; i < Cfg::kAccumulators; i += 4) {
-            uint2 const pair = load_half_chunk(scales + i * 8);
-            sums[i] = fmaf(products[i], __uint_as_float(pair.x), sums[i]);
-            sums[i + 1] = fmaf(products[i + 1], __uint_as_float(pair.y), sums[i + 1]);
-            sums[i + 2] = fmaf(products[i + 2], __uint_as_float(pair.x), sums[i + 2]);
-            sums[i + 3] = fmaf(products[i + 3], __uint_as_float(pair.y), sums[i + 3]);
         }
         __syncwarp();
         release_stage(shared.stage_empty(ring.stage));
