@@ -413,20 +413,20 @@ __device__ __forceinline__ void multiply(float (&accumulators)[Cfg::kProducts][C
 // neighbouring neurons a thread has the bytes of one, then of the other, as rows lane / 4 and that plus 8 of the sums.
 // Along K they lie in the order 0, 8, 1, 9, ... 7, 15, and so must those of the tokens.
 //
-// A slice is multiplied in pieces of its tokens, so that the products of a piece are added while the next one's are
-// computed, and that there are registers for the products of two.
+// Of large blocks a slice is multiplied in pieces of its tokens: there are registers for the products of two, and those
+// of one are added while the next one's are computed.
 template <class Cfg>
 __device__ __forceinline__ void multiply_scaled(float (&sums)[Cfg::kAccumulators], Shared<Cfg> const& shared,
                                                 Ring<Cfg::kNumStages>& ring, int consumer_warp, int num_slices) {
     constexpr int kSteps = BLOCK_K / WGMMA_K;
-    constexpr int kPieces = Cfg::BLOCK_N > 176 ? 4 : 2;
+    constexpr int kPieces = Cfg::BLOCK_N > 176 ? 4 : 1;
     constexpr int kPiece = Cfg::BLOCK_N / kPieces;
     constexpr int kPieceSums = Cfg::kAccumulators / kPieces;
     static_assert(kPieces * kPiece == Cfg::BLOCK_N && kPiece % kRowsPerSwizzle == 0, "pieces of whole swizzle patterns");
     int const lane = threadIdx.x % kWarpSize;
     uint32_t const first = lane * kBytesRow + ((consumer_warp ^ (lane % kRowsPerSwizzle)) << 4);
     uint32_t a[kSteps][4];
-    float products[2][kPieceSums];
+    float products[kPieces == 1 ? 1 : 2][kPieceSums];
 #pragma unroll
     for (int i = 0; i < Cfg::kAccumulators; ++i) {
         sums[i] = 0.0f;
@@ -453,14 +453,6 @@ __device__ __forceinline__ void multiply_scaled(float (&sums)[Cfg::kAccumulators
         }
         commit_wgmma();
     };
-    // The compiler does not know that products were not valid until they were waited for, nor that the registers of the
-    // weights were read.
-    auto const settle = [&](int piece) {
-#pragma unroll
-        for (int i = 0; i < kPieceSums; ++i) {
-            asm volatile("" : "+f"(products[piece % 2][i])::"memory");
-        }
-    };
     auto const add = [&](int piece, uint32_t scales) {
 #pragma unroll
         for (int i = 0; i < kPieceSums; i += 4) {
@@ -477,21 +469,29 @@ __device__ __forceinline__ void multiply_scaled(float (&sums)[Cfg::kAccumulators
         load();
         start(0);
         uint32_t scales = shared.stage_scales(ring.stage) + lane % 4 * 8;
-        asm volatile("" : "+r"(scales));  // NOTE: else the compiler keeps many sums of parts of it
+        if (kPieces != 1) {
+            asm volatile("" : "+r"(scales));  // NOTE: else the compiler keeps many sums of parts of it
+        }
 #pragma unroll
         for (int piece = 0; piece < kPieces; ++piece) {
-            if (piece + 1 < kPieces) {
+            bool const is_last = piece + 1 == kPieces;
+            if (!is_last) {
                 start(piece + 1);
                 wait_wgmma<1>();
             } else {
                 wait_wgmma<0>();
             }
-            settle(piece);
-            add(piece, scales);
-        }
+            // The compiler does not know that the products were not valid until here, nor that the registers of the
+            // weights were read.
 #pragma unroll
-        for (int k = 0; k < kSteps; ++k) {
-            asm volatile("" ::"r"(a[k][0]), "r"(a[k][1]), "r"(a[k][2]), "r"(a[k][3]) : "memory");
+            for (int i = 0; i < kPieceSums; ++i) {
+                asm volatile("" : "+f"(products[piece % 2][i])::"memory");
+            }
+#pragma unroll
+            for (int k = 0; k < kSteps && is_last; ++k) {
+                asm volatile("" ::"r"(a[k][0]), "r"(a[k][1]), "r"(a[k][2]), "r"(a[k][3]) : "memory");
+            }
+            add(piece, scales);
         }
         __syncwarp();
         release_stage(shared.stage_empty(ring.stage));
