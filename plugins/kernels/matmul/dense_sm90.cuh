@@ -490,8 +490,8 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                     SpilledMasks const masks = find_spilled<Cfg, kConsumerWarps>(params, view, tile, consumer_warp);
                     asm volatile("bar.sync %0, %1;" ::"n"(kConsumersBarrier), "n"(kConsumers * kWarpgroupSize)
                                  : "memory");
-                    multiply_by_g<Element, Cfg, kConsumerWarps, kBytes ? 2 : 6>(params, view, tile, rank, result, consumer_warp,
-                                                                   masks);
+                    multiply_by_g<Element, Cfg, kConsumerWarps, kBytes ? 2 : 6>(params, view, tile, rank, result,
+                                                                                consumer_warp, masks);
                 }
             } else {
                 int const share = (i / params.num_parts * kClusterSize + static_cast<int>(rank)) * kConsumerWarps;

@@ -422,7 +422,8 @@ __device__ __forceinline__ void multiply_scaled(float (&sums)[Cfg::kAccumulators
     constexpr int kPieces = Cfg::BLOCK_N > 176 ? 4 : 1;
     constexpr int kPiece = Cfg::BLOCK_N / kPieces;
     constexpr int kPieceSums = Cfg::kAccumulators / kPieces;
-    static_assert(kPieces * kPiece == Cfg::BLOCK_N && kPiece % kRowsPerSwizzle == 0, "pieces of whole swizzle patterns");
+    static_assert(kPieces * kPiece == Cfg::BLOCK_N && kPiece % kRowsPerSwizzle == 0,
+                  "pieces of whole swizzle patterns");
     int const lane = threadIdx.x % kWarpSize;
     uint32_t const first = lane * kBytesRow + ((consumer_warp ^ (lane % kRowsPerSwizzle)) << 4);
     uint32_t a[kSteps][4];
