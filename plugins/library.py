@@ -141,7 +141,8 @@ class Limits(_Sized):
         *_each(_I32, "one_or_two_tokens"),
         *_each(_I64, "dense_block_products dense_block_products_if_split"),
         *_each(_I32, "few_tokens few_tokens_generic few_tokens_sm90 narrow_gated narrow_plain dense_block_tokens"),
-        *_each(_I32, "dense_block_tokens_if_split fewest_hot most_hot chunk_tokens"),
+        *_each(_I32, "dense_block_tokens_if_split fewest_hot most_hot chunk_tokens dense_block_tokens_scaled"),
+        *_each(_I64, "dense_block_products_scaled"),
     )
 
     if TYPE_CHECKING:

@@ -147,6 +147,8 @@ twell_limits limits() {
     limits.fewest_hot = kFewestHotSplit;
     limits.most_hot = kMostHot;
     limits.chunk_tokens = kFewestTokensChunks;
+    limits.dense_block_tokens_scaled = static_cast<int32_t>(kMostTokensDenseScaled);
+    limits.dense_block_products_scaled = static_cast<int64_t>(kMostProductsDenseScaled);
     return limits;
 }
 
@@ -188,7 +190,8 @@ Route choose_scaled_route(twell_problem const& problem, Device const& device) {
     int const narrow = problem.variant == TWELL_GATED ? kNarrowGated : kNarrowPlain;
     bool const is_narrow = std::max(problem.d_model, problem.d_out) <= narrow;
     if (dense_block_takes_scales(problem, device) &&
-        (is_narrow || problem.tokens <= kMostTokensDenseScaled || gate_products(problem) <= kMostProductsDenseScaled)) {
+        (is_narrow || problem.hot == problem.d_ff || problem.tokens <= kMostTokensDenseScaled ||
+         gate_products(problem) <= kMostProductsDenseScaled)) {
         return Route::kDenseBlock;
     }
     if (has_few && problem.tokens <= kMostTokensFewGeneric) {

@@ -245,6 +245,7 @@ def test_the_gate_alone_takes_16_bits() -> None:
 
 
 ROUTES = [
+    (8192, "H100 all hot", ["dense_block", "quantise", "hidden_gated_bytes_sm90", "dense_down_bytes_sm90"]),
     (1, "H100", ["one_or_two_tokens", "contribute", "add_contributions"]),
     (8, "H100", ["few_tokens", "gate_up_few", "down_few"]),
     (33, "H100", ["dense_block", "quantise", "hidden_gated_bytes_sm90", "dense_down_bytes_sm90"]),
@@ -257,11 +258,11 @@ ROUTES = [
 
 @pytest.mark.parametrize(("tokens", "gpu", "names"), ROUTES, ids=str)
 def test_routes(tokens: int, gpu: str, names: list[str]) -> None:
-    scaled = problem_of(
-        GATED, BlockOptions(activation="relu"), "bfloat16", tokens=tokens, d_model=2048, d_ff=5632, d_out=2048
-    )
+    name, _, all_hot = gpu.partition(" ")
+    options = BlockOptions(activation="relu", hot=5632 if all_hot else 0)
+    scaled = problem_of(GATED, options, "bfloat16", tokens=tokens, d_model=2048, d_ff=5632, d_out=2048)
     set_scales(scaled, "neuron", "output")
-    found = library.describe(scaled, library.GPUS[gpu])
+    found = library.describe(scaled, library.GPUS[name])
     positions = [found.index(name) for name in names]
     assert positions == sorted(positions)
 

@@ -92,7 +92,7 @@ class Advisor:
         assert neurons.rates is not None
         spread = DEFAULT_ROW_SPREAD if neurons.rows is None else row_spread(neurons.rows)
         removed = block.d_ff - widths.d_ff
-        splits = neurons.movable and block.dtype == _SPLIT_DTYPE
+        splits = neurons.movable and (model.bits == 8 or block.dtype == _SPLIT_DTYPE)
         choice = choose(model, widths, neurons.rates, tokens, spread, splits=splits, removed=removed)
         if not model.is_near(widths):  # a guess leaves nothing dense
             active = active_text(float(neurons.rates.mean()), widths.d_ff, removed)

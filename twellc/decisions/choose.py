@@ -15,14 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from twellc.base.records import Record
-from twellc.decisions.predict import CostModel, Widths, is_split
+from twellc.decisions.predict import CostModel, Widths
 from twellc.decisions.times import Rates
 from twellc.passes.block_profile import hot_first
 from twellc.passes.report import Choice, Expectation, ExpectedTime
 from twellc.plugins.library import COMPRESSIONS, TILE
 
-# Numbers of hot neurons that are tried.
-_HOT = (0, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 # By how much more hot neurons have to be better, and TwELL faster than a dense block, which needs no plugin.
 _WORTH_IT = 0.99
 _LEAST_GAIN = 1.03
@@ -83,11 +81,14 @@ def choose(
     pays = gain >= _LEAST_GAIN
     active = active_text(density, widths.d_ff, removed, stays=pays)
     taken = hot if pays else 0
+    sparse = in_order[hot_first(in_order, taken)][taken:]
     return Choice(
         decision="twell" if pays else "dense",
-        facts=_facts(active, gain, tuned, hot) if pays else f"{active}, {pays_text(pays_below)} {at_tokens(tuned)}",
+        facts=_facts(active, gain, tuned, hot, widths)
+        if pays
+        else f"{active}, {pays_text(pays_below)} {at_tokens(tuned)}",
         hot=taken,
-        compression=choose_compression(in_order[hot_first(in_order, taken)][taken:], row_spread),
+        compression=choose_compression(sparse if len(sparse) else in_order, row_spread),
         expectation=Expectation(
             model.times.gpu, assumed, round(density, 7), round(gain, 4), round(pays_below, 7), times
         ),
@@ -155,15 +156,16 @@ def active_text(density: float, d_ff: int, removed: int, stays: bool = True) -> 
     return f"{percent(density)}{left} active"
 
 
-def _facts(active: str, gain: float, tuned: Sequence[int], hot: int) -> str:
+def _facts(active: str, gain: float, tuned: Sequence[int], hot: int, widths: Widths) -> str:
     facts = f"{active}, expected {gain:.2f} times as fast {at_tokens(tuned)}"
-    return f"{facts}, {hot} hot neurons dense" if hot else facts
+    which = "all" if hot == widths.d_ff else f"{hot} hot"
+    return f"{facts}, {which} neurons dense" if hot else facts
 
 
 def _best(model: CostModel, widths: Widths, rates: Rates, dense: dict[int, float], splits: bool) -> tuple[int, float]:
     """Return the fewest hot neurons with which the gain is next to the best one, and that gain."""
-    tried = _HOT if splits and any(is_split(widths, tokens) for tokens in dense) else (0,)
-    gains = {hot: _gain(model, widths, rates, dense, hot) for hot in tried if hot < widths.d_ff}
+    tried = model.hot_counts(widths, list(dense)) if splits else (0,)
+    gains = {hot: _gain(model, widths, rates, dense, hot) for hot in tried}
     best = max(gains.values())
     return next((hot, gain) for hot, gain in gains.items() if gain >= best * _WORTH_IT)
 

@@ -32,6 +32,8 @@ from twellc.plugins.library import limits
 
 _Array = np.ndarray[Any, np.dtype[np.float64]]
 
+# Numbers of hot neurons that are tried.
+_HOT_COUNTS = (0, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 # In this one of the ranges of tokens most blocks are dense, whatever their density.
 _DENSE_RANGE = 2
 # The layer in whose tokens the last range ends.
@@ -108,26 +110,34 @@ class _Call:
         return self.tokens * float(rates[:most].sum()), self.tokens * float(rates[most:].sum())
 
 
-# Time of a gated block of 2048 / 5632, 0.5 % active, with weights in eight bits over that with 16, by tokens: an H100,
-# 2026-11-27 (benchmarks/LOG.md). In between, the logarithm of tokens decides; other GPUs and blocks are taken to be
-# alike.
-_EIGHT_BITS_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
-_EIGHT_BITS_RATIOS = (0.78, 0.79, 0.81, 0.94, 1.12, 0.92, 0.89, 0.86, 0.72, 0.75, 0.80)
+# Times of a gated block of 2048 / 5632 with weights in eight bits, by tokens, on an H100, 2026-11-28
+# (benchmarks/results/kernels.md): at 0.5 % active and with all active, over those of TwELL with 16 bits; of dense
+# blocks, over dense ones of 16 bits. In between, logarithms decide; other GPUs and blocks are taken to be alike.
+_EIGHT_BITS_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 768, 1024, 2048, 8192)
+_EIGHT_BITS_SPARSE = (0.78, 0.79, 0.81, 0.94, 1.12, 0.92, 0.89, 0.86, 0.81, 0.72, 0.75, 0.80)
+_EIGHT_BITS_ACTIVE = (0.78, 0.79, 0.81, 0.94, 1.12, 0.92, 0.89, 0.86, 0.81, 1.11, 0.88, 0.83)
+_EIGHT_BITS_DENSE = (1.0, 1.0, 1.0, 1.0, 0.77, 0.78, 0.88, 0.80, 0.77, 0.76, 0.66, 0.66)
+_EIGHT_BITS_DENSITIES = (0.005, 0.02)  # where the first of them ends, and where the second one begins
 
 
 class CostModel:
-    """What blocks take on one GPU, from what was measured there; fitted when it is asked for the first time."""
+    """What blocks take on one GPU, from what was measured there; fitted when it is asked for the first time.
+
+    Attributes:
+        times: What was measured.
+        bits: Of the weights that TwELL reads.
+    """
 
     def __init__(self, times: GpuTimes) -> None:
         self.times = times
-        self._bits = 16
+        self.bits = 16
 
     @functools.cached_property
     def eight_bits(self) -> CostModel:
         """The same of blocks that TwELL reads weights in eight bits of; dense ones have 16 as before."""
         assert self._dense is not None and self._twell is not None  # fitted once, for both
         made = copy.copy(self)
-        made._bits = 8
+        made.bits = 8
         return made
 
     @functools.cached_property
@@ -149,12 +159,27 @@ class CostModel:
             widths: The block.
             tokens: Rows of the call.
             rates: How often each neuron fires, as a share of the tokens: [d_ff].
-            hot: How many neurons, the first in `rates`, are a dense product where calls are split.
+            hot: How many neurons, the first in `rates`, are a dense product where calls are split. With eight bits only
+                all of them can be.
         """
-        if self._bits == 8:
-            ratio = float(np.interp(math.log(max(tokens, 1)), np.log(_EIGHT_BITS_TOKENS), _EIGHT_BITS_RATIOS))
-            return ratio * self._twell_us(widths, tokens, rates, hot)
-        return self._twell_us(widths, tokens, rates, hot)
+        if self.bits == 16:
+            return self._twell_us(widths, tokens, rates, hot)
+        at = math.log(max(tokens, 1))
+        sparse, active, dense = (
+            float(np.interp(at, np.log(_EIGHT_BITS_TOKENS), ratios))
+            for ratios in (_EIGHT_BITS_SPARSE, _EIGHT_BITS_ACTIVE, _EIGHT_BITS_DENSE)
+        )
+        if hot == widths.d_ff and is_packed_scaled(widths, tokens):
+            return dense * self.dense_us(widths, tokens)
+        density = math.log(max(float(rates.mean()), _LEAST_DENSITY))
+        ratio = float(np.interp(density, np.log(_EIGHT_BITS_DENSITIES), (sparse, active)))
+        return ratio * self._twell_us(widths, tokens, rates, 0)
+
+    def hot_counts(self, widths: Widths, tokens: Sequence[int]) -> Sequence[int]:
+        """Return the numbers of hot neurons to try for calls of so many tokens, the fewest first."""
+        if self.bits == 8:
+            return (0, widths.d_ff) if any(is_packed_scaled(widths, each) for each in tokens) else (0,)
+        return [hot for hot in _HOT_COUNTS if hot < widths.d_ff] if any(is_split(widths, each) for each in tokens) else (0,)
 
     def _twell_us(self, widths: Widths, tokens: int, rates: Rates, hot: int) -> float:
         call = _Call(widths, tokens, rates, hot)
@@ -224,12 +249,18 @@ def point_rates(point: TwellPoint) -> Rates:
 
 def is_split(widths: Widths, tokens: int) -> bool:
     """Whether hot neurons are a separate dense product in a call, as in routes.cu for Hopper."""
+    return _is_beyond(widths, tokens, limits().dense_block_tokens_if_split, limits().dense_block_products_if_split)
+
+
+def is_packed_scaled(widths: Widths, tokens: int) -> bool:
+    """Likewise with weights in eight bits, unless all neurons are hot: whether the gate is packed."""
+    return _is_beyond(widths, tokens, limits().dense_block_tokens_scaled, limits().dense_block_products_scaled)
+
+
+def _is_beyond(widths: Widths, tokens: int, most_tokens: int, most_products: int) -> bool:
     narrow = limits().narrow_gated if widths.variant == "gated" else limits().narrow_plain
-    return (
-        tokens > limits().dense_block_tokens_if_split
-        and tokens * widths.d_model * widths.d_ff > limits().dense_block_products_if_split
-        and max(widths.d_model, widths.d_out) > narrow
-    )
+    products = tokens * widths.d_model * widths.d_ff
+    return tokens > most_tokens and products > most_products and max(widths.d_model, widths.d_out) > narrow
 
 
 @functools.cache

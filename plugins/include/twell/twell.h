@@ -119,6 +119,9 @@ typedef struct {
     int32_t fewest_hot;    // `hot` of a call that is split, in bf16
     int32_t most_hot;      // neurons that many_tokens finds to be hot by itself
     int32_t chunk_tokens;  // the fewest tokens of the up projection by chunks
+    // The most tokens * d_model * d_ff, or tokens, of a dense_block with weights of TWELL_E4M3, unless all are hot.
+    int32_t dense_block_tokens_scaled;
+    int64_t dense_block_products_scaled;
 } twell_limits;
 
 // Says what is wrong with the dimensions or options, or returns null when the problem can be run.

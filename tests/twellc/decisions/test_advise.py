@@ -23,7 +23,7 @@ from twellc.export.shapes import parse_profile
 from twellc.passes.decide import Advise, decide
 from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks
 from twellc.passes.neurons import Staying
-from twellc.passes.report import Layer
+from twellc.passes.report import Layer, Weights
 
 TARGET = choose_target("h200", None)
 TOKENS = [Tokens(1, 8192, 8192)]
@@ -67,6 +67,13 @@ def test_what_is_known_decides(blocks: list[FfnBlock]) -> None:
     assert second.reason.startswith("0.3 % active, expected 1.")
     assert second.expectation is not None and not second.expectation.assumed
     assert advise.notes([first, second]) == []
+
+
+def test_in_eight_bits_dense_blocks_are_by_twell(blocks: list[FfnBlock]) -> None:
+    narrow = [replace(block, weights=Weights(8, "quantised")) for block in blocks]
+    first, second = decided(narrow, advisor(), equal(0.11), equal(0.003))
+    assert (first.decision, first.hot, second.decision, second.hot) == ("twell", 5632, "twell", 0)
+    assert re.match(r"11 % active, expected 1\.\d+ times as fast at 8192 tokens, all neurons dense;", first.reason)
 
 
 def test_all_takes_what_does_not_pay(blocks: list[FfnBlock]) -> None:
