@@ -3,6 +3,8 @@
     torch.ops.twell.gated_mlp  ->  twell::TwellGatedMlp(x, w_gate, [b_gate], w_up, [b_up], w_down, [b_down], [residual],
                                                         [scales])
     torch.ops.twell.mlp        ->  twell::TwellMlp(x, w_up, [b_up], w_down, [b_down], [residual], [scales])
+    torch.ops.twell.linear     ->  twell::TwellLinear(x, weight, [bias], [norm_weight], [norm_bias], [residual],
+                                                      [weight_scale])
     torch.ops.twell.attention  ->  twell::TwellAttention(q, k, v, [lengths])
     torch.ops.twell.cached_attention, append_caches  ->  twell::TwellCachedAttention, twell::TwellAppendCaches
     torch.ops.twell.all_reduce ->  trt::DistCollective(x), an operator of TensorRT's own
@@ -15,7 +17,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +38,16 @@ from twellc.passes.attention import OPERATOR
 from twellc.passes.dump import NOWHERE, GraphDump
 from twellc.passes.graph.program import editable, quiet_torch
 from twellc.passes.report import Attention
+from twellc.plugins import linear
 from twellc.plugins.all_reduce_op import ALL_REDUCE
 from twellc.plugins.attention_op import ATTENTION
 from twellc.plugins.block import OPTIONS, Variant, call_of
 from twellc.plugins.cache_op import APPEND, CACHED_ATTENTION
-from twellc.plugins.library import PLUGIN_NAMESPACE
+from twellc.plugins.library import LINEAR_NAME, PLUGIN_NAMESPACE
+from twellc.plugins.linear_op import LINEAR
 from twellc.plugins.onnx_node import APPEND as APPEND_NODE
 from twellc.plugins.onnx_node import ATTENTION as ATTENTION_NODE
-from twellc.plugins.onnx_node import ATTRIBUTES, IDENTITY, attention_attributes, node_attributes
+from twellc.plugins.onnx_node import ATTRIBUTES, IDENTITY, attention_attributes, linear_attributes, node_attributes
 from twellc.plugins.onnx_node import CACHED_ATTENTION as CACHED_ATTENTION_NODE
 from twellc.plugins.ops import OPS
 
@@ -197,10 +201,12 @@ def _cause(error: BaseException) -> str:
 _NO_FORM = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)', overload='(\w+)'\)>")
 _KINDS = onnx.defs.OpSchema.AttrType
 _POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
-_KIND_OF = {str: _KINDS.STRING, float: _KINDS.FLOAT, int: _KINDS.INT}
+_KIND_OF = {str: _KINDS.STRING, float: _KINDS.FLOAT, int: _KINDS.INT, list: _KINDS.INTS}
 
 
-def _schema(op_type: str, attributes: dict[str, type], domain: str) -> onnx.defs.OpSchema:
+def _schema(
+    op_type: str, attributes: dict[str, type], domain: str, outputs: Sequence[str] = ("y",)
+) -> onnx.defs.OpSchema:
     parameter, parameter_option = onnx.defs.OpSchema.FormalParameter, onnx.defs.OpSchema.FormalParameterOption
     types = ("float16", "bfloat16", "float", "double")
     return onnx.defs.OpSchema(
@@ -209,7 +215,7 @@ def _schema(op_type: str, attributes: dict[str, type], domain: str) -> onnx.defs
         1,
         # Not all of one type: lengths are integers, weights may be of eight bits.
         inputs=[parameter("operands", "I", param_option=parameter_option.Variadic, is_homogeneous=False)],
-        outputs=[parameter("y", "T")] if op_type != APPEND_NODE else [parameter("keys", "T"), parameter("values", "T")],
+        outputs=[parameter(name, "T") for name in outputs],
         type_constraints=[
             ("T", [f"tensor({name})" for name in types], ""),
             ("I", [f"tensor({name})" for name in (*types, "int32", "float8e4m3fn")], ""),
@@ -219,9 +225,16 @@ def _schema(op_type: str, attributes: dict[str, type], domain: str) -> onnx.defs
 
 
 _TWELL = values.Opset(PLUGIN_NAMESPACE, 1)
+
+
+def _node(name: str, *outputs: str) -> Callable[..., Any]:
+    """Return what writes a node of this type with these outputs: torch.onnx counts those of its schema."""
+    attributes = {**ATTRIBUTES[name], **dict.fromkeys(IDENTITY, str)}
+    return values.Op(_TWELL, name, _schema(name, attributes, PLUGIN_NAMESPACE, outputs))
+
+
 _NODES: dict[str, Callable[..., Any]] = {
-    name: values.Op(_TWELL, name, _schema(name, {**attributes, **dict.fromkeys(IDENTITY, str)}, PLUGIN_NAMESPACE))
-    for name, attributes in ATTRIBUTES.items()
+    name: _node(name, *(("keys", "values") if name == APPEND_NODE else ("y",))) for name in ATTRIBUTES
 }
 
 
@@ -241,6 +254,26 @@ def _block(variant: Variant) -> Callable[..., Any]:
     write.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     write.__annotations__ = {each.name: each.annotation for each in parameters}
     return write
+
+
+def _linear(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    norm_weight: Any,
+    norm_bias: Any,
+    residual: Any,
+    norm: str = "none",
+    eps: float = 0.0,
+    splits: Sequence[int] = (),
+    weight_scale: Any = None,
+) -> Any:
+    tensors = (x, weight, bias, norm_weight, norm_bias, residual)
+    operands, options = linear.call_of((*tensors, norm, eps, splits), {"weight_scale": weight_scale})
+    attributes = linear_attributes(operands, options, weight.shape[0])
+    outputs = [f"y{index}" for index in range(len(attributes["splits"]))]
+    results = _node(LINEAR_NAME, *outputs)(*operands.named().values(), **attributes)
+    return results if len(outputs) > 1 else [results]
 
 
 def _attention(q: Any, k: Any, v: Any, lengths: Any, scale: float, causal: bool) -> Any:
@@ -299,6 +332,7 @@ _DIST_COLLECTIVE = values.Op(
 )
 _TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     **{op: _block(variant) for variant, op in OPS.items()},
+    LINEAR: _linear,
     ATTENTION: _attention,
     CACHED_ATTENTION: _cached_attention,
     APPEND: _append,

@@ -65,7 +65,7 @@ class Variant:
 
 GATED, PLAIN = (
     Variant(name, op, node, code)
-    for (name, code), op, node in zip(library.VARIANTS.items(), ("gated_mlp", "mlp"), library.PLUGIN_NAMES, strict=True)
+    for (name, code), op, node in zip(library.VARIANTS.items(), ("gated_mlp", "mlp"), library.BLOCK_NAMES, strict=True)
 )
 VARIANTS = {each.name: each for each in (GATED, PLAIN)}
 BY_NODE = {each.node: each for each in VARIANTS.values()}

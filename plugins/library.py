@@ -21,7 +21,9 @@ from twellc.plugins.elf import expected_size
 PLUGIN_NAMESPACE = "twell"
 # In what TensorRT prints where it does not find the plugins, only this names twellc.
 PLUGIN_VERSION = "twellc-3"
-PLUGIN_NAMES = ("TwellGatedMlp", "TwellMlp")
+BLOCK_NAMES = ("TwellGatedMlp", "TwellMlp")
+LINEAR_NAME = "TwellLinear"
+PLUGIN_NAMES = BLOCK_NAMES
 # In a separate library, which is not built everywhere.
 ATTENTION_NAMES = ("TwellAttention", "TwellCachedAttention", "TwellAppendCaches")
 ATTENTION_NAME, CACHED_ATTENTION_NAME, APPEND_NAME = ATTENTION_NAMES
@@ -31,6 +33,7 @@ E4M3 = 2  # `weight_dtype` of weights that have scales
 SCALE_FORMS = {"tensor": 0, "neuron": 1, "output": 2}
 VARIANTS = {"gated": 0, "plain": 1}
 ACTIVATIONS = {"relu": 0, "relu2": 1, "fatrelu": 2, "drelu": 3}
+NORMS = {"none": 0, "rms": 1, "layer": 2}
 COMPRESSIONS = (1, 2, 4, 8)
 TILE = 256
 MAX_D_FF = 65536
@@ -38,6 +41,8 @@ MAX_D_FF = 65536
 MAX_TRAIN_WIDTH = 65536
 MAX_PAIRS = 2**31 - 1
 LARGEST_HEAD = 256
+# Outputs of a linear layer.
+MAX_SPLITS = 4
 # See passes/attention.py.
 ATTENTION_FORMS = ("cudnn", "operator", "matmul")
 

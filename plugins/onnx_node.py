@@ -2,13 +2,15 @@
 
     twell::TwellGatedMlp(x, w_gate, [b_gate], w_up, [b_up], w_down, [b_down], [residual], [scales])
     twell::TwellMlp(x, w_up, [b_up], w_down, [b_down], [residual], [scales])
+    twell::TwellLinear(x, weight, [bias], [norm_weight], [norm_bias], [residual], [weight_scale])  -> an output a split
     twell::TwellAttention(q, k, v, [lengths])
     twell::TwellCachedAttention(q, keys, values, query_counts, key_counts)
     twell::TwellAppendCaches(keys, values, new_keys, new_values, starts, counts)  -> keys, values
 
 What is in brackets is left out of the inputs where it is absent; the attributes `gate_bias`, `up_bias`, `down_bias`,
-`residual`, `scales` and `lengths` say what is there; `scales` are those of weights in eight bits, one for each matrix.
-The other attributes of a block are its options, see `block.py`. The lengths
+`bias`, `norm_weight`, `norm_bias`, `residual`, `scales` and `lengths` say what is there; `scales` are those of weights
+in eight bits, one for each matrix. The other attributes of a block and of a linear layer are its options, see
+`block.py` and `linear.py`; the `splits` of a node name each output, also where there is one. The lengths
 must be 1 to the number of keys: a graph that cannot promise that clamps them before, since the plugin has no kernel of
 its own to do it. Nodes over caches mean what the ops of the same names in `cache_op.py` do; the caches that
 TwellAppendCaches gives back are the memory of those that it takes.
@@ -21,14 +23,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from twellc.plugins import linear
 from twellc.plugins.block import BY_NODE, OPTIONS, SCALES_FLAG, BlockOptions, Operands
 from twellc.plugins.library import (
     APPEND_NAME,
     ATTENTION_NAME,
     CACHED_ATTENTION_NAME,
+    LINEAR_NAME,
     PLUGIN_NAMESPACE,
     PLUGIN_VERSION,
 )
+from twellc.plugins.linear import LinearOperands, LinearOptions
 
 T = TypeVar("T")
 ATTENTION, CACHED_ATTENTION, APPEND = ATTENTION_NAME, CACHED_ATTENTION_NAME, APPEND_NAME
@@ -43,10 +48,13 @@ ATTRIBUTES: dict[str, dict[str, type]] = {
         }
         for name, variant in BY_NODE.items()
     },
+    LINEAR_NAME: linear.ATTRIBUTES,
     ATTENTION: {"scale": float, "causal": int, "lengths": int},
     CACHED_ATTENTION: {"scale": float},
     APPEND: {},
 }
+# The scales of a node that has some: its last inputs.
+SCALES = {**{name: variant.scales for name, variant in BY_NODE.items()}, LINEAR_NAME: (linear.TENSORS[-1].name,)}
 
 
 def node_attributes(operands: Operands[Any], options: BlockOptions) -> dict[str, str | int | float]:
@@ -84,6 +92,34 @@ def read_options(attributes: Mapping[str, Any]) -> BlockOptions:
 
 def _text(value: Any) -> Any:
     return value.decode() if isinstance(value, bytes) else value
+
+
+def linear_attributes(operands: LinearOperands[Any], options: LinearOptions, out: int) -> dict[str, Any]:
+    """Return the attributes of a linear layer's node; its inputs are the operands that are there, in their order."""
+    flags = {each.flag: int(getattr(operands, each.name) is not None) for each in linear.TENSORS if each.flag}
+    return {
+        "norm": options.norm,
+        "eps": float(options.eps),
+        "splits": list(options.widths(out)),
+        **flags,
+        **IDENTITY,
+    }
+
+
+def read_linear(inputs: Sequence[T], attributes: Mapping[str, Any]) -> tuple[LinearOperands[T], LinearOptions]:
+    """Return the operands and the options of a linear layer's node.
+
+    Raises:
+        ValueError: It has not the inputs and attributes of one.
+    """
+    try:
+        present = [each.name for each in linear.TENSORS if not each.flag or attributes[each.flag]]
+        operands = LinearOperands(**dict(zip(present, inputs, strict=True)))
+        splits = tuple(map(int, attributes["splits"]))
+        norm, eps = str(_text(attributes["norm"])), float(attributes["eps"])
+        return operands, LinearOptions(norm=norm, eps=eps, splits=splits if len(splits) > 1 else ())
+    except (KeyError, ValueError) as error:
+        raise ValueError("it has not the fields and inputs of one") from error
 
 
 def attention_attributes(scale: float, causal: bool, lengths: bool) -> dict[str, str | int | float]:

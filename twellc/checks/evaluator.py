@@ -34,10 +34,12 @@ from twellc.plugins.library import (
     ATTENTION_NAME,
     ATTENTION_NAMES,
     CACHED_ATTENTION_NAME,
+    LINEAR_NAME,
     PLUGIN_NAMESPACE,
 )
+from twellc.plugins.linear_op import run_linear
 from twellc.plugins.meaning import activate
-from twellc.plugins.onnx_node import read_node
+from twellc.plugins.onnx_node import read_linear, read_node
 from twellc.plugins.ops import run_block
 
 
@@ -64,7 +66,7 @@ class OnnxEvaluator:
             self.inputs = [value.name for value in model.graph.input]
             self.outputs = [value.name for value in model.graph.output]
             known = [node for node in model.graph.node if node.domain == PLUGIN_NAMESPACE]
-            unknown = sorted({node.op_type for node in known} - {*BY_NODE, *ATTENTION_NAMES})
+            unknown = sorted({node.op_type for node in known} - {*BY_NODE, LINEAR_NAME, *ATTENTION_NAMES})
             if not model.graph.node or unknown:
                 raise ValueError(f"unknown twell nodes {unknown}" if unknown else "it has no nodes")
             self._evaluator = ReferenceEvaluator(model, new_ops=[*_OPERATORS, *_standard_operators(model)])
@@ -188,6 +190,13 @@ def _read(name: str, inputs: list[torch.Tensor], fields: dict[str, Any]) -> tupl
     return replace(operands, **{name: each.float() for name, each in operands.scales().items()}), options
 
 
+def _linear(inputs: list[torch.Tensor], fields: dict[str, Any]) -> list[torch.Tensor]:
+    operands, options = read_linear(_on_fast_device(inputs), fields)
+    if operands.weight_scale is not None:
+        operands = replace(operands, weight_scale=operands.weight_scale.float())
+    return run_linear(operands, options)
+
+
 def _attend(operands: list[torch.Tensor], fields: dict[str, Any]) -> list[torch.Tensor]:
     q, k, v, *lengths = _on_fast_device(operands)
     counts = lengths[0] if lengths else None
@@ -268,7 +277,7 @@ def plugin_nodes(model: onnx.ModelProto) -> list[PluginNode]:
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
     nodes = []
     for node in model.graph.node:
-        if node.domain != PLUGIN_NAMESPACE or node.op_type in ATTENTION_NAMES:
+        if node.domain != PLUGIN_NAMESPACE or node.op_type not in BY_NODE:
             continue
         fields = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
         try:
@@ -290,6 +299,7 @@ _AS_THEY_ARE = frozenset(
 _OPERATORS: list[Any] = [
     *map(_block_of, BY_NODE),
     *map(_dense_fp8_of, BY_NODE),
+    _plugin_operator(LINEAR_NAME, _linear),
     _plugin_operator(ATTENTION_NAME, _attend),
     _plugin_operator(CACHED_ATTENTION_NAME, _attend_to_caches),
     _plugin_operator(APPEND_NAME, lambda operands, _: list(APPEND(*operands))),

@@ -28,8 +28,8 @@ from twellc.plugins.library import (
     APPEND_NAME,
     ATTENTION_FORMS,
     ATTENTION_NAME,
+    BLOCK_NAMES,
     CACHED_ATTENTION_NAME,
-    PLUGIN_NAMES,
     PLUGIN_NAMESPACE,
     PLUGIN_VERSION,
 )
@@ -231,7 +231,7 @@ def by_cudnn(attention: list[Attention]) -> bool:
 def plugins_of(translation: TranslationSummary) -> list[str]:
     """Return the names of the plugins that a plan needs."""
     rewritten = {layer.variant for layer in translation.layers if layer.decision == "twell"}
-    used = [name for name, variant in zip(PLUGIN_NAMES, ("gated", "plain"), strict=True) if variant in rewritten]
+    used = [name for name, variant in zip(BLOCK_NAMES, ("gated", "plain"), strict=True) if variant in rewritten]
     if by_cudnn(translation.attention):
         used.append(ATTENTION_NAME if translation.cache is None else CACHED_ATTENTION_NAME)
     return used + ([] if translation.cache is None else [APPEND_NAME])

@@ -32,7 +32,8 @@ from twellc.passes.onnx.graph import dtype_of
 from twellc.passes.pipeline import PassOptions, Stage, run_until
 from twellc.passes.report import Layer, Weights
 from twellc.plugins.block import BY_NODE, SCALES_FLAG
-from twellc.plugins.library import PLUGIN_NAMES, PLUGIN_NAMESPACE
+from twellc.plugins.library import BLOCK_NAMES, PLUGIN_NAMESPACE
+from twellc.plugins.onnx_node import SCALES
 
 
 def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> Description:
@@ -86,7 +87,7 @@ def inspect_onnx(options: InspectOptions, advisor: Advisor) -> Description:
         refuse_decisions(options, f"{path}, a rewritten graph")
         refuse_weight_type(options, f"{path}, a rewritten graph")
         dtype, layers = noted_settings(model).get("dtype"), noted_layers(model)
-        layers = layers or [_layer_of(node) for node in nodes if node.type in PLUGIN_NAMES]
+        layers = layers or [_layer_of(node) for node in nodes if node.type in BLOCK_NAMES]
         notes = [f"{path.name} is a rewritten graph: {len(nodes)} of its nodes are plugins"]
         return Description("rewritten ONNX file", layers, notes, dtype=dtype and str(dtype), nodes=nodes)
     refuse_choices(options.padding, options.logits, f"{path}, an {KIND}")
@@ -106,8 +107,8 @@ def twell_nodes(model: onnx.ModelProto) -> list[PluginNode]:
             continue
         fields = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
         fields = {name: value.decode() if isinstance(value, bytes) else value for name, value in fields.items()}
-        scales = BY_NODE[node.op_type].scales if fields.get(SCALES_FLAG) and node.op_type in BY_NODE else ()
-        inputs = list(node.input)[: len(node.input) - len(scales)]  # scales are the last ones
+        scales = SCALES.get(node.op_type, ()) if fields.get(SCALES_FLAG) else ()
+        inputs = list(node.input)[: len(node.input) - len(scales)]
         weights = [name for name in inputs if len(shapes.get(name, ())) == 2]
         dtype = dtypes.get(weights[0]) if weights else None
         nodes.append(

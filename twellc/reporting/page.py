@@ -18,7 +18,7 @@ from twellc.benchmarking.plot import require_matplotlib
 from twellc.firing.profile import PERCENTILES, SLOTS
 from twellc.passes.block_profile import BlockProfile, rate_bound
 from twellc.passes.report import Attention, Layer
-from twellc.plugins.library import COMPRESSIONS, PLUGIN_NAMES, TILE
+from twellc.plugins.library import BLOCK_NAMES, COMPRESSIONS, TILE
 from twellc.reporting import figures
 from twellc.reporting.sources import Sources
 from twellc.reporting.words import clean, count, percent, short_names, times
@@ -39,7 +39,7 @@ _NAMED_STRETCHES = 6
 _HALF = 0.5
 # Contestants of the whole model.
 TWELL_MODELS = ("twell eager", "twell compiled")
-_PLUGINS = dict(zip(("gated", "plain"), PLUGIN_NAMES, strict=True))
+_PLUGINS = dict(zip(("gated", "plain"), BLOCK_NAMES, strict=True))
 _FORMS = {
     "cudnn": "plugin TwellAttention, by cuDNN",
     "operator": "ONNX's Attention",

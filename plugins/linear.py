@@ -1,0 +1,117 @@
+"""What a linear layer with its norm and its residual is: its tensors and options. Importing this imports no torch.
+
+    y = residual + norm(x) W^T + b, norm one of none, rms and layer
+
+Several weights that read the same x, such as those of queries, keys and values, stand in W one below the other, and
+`splits` says how many rows each has: every one of them has an output.
+
+`TENSORS` and `LinearOptions` are two tables, as those of `block.py`: the torch op, the node in ONNX files, its
+evaluator and the calls of the C API take names, types, defaults and order from here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from twellc.plugins import library
+from twellc.plugins.block import SCALES_FLAG, TensorField
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+TENSORS = (
+    TensorField("x", ("...", "in"), "the input"),
+    TensorField("weight", ("out", "in"), "the weight: torch.nn.Linear's"),
+    TensorField("bias", ("out",), "its bias", "bias"),
+    TensorField("norm_weight", ("in",), "what multiplies normalised inputs; ones where there is none", "norm_weight"),
+    TensorField("norm_bias", ("in",), "what is added to them, in a layer norm", "norm_bias"),
+    TensorField("residual", ("...", "out"), "what is added to the result", "residual"),
+    # docs/weights.md; of shape [] it is one for all outputs.
+    TensorField("weight_scale", ("out", "1"), "what multiplies a weight of eight bits", SCALES_FLAG),
+)
+# Attributes of a node, and their types.
+ATTRIBUTES: dict[str, type] = {"norm": str, "eps": float, "splits": list} | {each.flag: int for each in TENSORS[2:]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearOperands(Generic[T]):
+    """All that a layer reads, as tensors of torch, nodes of a graph, or whatever stands for them. See `TENSORS`."""
+
+    x: T
+    weight: T
+    bias: T | None = None
+    norm_weight: T | None = None
+    norm_bias: T | None = None
+    residual: T | None = None
+    weight_scale: T | None = None
+
+    def named(self) -> dict[str, T]:
+        """Return those that are there, by name, in the order of `TENSORS`."""
+        return {each.name: value for each in TENSORS if (value := getattr(self, each.name)) is not None}
+
+    def arguments(self) -> list[T | None]:
+        """Return those that the op takes by position, None where there is none."""
+        return [getattr(self, each.name) for each in TENSORS[:-1]]
+
+    def map(self, function: Callable[[T], U]) -> LinearOperands[U]:
+        """Return the same with something else in the place of each."""
+        return LinearOperands(**{name: function(value) for name, value in self.named().items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearOptions:
+    """How a layer is computed, in the order in which the op takes it.
+
+    Attributes:
+        norm: What is done to x first.
+        eps: What the norm adds to the mean of squares, or to the variance.
+        splits: The widths of the outputs, which `out` is the sum of; empty for one output.
+    """
+
+    norm: str = "none"
+    eps: float = 0.0
+    splits: tuple[int, ...] = ()
+
+    def check(self, operands: LinearOperands[Any], out: int) -> None:
+        """Raise ValueError if one of them has a value that it cannot have beside these operands."""
+        widths, most = self.widths(out), library.MAX_SPLITS
+        expected = {
+            "norm": "" if self.norm in library.NORMS else f"one of {', '.join(library.NORMS)}",
+            "eps": "" if math.isfinite(self.eps) and self.eps >= 0 else "finite and at least 0",
+            "splits": ""
+            if len(widths) <= most and min(widths) > 0 and sum(widths) == out
+            else f"at most {most} positive widths whose sum is {out}",
+        }
+        for name, fault in expected.items():
+            if fault:
+                raise ValueError(f"twell: {name} must be {fault}, got {getattr(self, name)!r}")
+        for name, misplaced, reason in (
+            ("norm_weight", self.norm == "none", "without a norm"),
+            ("norm_bias", self.norm != "layer", "without a layer norm"),
+            ("residual", len(self.splits) > 1, "with several outputs"),
+        ):
+            if misplaced and getattr(operands, name) is not None:
+                raise ValueError(f"twell: {name} has no meaning {reason}")
+
+    def widths(self, out: int) -> tuple[int, ...]:
+        """Return the width of each output."""
+        return self.splits or (out,)
+
+
+_OPTIONS = ("norm", "eps", "splits")
+ARGUMENTS = (*(each.name for each in TENSORS[:-1]), *_OPTIONS)  # of the op, by position
+_TENSORS = ", ".join(f"Tensor{'?' if each.flag else ''} {each.name}" for each in TENSORS[:-1])
+_SETTINGS = 'str norm="none", float eps=0.0, int[] splits=[], *, Tensor? weight_scale=None'
+SCHEMA = f"linear({_TENSORS}, {_SETTINGS}) -> Tensor[]"
+
+
+def call_of(arguments: Sequence[Any], named: Mapping[str, Any]) -> tuple[LinearOperands[Any], LinearOptions]:
+    """Return what a call of the op was given: its arguments by position, and by name."""
+    given = {**dict(zip(ARGUMENTS, arguments, strict=False)), **named}
+    options = {name: given.pop(name) for name in _OPTIONS if name in given}
+    if "splits" in options:
+        options["splits"] = tuple(options["splits"])
+    return LinearOperands(**given), LinearOptions(**options)

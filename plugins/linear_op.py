@@ -1,0 +1,120 @@
+"""The torch op of a linear layer with its norm before it and its residual behind it.
+
+    torch.ops.twell.linear   y = residual + norm(x) W^T + b
+
+Shapes: x [..., in], weight [out, in] (`torch.nn.Linear`'s), bias [out], norm_weight and norm_bias [in], residual and y
+[..., out]. `norm` is one of
+
+    none    x
+    rms     x / sqrt(mean(x^2) + eps) * norm_weight
+    layer   (x - mean(x)) / sqrt(var(x) + eps) * norm_weight + norm_bias
+
+over the last dimension, with ones and zeros where these are None. `splits` are the widths of the outputs, of which
+there is then one for each piece of the weight's rows; with more than one there can be no residual. All tensors share
+one dtype; or the weight is float8_e4m3fn, and `weight_scale`, float32 [] or [out, 1], says what it is worth: see
+docs/weights.md.
+
+The CPU implementation is the semantics: it computes in float32 (float64 for float64), and rounds y once. What the norm
+gives is not rounded in it; dense models, and the kernels, may round that once to the element type, and a weight of
+eight bits times its scale as well. So a result of theirs may be off by no more than what dense rounding gives. A NaN in
+a row of x reaches all of that row of y.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from twellc.base.torch_private import OpOverload
+from twellc.plugins.linear import SCHEMA, TENSORS, LinearOperands, LinearOptions, call_of
+from twellc.plugins.meaning import EIGHT_BITS, math_dtype
+from twellc.plugins.torch_library import define
+
+
+def _check(operands: LinearOperands[Tensor], options: LinearOptions) -> None:
+    """Raise ValueError for a shape that is not the layer's or an option out of range, TypeError for another dtype."""
+    x, weight, scale = operands.x, operands.weight, operands.weight_scale
+    if weight.dim() != 2 or x.dim() == 0:
+        raise ValueError(
+            f"twell: weight must have two dimensions, and x one or more, got {tuple(weight.shape)} and {tuple(x.shape)}"
+        )
+    if not x.dtype.is_floating_point or x.dtype == EIGHT_BITS:
+        raise TypeError(f"twell: x must be of a floating point type of 16 bits or more, got {x.dtype}")
+    sizes = dict(zip(("out", "in"), weight.shape, strict=True))
+    for each in TENSORS[:-1]:
+        tensor = getattr(operands, each.name)
+        if tensor is None:
+            continue
+        rows = x.shape[:-1] if each.shape[0] == "..." else ()
+        shape = (*rows, *(sizes[name] for name in each.shape if name != "..."))
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"twell: {each.name} must have shape {shape}, got {tuple(tensor.shape)}")
+        if tensor.dtype != x.dtype and not (tensor is weight and tensor.dtype == EIGHT_BITS):
+            raise TypeError(f"twell: {each.name} must be {x.dtype} like x, got {tensor.dtype}")
+    if (scale is None) == (weight.dtype == EIGHT_BITS):
+        raise ValueError(f"twell: a weight of {EIGHT_BITS} has weight_scale, and others none")
+    if scale is not None and (scale.dtype != torch.float32 or tuple(scale.shape) not in ((), (sizes["out"], 1))):
+        expected, got = f"torch.float32 of shape () or {(sizes['out'], 1)}", f"{scale.dtype} {tuple(scale.shape)}"
+        raise ValueError(f"twell: weight_scale must be {expected}, got {got}")
+    options.check(operands, sizes["out"])
+
+
+def _normalised(operands: LinearOperands[Tensor], options: LinearOptions) -> Tensor:
+    """Return norm(x), in the type of sums."""
+    x = operands.x.to(math_dtype(operands.x.dtype))
+    if options.norm == "none":
+        return x
+    if options.norm == "layer":
+        x = x - x.mean(-1, keepdim=True)
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + options.eps)
+    if operands.norm_weight is not None:
+        x = x * operands.norm_weight
+    return x if operands.norm_bias is None else x + operands.norm_bias
+
+
+def _compute(operands: LinearOperands[Tensor], options: LinearOptions) -> list[Tensor]:
+    """Compute the layer with dense torch operations: the meaning of the op, and its CPU implementation."""
+    _check(operands, options)
+    weight = operands.weight
+    if operands.weight_scale is not None:
+        weight = weight.double() * operands.weight_scale.double()
+    wide = math_dtype(weight.dtype)
+    x, weight = _normalised(operands, options).to(wide), weight.to(wide)
+    bias = None if operands.bias is None else operands.bias.to(wide)
+    y = torch.nn.functional.linear(x, weight, bias)
+    if operands.residual is not None:
+        y = y + operands.residual
+    widths = options.widths(weight.shape[0])
+    return [each.to(operands.x.dtype, memory_format=torch.contiguous_format, copy=True) for each in y.split(widths, -1)]
+
+
+def _infer(operands: LinearOperands[Tensor], options: LinearOptions) -> list[Tensor]:
+    """Give the shapes and dtype of the results, for tracing."""
+    _check(operands, options)
+    x, widths = operands.x, options.widths(operands.weight.shape[0])
+    return [x.new_empty((*x.shape[:-1], width)) for width in widths]
+
+
+def _by_torch(operands: LinearOperands[Tensor], options: LinearOptions) -> list[Tensor]:
+    """Compute the layer on the GPU by torch's own operations."""
+    _check(operands, options)
+    x, weight = _normalised(operands, options).to(operands.x.dtype), operands.weight
+    if operands.weight_scale is not None:
+        weight = (weight.float() * operands.weight_scale).to(x.dtype)
+    y = torch.nn.functional.linear(x, weight)
+    for each in (operands.bias, operands.residual):
+        y = y if each is None else y + each
+    return [each.contiguous() for each in y.split(options.widths(weight.shape[0]), -1)]
+
+
+LINEAR: OpOverload = define(
+    SCHEMA,
+    *(lambda *arguments, run=run, **named: run(*call_of(arguments, named)) for run in (_compute, _by_torch, _infer)),
+)
+
+
+def run_linear(operands: LinearOperands[Tensor], options: LinearOptions) -> list[Tensor]:
+    """Call the op."""
+    arguments = (options.norm, options.eps, list(options.splits))
+    results: list[Tensor] = LINEAR(*operands.arguments(), *arguments, weight_scale=operands.weight_scale)
+    return results
