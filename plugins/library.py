@@ -23,7 +23,7 @@ PLUGIN_NAMESPACE = "twell"
 PLUGIN_VERSION = "twellc-3"
 BLOCK_NAMES = ("TwellGatedMlp", "TwellMlp")
 LINEAR_NAME = "TwellLinear"
-PLUGIN_NAMES = BLOCK_NAMES
+PLUGIN_NAMES = (*BLOCK_NAMES, LINEAR_NAME)
 # In a separate library, which is not built everywhere.
 ATTENTION_NAMES = ("TwellAttention", "TwellCachedAttention", "TwellAppendCaches")
 ATTENTION_NAME, CACHED_ATTENTION_NAME, APPEND_NAME = ATTENTION_NAMES
@@ -41,8 +41,9 @@ MAX_D_FF = 65536
 MAX_TRAIN_WIDTH = 65536
 MAX_PAIRS = 2**31 - 1
 LARGEST_HEAD = 256
-# Outputs of a linear layer.
+# Outputs of a linear layer, and tokens up to which one kernel computes it.
 MAX_SPLITS = 4
+FEW_TOKENS_LINEAR = 16
 # See passes/attention.py.
 ATTENTION_FORMS = ("cudnn", "operator", "matmul")
 
@@ -91,6 +92,29 @@ class Tensors(_Sized):
     _fields_ = (
         *_SIZE_OF_POINTERS,
         *_each(_POINTER, "x w_gate b_gate w_up b_up w_down b_down residual y w_gate_scale w_up_scale w_down_scale"),
+    )
+
+
+class LinearProblem(_Sized):
+    """Mirror of `twell_linear_problem`."""
+
+    _fields_ = (
+        *_SIZE,
+        *_each(_I32, "in"),
+        *_each(_I64, "tokens"),
+        *_each(_I32, "out dtype weight_dtype weight_scale norm"),
+        *_each(ctypes.c_float, "eps"),
+        *_each(_I32 * MAX_SPLITS, "splits"),
+    )
+
+
+class LinearTensors(_Sized):
+    """Mirror of `twell_linear_tensors`."""
+
+    _fields_ = (
+        *_SIZE_OF_POINTERS,
+        *_each(_POINTER, "x weight bias norm_weight norm_bias residual weight_scale"),
+        *_each(_POINTER * MAX_SPLITS, "y"),
     )
 
 
@@ -259,7 +283,12 @@ def load() -> ctypes.CDLL:
         UserError: The library is missing, cannot be loaded, or is of another version than this package.
     """
     problem, tensors, run = ctypes.POINTER(Problem), ctypes.POINTER(Tensors), (_POINTER, ctypes.c_size_t, _POINTER)
+    linear = ctypes.POINTER(LinearProblem)
     functions: dict[str, tuple[Any, ...]] = {
+        "twell_linear_validate": (ctypes.c_char_p, linear),
+        "twell_linear_workspace_bytes": (ctypes.c_size_t, linear),
+        "twell_linear": (ctypes.c_int, linear, ctypes.POINTER(LinearTensors), *run),
+        "twell_linear_describe": (ctypes.c_size_t, linear, ctypes.POINTER(Device), ctypes.c_char_p, ctypes.c_size_t),
         "twell_validate": (ctypes.c_char_p, problem),
         "twell_validate_tensors": (ctypes.c_char_p, problem, tensors),
         "twell_get_limits": (None, ctypes.POINTER(Limits)),

@@ -11,6 +11,7 @@ evaluator and the calls of the C API take names, types, defaults and order from 
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -95,6 +96,29 @@ class LinearOptions:
         ):
             if misplaced and getattr(operands, name) is not None:
                 raise ValueError(f"twell: {name} has no meaning {reason}")
+
+    def problem(self, dtype: str, *, tokens: int, inner: int, out: int, scale: str | None) -> library.LinearProblem:
+        """Return what the C API is asked to compute.
+
+        Args:
+            dtype: bfloat16 or float16.
+            tokens: Rows of x.
+            inner: Columns of x.
+            out: Rows of the weight.
+            scale: How many scales the weight has, of `library.SCALE_FORMS`; None: it is of `dtype`.
+        """
+        code = library.DTYPES[dtype]
+        return library.LinearProblem(
+            **{"in": inner},
+            tokens=tokens,
+            out=out,
+            dtype=code,
+            weight_dtype=code if scale is None else library.E4M3,
+            weight_scale=library.SCALE_FORMS[scale or "tensor"],
+            norm=library.NORMS[self.norm],
+            eps=self.eps,
+            splits=(ctypes.c_int32 * library.MAX_SPLITS)(*self.splits),
+        )
 
     def widths(self, out: int) -> tuple[int, ...]:
         """Return the width of each output."""

@@ -22,12 +22,16 @@ a row of x reaches all of that row of y.
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
+from twellc.base.dtypes import dtype_name
 from twellc.base.torch_private import OpOverload
+from twellc.plugins import library
 from twellc.plugins.linear import SCHEMA, TENSORS, LinearOperands, LinearOptions, call_of
-from twellc.plugins.meaning import EIGHT_BITS, math_dtype
+from twellc.plugins.meaning import EIGHT_BITS, as_read, check_on_gpu, check_problem, launch, math_dtype
 from twellc.plugins.torch_library import define
 
 
@@ -95,21 +99,44 @@ def _infer(operands: LinearOperands[Tensor], options: LinearOptions) -> list[Ten
     return [x.new_empty((*x.shape[:-1], width)) for width in widths]
 
 
+def _launch(operands: LinearOperands[Tensor], options: LinearOptions) -> list[Tensor]:
+    """Run the layer on the GPU: few tokens through the C API on the current stream, more by torch's own operations."""
+    results = _infer(operands, options)
+    check_on_gpu(operands.named())
+    (out, inner), scale = operands.weight.shape, operands.weight_scale
+    tokens = operands.x.shape[:-1].numel()
+    kind = None if scale is None else "neuron" if scale.dim() else "tensor"
+    problem = options.problem(dtype_name(operands.x.dtype), tokens=tokens, inner=inner, out=out, scale=kind)
+    check_problem(problem)
+    read = operands.map(as_read)  # kept until the kernels are launched
+    # NOTE: a kernel reads the weight before launches before it have ended, so no copy that was just made.
+    if tokens > library.FEW_TOKENS_LINEAR or read.weight is not operands.weight:
+        return _by_torch(operands, options)
+    y = (ctypes.c_void_p * library.MAX_SPLITS)(*map(Tensor.data_ptr, results))
+    tensors = library.LinearTensors(**read.map(Tensor.data_ptr).named(), y=y)
+    lib = library.load()
+    with torch.cuda.device(operands.x.device):
+        launch(lib.twell_linear, lib.twell_linear_workspace_bytes(problem), problem, tensors)
+    return results
+
+
 def _by_torch(operands: LinearOperands[Tensor], options: LinearOptions) -> list[Tensor]:
-    """Compute the layer on the GPU by torch's own operations."""
-    _check(operands, options)
-    x, weight = _normalised(operands, options).to(operands.x.dtype), operands.weight
+    """Compute the layer by torch's own operations, each of which rounds."""
+    x, weight, functional = operands.x, operands.weight, torch.nn.functional
+    if options.norm == "rms":
+        x = functional.rms_norm(x, x.shape[-1:], operands.norm_weight, options.eps)
+    elif options.norm == "layer":
+        x = functional.layer_norm(x, x.shape[-1:], operands.norm_weight, operands.norm_bias, options.eps)
     if operands.weight_scale is not None:
         weight = (weight.float() * operands.weight_scale).to(x.dtype)
-    y = torch.nn.functional.linear(x, weight)
-    for each in (operands.bias, operands.residual):
-        y = y if each is None else y + each
+    y = functional.linear(x, weight, operands.bias)
+    y = y if operands.residual is None else y + operands.residual
     return [each.contiguous() for each in y.split(options.widths(weight.shape[0]), -1)]
 
 
 LINEAR: OpOverload = define(
     SCHEMA,
-    *(lambda *arguments, run=run, **named: run(*call_of(arguments, named)) for run in (_compute, _by_torch, _infer)),
+    *(lambda *arguments, run=run, **named: run(*call_of(arguments, named)) for run in (_compute, _launch, _infer)),
 )
 
 

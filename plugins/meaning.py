@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -137,19 +137,20 @@ def output_of(h: Tensor, operands: Operands[Tensor]) -> Tensor:
     return (y if operands.residual is None else operands.residual.to(y.dtype) + y).to(operands.x.dtype)
 
 
-def check_on_gpu(operands: Operands[Tensor]) -> None:
-    """Raise TypeError if the kernels do not take the dtype, ValueError if tensors are not all on one device."""
-    dtype, device = dtype_name(operands.x.dtype), operands.x.device
+def check_on_gpu(tensors: Mapping[str, Tensor]) -> None:
+    """Raise TypeError if the kernels do not take the dtype of x, ValueError if tensors are not all on one device."""
+    dtype, device = dtype_name(tensors["x"].dtype), tensors["x"].device
     if dtype not in library.DTYPES:
         raise TypeError(f"twell: the CUDA kernels take {' or '.join(library.DTYPES)}, got {dtype}")
-    for name, tensor in operands.named().items():
+    for name, tensor in tensors.items():
         if tensor.device != device:
             raise ValueError(f"twell: {name} must be on {device}, got {tensor.device}")
 
 
-def check_problem(problem: library.Problem) -> None:
+def check_problem(problem: library.Problem | library.LinearProblem) -> None:
     """Raise ValueError if the library refuses a problem."""
-    fault = library.load().twell_validate(problem)
+    lib = library.load()
+    fault = (lib.twell_validate if isinstance(problem, library.Problem) else lib.twell_linear_validate)(problem)
     if fault:
         raise ValueError(f"twell: {fault.decode()}")
 

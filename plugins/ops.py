@@ -69,7 +69,7 @@ def _compute(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
 def _launch(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
     """Run the block on the GPU through the C API, on the current stream."""
     check_call(operands, options)
-    check_on_gpu(operands)
+    check_on_gpu(operands.named())
     x, widths = operands.x, widths_of(operands)
     tokens = x.numel() // widths["d_model"]
     kinds = scale_kinds(operands)

@@ -31,6 +31,7 @@ KERNELS: dict[str, set[str]] = {
     | {MANY + each for each in ("guard", "gate", "dense", "chunks", "schedule", "sparse")},
     "split": BASE | {"dense_block", "many_tokens"},
     "training": BASE | {MANY + "gate"},
+    "linear": BASE | {"eight_bits"},
 }
 # The files above all folders: the C functions and the table of routes.
 ALLOWED = {**KERNELS, "": {*KERNELS}}

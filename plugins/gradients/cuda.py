@@ -144,7 +144,7 @@ def _stream() -> int:
 
 def _run_of(call: Call) -> _Run:
     operands, widths = call.operands, widths_of(call.operands)
-    check_on_gpu(operands)
+    check_on_gpu(operands.named())
     named = operands.named()
     for name in ("d_model", "d_out"):
         if widths[name] > library.MAX_TRAIN_WIDTH:

@@ -4,6 +4,7 @@
 #include "few_tokens/few.h"
 #include "host/problem.h"
 #include "internal.h"
+#include "linear/linear.h"
 #include "many_tokens/many_tokens.h"
 #include "many_tokens/schedule/schedule.h"
 #include "one_or_two_tokens/one_or_two.h"
@@ -98,6 +99,7 @@ size_t twell_internal_configurations(char* text, size_t size) {
     twell::list_dense_block(rows);
     twell::list_many_tokens(rows);
     twell::list_eight_bits(rows);
+    twell::list_linear(rows);
     return rows.bytes();
 }
 

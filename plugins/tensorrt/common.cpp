@@ -136,4 +136,16 @@ int32_t check_device() {
     return 10 * major + minor;
 }
 
+void check_launch(cudaError_t status) {
+    if (status == cudaSuccess) {
+        return;
+    }
+    std::string message =
+        std::string("the kernels failed: ") + cudaGetErrorName(status) + ", " + cudaGetErrorString(status);
+    if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) {
+        message += ". This library was built without code for this GPU; rebuild it with TWELL_CUDA_ARCHS";
+    }
+    throw Refusal(message);
+}
+
 }  // namespace twell

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <NvInferRuntime.h>
+#include <cuda_runtime_api.h>
 
 #include <array>
 #include <cstdint>
@@ -65,6 +66,9 @@ void check_shape(char const* input, nvinfer1::Dims const& dims, nvinfer1::Dims c
 
 // Throws Refusal unless the current GPU can run the plugins. Returns its compute capability, 90 for 9.0.
 int32_t check_device();
+
+// Throws Refusal if launching kernels failed.
+void check_launch(cudaError_t status);
 
 // Runs `body`. An exception becomes a message in the host's log and `failure`: none may reach the host.
 template <typename Result, typename Body>

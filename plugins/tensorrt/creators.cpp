@@ -2,13 +2,14 @@
 #include <twell/twell.h>
 
 #include "feed_forward_plugin.h"
+#include "linear_plugin.h"
 #include "registration.h"
 
 namespace twell {
 
 std::vector<nvinfer1::IPluginCreatorV3One*> const& creators() {
-    static auto const& all = *new std::vector<nvinfer1::IPluginCreatorV3One*>{new FeedForwardCreator(TWELL_GATED),
-                                                                              new FeedForwardCreator(TWELL_PLAIN)};
+    static auto const& all = *new std::vector<nvinfer1::IPluginCreatorV3One*>{
+        new FeedForwardCreator(TWELL_GATED), new FeedForwardCreator(TWELL_PLAIN), new LinearCreator()};
     return all;
 }
 

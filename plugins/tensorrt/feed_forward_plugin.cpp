@@ -181,7 +181,7 @@ void FeedForwardPlugin::check_shapes(Shapes const& inputs) const {
     problem_of(inputs, DataType::kBF16);  // no limit depends on the type, which need not be known
 }
 
-void FeedForwardPlugin::set_output_shapes(DimsExprs const* inputs, DimsExprs* outputs) const {
+void FeedForwardPlugin::set_output_shapes(DimsExprs const* inputs, DimsExprs* outputs, nvinfer1::IExprBuilder&) const {
     outputs[0] = inputs[slots_[kX]];
     outputs[0].d[outputs[0].nbDims - 1] = inputs[slots_[kWDown]].d[1];
 }
@@ -234,15 +234,7 @@ void FeedForwardPlugin::run(PluginTensorDesc const* descs, void const* const* in
     tensors.w_up_scale = input(kUpScale);
     tensors.w_down_scale = input(kDownScale);
     tensors.y = outputs[0];
-    cudaError_t const status = twell_mlp(&problem, &tensors, workspace, twell_workspace_bytes(&problem), stream);
-    if (status != cudaSuccess) {
-        std::string message =
-            std::string("the kernels failed: ") + cudaGetErrorName(status) + ", " + cudaGetErrorString(status);
-        if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) {
-            message += ". This library was built without code for this GPU; rebuild it with TWELL_CUDA_ARCHS";
-        }
-        throw Refusal(message);
-    }
+    check_launch(twell_mlp(&problem, &tensors, workspace, twell_workspace_bytes(&problem), stream));
 }
 
 // ---- serialisation ----

@@ -36,7 +36,8 @@ class FeedForwardPlugin final : public PluginBase<FeedForwardPlugin> {
   private:
     std::string allowed_types(nvinfer1::DataType first) const override;
     void check_shapes(Shapes const& inputs) const override;
-    void set_output_shapes(nvinfer1::DimsExprs const* inputs, nvinfer1::DimsExprs* outputs) const override;
+    void set_output_shapes(nvinfer1::DimsExprs const* inputs, nvinfer1::DimsExprs* outputs,
+                           nvinfer1::IExprBuilder&) const override;
     void configure(nvinfer1::DynamicPluginTensorDesc const* inputs) override;
     size_t workspace_bytes(nvinfer1::DynamicPluginTensorDesc const* inputs) const override;
     FeedForwardPlugin* attached() const override;

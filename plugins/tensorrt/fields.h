@@ -69,6 +69,18 @@ class FieldReader {
         return value;
     }
 
+    // One integer or more, up to `most`.
+    std::vector<int32_t> integers(char const* name, int32_t most, std::string const& allowed) {
+        nvinfer1::PluginField const& field = take(name, allowed);
+        if (field.type != nvinfer1::PluginFieldType::kINT32 || field.length < 1 || field.length > most ||
+            field.data == nullptr) {
+            refuse(name, describe(field), allowed);
+        }
+        std::vector<int32_t> values(static_cast<size_t>(field.length));
+        std::memcpy(values.data(), field.data, values.size() * sizeof(int32_t));
+        return values;
+    }
+
     float number(char const* name, std::string const& allowed) {
         return scalar<float>(name, nvinfer1::PluginFieldType::kFLOAT32, allowed);
     }

@@ -45,7 +45,7 @@ class PluginBase : public nvinfer1::IPluginV3,
     char const* getPluginName() const noexcept final { return name_; }
     char const* getPluginVersion() const noexcept final { return kPluginVersion; }
     char const* getPluginNamespace() const noexcept final { return kPluginNamespace; }
-    int32_t getNbOutputs() const noexcept final { return OUTPUTS; }
+    int32_t getNbOutputs() const noexcept final { return output_count(); }
 
     // ---- build ----
 
@@ -59,18 +59,18 @@ class PluginBase : public nvinfer1::IPluginV3,
     }
 
     int32_t getOutputShapes(nvinfer1::DimsExprs const* inputs, int32_t input_count, nvinfer1::DimsExprs const*, int32_t,
-                            nvinfer1::DimsExprs* outputs, int32_t, nvinfer1::IExprBuilder&) noexcept final {
+                            nvinfer1::DimsExprs* outputs, int32_t, nvinfer1::IExprBuilder& builder) noexcept final {
         return status_of([&] {
             check_input_count(inputs_, input_count);
             check_shapes(shapes_of([&](size_t i) { return known_dims(inputs[i]); }));
-            set_output_shapes(inputs, outputs);
+            set_output_shapes(inputs, outputs, builder);
         });
     }
 
     bool supportsFormatCombination(int32_t pos, nvinfer1::DynamicPluginTensorDesc const* in_out, int32_t input_count,
                                    int32_t output_count) noexcept final {
-        if (in_out == nullptr || input_count != this->input_count() || output_count != OUTPUTS || pos < 0 ||
-            pos >= input_count + output_count) {
+        if (in_out == nullptr || input_count != this->input_count() || output_count != this->output_count() ||
+            pos < 0 || pos >= input_count + output_count) {
             return false;
         }
         nvinfer1::PluginTensorDesc const& desc = in_out[pos].desc;
@@ -132,12 +132,14 @@ class PluginBase : public nvinfer1::IPluginV3,
 
     // ---- what a plugin has: each may throw, which becomes a message in the host's log and a failure ----
 
+    virtual int32_t output_count() const { return OUTPUTS; }
     // What is allowed instead of an input's type, to follow "; ".
     virtual std::string allowed_types(nvinfer1::DataType first) const = 0;
     // Holds the inputs against each other. Extents may be kAny: then only what is known is checked.
     virtual void check_shapes(Shapes const& inputs) const = 0;
     // Sets all outputs' shapes. By default they are those of as many inputs.
-    virtual void set_output_shapes(nvinfer1::DimsExprs const* inputs, nvinfer1::DimsExprs* outputs) const {
+    virtual void set_output_shapes(nvinfer1::DimsExprs const* inputs, nvinfer1::DimsExprs* outputs,
+                                   nvinfer1::IExprBuilder&) const {
         std::copy_n(inputs, OUTPUTS, outputs);
     }
     // Takes a profile, whose number of inputs and types have been checked, while a network is built.

@@ -3,7 +3,7 @@
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,17 +69,21 @@ def make_ranges(least: Tensors, most: Tensors) -> Any:
     return (DynamicDesc * len(ranges))(*ranges)
 
 
-def create_plugin(host: ctypes.CDLL, library: Path, index: int, values: dict[str, str | int | float]) -> Any:
+def create_plugin(
+    host: ctypes.CDLL, library: Path, index: int, values: Mapping[str, str | int | float | list[int]]
+) -> Any:
     """Create a plugin of the library's creator of this index with these fields."""
     kept: list[Any] = []
     items = []
     for name, value in values.items():
         if isinstance(value, str):
             kept.append(ctypes.create_string_buffer(value.encode()))
+        elif isinstance(value, list):
+            kept.append((ctypes.c_int32 * len(value))(*value))
         else:
             kept.append((ctypes.c_float if isinstance(value, float) else ctypes.c_int32)(value))
         kind = 6 if isinstance(value, str) else 1 if isinstance(value, float) else 5
-        length = len(kept[-1]) if isinstance(value, str) else 1
+        length = len(kept[-1]) if isinstance(value, str | list) else 1
         items.append(Field(name.encode(), ctypes.addressof(kept[-1]), kind, length))
     plugin = host.create(host.load(str(library).encode(), index), Fields(len(items), (Field * len(items))(*items)))
     assert plugin
@@ -93,12 +97,13 @@ def supports(host: ctypes.CDLL, plugin: Any, position: int, types: Sequence[int]
     return answer
 
 
-def enqueue(function: Any, plugin: Any, inputs: Sequence[Tensor], y: Tensor, workspace: Tensor) -> int:
-    """Call `host.enqueue` or `host.enqueue_attached` with the tensors as they are."""
+def enqueue(function: Any, plugin: Any, inputs: Sequence[Tensor], y: Tensor, workspace: Tensor, *more: Tensor) -> int:
+    """Call `host.enqueue` or `host.enqueue_attached` with the tensors as they are; `more` are outputs behind y."""
     kinds = {**{dtype: kind for kind, dtype in TORCH.items()}, torch.int32: INT32}
     descs = make_descs([(each.shape, kinds[each.dtype]) for each in inputs])
     given = (ctypes.c_void_p * len(inputs))(*[each.data_ptr() for each in inputs])
-    outputs, output = (ctypes.c_void_p * 1)(y.data_ptr()), make_desc(y.shape, kinds[y.dtype])
+    outputs = (ctypes.c_void_p * (1 + len(more)))(*(each.data_ptr() for each in (y, *more)))
+    output = make_desc(y.shape, kinds[y.dtype])
     stream = torch.cuda.current_stream().cuda_stream
     status: int = function(plugin, descs, ctypes.byref(output), given, outputs, workspace.data_ptr(), stream)
     return status

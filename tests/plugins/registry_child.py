@@ -39,7 +39,7 @@ def create(trt: Any, registry: Any, plugin: str, phase: str, given: list[list[An
 
 def is_weight(name: str, extents: list[Any]) -> bool:
     """Say whether an input of the node is a random weight, and no input of the graph."""
-    return name[:2] in ("w_", "b_") and all(isinstance(size, int) for size in extents)
+    return name.startswith(("w_", "b_", "weight", "bias", "norm_")) and all(isinstance(size, int) for size in extents)
 
 
 def make_onnx(case: dict[str, Any]) -> bytes:
@@ -80,7 +80,7 @@ def make_onnx(case: dict[str, Any]) -> bytes:
     before, after = [], []
     if weights:
         before, after = [helper.make_node("Neg", ["x"], ["h"])], [helper.make_node("Neg", ["z"], ["y0"])]
-        names, results = ["h", *names[1:]], ["z"]
+        names, results = ["h", *names[1:]], ["z", *results[1:]]
     node = helper.make_node(
         case["plugin"],
         names,

@@ -249,8 +249,9 @@ def test_header_says_the_same() -> None:
     assert f"#define TWELL_MAX_D_FF {library.MAX_D_FF}\n" in text
     constants = {name.lower(): int(value) for name, value in re.findall(r"\bTWELL_(\w+) = (\d+)", text)}
     scales = {f"scale_{name}": value for name, value in library.SCALE_FORMS.items()}
+    norms = {f"norm_{name}": value for name, value in library.NORMS.items()}
     types = {"bf16": 0, "fp16": 1, "e4m3": library.E4M3}
-    assert constants == {**types, **scales, **library.VARIANTS, **library.ACTIVATIONS}
+    assert constants == {**types, **scales, **norms, **library.VARIANTS, **library.ACTIVATIONS}
     for struct, mirror in (
         ("twell_problem", library.Problem),
         ("twell_tensors", library.Tensors),

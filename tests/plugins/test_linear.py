@@ -1,7 +1,12 @@
 """A linear layer with its norm and its residual: what it means, what is refused, its node, its kernels."""
 
+import ctypes
 import dataclasses
+import functools
+import itertools
+import random
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.plugins import plugin_host
+from tests.plugins.plugin_host import host
 from tests.tolerance import assert_as_accurate, assert_same
 from twellc.checks.evaluator import OnnxEvaluator
 from twellc.export.onnx_export import export_onnx, save_onnx
-from twellc.plugins.linear import ATTRIBUTES, LinearOperands, LinearOptions, call_of
+from twellc.plugins import library
+from twellc.plugins.linear import ATTRIBUTES, TENSORS, LinearOperands, LinearOptions, call_of
 from twellc.plugins.linear_op import LINEAR, run_linear
 from twellc.plugins.onnx_node import linear_attributes, read_linear
 from twellc.plugins.quantise import quantise
 
+__all__ = ["host"]
 BF16, FP16 = torch.bfloat16, torch.float16
 EPS = 1e-5
 
@@ -233,3 +242,256 @@ def test_a_program_as_onnx_gives_the_same(scale: str, tmp_path: Path) -> None:
     results = OnnxEvaluator(tmp_path / "model.onnx").run({"x": x})
     for result, expected in zip(results, module(x), strict=True):
         assert torch.equal(result, expected)
+
+
+# ---- the C API ----
+
+
+def problem_of(case: Case) -> library.LinearProblem:
+    dtype = str(case.dtype).removeprefix("torch.")
+    options = LinearOptions(norm=case.norm, eps=EPS, splits=case.splits)
+    return options.problem(dtype, tokens=case.tokens, inner=case.inner, out=case.out, scale=case.scale or None)
+
+
+def changed(**changes: Any) -> library.LinearProblem:
+    problem = problem_of(Case())
+    for name, value in changes.items():
+        setattr(problem, name, (ctypes.c_int32 * 4)(*value) if name == "splits" else value)
+    return problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),
+        ({"tokens": 0}, None),
+        ({"in": 2**30, "out": 2**30}, None),
+        ({"splits": (8, 8, 8, 24)}, None),
+        ({"weight_dtype": 2, "weight_scale": 1}, None),
+        ({"tokens": -1}, "tokens"),
+        ({"in": 12}, "in must be a positive multiple of 8"),
+        ({"out": 0}, "out must be a positive multiple of 8"),
+        ({"dtype": 2}, "dtype"),
+        ({"weight_dtype": 1}, "weight_dtype must be the same as dtype"),
+        ({"weight_scale": 1}, "weight_scale"),
+        ({"weight_dtype": 2, "weight_scale": 2}, "weight_scale"),
+        ({"norm": 3}, "norm"),
+        ({"eps": -1.0}, "eps"),
+        ({"eps": float("nan")}, "eps"),
+        ({"splits": (48, 8)}, "splits"),
+        ({"splits": (44, 4)}, "splits"),
+        ({"splits": (24, 0, 24)}, "splits"),
+        ({"struct_bytes": 48}, "struct_bytes"),
+    ],
+    ids=str,
+)
+def test_validate(changes: dict[str, Any], message: str | None) -> None:
+    fault = library.load().twell_linear_validate(changed(**changes))
+    assert fault is None if message is None else message in fault.decode()
+
+
+def described(problem: library.LinearProblem, device: library.Device) -> list[str]:
+    lib = library.load()
+    return library.read_text(functools.partial(lib.twell_linear_describe, problem, device)).splitlines()
+
+
+def kernels_of(case: Case, device: str) -> list[str]:
+    return [line.partition(" | ")[0] for line in described(problem_of(case), library.GPUS[device])]
+
+
+def test_which_kernels_run() -> None:
+    assert kernels_of(Case(tokens=8, inner=2048, out=6144), "H100") == ["linear_few tokens=8 queue=48"]
+    assert kernels_of(Case(tokens=16, inner=4096, out=6144), "H100") == ["linear_few tokens=16 queue=32"]
+    assert kernels_of(Case(tokens=16, inner=8192, out=64), "H100") == ["linear_few tokens=8 queue=32"] * 2
+    assert kernels_of(Case(tokens=17, inner=2048, out=64), "H100") == ["linear_norm", "linear_many"]
+    assert kernels_of(Case(tokens=17, inner=2048, out=64, norm="none"), "H100") == ["linear_many"]
+    assert kernels_of(Case(tokens=1, inner=32000, out=64), "H100") == ["linear_norm", "linear_many"]
+    assert kernels_of(Case(tokens=8, scale="neuron"), "H100") == ["linear_few tokens=8 queue=48"]
+    assert kernels_of(Case(tokens=8, inner=72, scale="neuron"), "H100") == ["widen", "linear_few tokens=8 queue=48"]
+    assert kernels_of(Case(tokens=99, scale="tensor", norm="none"), "H100") == ["widen", "linear_many"]
+    assert kernels_of(Case(tokens=8, inner=2048), "RTX-4090") == ["linear_few tokens=8 queue=16"]
+    assert kernels_of(Case(tokens=0), "H100") == []
+
+
+def test_every_configuration_is_known_and_launches_fit() -> None:
+    found = set()
+    for device, gpu in library.GPUS.items():
+        for tokens, inner in itertools.product((1, 5, 8, 11, 16, 17), (8, 2048, 4096, 8192, 20000, 31000, 40000)):
+            for scale in ("", "neuron"):
+                case = Case(tokens=tokens, inner=inner, scale=scale)
+                for line in described(problem_of(case), gpu):
+                    shared = re.search(r" shared=(\d+)", line)
+                    assert shared is not None and int(shared[1]) <= gpu.shared_bytes
+                    found.add(line.partition(" | ")[0])
+                assert kernels_of(case, device)
+    function: Any = library.load().twell_internal_configurations
+    function.restype, function.argtypes = ctypes.c_size_t, [ctypes.c_char_p, ctypes.c_size_t]
+    known = {line for line in library.read_text(function).splitlines() if line.startswith("linear")}
+    assert found - {"widen"} == known
+
+
+def test_the_workspace_does_not_shrink() -> None:
+    lib = library.load()
+    for inner, norm, scale in itertools.product((64, 72, 40000), ("none", "rms"), ("", "neuron")):
+        sizes = [
+            lib.twell_linear_workspace_bytes(problem_of(Case(tokens=tokens, inner=inner, norm=norm, scale=scale)))
+            for tokens in range(40)
+        ]
+        assert sizes == sorted(sizes)
+
+
+def test_numbers_of_the_sources() -> None:
+    plugins = Path(__file__).resolve().parents[2] / "plugins"
+    few = re.search(r"kMostTokensLinearFew = (\d+);", (plugins / "kernels" / "linear" / "linear.h").read_text())
+    assert few is not None and int(few[1]) == library.FEW_TOKENS_LINEAR
+    header = (plugins / "include" / "twell" / "twell.h").read_text()
+    assert f"#define TWELL_MAX_SPLITS {library.MAX_SPLITS}\n" in header
+    for struct, mirror in (
+        ("twell_linear_problem", library.LinearProblem),
+        ("twell_linear_tensors", library.LinearTensors),
+    ):
+        body = re.findall(r"struct \{([^{}]*)\} " + struct, re.sub(r"//[^\n]*", "", header))[0]
+        members = re.findall(r"(\w+)(?:\[TWELL_MAX_SPLITS\])?;", body)
+        assert members == [name for name, *_ in mirror._fields_]
+    source = (plugins / "tensorrt" / "linear_plugin.cpp").read_text()
+    table = re.findall(r'\{"(\w+)", (?:nullptr|"(\w+)")\}', source.partition("kRolesOfLayer[] = ")[2].partition(";")[0])
+    assert table == [(each.name, each.flag) for each in TENSORS]
+    (norms,) = re.findall(r"kNorms\[\] = \{(.*)\};", source)
+    assert tuple(re.findall(r'"(\w+)"', norms)) == tuple(library.NORMS)
+
+
+# ---- kernels ----
+
+SIZES = [
+    *((64, 64), (8, 8), (64, 8), (72, 200), (128, 40), (1016, 248), (1024, 1544), (2048, 2048), (2048, 6144)),
+    *((4096, 2056), (5120, 1288), (8192, 1032), (11008, 520), (31000, 72), (40000, 64)),
+]
+TOKENS = [*range(1, 18), 20, 31, 33, 40, 128, 129, 300]
+
+
+def gpu_cases() -> Iterator[Case]:
+    generator = random.Random(5)
+    for index, tokens in enumerate(TOKENS * 12):
+        inner, out = SIZES[index % len(SIZES)]
+        splits = generator.choice([(), (out,), *([(8, out - 8), (out - 8, 8)] if out > 8 else [])])
+        if out >= 64 and generator.random() < 0.5:
+            splits = (8, out // 16 * 8, 16, out - 24 - out // 16 * 8)
+        yield Case(
+            tokens=tokens,
+            inner=inner,
+            out=out,
+            norm=generator.choice(["none", "rms", "layer"]),
+            splits=splits,
+            dtype=generator.choice([BF16, FP16]),
+            scale=generator.choice(["", "", "tensor", "neuron"]),
+            biases=generator.random() < 0.5,
+            residual=len(splits) < 2 and generator.random() < 0.7,
+        )
+
+
+def run_kernels(case: Case, operands: LinearOperands[Tensor]) -> list[Tensor]:
+    """Run the C function, whatever the number of tokens; memory holds NaN before."""
+    lib, problem = library.load(), problem_of(case)
+    widths = case.splits or (case.out,)
+    results = [operands.x.new_full((case.tokens, width), float("nan")) for width in widths]
+    size = lib.twell_linear_workspace_bytes(problem)
+    workspace = torch.full((size,), 255, dtype=torch.uint8, device="cuda")
+    pointers = (ctypes.c_void_p * library.MAX_SPLITS)(*map(Tensor.data_ptr, results))
+    tensors = library.LinearTensors(**operands.map(Tensor.data_ptr).named(), y=pointers)
+    stream = torch.cuda.current_stream().cuda_stream
+    assert lib.twell_linear(problem, tensors, workspace.data_ptr(), size, stream) == 0
+    return results
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", gpu_cases(), ids=str)
+@pytest.mark.sampled(120)
+def test_kernels(case: Case) -> None:
+    operands, _ = make(case, "cuda")
+    results = run_kernels(case, operands)
+    y, truth = torch.cat(results, -1), dense(operands, case.norm, torch.float64)
+    assert_as_accurate(y, dense(operands, case.norm, case.dtype), truth)
+    for result, again in zip(results, run_kernels(case, operands), strict=True):
+        assert torch.equal(result, again)
+    operands.x[-1, -1] = torch.nan
+    broken = torch.cat(run_kernels(case, operands), -1)
+    assert broken[-1].isnan().all() and torch.equal(broken[:-1], y[:-1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [Case(tokens=3), Case(tokens=20), Case(tokens=3, inner=72, scale="neuron")], ids=str)
+def test_the_op_on_a_gpu(case: Case) -> None:
+    operands, options = make(case, "cuda")
+    (y,) = run_linear(operands, options)
+    assert_as_accurate(y, dense(operands, case.norm, case.dtype), dense(operands, case.norm, torch.float64))
+    strided = dataclasses.replace(operands, x=operands.x.t().contiguous().t(), weight=operands.weight.t().clone().t())
+    assert_as_accurate(
+        run_linear(strided, options)[0],
+        dense(operands, case.norm, case.dtype),
+        dense(operands, case.norm, torch.float64),
+    )
+    with pytest.raises(ValueError, match="out must be a positive multiple of 8"):
+        LINEAR(operands.x, operands.weight[:-1], None, None, None, None, weight_scale=operands.weight_scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [Case(splits=(16, 8, 24)), Case(tokens=40, norm="layer", residual=True, dtype=FP16), Case(scale="neuron")],
+    ids=str,
+)
+def test_the_plugin_runs_the_kernels(host: ctypes.CDLL, case: Case) -> None:
+    operands, options = make(case, "cuda")
+    fields = {
+        name: value for name, value in linear_attributes(operands, options, case.out).items() if name[:6] != "plugin"
+    }
+    plugin = plugin_host.create_plugin(host, library.library_path(), 2, fields)
+    expected = run_kernels(case, operands)
+    results = [torch.full_like(each, torch.nan) for each in expected]
+    size = library.load().twell_linear_workspace_bytes(problem_of(case))
+    workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
+    inputs = list(operands.named().values())
+    assert plugin_host.enqueue(host.enqueue, plugin, inputs, results[0], workspace, *results[1:]) == 0
+    host.destroy(plugin)
+    assert all(map(torch.equal, results, expected))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 8, 13, 16])
+@pytest.mark.parametrize("scale", ["", "neuron"])
+def test_launches_that_overlap(tokens: int, scale: str) -> None:
+    """A chain of layers, in a graph and out of it, gives what they give one at a time."""
+    wide, narrow = Case(tokens, 512, 2048, scale=scale), Case(tokens, 2048, 512, "none", scale=scale, residual=True)
+    layers = [make(case, "cuda") for case in (wide, narrow) * 4]
+    start = layers[0][0].x
+
+    def chain(*, alone: bool) -> Tensor:
+        x = before = start
+        for operands, options in layers:
+            residual = None if operands.residual is None else before
+            (y,) = run_linear(dataclasses.replace(operands, x=x, residual=residual), options)
+            before, x = (x, y) if residual is None else (before, y)
+            if alone:
+                torch.cuda.synchronize()
+        return x
+
+    expected = chain(alone=True)
+    assert not expected.isnan().any()
+    assert torch.equal(chain(alone=False), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = chain(alone=False)
+    for _ in range(5):
+        y.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(y, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", ["", "neuron"])
+@pytest.mark.parametrize("tokens", [1, 9, 20])
+def test_sanitize(tokens: int, scale: str) -> None:
+    for norm, inner, out, splits in (("layer", 72, 40, (8, 32)), ("rms", 2048, 264, ()), ("none", 128, 64, ())):
+        case = Case(tokens=tokens, inner=inner, out=out, norm=norm, splits=splits, scale=scale, residual=not splits)
+        operands, _ = make(case, "cuda")
+        assert not torch.cat(run_kernels(case, operands), -1).isnan().any()

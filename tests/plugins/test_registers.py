@@ -19,6 +19,7 @@ GENERIC = ("80", "90a")
 # Sources, their architectures, and how many kernels they have at least.
 SOURCES = {
     "few_tokens/few.cu": (GENERIC, 6),
+    "linear/linear.cu": (GENERIC, 24),
     "one_or_two_tokens/one_or_two.cu": (GENERIC, 3),
     "many_tokens/gate/gate.cu": (GENERIC, 8),
     "many_tokens/chunks/chunk.cu": (GENERIC, 2),

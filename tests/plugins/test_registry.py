@@ -23,6 +23,7 @@ from twellc.plugins.library import ATTENTION_NAMES, PLUGIN_VERSION, attention_li
 
 HERE = Path(__file__).resolve().parent
 GATED, PLAIN = BLOCKS = ("TwellGatedMlp", "TwellMlp")
+LINEAR = "TwellLinear"
 ATTENTION, CACHED, APPEND = "TwellAttention", "TwellCachedAttention", "TwellAppendCaches"
 Report = dict[str, Any]
 Field = list[Any]
@@ -53,6 +54,9 @@ def need(plugin: str) -> None:
         pytest.skip("the attention library was not built")
 
 
+FLAGS = ("bias", "norm_weight", "norm_bias", "residual", "scales")  # of a linear layer
+
+
 def fields(plugin: str, phase: str, **changes: Field | None) -> list[Field]:
     """Return good fields of a node or, at RUNTIME, of a plan, [name, type, value] each; None drops one."""
     kinds = {str: "CHAR", float: "FLOAT32", int: "INT32"}
@@ -60,6 +64,10 @@ def fields(plugin: str, phase: str, **changes: Field | None) -> list[Field]:
     if plugin == ATTENTION:
         good = {"scale": ["FLOAT32", 0.5], "causal": ["INT32", 1], "lengths": ["INT32", 0]}
         plan = {"schema": ["INT32", 1], "workspace_mib": ["INT32", 32]}
+    elif plugin == LINEAR:
+        good = {"norm": ["CHAR", "layer"], "eps": ["FLOAT32", 1e-5], "splits": ["INT32", 64]}
+        good |= {flag: ["INT32", 0] for flag in FLAGS}
+        plan = {"schema": ["INT32", 1], "norm": ["INT32", 2]}
     else:
         biases = ("gate_bias", "up_bias", "residual") if plugin == GATED else ("up_bias", "residual")
         good = {each.name: [kinds[each.kind], each.default] for each in OPTIONS}
@@ -74,13 +82,15 @@ def accepted(plugin: str, phase: str = "BUILD", **changes: Field | None) -> tupl
 
 
 ACCEPTED = [
-    *(accepted(plugin, phase) for plugin in (*BLOCKS, ATTENTION) for phase in ("BUILD", "RUNTIME")),
+    *(accepted(plugin, phase) for plugin in (*BLOCKS, LINEAR, ATTENTION) for phase in ("BUILD", "RUNTIME")),
     *(accepted(plugin, activation=["CHAR", "relu2\0"]) for plugin in BLOCKS),
     *(accepted(plugin, threshold=None) for plugin in BLOCKS),
     *(accepted(plugin, hot=["INT32", 65536]) for plugin in BLOCKS),
     *(accepted(plugin, phase, scales=["INT32", 1]) for plugin in BLOCKS for phase in ("BUILD", "RUNTIME")),
     accepted(GATED, activation=["CHAR", "drelu"]),
     accepted(PLAIN, activation=["CHAR", "fatrelu"], threshold=["FLOAT32", 0.5]),
+    *(accepted(LINEAR, phase, splits=["INT32", [64, 8, 8, 16]]) for phase in ("BUILD", "RUNTIME")),
+    accepted(LINEAR, **{flag: ["INT32", 1] for flag in FLAGS}),
     accepted(ATTENTION, lengths=["INT32", 1], causal=["INT32", 0], scale=["FLOAT32", -2.0]),
 ]
 
@@ -148,6 +158,18 @@ REFUSED = [
     in_plan(PLAIN, "hot", None, " is missing"),
     in_plan(GATED, "hot", ["INT32", -8], ": got -8"),
     in_plan(GATED, "tile", ["INT32", 256], " is unknown"),
+    refused(LINEAR, "norm", ["CHAR", "group"], ": got 'group'; allowed: none, rms or layer"),
+    refused(LINEAR, "eps", ["FLOAT32", -1.0], ": got -1.000000; allowed: finite and at least 0"),
+    refused(LINEAR, "splits", None, " is missing; allowed: 1 to 4 positive multiples of 8"),
+    refused(LINEAR, "splits", ["INT32", [8] * 5], ": got 5 of type int32; allowed: 1 to 4 positive multiples of 8"),
+    refused(LINEAR, "splits", ["INT32", [8, -8]], ": got -8; allowed: 1 to 4 positive multiples of 8"),
+    refused(LINEAR, "bias", ["INT32", 2], ": got 2; allowed: 0 or 1"),
+    refused(LINEAR, "norm_weight", ["INT32", 1], ": got 1; allowed: 0 without a norm", norm=["CHAR", "none"]),
+    refused(LINEAR, "norm_bias", ["INT32", 1], ": got 1; allowed: 0 without a layer norm", norm=["CHAR", "rms"]),
+    refused(LINEAR, "residual", ["INT32", 1], ": got 1; allowed: 0 with several outputs", splits=["INT32", [8, 8]]),
+    refused(LINEAR, "hot", ["INT32", 0], " is unknown; allowed: norm, eps, splits, bias, norm_weight,"),
+    in_plan(LINEAR, "norm", ["INT32", 3], ": got 3; allowed: 0, 1 or 2"),
+    in_plan(LINEAR, "schema", ["INT32", 2], ": got 2; allowed: 1. The plan is damaged, or built for another libtwell_"),
     refused(ATTENTION, "scale", None, " is missing; allowed: finite"),
     refused(ATTENTION, "scale", ["FLOAT32", math.nan], ": got nan; allowed: finite"),
     refused(ATTENTION, "scale", ["FLOAT32", -math.inf], ": got infinity; allowed: finite"),
@@ -186,6 +208,7 @@ def test_creators_are_registered(created: tuple[str, Report]) -> None:
     common = {"activation": "CHAR", "threshold": "FLOAT32"}
     common |= dict.fromkeys(("compression", "hot", "up_bias", "down_bias", "residual", "scales"), "INT32")
     expected: dict[str, dict[str, str]] = {PLAIN: common, GATED: common | {"gate_bias": "INT32"}}
+    expected |= {LINEAR: {"norm": "CHAR", "eps": "FLOAT32", "splits": "INT32", **dict.fromkeys(FLAGS, "INT32")}}
     if attention_library_path():
         expected |= {ATTENTION: {"scale": "FLOAT32", "causal": "INT32", "lengths": "INT32"}}
         expected |= {CACHED: {"scale": "FLOAT32"}, APPEND: {}}
@@ -247,7 +270,7 @@ def test_logger_and_plan_fields_in_every_host(
     assert first == "TwellGatedMlp 'layer0': the host passed no field collection"
     assert second.startswith("TwellGatedMlp 'layer0': no usable GPU: ")
     assert ", ".join(line for line in lines if not line.startswith("log ")) == (
-        "creators 2, refused 1, field schema 3, field activation 2, field threshold 0.25, field compression 4, "
+        "creators 3, refused 1, field schema 3, field activation 2, field threshold 0.25, field compression 4, "
         "field hot 512, field gate_bias 0, field up_bias 1, field down_bias 1, field residual 1, attached 0"
     )
 
@@ -293,6 +316,15 @@ def scaled(case: Case, gate_up: list[int], down: list[int], stored: str = "fp8",
     inputs += [[f"{name}_scale", "fp32", down if name == "w_down" else gate_up] for name in names]
     inputs = [[name, *changes.get(name, value)] for name, *value in inputs]
     return case | {"inputs": inputs, "attributes": {**case["attributes"], "scales": 1}}
+
+
+def linear(dtype: str = "bf16", *, splits: tuple[int, ...] = (64,), norm: str = "rms", **inputs: Any) -> Case:
+    """Return a build case of a linear layer; `inputs` are those beside x and the weight, or replace these."""
+    attributes, out = inputs.pop("attributes", {}), sum(splits)
+    given = {"x": [dtype, [*LEADING, 128]], "weight": [dtype, [out, 128]]} | inputs
+    said = {flag: int((flag if flag != "scales" else "weight_scale") in given) for flag in FLAGS}
+    case = node(LINEAR, given, norm=norm, eps=1e-5, splits=list(splits), **said | attributes)
+    return case | {"outputs": [[dtype, [*LEADING, width]] for width in splits]}
 
 
 def attention(
@@ -361,6 +393,17 @@ BUILT: dict[str, Case] = {
     "one-scale": scaled(block(GATED), [], []),
     "scales-of-int8": scaled(block(GATED, biases="u"), [300, 1], [300, 1], stored="int8"),
     "one-scale-plain": scaled(block(PLAIN, biases="d"), [], [300, 1]),
+    "linear": linear(norm_weight=["bf16", [128]]),
+    "linear-fp16-splits": linear("fp16", splits=(64, 8, 24), norm="none"),
+    "linear-all": linear(
+        norm="layer",
+        bias=["bf16", [64]],
+        norm_weight=["bf16", [128]],
+        norm_bias=["bf16", [128]],
+        residual=["bf16", [*LEADING, 64]],
+    ),
+    "linear-fp8": linear(weight=["fp8", [64, 128]], weight_scale=["fp32", [64, 1]]),
+    "linear-one-scale": linear("fp16", weight=["int8", [64, 128]], weight_scale=["fp32", []]),
     "cached": cached(),
     "cached-fp16": cached("fp16"),
     "append": appending(),
@@ -441,6 +484,26 @@ NOT_BUILT: list[tuple[Case, str]] = [
     ),
     (block(GATED, attributes={"scales": 1}), "got 4 inputs; expected 7: x, w_gate, w_up, w_down, w_gate_scale, w_up"),
     (
+        linear(weight=["bf16", [72, 128]]),
+        wrong_shape("weight", "[72, 128]", "[out, in], out the sum of splits = [64, ?]"),
+    ),
+    (
+        linear(weight=["bf16", [64, 64]]),
+        "input x has shape [?, ?, 128]; its last extent must be in = 64, as in weight [out, in]",
+    ),
+    (linear(bias=["bf16", [8]]), wrong_shape("bias", "[8]", "[out] = [64]")),
+    (linear(norm_weight=["fp16", [128]]), f"input norm_weight is fp16; {ONE_TYPE} is bf16)"),
+    (
+        linear(residual=["bf16", [*LEADING, 32]]),
+        wrong_shape("residual", "[?, ?, 32]", "that of y, [..., out] = [?, ?, 64]"),
+    ),
+    (linear(splits=(64, 12)), "field 'splits': got 12; allowed: 1 to 4 positive multiples of 8"),
+    (linear(attributes={"bias": 1}), "got 2 inputs; expected 3: x, weight, bias"),
+    (
+        linear(weight=["fp8", [64, 128]], weight_scale=["fp32", [64]]),
+        wrong_shape("weight_scale", "[64]", "none, or [out, 1] = [64, 1]"),
+    ),
+    (
         attention(k=["bf16", ["batch", "tokens", 128]]),
         wrong_shape("k", "[?, ?, 128]", f"{OF_KEYS} = [?, ?, ?, 64]"),
     ),
@@ -489,7 +552,9 @@ NOT_BUILT: list[tuple[Case, str]] = [
 
 def build_all(cases: dict[str, Case]) -> dict[str, Report]:
     """Parse and build cases in one TensorRT-RTX process; leave out those of a library that was not built."""
-    known = {name: case for name, case in cases.items() if case["plugin"] in BLOCKS or attention_library_path()}
+    known = {
+        name: case for name, case in cases.items() if case["plugin"] not in ATTENTION_NAMES or attention_library_path()
+    }
     return dict(zip(known, talk("rtx", {"build": list(known.values())})["results"], strict=True))
 
 

@@ -179,6 +179,61 @@ TWELL_API cudaError_t twell_mlp(twell_problem const* problem, twell_tensors cons
 // a problem that twell_validate refuses, or a device below compute capability 8.0 or none.
 TWELL_API size_t twell_describe(twell_problem const* problem, twell_device const* device, char* text, size_t size);
 
+// ---- a linear layer with its norm before it and its residual behind it ----
+//
+//   y = residual + norm(x) W^T + b
+//
+// for steps of few tokens, where the time is that of reading W: up to 16 tokens one kernel does all of it. Several
+// weights that read the same x stand in W one below the other, and each has an output: see `splits`.
+
+// The most outputs.
+#define TWELL_MAX_SPLITS 4
+
+// Of a row of x, over its columns, in fp32; what it gives is rounded once to the element type.
+typedef enum {
+    TWELL_NORM_NONE = 0,
+    TWELL_NORM_RMS = 1,   // x / sqrt(mean(x^2) + eps) * norm_weight
+    TWELL_NORM_LAYER = 2  // (x - mean(x)) / sqrt(var(x) + eps) * norm_weight + norm_bias
+} twell_norm;
+
+// What is said of struct_bytes above holds for these, too.
+typedef struct {
+    uint32_t struct_bytes;  // sizeof(twell_linear_problem)
+    int32_t in;             // columns of x: a positive multiple of 8, up to TWELL_MAX_WIDTH
+    int64_t tokens;         // rows of x and y: 0 to TWELL_MAX_TOKENS; 0 does nothing
+    int32_t out;            // rows of the weight: a positive multiple of 8, up to TWELL_MAX_WIDTH
+    int32_t dtype;          // twell_dtype of all else than the weight and its scale
+    int32_t weight_dtype;   // twell_dtype of the weight: that of dtype, or TWELL_E4M3
+    int32_t weight_scale;   // twell_scale of weight_scale: TENSOR, or NEURON, which is a row; 0 for other weights
+    int32_t norm;           // twell_norm
+    float eps;              // >= 0
+    int32_t splits[TWELL_MAX_SPLITS];  // columns of each output, multiples of 8 whose sum is out; all 0: one output
+} twell_linear_problem;
+
+// Device pointers, 16-byte aligned; what may be missing is null. Inputs may overlap each other, none may overlap y.
+typedef struct {
+    uint32_t struct_bytes;      // sizeof(twell_linear_tensors)
+    uint32_t reserved;          // 0
+    void const* x;              // [tokens, in]
+    void const* weight;         // [out, in]: torch.nn.Linear's
+    void const* bias;           // [out] or null
+    void const* norm_weight;    // [in] or null: ones; null without a norm
+    void const* norm_bias;      // [in] or null: zeros; null but in a layer norm
+    void const* residual;       // [tokens, out] or null: added in fp32; null with several outputs
+    void const* weight_scale;   // of TWELL_E4M3, in fp32: 1 or [out]; else null
+    void* y[TWELL_MAX_SPLITS];  // [tokens, splits[i]] each
+} twell_linear_tensors;
+
+// As twell_validate, twell_workspace_bytes, twell_mlp and twell_describe, for a linear layer. twell_linear promises
+// that a NaN in a row of x reaches all of that row of y, and the same bits for the same call on the same device; and it
+// returns the same errors.
+TWELL_API char const* twell_linear_validate(twell_linear_problem const* problem);
+TWELL_API size_t twell_linear_workspace_bytes(twell_linear_problem const* problem);
+TWELL_API cudaError_t twell_linear(twell_linear_problem const* problem, twell_linear_tensors const* tensors,
+                                   void* workspace, size_t workspace_bytes, cudaStream_t stream);
+TWELL_API size_t twell_linear_describe(twell_linear_problem const* problem, twell_device const* device, char* text,
+                                       size_t size);
+
 // Version of this library, "major.minor.patch".
 TWELL_API char const* twell_version(void);
 

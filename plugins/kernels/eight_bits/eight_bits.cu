@@ -21,6 +21,16 @@ widen::Matrix matrix_of(void const* from, uint16_t* to, void const* scale, int32
             kind == TWELL_SCALE_OUTPUT ? 1 : 0};
 }
 
+cudaError_t launch(widen::Params const& params, int32_t dtype, Device const& device, cudaStream_t stream) {
+    constexpr int kCtasOfMultiprocessor = 8;
+    int64_t const vectors = std::max(params.matrices[0].vectors, params.matrices[2].vectors);
+    int64_t const ctas =
+        std::min(ceil_div(vectors, widen::kThreads), int64_t{device.num_multiprocessors} * kCtasOfMultiprocessor);
+    auto const kernel = dtype == TWELL_BF16 ? widen::widen_kernel<Bf16> : widen::widen_kernel<Fp16>;
+    return launch_dependent({"widen"}, kernel, params, dim3(static_cast<unsigned>(ctas)), widen::kThreads, 0, device,
+                            stream);
+}
+
 }  // namespace
 
 Widened take_widened(twell_problem const& problem, unsigned char*& memory) {
@@ -61,13 +71,14 @@ cudaError_t launch_widen(Call const& call, Widened const& widened, uint32_t cons
     params.matrices[2] = matrix_of(tensors.w_down, widened.w_down, tensors.w_down_scale, problem.down_scale,
                                    problem.d_ff, problem.d_out);
     params.needed = needed;
-    constexpr int kCtasOfMultiprocessor = 8;
-    int64_t const vectors = std::max(params.matrices[0].vectors, params.matrices[2].vectors);
-    int64_t const ctas =
-        std::min(ceil_div(vectors, widen::kThreads), int64_t{call.device.num_multiprocessors} * kCtasOfMultiprocessor);
-    auto const kernel = problem.dtype == TWELL_BF16 ? widen::widen_kernel<Bf16> : widen::widen_kernel<Fp16>;
-    return launch_dependent({"widen"}, kernel, params, dim3(static_cast<unsigned>(ctas)), widen::kThreads, 0,
-                            call.device, call.stream);
+    return launch(params, problem.dtype, call.device, call.stream);
+}
+
+cudaError_t launch_widen(void const* from, uint16_t* to, void const* scale, int32_t kind, int rows, int columns,
+                         int32_t dtype, Device const& device, cudaStream_t stream) {
+    widen::Params params = {};
+    params.matrices[0] = matrix_of(from, to, scale, kind, rows, columns);
+    return launch(params, dtype, device, stream);
 }
 
 Quantised take_quantised(twell_problem const& problem, unsigned char*& memory) {

@@ -1,0 +1,198 @@
+#include <limits.h>
+
+#include <algorithm>
+
+#include "eight_bits/eight_bits.h"
+#include "host/problem.h"
+#include "linear/linear.h"
+#include "linear/linear_few.cuh"
+#include "linear/linear_many.cuh"
+
+namespace twell {
+namespace {
+
+// Up to 16 or up to 8 tokens: with the longest queues beside which the rows find a place. The small ones are for the
+// 99 KiB of sm_86, sm_89 and sm_120.
+using Few16Long = linear_few::Config<16, 2, 3>;
+using Few16 = linear_few::Config<16, 2, 2>;
+using Few16Small = linear_few::Config<8, 2, 2>;
+using Few8Long = linear_few::Config<16, 1, 3>;
+using Few8 = linear_few::Config<16, 1, 2>;
+using Few8Small = linear_few::Config<8, 1, 2>;
+
+using Many = matmul_generic::Config<128, 2, 4, 4>;
+
+template <class Cfg>
+constexpr Label label_of() {
+    return {"linear_few", {{"tokens", Cfg::kTokens}, {"queue", Cfg::kWarps * Cfg::kNumStages}}};
+}
+
+bool is_scaled(twell_linear_problem const& problem) { return problem.weight_dtype == TWELL_E4M3; }
+
+// Whether linear_few computes the layer: a token's row must find a place beside all else, on every device.
+bool is_few(twell_linear_problem const& problem) {
+    constexpr int64_t kLeastSharedBytes = 99 * 1024;
+    return problem.tokens <= kMostTokensLinearFew &&
+           linear_few::row_bytes<uint16_t>(problem.in) <= kLeastSharedBytes - Few8Small::kBytesBesideRows;
+}
+
+// Whether weights of eight bits become 16 first. linear_few reads them as they are, 16 bytes at once.
+bool widens(twell_linear_problem const& problem) {
+    return is_scaled(problem) && !(is_few(problem) && problem.in % (2 * kVector) == 0);
+}
+
+struct Scratch {
+    uint16_t* widened;     // [out, in]: weights of eight bits in 16
+    uint16_t* normalised;  // [tokens, in]
+};
+
+Scratch take_scratch(twell_linear_problem const& problem, unsigned char*& memory) {
+    Scratch scratch = {};
+    int64_t const in = problem.in;
+    bool const writes_rows = !is_few(problem) && problem.norm != TWELL_NORM_NONE;
+    scratch.widened = take<uint16_t>(memory, widens(problem) ? problem.out * in : 0);
+    scratch.normalised = take<uint16_t>(memory, writes_rows ? problem.tokens * in : 0);
+    return scratch;
+}
+
+linear::Norm norm_of(LinearCall const& call) {
+    return {static_cast<uint16_t const*>(call.tensors.norm_weight),
+            static_cast<uint16_t const*>(call.tensors.norm_bias), call.problem.eps, call.problem.norm};
+}
+
+// The outputs from a token on.
+linear::Outputs outputs_of(LinearCall const& call, int64_t token) {
+    linear::Outputs outputs = {};
+    int begin = 0;
+    for (int i = 0; i < TWELL_MAX_SPLITS; ++i) {
+        int const width = i == 0 && call.problem.splits[0] == 0 ? call.problem.out : call.problem.splits[i];
+        outputs.begins[i] = width == 0 ? INT_MAX : begin;
+        outputs.widths[i] = width;
+        outputs.y[i] = width == 0 ? nullptr : static_cast<uint16_t*>(call.tensors.y[i]) + token * width;
+        begin += width;
+    }
+    return outputs;
+}
+
+template <class Element, class Stored, class Cfg>
+cudaError_t launch_few(LinearCall const& call, void const* weight, bool weight_is_final, int64_t tokens) {
+    twell_linear_problem const& problem = call.problem;
+    twell_linear_tensors const& tensors = call.tensors;
+    int64_t const blocks = ceil_div(problem.out, MMA_M);
+    dim3 const grid(static_cast<unsigned>(std::min<int64_t>(blocks, call.device.num_multiprocessors)));
+    for (int64_t begin = 0; begin < problem.tokens; begin += tokens) {
+        linear_few::Params<Stored> params = {};
+        params.x = static_cast<uint16_t const*>(tensors.x) + begin * problem.in;
+        params.weight = static_cast<Stored const*>(weight);
+        params.bias = static_cast<uint16_t const*>(tensors.bias);
+        params.residual = tensors.residual == nullptr
+                              ? nullptr
+                              : static_cast<uint16_t const*>(tensors.residual) + begin * problem.out;
+        params.scale = static_cast<float const*>(tensors.weight_scale);
+        params.scale_step = problem.weight_scale == TWELL_SCALE_TENSOR ? 0 : 1;
+        params.norm = norm_of(call);
+        params.outputs = outputs_of(call, begin);
+        params.tokens = static_cast<int>(std::min(tokens, problem.tokens - begin));
+        params.in = problem.in;
+        params.out = problem.out;
+        params.weight_is_final = weight_is_final;
+        int const bytes =
+            static_cast<int>(Cfg::kBytesBesideRows + params.tokens * linear_few::row_bytes<Stored>(problem.in));
+        TWELL_TRY(launch_dependent(label_of<Cfg>(), linear_few::linear_kernel<Element, Stored, Cfg>, params, grid,
+                                   Cfg::kThreads, bytes, call.device, call.stream, {}, call.device.max_shared_bytes));
+    }
+    return cudaSuccess;
+}
+
+// Launches of Cfg, each of as many tokens as find a place beside all else.
+template <class Stored, class Cfg>
+int64_t launches(LinearCall const& call) {
+    int64_t const left = call.device.max_shared_bytes - Cfg::kBytesBesideRows;
+    int64_t const room = left / linear_few::row_bytes<Stored>(call.problem.in);
+    return room < 1 ? INT_MAX : ceil_div(call.problem.tokens, std::min<int64_t>(room, Cfg::kTokens));
+}
+
+// The configuration of the fewest launches, of equals the first one.
+template <class Element, class Stored, class... Configs>
+cudaError_t launch_one_of(LinearCall const& call, void const* weight, bool weight_is_final) {
+    int64_t const fewest = std::min({launches<Stored, Configs>(call)...});
+    int64_t const tokens = ceil_div(call.problem.tokens, fewest);
+    return with_config<Configs...>(
+        [&](auto c) { return launches<Stored, decltype(c)>(call) == fewest; },
+        [&](auto c) { return launch_few<Element, Stored, decltype(c)>(call, weight, weight_is_final, tokens); });
+}
+
+template <class Element, class Stored>
+cudaError_t launch_few(LinearCall const& call, void const* weight, bool weight_is_final) {
+    return launch_one_of<Element, Stored, Few8Long, Few8, Few8Small, Few16Long, Few16, Few16Small>(call, weight,
+                                                                                                   weight_is_final);
+}
+
+template <class Element>
+cudaError_t launch_many(LinearCall const& call, Scratch const& scratch, void const* weight) {
+    twell_linear_problem const& problem = call.problem;
+    twell_linear_tensors const& tensors = call.tensors;
+    linear_many::Params params = {};
+    params.x = static_cast<uint16_t const*>(tensors.x);
+    if (problem.norm != TWELL_NORM_NONE) {
+        linear_many::NormParams const norm = {params.x, scratch.normalised, norm_of(call), problem.in};
+        TWELL_TRY(launch_dependent({"linear_norm"}, linear_many::norm_kernel<Element>, norm,
+                                   dim3(static_cast<unsigned>(problem.tokens)), linear_many::kNormThreads, 0,
+                                   call.device, call.stream));
+        params.x = scratch.normalised;
+    }
+    params.weight = static_cast<uint16_t const*>(weight);
+    params.bias = static_cast<uint16_t const*>(tensors.bias);
+    params.residual = static_cast<uint16_t const*>(tensors.residual);
+    params.outputs = outputs_of(call, 0);
+    params.tokens = problem.tokens;
+    params.in = problem.in;
+    params.out = problem.out;
+    params.num_tiles = static_cast<int>(ceil_div(problem.out, linear_many::BLOCK_N));
+    int64_t const tiles = ceil_div(problem.tokens, Many::BLOCK_M) * params.num_tiles;
+    dim3 const grid(static_cast<unsigned>(std::min<int64_t>(tiles, call.device.num_multiprocessors)));
+    return launch_dependent({"linear_many"}, linear_many::product_kernel<Element, Many>, params, grid, Many::kThreads,
+                            Many::kSharedBytes, call.device, call.stream);
+}
+
+template <class Element>
+cudaError_t launch(LinearCall const& call, Scratch const& scratch) {
+    twell_linear_problem const& problem = call.problem;
+    twell_linear_tensors const& tensors = call.tensors;
+    if (is_scaled(problem) && !widens(problem)) {
+        return launch_few<Element, E4m3>(call, tensors.weight, true);
+    }
+    void const* weight = tensors.weight;
+    if (widens(problem)) {
+        TWELL_TRY(launch_widen(tensors.weight, scratch.widened, tensors.weight_scale, problem.weight_scale, problem.out,
+                               problem.in, problem.dtype, call.device, call.stream));
+        weight = scratch.widened;
+    }
+    return is_few(problem) ? launch_few<Element, uint16_t>(call, weight, !is_scaled(problem))
+                           : launch_many<Element>(call, scratch, weight);
+}
+
+template <class... Configs>
+void list_few(Text& text, Configs...) {
+    (add_line(text, label_of<Configs>()), ...);
+}
+
+}  // namespace
+
+size_t linear_bytes(twell_linear_problem const& problem) {
+    return bytes_taken([&](unsigned char*& end) { take_scratch(problem, end); });
+}
+
+void list_linear(Text& text) {
+    list_few(text, Few8Long(), Few8(), Few8Small(), Few16Long(), Few16(), Few16Small());
+    add_line(text, {"linear_norm"});
+    add_line(text, {"linear_many"});
+}
+
+cudaError_t launch_linear(LinearCall const& call, void* workspace) {
+    unsigned char* next = static_cast<unsigned char*>(workspace);
+    Scratch const scratch = take_scratch(call.problem, next);
+    return call.problem.dtype == TWELL_BF16 ? launch<Bf16>(call, scratch) : launch<Fp16>(call, scratch);
+}
+
+}  // namespace twell

@@ -1,0 +1,302 @@
+#include "linear_plugin.h"
+
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+#include <limits>
+#include <utility>
+
+#include "fields.h"
+
+namespace twell {
+namespace {
+
+using nvinfer1::DataType;
+using nvinfer1::Dims;
+using nvinfer1::DimsExprs;
+using nvinfer1::DynamicPluginTensorDesc;
+using nvinfer1::PluginField;
+using nvinfer1::PluginFieldCollection;
+using nvinfer1::PluginFieldType;
+using nvinfer1::PluginTensorDesc;
+using nvinfer1::TensorRTPhase;
+
+constexpr char const* kNorm = "norm";
+constexpr char const* kEps = "eps";
+constexpr char const* kSplits = "splits";
+// In plans only: raised whenever the meaning of the plan fields changes.
+constexpr char const* kSchema = "schema";
+constexpr int32_t kSchemaVersion = 1;
+
+constexpr char const* kNorms[] = {"none", "rms", "layer"};  // in the order of twell_norm
+
+// An input, and the field that says whether it is there; null: it always is.
+struct Role {
+    char const* name;
+    char const* flag;
+};
+constexpr Role kRolesOfLayer[] = {{"x", nullptr},
+                                  {"weight", nullptr},
+                                  {"bias", "bias"},
+                                  {"norm_weight", "norm_weight"},
+                                  {"norm_bias", "norm_bias"},
+                                  {"residual", "residual"},
+                                  {"weight_scale", "scales"}};
+static_assert(std::size(kRolesOfLayer) == kLinearRoles && kLinearRoles <= static_cast<int>(kMostInputs));
+
+std::vector<PluginField> field_names() {
+    std::vector<PluginField> fields{{kNorm, nullptr, PluginFieldType::kCHAR, 1},
+                                    {kEps, nullptr, PluginFieldType::kFLOAT32, 1},
+                                    {kSplits, nullptr, PluginFieldType::kINT32, 1}};
+    for (Role const& role : kRolesOfLayer) {
+        if (role.flag != nullptr) {
+            fields.emplace_back(role.flag, nullptr, PluginFieldType::kINT32, 1);
+        }
+    }
+    return fields;
+}
+
+int32_t read_norm(FieldReader& fields, TensorRTPhase phase) {
+    if (phase == TensorRTPhase::kRUNTIME) {
+        return fields.integer(kNorm, {TWELL_NORM_NONE, TWELL_NORM_RMS, TWELL_NORM_LAYER});
+    }
+    std::vector<std::string> const names(std::begin(kNorms), std::end(kNorms));
+    std::string const name = fields.text(kNorm, one_of(names));
+    auto const found = std::find(names.begin(), names.end(), name);
+    if (found == names.end()) {
+        refuse(kNorm, "'" + printable(name) + "'", one_of(names));
+    }
+    return static_cast<int32_t>(found - names.begin());
+}
+
+void check_place(bool misplaced, LinearRole role, char const* reason) {
+    if (misplaced) {
+        refuse(kRolesOfLayer[role].flag, "1", std::string("0 ") + reason);
+    }
+}
+
+LinearOptions read_fields(PluginFieldCollection const* collection, TensorRTPhase phase) {
+    FieldReader fields(collection);
+    if (phase == TensorRTPhase::kRUNTIME) {
+        fields.integer(kSchema, {kSchemaVersion});
+    }
+    LinearOptions options;
+    options.norm = read_norm(fields, phase);
+    options.eps = fields.number(kEps, "finite and at least 0");
+    if (!std::isfinite(options.eps) || options.eps < 0.0F) {
+        refuse(kEps, std::to_string(options.eps), "finite and at least 0");
+    }
+    std::string const allowed = "1 to " + std::to_string(TWELL_MAX_SPLITS) + " positive multiples of 8";
+    options.splits = fields.integers(kSplits, TWELL_MAX_SPLITS, allowed);
+    for (int32_t const width : options.splits) {
+        if (width <= 0 || width % 8 != 0 || width > TWELL_MAX_WIDTH) {
+            refuse(kSplits, std::to_string(width), allowed);
+        }
+    }
+    for (size_t i = 0; i < kLinearRoles; ++i) {
+        char const* const flag = kRolesOfLayer[i].flag;
+        options.has[i] = flag == nullptr || fields.integer(flag, {0, 1}) == 1;
+    }
+    check_place(options.has[kLinearNormWeight] && options.norm == TWELL_NORM_NONE, kLinearNormWeight, "without a norm");
+    check_place(options.has[kLinearNormBias] && options.norm != TWELL_NORM_LAYER, kLinearNormBias,
+                "without a layer norm");
+    check_place(options.has[kLinearResidual] && options.splits.size() > 1, kLinearResidual, "with several outputs");
+    fields.reject_rest(field_names());
+    return options;
+}
+
+std::vector<Input> inputs_of(LinearOptions const& options) {
+    std::vector<Input> inputs;
+    for (size_t i = 0; i < kLinearRoles; ++i) {
+        if (options.has[i]) {
+            bool const is_fp8 = i == kLinearWeight && options.has[kLinearScale];
+            inputs.push_back({kRolesOfLayer[i].name, i == kLinearScale ? InputType::kFloat32
+                                                     : is_fp8          ? InputType::kFp8
+                                                                       : InputType::kElement});
+        }
+    }
+    return inputs;
+}
+
+std::array<int32_t, kLinearRoles> slots_of(LinearOptions const& options) {
+    std::array<int32_t, kLinearRoles> slots{};
+    int32_t count = 0;
+    std::transform(options.has.begin(), options.has.end(), slots.begin(),
+                   [&](bool there) { return there ? count++ : -1; });
+    return slots;
+}
+
+}  // namespace
+
+// ---- constructor ----
+
+LinearPlugin::LinearPlugin(std::string layer, LinearOptions const& options)
+    : PluginBase(kLinearName, std::move(layer), inputs_of(options)), options_(options), slots_(slots_of(options)) {}
+
+LinearPlugin::LinearPlugin(LinearPlugin const& other) : LinearPlugin(other.layer(), other.options_) {}
+
+// ---- checks shared by build and runtime ----
+
+int32_t LinearPlugin::output_count() const { return static_cast<int32_t>(options_.splits.size()); }
+
+std::string LinearPlugin::allowed_types(DataType first) const {
+    std::string const others = options_.has[kLinearScale] ? "all inputs but the weight and its scale" : "all inputs";
+    return others + " must be bf16, or all fp16 (x is " + text_of(first) + ")";
+}
+
+// The problem that these input shapes pose. Extents may be kAny; then only what is known is checked, and the result
+// holds placeholders.
+twell_linear_problem LinearPlugin::problem_of(Shapes const& inputs, DataType type) const {
+    Dims const& x = inputs[slots_[kLinearX]];
+    if (x.nbDims < 1 || x.nbDims > Dims::MAX_DIMS) {
+        throw Refusal("input x has rank " + std::to_string(x.nbDims) + "; expected [..., in] of rank 1 to 8");
+    }
+    auto const check = [&](LinearRole role, Dims const& expected, char const* meaning) {
+        if (slots_[role] >= 0) {
+            check_shape(kRolesOfLayer[role].name, inputs[slots_[role]], expected, meaning);
+        }
+    };
+    int64_t out = 0;
+    for (int32_t const width : options_.splits) {
+        out += width;
+    }
+    check(kLinearWeight, dims_of({out, kAny}), "[out, in], out the sum of splits");
+    int64_t const in = inputs[slots_[kLinearWeight]].d[1];
+    int64_t const columns = x.d[x.nbDims - 1];
+    if (columns != kAny && in != kAny && columns != in) {
+        throw Refusal("input x has shape " + text_of(x) + "; its last extent must be in = " + std::to_string(in) +
+                      ", as in weight [out, in]");
+    }
+    check(kLinearBias, dims_of({out}), "[out]");
+    check(kLinearNormWeight, dims_of({in}), "[in]");
+    check(kLinearNormBias, dims_of({in}), "[in]");
+    Dims y = x;
+    y.d[y.nbDims - 1] = out;
+    check(kLinearResidual, y, "that of y, [..., out]");
+    bool const scaled = slots_[kLinearScale] >= 0;
+    bool const by_output = scaled && inputs[slots_[kLinearScale]].nbDims != 0;
+    if (by_output) {
+        check(kLinearScale, dims_of({out, 1}), "none, or [out, 1]");
+    }
+    int64_t tokens = 1;
+    for (int32_t i = 0; i < x.nbDims - 1; ++i) {
+        if (x.d[i] != kAny && __builtin_mul_overflow(tokens, x.d[i], &tokens)) {
+            tokens = std::numeric_limits<int64_t>::max();
+        }
+    }
+
+    // What 32 bits do not hold is beyond every limit.
+    constexpr int64_t kBeyondLimits = std::numeric_limits<int32_t>::max() / 8 * 8;
+    twell_linear_problem problem{};
+    problem.struct_bytes = sizeof(problem);
+    problem.tokens = tokens;
+    problem.in = in == kAny ? 8 : static_cast<int32_t>(std::min(in, kBeyondLimits));
+    problem.out = static_cast<int32_t>(std::min(out, kBeyondLimits));
+    problem.dtype = type == DataType::kHALF ? TWELL_FP16 : TWELL_BF16;
+    problem.weight_dtype = scaled ? static_cast<int32_t>(TWELL_E4M3) : problem.dtype;
+    problem.weight_scale = by_output ? TWELL_SCALE_NEURON : TWELL_SCALE_TENSOR;
+    problem.norm = options_.norm;
+    problem.eps = options_.eps;
+    std::copy(options_.splits.begin(), options_.splits.end(), problem.splits);
+    if (char const* const complaint = twell_linear_validate(&problem); complaint != nullptr) {
+        throw Refusal(std::string(complaint) + " (x " + text_of(x) + ", weight " +
+                      text_of(inputs[slots_[kLinearWeight]]) + ")");
+    }
+    return problem;
+}
+
+// ---- build ----
+
+void LinearPlugin::check_shapes(Shapes const& inputs) const {
+    problem_of(inputs, DataType::kBF16);  // no limit depends on the type, which need not be known
+}
+
+void LinearPlugin::set_output_shapes(DimsExprs const* inputs, DimsExprs* outputs,
+                                     nvinfer1::IExprBuilder& builder) const {
+    for (size_t i = 0; i < options_.splits.size(); ++i) {
+        outputs[i] = inputs[slots_[kLinearX]];
+        outputs[i].d[outputs[i].nbDims - 1] = builder.constant(options_.splits[i]);
+    }
+}
+
+// The problem with the most tokens of the profile: the one with the largest workspace. The extents of all but x and
+// the residual must be fixed.
+twell_linear_problem LinearPlugin::largest_problem(DynamicPluginTensorDesc const* inputs) const {
+    for (int32_t slot = 1; slot < input_count(); ++slot) {
+        DynamicPluginTensorDesc const& weight = inputs[slot];
+        if (slot != slots_[kLinearResidual] &&
+            !std::equal(weight.max.d, weight.max.d + weight.max.nbDims, weight.min.d)) {
+            throw Refusal("input " + std::string(input_name(slot)) + " has shapes from " + text_of(weight.min) +
+                          " to " + text_of(weight.max) + "; expected a fixed shape");
+        }
+    }
+    // The largest extents of a residual may be an estimate, other than those of x.
+    Shapes const shapes = shapes_of([&](size_t i) {
+        return static_cast<int32_t>(i) == slots_[kLinearResidual] ? inputs[i].desc.dims : inputs[i].max;
+    });
+    return problem_of(shapes, inputs[slots_[kLinearX]].desc.type);
+}
+
+void LinearPlugin::configure(DynamicPluginTensorDesc const* inputs) { largest_problem(inputs); }
+
+size_t LinearPlugin::workspace_bytes(DynamicPluginTensorDesc const* inputs) const {
+    twell_linear_problem const problem = largest_problem(inputs);
+    return twell_linear_workspace_bytes(&problem);
+}
+
+// ---- runtime ----
+
+LinearPlugin* LinearPlugin::attached() const {
+    check_device();
+    return new LinearPlugin(*this);
+}
+
+void LinearPlugin::run(PluginTensorDesc const* descs, void const* const* inputs, void* const* outputs, void* workspace,
+                       cudaStream_t stream) {
+    twell_linear_problem const problem = problem_of(runtime_shapes(descs), descs[slots_[kLinearX]].type);
+    auto const input = [&](LinearRole role) { return slots_[role] < 0 ? nullptr : inputs[slots_[role]]; };
+    twell_linear_tensors tensors{};
+    tensors.struct_bytes = sizeof(tensors);
+    tensors.x = input(kLinearX);
+    tensors.weight = input(kLinearWeight);
+    tensors.bias = input(kLinearBias);
+    tensors.norm_weight = input(kLinearNormWeight);
+    tensors.norm_bias = input(kLinearNormBias);
+    tensors.residual = input(kLinearResidual);
+    tensors.weight_scale = input(kLinearScale);
+    std::copy_n(outputs, options_.splits.size(), tensors.y);
+    size_t const bytes = twell_linear_workspace_bytes(&problem);
+    check_launch(twell_linear(&problem, &tensors, workspace, bytes, stream));
+}
+
+// ---- serialisation ----
+
+PluginFieldCollection const* LinearPlugin::plan_fields() {
+    integers_ = {kSchemaVersion, options_.norm};
+    for (bool const there : options_.has) {
+        integers_.push_back(there ? 1 : 0);
+    }
+    fields_ = {{kSchema, integers_.data(), PluginFieldType::kINT32, 1},
+               {kNorm, integers_.data() + 1, PluginFieldType::kINT32, 1},
+               {kEps, &options_.eps, PluginFieldType::kFLOAT32, 1},
+               {kSplits, options_.splits.data(), PluginFieldType::kINT32, output_count()}};
+    for (size_t i = 0; i < kLinearRoles; ++i) {
+        if (kRolesOfLayer[i].flag != nullptr) {
+            fields_.emplace_back(kRolesOfLayer[i].flag, &integers_[2 + i], PluginFieldType::kINT32, 1);
+        }
+    }
+    collection_ = {static_cast<int32_t>(fields_.size()), fields_.data()};
+    return &collection_;
+}
+
+// ---- creator ----
+
+LinearCreator::LinearCreator() : CreatorBase(kLinearName, field_names()) {}
+
+nvinfer1::IPluginV3* LinearCreator::create(char const* layer, PluginFieldCollection const* fields,
+                                           TensorRTPhase phase) const {
+    return new LinearPlugin(layer, read_with_advice(phase, "libtwell_plugins.so", twell_version(),
+                                                    [&] { return read_fields(fields, phase); }));
+}
+
+}  // namespace twell
