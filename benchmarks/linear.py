@@ -6,7 +6,7 @@ python benchmarks/linear.py --smoke
 
 A layer is inputs:outputs:norm; without a norm it has a residual. Dense torch stands there as compiled, with norm and
 residual, and as its product alone, which for eight bits reads rows that were rounded beforehand. Times are of one call
-within a CUDA graph over so many weights that no cache holds them, in turns (see block.py). Every size is checked
+within a CUDA graph over more weights than a cache holds, in turns (see block.py). Every size is checked
 against float64 before it is timed.
 """
 
