@@ -103,6 +103,13 @@ size_t twell_internal_configurations(char* text, size_t size) {
     return rows.bytes();
 }
 
+cudaError_t twell_internal_linear(twell_linear_problem const* problem, twell_linear_tensors const* tensors,
+                                  void* workspace, int32_t kernels, cudaStream_t stream) {
+    Device device = {};
+    TWELL_TRY(twell::find_device(device));
+    return twell::launch_linear({*problem, *tensors, device, stream, static_cast<Kernels>(kernels)}, workspace);
+}
+
 uint32_t const* twell_internal_hot_neurons(twell_problem const* problem, void* workspace, int32_t kernels) {
     Device device = {};
     if (twell::find_device(device) != cudaSuccess) {

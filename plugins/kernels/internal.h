@@ -54,6 +54,10 @@ TWELL_API size_t twell_internal_schedule_bytes(twell_problem const* problem);
 TWELL_API cudaError_t twell_internal_schedule(twell_problem const* problem, uint32_t const* packed,
                                               uint16_t const* spilled, void* memory, cudaStream_t stream);
 
+// Runs twell_linear with `kernels`, of twell_internal_kernels, for products of many tokens.
+TWELL_API cudaError_t twell_internal_linear(twell_linear_problem const* problem, twell_linear_tensors const* tensors,
+                                            void* workspace, int32_t kernels, cudaStream_t stream);
+
 // The table of routes, as Markdown; and the rows of all tables of configurations: a line each, what twell_describe says
 // of a launch before the bar. They return what twell_describe does.
 TWELL_API size_t twell_internal_routes(char* text, size_t size);

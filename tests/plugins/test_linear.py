@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.plugins import plugin_host
+from tests.plugins.calls import GENERIC
 from tests.plugins.plugin_host import host
 from tests.tolerance import assert_as_accurate, assert_same
 from twellc.checks.evaluator import OnnxEvaluator
@@ -389,8 +390,11 @@ def gpu_cases() -> Iterator[Case]:
         )
 
 
-def run_kernels(case: Case, operands: LinearOperands[Tensor]) -> list[Tensor]:
-    """Run the C function, whatever the number of tokens; memory holds NaN before."""
+def run_kernels(case: Case, operands: LinearOperands[Tensor], *, generic: bool = False) -> list[Tensor]:
+    """Run the C function, whatever the number of tokens; memory holds NaN before.
+
+    `generic`: without cuBLASLt, which torch has loaded.
+    """
     lib, problem = library.load(), problem_of(case)
     widths = case.splits or (case.out,)
     results = [operands.x.new_full((case.tokens, width), float("nan")) for width in widths]
@@ -399,7 +403,12 @@ def run_kernels(case: Case, operands: LinearOperands[Tensor]) -> list[Tensor]:
     pointers = (ctypes.c_void_p * library.MAX_SPLITS)(*map(Tensor.data_ptr, results))
     tensors = library.LinearTensors(**operands.map(Tensor.data_ptr).named(), y=pointers)
     stream = torch.cuda.current_stream().cuda_stream
-    assert lib.twell_linear(problem, tensors, workspace.data_ptr(), size, stream) == 0
+    if generic:
+        function = lib.twell_internal_linear
+        function.argtypes = [*lib.twell_linear.argtypes[:3], ctypes.c_int32, ctypes.c_void_p]
+        assert function(problem, tensors, workspace.data_ptr(), GENERIC, stream) == 0
+    else:
+        assert lib.twell_linear(problem, tensors, workspace.data_ptr(), size, stream) == 0
     return results
 
 
@@ -408,14 +417,18 @@ def run_kernels(case: Case, operands: LinearOperands[Tensor]) -> list[Tensor]:
 @pytest.mark.sampled(120)
 def test_kernels(case: Case) -> None:
     operands, _ = make(case, "cuda")
-    results = run_kernels(case, operands)
-    y, truth = torch.cat(results, -1), dense(operands, case.norm, torch.float64)
-    assert_as_accurate(y, dense(operands, case.norm, case.dtype), truth)
-    for result, again in zip(results, run_kernels(case, operands), strict=True):
-        assert torch.equal(result, again)
-    operands.x[-1, -1] = torch.nan
-    broken = torch.cat(run_kernels(case, operands), -1)
-    assert broken[-1].isnan().all() and torch.equal(broken[:-1], y[:-1])
+    plain, truth = dense(operands, case.norm, case.dtype), dense(operands, case.norm, torch.float64)
+    whole = operands.x.clone()
+    for generic in (False, True) if "linear_many" in kernels_of(case, "H100") else (False,):
+        operands.x.copy_(whole)
+        results = run_kernels(case, operands, generic=generic)
+        y = torch.cat(results, -1)
+        assert_as_accurate(y, plain, truth)
+        for result, again in zip(results, run_kernels(case, operands, generic=generic), strict=True):
+            assert torch.equal(result, again)
+        operands.x[-1, -1] = torch.nan
+        broken = torch.cat(run_kernels(case, operands, generic=generic), -1)
+        assert broken[-1].isnan().all() and torch.equal(broken[:-1], y[:-1])
 
 
 @pytest.mark.gpu
@@ -494,4 +507,4 @@ def test_sanitize(tokens: int, scale: str) -> None:
     for norm, inner, out, splits in (("layer", 72, 40, (8, 32)), ("rms", 2048, 264, ()), ("none", 128, 64, ())):
         case = Case(tokens=tokens, inner=inner, out=out, norm=norm, splits=splits, scale=scale, residual=not splits)
         operands, _ = make(case, "cuda")
-        assert not torch.cat(run_kernels(case, operands), -1).isnan().any()
+        assert not torch.cat(run_kernels(case, operands, generic=True), -1).isnan().any()

@@ -4,6 +4,7 @@
 
 #include "eight_bits/eight_bits.h"
 #include "host/problem.h"
+#include "linear/cublas_lt.h"
 #include "linear/linear.h"
 #include "linear/linear_few.cuh"
 #include "linear/linear_many.cuh"
@@ -44,6 +45,7 @@ bool widens(twell_linear_problem const& problem) {
 struct Scratch {
     uint16_t* widened;     // [out, in]: weights of eight bits in 16
     uint16_t* normalised;  // [tokens, in]
+    void* of_cublas_lt;
 };
 
 Scratch take_scratch(twell_linear_problem const& problem, unsigned char*& memory) {
@@ -52,6 +54,7 @@ Scratch take_scratch(twell_linear_problem const& problem, unsigned char*& memory
     bool const writes_rows = !is_few(problem) && problem.norm != TWELL_NORM_NONE;
     scratch.widened = take<uint16_t>(memory, widens(problem) ? problem.out * in : 0);
     scratch.normalised = take<uint16_t>(memory, writes_rows ? problem.tokens * in : 0);
+    scratch.of_cublas_lt = take<unsigned char>(memory, is_few(problem) ? 0 : cublas_lt::kWorkspaceBytes);
     return scratch;
 }
 
@@ -128,6 +131,19 @@ cudaError_t launch_few(LinearCall const& call, void const* weight, bool weight_i
                                                                                                    weight_is_final);
 }
 
+// All outputs by cuBLASLt, each from its rows of the weight; cudaErrorNotSupported where it cannot.
+cudaError_t multiply_by_cublas_lt(LinearCall const& call, Scratch const& scratch, linear_many::Params const& params) {
+    for (int i = 0; i < TWELL_MAX_SPLITS && params.outputs.widths[i] != 0; ++i) {
+        int64_t const begin = params.outputs.begins[i];
+        TWELL_TRY(cublas_lt::multiply(
+            {params.x, params.weight + begin * params.in, params.bias == nullptr ? nullptr : params.bias + begin,
+             params.residual, params.outputs.y[i], params.tokens, params.in, params.outputs.widths[i],
+             call.problem.dtype == TWELL_BF16},
+            scratch.of_cublas_lt, call.stream));
+    }
+    return cudaSuccess;
+}
+
 template <class Element>
 cudaError_t launch_many(LinearCall const& call, Scratch const& scratch, void const* weight) {
     twell_linear_problem const& problem = call.problem;
@@ -148,6 +164,12 @@ cudaError_t launch_many(LinearCall const& call, Scratch const& scratch, void con
     params.tokens = problem.tokens;
     params.in = problem.in;
     params.out = problem.out;
+    if (call.kernels == Kernels::kBest && call.device.trace == nullptr) {
+        cudaError_t const status = multiply_by_cublas_lt(call, scratch, params);
+        if (status != cudaErrorNotSupported) {
+            return status;
+        }
+    }
     params.num_tiles = static_cast<int>(ceil_div(problem.out, linear_many::BLOCK_N));
     int64_t const tiles = ceil_div(problem.tokens, Many::BLOCK_M) * params.num_tiles;
     dim3 const grid(static_cast<unsigned>(std::min<int64_t>(tiles, call.device.num_multiprocessors)));

@@ -18,6 +18,7 @@ struct LinearCall {
     twell_linear_tensors const& tensors;
     Device const& device;
     cudaStream_t stream;
+    Kernels kernels = Kernels::kBest;  // kGeneric: no cuBLASLt
 };
 
 // Bytes of workspace that launch_linear needs for the problem; never shrinks when `tokens` grows.

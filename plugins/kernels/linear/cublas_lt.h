@@ -1,0 +1,30 @@
+// Products by cuBLASLt, which is opened at run time: the one of this process, else the one that the dynamic linker
+// finds. No header of it is needed, and nothing fails without it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <stddef.h>
+#include <stdint.h>
+
+namespace twell::cublas_lt {
+
+// Bytes of workspace that a product may take.
+constexpr size_t kWorkspaceBytes = size_t{32} << 20;
+
+// y = x W^T + bias + residual, rounded once. All tensors are bf16 or fp16, aligned to 16 bytes.
+struct Product {
+    void const* x;         // [tokens, in]
+    void const* weight;    // [out, in]
+    void const* bias;      // [out] or null
+    void const* residual;  // [tokens, out] or null
+    void* y;               // [tokens, out]
+    int64_t tokens;
+    int64_t in;
+    int64_t out;
+    bool is_bf16;
+};
+
+// Enqueues a product. cudaErrorNotSupported: there is no cuBLASLt, or it has no algorithm; then nothing was enqueued.
+cudaError_t multiply(Product const& product, void* workspace, cudaStream_t stream);
+
+}  // namespace twell::cublas_lt
