@@ -303,7 +303,9 @@ def kernels_of(case: Case, device: str) -> list[str]:
 def test_which_kernels_run() -> None:
     assert kernels_of(Case(tokens=8, inner=2048, out=6144), "H100") == ["linear_few tokens=8 queue=48"]
     assert kernels_of(Case(tokens=16, inner=4096, out=6144), "H100") == ["linear_few tokens=16 queue=32"]
-    assert kernels_of(Case(tokens=16, inner=8192, out=64), "H100") == ["linear_few tokens=8 queue=32"] * 2
+    assert kernels_of(Case(tokens=8, inner=8192), "H100") == ["linear_few tokens=8 queue=32"]
+    assert kernels_of(Case(tokens=9, inner=8192, norm="none"), "H100") == ["linear_many"]
+    assert kernels_of(Case(tokens=16, inner=8192, scale="tensor"), "H100") == ["linear_few tokens=8 queue=32"] * 2
     assert kernels_of(Case(tokens=17, inner=2048, out=64), "H100") == ["linear_norm", "linear_many"]
     assert kernels_of(Case(tokens=17, inner=2048, out=64, norm="none"), "H100") == ["linear_many"]
     assert kernels_of(Case(tokens=1, inner=32000, out=64), "H100") == ["linear_norm", "linear_many"]
@@ -443,8 +445,9 @@ def test_the_op_on_a_gpu(case: Case) -> None:
         dense(operands, case.norm, case.dtype),
         dense(operands, case.norm, torch.float64),
     )
+    scale = None if operands.weight_scale is None else operands.weight_scale[:-1]
     with pytest.raises(ValueError, match="out must be a positive multiple of 8"):
-        LINEAR(operands.x, operands.weight[:-1], None, None, None, None, weight_scale=operands.weight_scale)
+        LINEAR(operands.x, operands.weight[:-1], None, None, None, None, weight_scale=scale)
 
 
 @pytest.mark.gpu

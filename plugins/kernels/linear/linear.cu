@@ -30,11 +30,15 @@ constexpr Label label_of() {
 
 bool is_scaled(twell_linear_problem const& problem) { return problem.weight_dtype == TWELL_E4M3; }
 
-// Whether linear_few computes the layer: a token's row must find a place beside all else, on every device.
+// Whether linear_few computes the layer, on every device: a token's row must find a place beside all else. Where those
+// of all tokens find none on an H100, it would read the weights twice; a product reads them once, but not as bytes.
 bool is_few(twell_linear_problem const& problem) {
     constexpr int64_t kLeastSharedBytes = 99 * 1024;
-    return problem.tokens <= kMostTokensLinearFew &&
-           linear_few::row_bytes<uint16_t>(problem.in) <= kLeastSharedBytes - Few8Small::kBytesBesideRows;
+    constexpr int64_t kSharedBytes = 227 * 1024;
+    int64_t const row_bytes = linear_few::row_bytes<uint16_t>(problem.in);
+    int64_t const rest = problem.tokens <= Few8::kTokens ? Few8::kBytesBesideRows : Few16::kBytesBesideRows;
+    return problem.tokens <= kMostTokensLinearFew && row_bytes <= kLeastSharedBytes - Few8Small::kBytesBesideRows &&
+           (is_scaled(problem) || problem.tokens * row_bytes <= kSharedBytes - rest);
 }
 
 // Whether weights of eight bits become 16 first. linear_few reads them as they are, 16 bytes at once.
