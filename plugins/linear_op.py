@@ -108,9 +108,12 @@ def _launch(operands: LinearOperands[Tensor], options: LinearOptions) -> list[Te
     kind = None if scale is None else "neuron" if scale.dim() else "tensor"
     problem = options.problem(dtype_name(operands.x.dtype), tokens=tokens, inner=inner, out=out, scale=kind)
     check_problem(problem)
+    if tokens > library.FEW_TOKENS_LINEAR:
+        return _by_torch(operands, options)
     read = operands.map(as_read)  # kept until the kernels are launched
-    # NOTE: a kernel reads the weight before launches before it have ended, so no copy that was just made.
-    if tokens > library.FEW_TOKENS_LINEAR or read.weight is not operands.weight:
+    # NOTE: a kernel reads weights before launches before it have ended, so no copy that was just made.
+    weights = ("weight", "norm_weight", "norm_bias")
+    if any(getattr(read, name) is not getattr(operands, name) for name in weights):
         return _by_torch(operands, options)
     y = (ctypes.c_void_p * library.MAX_SPLITS)(*map(Tensor.data_ptr, results))
     tensors = library.LinearTensors(**read.map(Tensor.data_ptr).named(), y=y)

@@ -38,12 +38,18 @@ struct Norm {
     int kind;  // twell_norm
 };
 
-// Writes the norm of one row, rounded once, by threads of which this one has the vectors `first`, `first` + `step`, ...
+// Of a row: what is taken from its elements, and what multiplies them then.
+struct Moments {
+    float mean;
+    float factor;
+};
+
+// Copies one row and finds its moments, by threads of which this one has the vectors `first`, `first` + `step`, ...
 // below `vectors`. It may read again what it has written. sum_of_row(value) adds up a number of all of the row's
 // threads; it is called equally often whatever there is to do, so that it may hold a barrier.
 template <class Element, class SumOfRow>
-__device__ __forceinline__ void normalise(uint16_t* to, uint16_t const* from, Norm const& norm, int vectors, int first,
-                                          int step, SumOfRow sum_of_row) {
+__device__ __forceinline__ Moments copy_row(uint16_t* to, uint16_t const* from, Norm const& norm, int vectors,
+                                            int first, int step, SumOfRow sum_of_row) {
     constexpr int kAtOnce = 4;  // loads in flight
     float const count = static_cast<float>(vectors) * kVector;
     float sum = 0.0f;
@@ -69,12 +75,12 @@ __device__ __forceinline__ void normalise(uint16_t* to, uint16_t const* from, No
             }
         }
     }
+    Moments moments = {0.0f, 1.0f};
     if (norm.kind == TWELL_NORM_NONE) {
-        return;
+        return moments;
     }
-    float mean = 0.0f;
     if (norm.kind == TWELL_NORM_LAYER) {
-        mean = sum_of_row(sum) / count;
+        moments.mean = sum_of_row(sum) / count;
         sum = 0.0f;
 #pragma unroll 2
         for (int v = first; v < vectors; v += step) {
@@ -82,37 +88,42 @@ __device__ __forceinline__ void normalise(uint16_t* to, uint16_t const* from, No
             unpack<Element>(values, reinterpret_cast<uint4 const*>(to)[v]);
 #pragma unroll
             for (int k = 0; k < kVector; ++k) {
-                sum += (values[k] - mean) * (values[k] - mean);
+                sum += (values[k] - moments.mean) * (values[k] - moments.mean);
             }
         }
     }
-    float const factor = rsqrtf(sum_of_row(sum) / count + norm.eps);
-#pragma unroll 2
-    for (int v = first; v < vectors; v += step) {
-        float values[kVector];
-        unpack<Element>(values, reinterpret_cast<uint4 const*>(to)[v]);
+    moments.factor = rsqrtf(sum_of_row(sum) / count + norm.eps);
+    return moments;
+}
+
+// The norm's weight and bias of eight columns.
+struct NormVector {
+    uint4 weight;
+    uint4 bias;
+};
+
+__device__ __forceinline__ NormVector load_norm(Norm const& norm, int v, int vectors) {
+    int64_t const column = int64_t{v} * kVector;
+    return {load_vector_if(norm.weight + column, norm.weight != nullptr && v < vectors),
+            load_vector_if(norm.bias + column, norm.bias != nullptr && v < vectors)};
+}
+
+// Normalises eight columns of a row, rounded once.
+template <class Element>
+__device__ __forceinline__ void normalise(uint16_t* place, Norm const& norm, NormVector const& of_columns,
+                                          Moments const& moments) {
+    float values[kVector];
+    float weights[kVector];
+    float biases[kVector];
+    unpack<Element>(values, *reinterpret_cast<uint4 const*>(place));
+    unpack<Element>(weights, of_columns.weight);
+    unpack<Element>(biases, of_columns.bias);
 #pragma unroll
-        for (int k = 0; k < kVector; ++k) {
-            values[k] = (values[k] - mean) * factor;
-        }
-        if (norm.weight != nullptr) {
-            float weights[kVector];
-            unpack<Element>(weights, load_vector(norm.weight + int64_t{v} * kVector));
-#pragma unroll
-            for (int k = 0; k < kVector; ++k) {
-                values[k] *= weights[k];
-            }
-        }
-        if (norm.bias != nullptr) {
-            float biases[kVector];
-            unpack<Element>(biases, load_vector(norm.bias + int64_t{v} * kVector));
-#pragma unroll
-            for (int k = 0; k < kVector; ++k) {
-                values[k] += biases[k];
-            }
-        }
-        store_vector<Element>(to + int64_t{v} * kVector, values);
+    for (int k = 0; k < kVector; ++k) {
+        float const value = (values[k] - moments.mean) * moments.factor;
+        values[k] = (norm.weight == nullptr ? value : value * weights[k]) + biases[k];
     }
+    store_vector<Element>(place, values);
 }
 
 }  // namespace twell::linear

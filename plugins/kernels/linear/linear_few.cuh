@@ -3,7 +3,8 @@
 // A CTA has blocks of 16 outputs, and brings the norm of all tokens' rows into shared memory once. As in
 // matmul_few.cuh, weights are the A operand of the tensor cores and tokens the B operand, each warp has a share of the
 // inputs and a queue of weights in shared memory, and a lane takes 16 neighbouring bytes as its share of several steps.
-// Queues go on from one block to the next. The first weights are under way before this launch waits for the one before.
+// Queues go on from one block to the next. The first weights, and those of the norm, are under way before this launch
+// waits for the one before.
 #pragma once
 
 #include "device/cp_async.cuh"
@@ -32,13 +33,16 @@ struct Config {
     static constexpr int kNumStages = kStages;
     static constexpr int kOutputs = MMA_M * kTokens;  // of a block
     static_assert(kOutputs <= kThreads, "each has a thread");
+    // The next launch finds a place beside this one, but for the rows of more than 8 tokens.
+    static constexpr int kMinBlocks = kTilesN == 1 ? 2 : 1;
 
-    // Shared memory: the queues; the warps' sums [kWarps, kTokens, kTokenStride]; twice [kWarps] sums of rows; the
-    // rows [tokens, row_bytes].
+    // Shared memory: the queues; the warps' sums [kWarps, kTokens, kTokenStride]; twice [kWarps] sums of rows; moments
+    // [kTokens]; the rows [tokens, row_bytes].
     static constexpr int kBytesQueues = kWarps * kNumStages * kBytesStage;
     static constexpr int kBytesSums = kWarps * kTokens * kTokenStride * static_cast<int>(sizeof(float));
     static constexpr int kBytesRowSums = 2 * kWarps * static_cast<int>(sizeof(float));
-    static constexpr int kBytesBesideRows = kBytesQueues + kBytesSums + kBytesRowSums;
+    static constexpr int kBytesMoments = kTokens * static_cast<int>(sizeof(linear::Moments));
+    static constexpr int kBytesBesideRows = kBytesQueues + kBytesSums + kBytesRowSums + kBytesMoments;
     static_assert(kBytesBesideRows % kChunk == 0, "rows begin on 16 bytes");
 };
 
@@ -62,7 +66,7 @@ struct Params {
     int tokens;  // up to Config::kTokens
     int in;
     int out;
-    bool weight_is_final;  // before the launch before lets this one start
+    bool weight_is_final;  // before the launch before lets this one start, as those of the norm are
 };
 
 // Copies a warp's lines of weights, block after block: in each the steps of its share of the inputs.
@@ -163,23 +167,27 @@ __device__ __forceinline__ void multiply(float (&sums)[Cfg::kTilesN][4], uint32_
     }
 }
 
-// Brings the norm of all rows into shared memory. Teams of warps have a row each; where there are more rows than warps,
-// one after the other.
+// Brings the norm of all rows into shared memory. Teams of warps copy a row each; where there are more rows than warps,
+// one after the other. Then each thread normalises the same columns of all rows, `held` of the first ones.
 template <class Element, class Stored, class Cfg>
-__device__ __forceinline__ void load_rows(Params<Stored> const& params, unsigned char* rows, float* row_sums) {
-    int const warp = static_cast<int>(threadIdx.x) / kWarpSize;
+__device__ __forceinline__ void load_rows(Params<Stored> const& params, linear::NormVector held, unsigned char* rows,
+                                          float* row_sums, linear::Moments* moments) {
+    int const thread = static_cast<int>(threadIdx.x);
+    int const warp = thread / kWarpSize;
+    int const vectors = params.in / kVector;
     int teams = 1;
     while (teams < params.tokens && teams < Cfg::kWarps) {
         teams *= 2;
     }
     int const warps = Cfg::kWarps / teams;
     int const team = warp / warps;
+    int const first = thread - team * warps * kWarpSize;
     int buffer = 0;
     auto const sum_of_row = [&](float value) {
         float* const sums = row_sums + buffer * Cfg::kWarps;  // a barrier lies between two uses of a buffer
         buffer ^= 1;
         float const sum = sum_of_warp(value);
-        if (threadIdx.x % kWarpSize == 0) {
+        if (thread % kWarpSize == 0) {
             sums[warp] = sum;
         }
         __syncthreads();
@@ -189,24 +197,42 @@ __device__ __forceinline__ void load_rows(Params<Stored> const& params, unsigned
         }
         return total;
     };
+    auto const row = [&](int token) {
+        return reinterpret_cast<uint16_t*>(rows + token * row_bytes<Stored>(params.in));
+    };
     for (int begin = 0; begin < params.tokens; begin += teams) {
         int const token = begin + team;
         bool const exists = token < params.tokens;
-        uint16_t* const to = reinterpret_cast<uint16_t*>(rows + token * row_bytes<Stored>(params.in));
-        linear::normalise<Element>(
-            to, params.x + int64_t{token} * params.in, params.norm, exists ? params.in / kVector : 0,
-            static_cast<int>(threadIdx.x) - team * warps * kWarpSize, warps * kWarpSize, sum_of_row);
+        linear::Moments const found =
+            linear::copy_row<Element>(row(token), params.x + int64_t{token} * params.in, params.norm,
+                                      exists ? vectors : 0, first, warps * kWarpSize, sum_of_row);
+        if (exists && first == 0) {
+            moments[token] = found;
+        }
+    }
+    __syncthreads();
+    if (params.norm.kind == TWELL_NORM_NONE) {
+        return;
+    }
+    for (int v = thread; v < vectors; v += Cfg::kThreads) {
+        held = v == thread ? held : linear::load_norm(params.norm, v, vectors);
+#pragma unroll 1
+        for (int token = 0; token < params.tokens; ++token) {
+            linear::normalise<Element>(row(token) + int64_t{v} * kVector, params.norm, held, moments[token]);
+        }
     }
     __syncthreads();
 }
 
 template <class Element, class Stored, class Cfg>
-__global__ void __launch_bounds__(Cfg::kThreads, 2) linear_kernel(Params<Stored> const params) {
+__global__ void __launch_bounds__(Cfg::kThreads, Cfg::kMinBlocks) linear_kernel(Params<Stored> const params) {
     extern __shared__ __align__(128) unsigned char shared[];
     int const lane = static_cast<int>(threadIdx.x) % kWarpSize;
     int const warp = static_cast<int>(threadIdx.x) / kWarpSize;
     float* const warp_sums = reinterpret_cast<float*>(shared + Cfg::kBytesQueues);
     float* const row_sums = reinterpret_cast<float*>(shared + Cfg::kBytesQueues + Cfg::kBytesSums);
+    auto* const moments =
+        reinterpret_cast<linear::Moments*>(shared + Cfg::kBytesQueues + Cfg::kBytesSums + Cfg::kBytesRowSums);
     unsigned char* const rows = shared + Cfg::kBytesBesideRows;
     uint32_t const queue = shared_address(shared) + warp * (Cfg::kNumStages * kBytesStage);
 
@@ -223,9 +249,10 @@ __global__ void __launch_bounds__(Cfg::kThreads, 2) linear_kernel(Params<Stored>
     for (int i = 0; i < Cfg::kNumStages; ++i) {
         loader.load(queue + i * kBytesStage);
     }
+    linear::NormVector const held = linear::load_norm(params.norm, static_cast<int>(threadIdx.x), params.in / kVector);
     wait_for_previous_launch();
     allow_dependent_launch();
-    load_rows<Element, Stored, Cfg>(params, rows, row_sums);
+    load_rows<Element, Stored, Cfg>(params, held, rows, row_sums, moments);
 
     // Tokens that are not there are another one: nobody reads their sums.
     uint32_t row_addresses[Cfg::kTilesN];

@@ -44,8 +44,15 @@ __global__ void __launch_bounds__(kNormThreads) norm_kernel(NormParams const par
         return total;
     };
     int64_t const row = int64_t{blockIdx.x} * params.in;
-    linear::normalise<Element>(params.normalised + row, params.x + row, params.norm, params.in / kVector,
-                               static_cast<int>(threadIdx.x), kNormThreads, sum_of_row);
+    int const vectors = params.in / kVector;
+    int const first = static_cast<int>(threadIdx.x);
+    linear::Moments const moments = linear::copy_row<Element>(params.normalised + row, params.x + row, params.norm,
+                                                              vectors, first, kNormThreads, sum_of_row);
+#pragma unroll 2
+    for (int v = first; v < vectors; v += kNormThreads) {
+        linear::normalise<Element>(params.normalised + row + int64_t{v} * kVector, params.norm,
+                                   linear::load_norm(params.norm, v, vectors), moments);
+    }
 }
 
 struct Params {
