@@ -250,7 +250,7 @@ def _block(variant: Variant) -> Callable[..., Any]:
     for each in OPTIONS:
         default = inspect.Parameter.empty if each.default is None else each.default
         parameters.append(inspect.Parameter(each.name, _POSITIONAL, annotation=each.kind, default=default))
-    parameters += [inspect.Parameter(name, _POSITIONAL, annotation=Any, default=None) for name in variant.scales]
+    parameters += [inspect.Parameter(name, _POSITIONAL, annotation=Any, default=None) for name in variant.by_name]
     write.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     write.__annotations__ = {each.name: each.annotation for each in parameters}
     return write

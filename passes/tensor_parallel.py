@@ -212,7 +212,7 @@ class _Writer:
             joined = self._joined(node, residual)
             operands = dataclasses.replace(operands, residual=joined)
             behind = residual if joined is None else None
-        node.args, node.kwargs = (*operands.arguments(), *options.arguments()), {**operands.scales()}
+        node.args, node.kwargs = (*operands.arguments(), *options.arguments()), {**operands.by_name()}
         with self.program.graph.inserting_after(node):
             result = self._call(ALL_REDUCE, node, self.part.ranks, like=node)
         total = result

@@ -53,8 +53,13 @@ class Variant:
         return tuple(name for name in SCALES if name.removesuffix("_scale") in names)
 
     @functools.cached_property
+    def by_name(self) -> tuple[str, ...]:
+        """Tensors that its op takes by name alone, in order: they came after the options."""
+        return *self.scales, THRESHOLDS.name
+
+    @functools.cached_property
     def arguments(self) -> tuple[str, ...]:
-        """Names of the arguments of its op, in order."""
+        """Names of the arguments of its op that it takes by position, in order."""
         return *(each.name for each in self.tensors), *_OPTIONS
 
     @functools.cached_property
@@ -118,7 +123,10 @@ TENSORS = (
 # Of weights in eight bits (docs/weights.md): what multiplies a matrix of TENSORS, as it is stored.
 SCALES = tuple(f"{each.name}_scale" for each in TENSORS if len(each.shape) == 2 and each.shape[0] == "d_ff")
 SCALES_FLAG = "scales"  # the attribute of a node that says whether they are there
-_OPERANDS = (*(each.name for each in TENSORS), *SCALES)
+# Of fatrelu: what stands in the place of the option `threshold`. Float32, as z is compared with the model's numbers.
+THRESHOLDS = TensorField("thresholds", ("d_ff",), "of fatrelu, one for each neuron; below 0 counts as 0", "thresholds")
+FLOAT32 = (*SCALES, THRESHOLDS.name)  # operands of that type, whatever the others have
+_OPERANDS = (*(each.name for each in TENSORS), *FLOAT32)
 _WEIGHTS = tuple(name for name in _OPERANDS if name not in ("x", "residual"))
 
 
@@ -126,7 +134,8 @@ _WEIGHTS = tuple(name for name in _OPERANDS if name not in ("x", "residual"))
 class WeightOperands(Generic[T]):
     """The weights and biases of a block, as tensors of torch, nodes of a graph, or whatever stands for them.
 
-    `TENSORS` says what each is. Without `w_gate` the block is plain. Weights in eight bits have scales, see `SCALES`.
+    `TENSORS` says what each is. Without `w_gate` the block is plain. Weights in eight bits have scales, see `SCALES`;
+    fatrelu may have `THRESHOLDS`.
     """
 
     w_gate: T | None = None
@@ -138,6 +147,7 @@ class WeightOperands(Generic[T]):
     w_gate_scale: T | None = None
     w_up_scale: T | None = None
     w_down_scale: T | None = None
+    thresholds: T | None = None
 
     @property
     def variant(self) -> Variant:
@@ -154,8 +164,12 @@ class WeightOperands(Generic[T]):
         return {name: value for name in _WEIGHTS if (value := getattr(self, name)) is not None}
 
     def scales(self) -> dict[str, T]:
-        """Return the scales that are there, by name: what a call of the op takes by name."""
+        """Return the scales that are there, by name."""
         return {name: value for name in SCALES if (value := getattr(self, name)) is not None}
+
+    def by_name(self) -> dict[str, T]:
+        """Return what a call of the op takes by name: the scales and thresholds that are there."""
+        return {name: value for name in FLOAT32 if (value := getattr(self, name)) is not None}
 
     def map(self, function: Callable[[T], U]) -> WeightOperands[U]:
         """Return the same with something else in the place of each."""
@@ -293,8 +307,8 @@ def schema_of(variant: Variant) -> str:
     options = [
         f"{each.kind.__name__} {each.name}{'' if each.default is None else f'={each.default}'}" for each in OPTIONS
     ]
-    scales = [f"Tensor? {name}=None" for name in variant.scales]
-    return f"{variant.op}({', '.join([*tensors, *options, '*', *scales])}) -> Tensor"
+    by_name = [f"Tensor? {name}=None" for name in variant.by_name]
+    return f"{variant.op}({', '.join([*tensors, *options, '*', *by_name])}) -> Tensor"
 
 
 def call_of(variant: Variant, arguments: Sequence[Any], named: Mapping[str, Any]) -> tuple[Operands[Any], BlockOptions]:

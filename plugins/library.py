@@ -92,6 +92,7 @@ class Tensors(_Sized):
     _fields_ = (
         *_SIZE_OF_POINTERS,
         *_each(_POINTER, "x w_gate b_gate w_up b_up w_down b_down residual y w_gate_scale w_up_scale w_down_scale"),
+        *_each(_POINTER, "thresholds"),
     )
 
 

@@ -10,14 +10,19 @@ from torch import Tensor
 
 from twellc.base.dtypes import dtype_name
 from twellc.plugins import library
-from twellc.plugins.block import SCALES, TENSORS, BlockOptions, Operands
+from twellc.plugins.block import SCALES, TENSORS, THRESHOLDS, BlockOptions, Operands
 
 EIGHT_BITS = torch.float8_e4m3fn
 
 
-def activate(z: Tensor, activation: str, threshold: float) -> Tensor:
-    """Apply a TwELL gate activation to pre-activations of any shape; NaN is kept."""
+def activate(z: Tensor, activation: str, threshold: float | Tensor) -> Tensor:
+    """Apply a TwELL gate activation to pre-activations [..., d_ff]; NaN is kept.
+
+    `threshold` is that of fatrelu, or float32 [d_ff]: of each neuron one, of which those below 0 and NaN count as 0.
+    """
     if activation == "fatrelu":
+        if isinstance(threshold, Tensor):
+            threshold = threshold.fmax(threshold.new_zeros(()))
         # Compared in float32 at least, as the kernels do: bfloat16 would round the threshold first.
         wide = z.float() if z.dtype in (torch.bfloat16, torch.float16) else z
         return torch.where(wide <= threshold, torch.zeros_like(z), z)
@@ -55,6 +60,18 @@ def check_call(operands: Operands[Tensor], options: BlockOptions) -> None:
             expected = EIGHT_BITS if each.name in scaled else f"{dtype} like {like}"
             raise TypeError(f"twell: {each.name} must be {expected}, got {tensor.dtype}")
     options.check(operands.variant, widths["d_ff"])
+    if operands.thresholds is not None:
+        _check_thresholds(operands.thresholds, options, widths["d_ff"])
+
+
+def _check_thresholds(thresholds: Tensor, options: BlockOptions, d_ff: int) -> None:
+    if (options.activation, options.threshold) != ("fatrelu", 0):
+        got = f"activation {options.activation} with threshold {options.threshold:g}"
+        raise ValueError(f"twell: {THRESHOLDS.name} are for fatrelu with threshold 0 alone, got {got}")
+    if tuple(thresholds.shape) != (d_ff,):
+        raise ValueError(f"twell: {THRESHOLDS.name} must have shape {(d_ff,)}, got {tuple(thresholds.shape)}")
+    if thresholds.dtype != torch.float32:
+        raise TypeError(f"twell: {THRESHOLDS.name} must be torch.float32, got {thresholds.dtype}")
 
 
 def _check_scales(operands: Operands[Tensor]) -> set[str]:
@@ -123,7 +140,8 @@ def hidden_of(operands: Operands[Tensor], options: BlockOptions) -> tuple[Tensor
     z has the element type, the others that of sums; u, of dReLU after its ReLU, is None in a plain block.
     """
     z = _project(operands.x, *operands.first).to(operands.x.dtype)
-    g = activate(z, options.activation, options.threshold).to(math_dtype(z.dtype))
+    threshold = options.threshold if operands.thresholds is None else operands.thresholds
+    g = activate(z, options.activation, threshold).to(math_dtype(z.dtype))
     if operands.w_gate is None:
         return z, g, None, g
     up = _project(operands.x, operands.w_up, operands.b_up)

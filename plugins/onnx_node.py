@@ -1,15 +1,15 @@
 """The ONNX form of the plugins: node types, inputs and attributes, as TensorRT's parser takes them.
 
-    twell::TwellGatedMlp(x, w_gate, [b_gate], w_up, [b_up], w_down, [b_down], [residual], [scales])
-    twell::TwellMlp(x, w_up, [b_up], w_down, [b_down], [residual], [scales])
+    twell::TwellGatedMlp(x, w_gate, [b_gate], w_up, [b_up], w_down, [b_down], [residual], [scales], [thresholds])
+    twell::TwellMlp(x, w_up, [b_up], w_down, [b_down], [residual], [scales], [thresholds])
     twell::TwellLinear(x, weight, [bias], [norm_weight], [norm_bias], [residual], [weight_scale])  -> an output a split
     twell::TwellAttention(q, k, v, [lengths])
     twell::TwellCachedAttention(q, keys, values, query_counts, key_counts)
     twell::TwellAppendCaches(keys, values, new_keys, new_values, starts, counts)  -> keys, values
 
 What is in brackets is left out of the inputs where it is absent; the attributes `gate_bias`, `up_bias`, `down_bias`,
-`bias`, `norm_weight`, `norm_bias`, `residual`, `scales` and `lengths` say what is there; `scales` are those of weights
-in eight bits, one for each matrix. The other attributes of a block and of a linear layer are its options, see
+`bias`, `norm_weight`, `norm_bias`, `residual`, `scales`, `thresholds` and `lengths` say what is there; `scales` are those
+of weights in eight bits, one for each matrix, `thresholds` those of fatrelu, one for each neuron. The other attributes of a block and of a linear layer are its options, see
 `block.py` and `linear.py`; the `splits` of a node name each output, also where there is one. The lengths
 must be 1 to the number of keys: a graph that cannot promise that clamps them before, since the plugin has no kernel of
 its own to do it. Nodes over caches mean what the ops of the same names in `cache_op.py` do; the caches that
@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from twellc.plugins import linear
-from twellc.plugins.block import BY_NODE, OPTIONS, SCALES_FLAG, BlockOptions, Operands
+from twellc.plugins.block import BY_NODE, OPTIONS, SCALES_FLAG, THRESHOLDS, BlockOptions, Operands
 from twellc.plugins.library import (
     APPEND_NAME,
     ATTENTION_NAME,
@@ -45,6 +45,7 @@ ATTRIBUTES: dict[str, dict[str, type]] = {
             **{each.name: each.kind for each in OPTIONS},
             **{each.flag: int for each in variant.tensors if each.flag},
             SCALES_FLAG: int,
+            THRESHOLDS.flag: int,
         }
         for name, variant in BY_NODE.items()
     },
@@ -61,7 +62,7 @@ def node_attributes(operands: Operands[Any], options: BlockOptions) -> dict[str,
     """Return the attributes of a block's node; its inputs are the operands that are there, in their order."""
     given = operands.named()
     flags = {each.flag: int(each.name in given) for each in operands.variant.tensors if each.flag}
-    flags[SCALES_FLAG] = int(bool(operands.scales()))
+    flags |= {SCALES_FLAG: int(bool(operands.scales())), THRESHOLDS.flag: int(operands.thresholds is not None)}
     return {**{each.name: each.kind(getattr(options, each.name)) for each in OPTIONS}, **flags, **IDENTITY}
 
 
@@ -74,7 +75,9 @@ def read_node(op_type: str, inputs: Sequence[T], attributes: Mapping[str, Any]) 
     variant = BY_NODE[op_type]
     try:
         present = [each.name for each in variant.tensors if not each.flag or attributes[each.flag]]
-        present += variant.scales if attributes.get(SCALES_FLAG, 0) else ()  # graphs of before there were any lack it
+        # Graphs of before there were any lack these attributes.
+        present += variant.scales if attributes.get(SCALES_FLAG, 0) else ()
+        present += [THRESHOLDS.name] if attributes.get(THRESHOLDS.flag, 0) else ()
         operands = Operands(**dict(zip(present, inputs, strict=True)))
         return operands, read_options(attributes)
     except (KeyError, ValueError) as error:

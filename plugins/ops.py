@@ -14,7 +14,9 @@ exactly 0, also where the dense block would compute 0 * inf = NaN; a NaN in x re
 the plugin library, so it takes bfloat16 and float16 only.
 
 `activation` is one of relu, relu2 (relu squared), fatrelu (z where z > threshold, else 0) and, for gated blocks, drelu
-(relu of both gate and up). `compression` is the TwELL compression factor; it changes speed and memory, never results.
+(relu of both gate and up). fatrelu may have `thresholds`, float32 [d_ff], one for each neuron, in the place of the one
+threshold (JumpReLU); z is compared in float32, and what is below 0, or NaN, counts as 0. `compression` is the TwELL
+compression factor; it changes speed and memory, never results.
 `hot`, 0 to d_ff, is a hint about speed, where the neurons that are active most often come first: calls with many
 tokens compute that many, the first ones, as a dense product. Results stay the same within rounding.
 """
@@ -122,5 +124,5 @@ VARIANT_OF = {op: variant for variant, op in OPS.items()}
 
 def run_block(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
     """Call the op of a block."""
-    y: Tensor = OPS[operands.variant](*operands.arguments(), *options.arguments(), **operands.scales())
+    y: Tensor = OPS[operands.variant](*operands.arguments(), *options.arguments(), **operands.by_name())
     return y

@@ -18,7 +18,7 @@ from twellc.base.torch_private import (
     forward_mode_level,
     schema_of,
 )
-from twellc.plugins.block import SCALES
+from twellc.plugins.block import FLOAT32
 
 _FIX = "run the model without the blocks: twellc.restore(model)"
 NO_SECOND = (
@@ -78,7 +78,7 @@ def _casting(op: OpOverload, device: str, key: DispatchKey) -> Callable[..., Any
         is_wider = residual is not None and residual.dtype == torch.float32
         cast = {
             name: value.to(dtype)
-            if isinstance(value, Tensor) and value.dtype in _CASTABLE and name not in SCALES
+            if isinstance(value, Tensor) and value.dtype in _CASTABLE and name not in FLOAT32
             else value
             for name, value in {**given, "residual": None if is_wider else residual}.items()
         }

@@ -83,7 +83,7 @@ cudaError_t twell_gate(twell_problem const* problem, twell_tensors const* tensor
     if (problem_copy.tokens == 0) {
         return cudaSuccess;
     }
-    TWELL_TRY(twell::read_gate_tensors(tensors_copy, tensors).error);
+    TWELL_TRY(twell::read_gate_tensors(tensors_copy, tensors, problem_copy).error);
     TWELL_TRY(twell::check_memory(packed, kPackedAlignment).error);
     Device device = {};
     TWELL_TRY(twell::find_device(device));

@@ -156,16 +156,20 @@ Refusal read_problem(twell_problem& copy, twell_problem const* problem) {
     return fault == nullptr ? Refusal{} : invalid(fault);
 }
 
-Refusal read_gate_tensors(twell_tensors& copy, twell_tensors const* tensors) {
+Refusal read_gate_tensors(twell_tensors& copy, twell_tensors const* tensors, twell_problem const& problem) {
     Refusal const refusal = copy_tensors(copy, tensors);
     if (refusal.text != nullptr) {
         return refusal;
     }
-    return check_pointers({TWELL_REQUIRED(copy, x), TWELL_REQUIRED(copy, w_gate), TWELL_OPTIONAL(copy, b_gate)});
+    if (copy.thresholds != nullptr && (problem.activation != TWELL_FATRELU || problem.threshold != 0.0f)) {
+        return invalid("thresholds are for fatrelu with threshold 0 alone");
+    }
+    return check_pointers({TWELL_REQUIRED(copy, x), TWELL_REQUIRED(copy, w_gate), TWELL_OPTIONAL(copy, b_gate),
+                           TWELL_OPTIONAL(copy, thresholds)});
 }
 
 Refusal read_tensors(twell_tensors& copy, twell_tensors const* tensors, twell_problem const& problem) {
-    Refusal refusal = read_gate_tensors(copy, tensors);
+    Refusal refusal = read_gate_tensors(copy, tensors, problem);
     if (refusal.text == nullptr) {
         refusal = check_pointers({TWELL_REQUIRED(copy, w_down), TWELL_OPTIONAL(copy, b_down),
                                   TWELL_OPTIONAL(copy, residual), TWELL_REQUIRED(copy, y)});

@@ -39,6 +39,11 @@ cudaError_t read_problem(twell_problem& copy, twell_problem const* problem) {
     return fits ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+cudaError_t read_tensors(twell_tensors& copy, twell_tensors const* tensors, twell_problem const& problem) {
+    TWELL_TRY(twell::read_tensors(copy, tensors, problem).error);
+    return copy.thresholds == nullptr ? cudaSuccess : cudaErrorInvalidValue;
+}
+
 bool are_pairs(twell_problem const& problem, twell_train_pairs const& pairs) {
     return pairs.capacity >= 0 && pairs.capacity <= kMostPairs && pairs.row_begin != nullptr &&
            (pairs.capacity == 0 ||
@@ -73,7 +78,7 @@ cudaError_t twell_train_forward(twell_problem const* problem, twell_tensors cons
         workspace_bytes < twell::train_forward_bytes(problem_copy, copy.pairs.capacity)) {
         return cudaErrorInvalidValue;
     }
-    TWELL_TRY(twell::read_tensors(tensors_copy, tensors, problem_copy).error);
+    TWELL_TRY(read_tensors(tensors_copy, tensors, problem_copy));
     TWELL_TRY(twell::check_memory(workspace, twell::kWorkspaceAlignment).error);
     if (!are_vectors({copy.hot})) {
         return cudaErrorMisalignedAddress;
@@ -103,7 +108,7 @@ cudaError_t twell_train_backward(twell_problem const* problem, twell_tensors con
     twell_tensors with_y = *tensors;
     with_y.y = const_cast<void*>(copy.dy);
     with_y.residual = nullptr;
-    TWELL_TRY(twell::read_tensors(tensors_copy, &with_y, problem_copy).error);
+    TWELL_TRY(read_tensors(tensors_copy, &with_y, problem_copy));
     TWELL_TRY(twell::check_memory(workspace, twell::kWorkspaceAlignment).error);
     if (!are_vectors({copy.dy, copy.hot, copy.dx, copy.w_gate, copy.w_up, copy.w_down})) {
         return cudaErrorMisalignedAddress;

@@ -21,11 +21,12 @@ using nvinfer1::TensorRTPhase;
 
 static_assert(kRoles <= kMostInputs);
 
-constexpr char const* kGatedNames[] = {"x",      "w_gate",   "b_gate",       "w_up",       "b_up",        "w_down",
-                                       "b_down", "residual", "w_gate_scale", "w_up_scale", "w_down_scale"};
+constexpr char const* kGatedNames[] = {
+    "x",      "w_gate",   "b_gate",       "w_up",       "b_up",         "w_down",
+    "b_down", "residual", "w_gate_scale", "w_up_scale", "w_down_scale", "thresholds"};
 // The kernels call the only projection before the activation "gate", whatever the block.
-constexpr char const* kPlainNames[] = {"x",          "w_up", "b_up",        "", "", "w_down", "b_down", "residual",
-                                       "w_up_scale", "",     "w_down_scale"};
+constexpr char const* kPlainNames[] = {
+    "x", "w_up", "b_up", "", "", "w_down", "b_down", "residual", "w_up_scale", "", "w_down_scale", "thresholds"};
 static_assert(std::size(kGatedNames) == kRoles && std::size(kPlainNames) == kRoles);
 
 char const* role_name(twell_variant variant, int32_t role) {
@@ -34,9 +35,18 @@ char const* role_name(twell_variant variant, int32_t role) {
 
 std::array<bool, kRoles> present_roles(twell_variant variant, Options const& options) {
     bool const gated = variant == TWELL_GATED;
-    return {true,          true,           options.b_gate,   gated,          gated && options.b_up,
-            true,          options.b_down, options.residual, options.scales, gated && options.scales,
-            options.scales};
+    return {true,
+            true,
+            options.b_gate,
+            gated,
+            gated && options.b_up,
+            true,
+            options.b_down,
+            options.residual,
+            options.scales,
+            gated && options.scales,
+            options.scales,
+            options.thresholds};
 }
 
 std::vector<Input> inputs_of(twell_variant variant, Options const& options) {
@@ -75,7 +85,11 @@ FeedForwardPlugin::FeedForwardPlugin(FeedForwardPlugin const& other)
 // ---- checks shared by build and runtime ----
 
 std::string FeedForwardPlugin::allowed_types(DataType first) const {
-    std::string const others = options_.scales ? "all inputs but weights and their scales" : "all inputs";
+    std::string others = options_.scales ? "weights and their scales" : "";
+    if (options_.thresholds) {
+        others += others.empty() ? "thresholds" : ", and thresholds";
+    }
+    others = others.empty() ? "all inputs" : "all inputs but " + others;
     return others + " must be bf16, or all fp16 (x is " + text_of(first) + ")";
 }
 
@@ -110,6 +124,7 @@ twell_problem FeedForwardPlugin::problem_of(Shapes const& inputs, DataType type)
     }
     Dims y = x;
     y.d[y.nbDims - 1] = d_out;
+    check(kThresholds, dims_of({d_ff}), "[d_ff]");
     check(kResidual, y, "that of y, [..., d_out]");
     if (d_ff != kAny && options_.hot > d_ff) {
         refuse("hot", std::to_string(options_.hot), "0 to d_ff = " + std::to_string(d_ff));
@@ -233,6 +248,7 @@ void FeedForwardPlugin::run(PluginTensorDesc const* descs, void const* const* in
     tensors.w_gate_scale = input(kGateScale);
     tensors.w_up_scale = input(kUpScale);
     tensors.w_down_scale = input(kDownScale);
+    tensors.thresholds = input(kThresholds);
     tensors.y = outputs[0];
     check_launch(twell_mlp(&problem, &tensors, workspace, twell_workspace_bytes(&problem), stream));
 }

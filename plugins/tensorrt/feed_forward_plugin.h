@@ -25,7 +25,21 @@ constexpr char const* plugin_name(twell_variant variant) {
 // ---- tensor slots ----
 
 // What a tensor is to the kernels; which input it is depends on the variant and on which optional inputs there are.
-enum Role { kX, kWGate, kBGate, kWUp, kBUp, kWDown, kBDown, kResidual, kGateScale, kUpScale, kDownScale, kRoles };
+enum Role {
+    kX,
+    kWGate,
+    kBGate,
+    kWUp,
+    kBUp,
+    kWDown,
+    kBDown,
+    kResidual,
+    kGateScale,
+    kUpScale,
+    kDownScale,
+    kThresholds,
+    kRoles
+};
 
 // The two blocks differ in name, inputs and fields only, so they are one class with a variant.
 class FeedForwardPlugin final : public PluginBase<FeedForwardPlugin> {

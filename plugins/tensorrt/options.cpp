@@ -25,6 +25,7 @@ constexpr char const* kDownBias = "down_bias";
 constexpr char const* kResidualField = "residual";
 // May be left out, in a plan, too: then there are none. Plans of before there were any have none.
 constexpr char const* kScales = "scales";
+constexpr char const* kThresholds = "thresholds";
 // In plans only: raised whenever the meaning of the plan fields changes.
 constexpr char const* kSchema = "schema";
 constexpr int32_t kSchemaVersion = 3;
@@ -99,6 +100,10 @@ Options read_fields(twell_variant variant, PluginFieldCollection const* collecti
     options.b_down = fields.integer(kDownBias, {0, 1}) == 1;
     options.residual = fields.integer(kResidualField, {0, 1}) == 1;
     options.scales = fields.has(kScales) && fields.integer(kScales, {0, 1}) == 1;
+    options.thresholds = fields.has(kThresholds) && fields.integer(kThresholds, {0, 1}) == 1;
+    if (options.thresholds && (options.activation != TWELL_FATRELU || options.threshold != 0.0F)) {
+        refuse(kThresholds, "1", "0, because only fatrelu with threshold 0 takes thresholds");
+    }
     fields.reject_rest(field_names(variant));
     return options;
 }
@@ -111,6 +116,7 @@ std::vector<PluginField> field_names(twell_variant variant) {
         {kCompression, nullptr, PluginFieldType::kINT32, 1},   {kHot, nullptr, PluginFieldType::kINT32, 1},
         {kUpBias, nullptr, PluginFieldType::kINT32, 1},        {kDownBias, nullptr, PluginFieldType::kINT32, 1},
         {kResidualField, nullptr, PluginFieldType::kINT32, 1}, {kScales, nullptr, PluginFieldType::kINT32, 1},
+        {kThresholds, nullptr, PluginFieldType::kINT32, 1},
     };
     if (variant == TWELL_GATED) {
         fields.emplace_back(kGateBias, nullptr, PluginFieldType::kINT32, 1);
@@ -145,6 +151,9 @@ Serialized::Serialized(twell_variant variant, Options const& options) : threshol
     add(kResidualField, options.residual ? 1 : 0);
     if (options.scales) {  // else as before there were any: older libraries read such plans, too
         add(kScales, 1);
+    }
+    if (options.thresholds) {
+        add(kThresholds, 1);
     }
     collection_.nbFields = static_cast<int32_t>(fields_.size());
     collection_.fields = fields_.data();

@@ -20,7 +20,8 @@ struct Options {
     bool b_up = false;
     bool b_down = false;
     bool residual = false;
-    bool scales = false;  // whether weights are of fp8, each with its scales
+    bool scales = false;      // whether weights are of fp8, each with its scales
+    bool thresholds = false;  // of TWELL_FATRELU with threshold 0 only
 };
 
 // The fields that a node of this variant may have, for IPluginCreatorV3One::getFieldNames.
@@ -42,7 +43,7 @@ class Serialized {
     nvinfer1::PluginFieldCollection const* collection() const { return &collection_; }
 
   private:
-    std::array<int32_t, 9> integers_{};
+    std::array<int32_t, 10> integers_{};
     float threshold_ = 0.0F;
     std::vector<nvinfer1::PluginField> fields_;
     nvinfer1::PluginFieldCollection collection_{};

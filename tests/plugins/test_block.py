@@ -19,6 +19,7 @@ from twellc.plugins.block import (
     PLAIN,
     SCALES_FLAG,
     TENSORS,
+    THRESHOLDS,
     VARIANTS,
     BlockOptions,
     Operands,
@@ -107,7 +108,8 @@ def test_nodes_are_read_as_they_are_written() -> None:
     for variant in VARIANTS.values():
         for absent in [*(each.name for each in variant.tensors if each.flag), ""]:
             names = [each.name for each in variant.tensors if each.name != absent]
-            operands = Operands(**{name: name for name in (*names, *(variant.scales if absent == "residual" else ()))})
+            names += variant.by_name if absent == "residual" else ()
+            operands = Operands(**{name: name for name in names})
             options = BlockOptions(activation="relu2", compression=4, hot=8)
             attributes = node_attributes(operands, options)
             assert attributes.keys() == {*ATTRIBUTES[variant.node], "plugin_version", "plugin_namespace"}
@@ -116,7 +118,7 @@ def test_nodes_are_read_as_they_are_written() -> None:
             for broken in (["x"], [*operands.named().values(), "more"]):
                 with pytest.raises(ValueError, match="not the fields and inputs of one"):
                     read_node(variant.node, broken, stored)
-            for name in ATTRIBUTES[variant.node].keys() - {"scales"}:
+            for name in ATTRIBUTES[variant.node].keys() - {"scales", "thresholds"}:
                 rest = {key: value for key, value in stored.items() if key != name}
                 with pytest.raises(ValueError, match="not the fields and inputs of one"):
                     read_node(variant.node, list(operands.named().values()), rest)
@@ -181,7 +183,7 @@ def function(name: str) -> str:
 
 
 FLAGS = {each.flag: each for each in TENSORS if each.flag}
-ALL_FLAGS = {*FLAGS, SCALES_FLAG}
+ALL_FLAGS = {*FLAGS, SCALES_FLAG, THRESHOLDS.flag}
 
 
 def test_the_plugins_know_the_names_of_all_fields() -> None:
@@ -261,7 +263,7 @@ def test_the_plugins_pass_all_options_on() -> None:
         assert f"problem.{each.name} = options_.{each.name};" in text, each.name
     for variant, table in ((GATED, "kGatedNames"), (PLAIN, "kPlainNames")):
         names = re.findall(r'"(\w+)"', text.partition(f"{table}[] = {{")[2].partition("};")[0])
-        assert names == [*(each.name for each in variant.tensors), *variant.scales]
+        assert names == [*(each.name for each in variant.tensors), *variant.by_name]
 
 
 def spelt_out(tree: ast.AST) -> Iterator[tuple[int, set[str]]]:

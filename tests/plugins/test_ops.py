@@ -1,5 +1,7 @@
 """The twell torch ops on a CPU: their meaning against float64, their checks, and what torch demands of an op."""
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,8 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.tolerance import assert_as_accurate, assert_same
+from twellc.plugins.block import BlockOptions, Operands
 from twellc.plugins.meaning import as_read
-from twellc.plugins.ops import GATED_MLP, MLP
+from twellc.plugins.ops import GATED_MLP, MLP, run_block
 
 ROWS, D_MODEL, D_FF, D_OUT = 7, 16, 300, 24
 ACTIVATIONS = {"relu": 0.0, "relu2": 0.0, "fatrelu": 0.5, "drelu": 0.0}
@@ -116,6 +119,38 @@ def test_threshold_is_exclusive() -> None:
     x = torch.tensor([[0.4, 0.5, 0.6, -1.0, 0.0, 2.0, 0.5, 1.0]])
     y = MLP(x, eye, None, eye, None, None, "fatrelu", 0.5, 8)
     assert torch.equal(y, torch.tensor([[0, 0, 0.6, 0, 0, 2, 0, 1.0]]))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_threshold_for_each_neuron(gated: bool) -> None:
+    """Compared in float32, exclusively; what is below 0 or NaN counts as 0."""
+    block = Operands(
+        x=torch.tensor([[1.0, -1.0], [math.nan, 0.0]], dtype=torch.bfloat16),
+        w_gate=torch.ones(5, 2, dtype=torch.bfloat16) if gated else None,
+        b_gate=torch.tensor([1.0, 1.0, 1.0, -2.0, 1.0], dtype=torch.bfloat16) if gated else None,
+        w_up=torch.zeros(5, 2, dtype=torch.bfloat16) if gated else torch.ones(5, 2, dtype=torch.bfloat16),
+        b_up=torch.tensor([1.0, 1.0, 1.0, 1.0 if gated else -2.0, 1.0], dtype=torch.bfloat16),
+        w_down=torch.eye(5, 8, dtype=torch.bfloat16),
+        thresholds=torch.tensor([0.9999, 1.0, -math.inf, -3.0, math.nan]),
+    )
+    y = run_block(block, BlockOptions(activation="fatrelu"))
+    assert y[0].tolist() == [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0] and y[1].isnan().all()
+
+
+def test_what_thresholds_need() -> None:
+    x, w_up, w_down = torch.ones(3, 8), torch.ones(16, 8), torch.ones(16, 8)
+    block = Operands(x=x, w_up=w_up, w_down=w_down, thresholds=torch.zeros(16))
+    for options in (BlockOptions(activation="relu"), BlockOptions(activation="fatrelu", threshold=0.5)):
+        with pytest.raises(ValueError, match="thresholds are for fatrelu with threshold 0 alone"):
+            run_block(block, options)
+    options = BlockOptions(activation="fatrelu")
+    with pytest.raises(ValueError, match=r"thresholds must have shape \(16,\), got \(8,\)"):
+        run_block(replace(block, thresholds=torch.zeros(8)), options)
+    with pytest.raises(TypeError, match=r"thresholds must be torch.float32, got torch.float64"):
+        run_block(replace(block, thresholds=torch.zeros(16).double()), options)
+    with pytest.raises(NotImplementedError, match="a threshold for each neuron has no gradients"):
+        run_block(replace(block, x=x.clone().requires_grad_()), options)
+    torch.library.opcheck(MLP, (x, w_up, None, w_down, None, None, "fatrelu"), {"thresholds": block.thresholds})
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

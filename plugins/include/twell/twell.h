@@ -46,7 +46,7 @@ typedef enum { TWELL_GATED = 0, TWELL_PLAIN = 1 } twell_variant;
 typedef enum {
     TWELL_RELU = 0,     // max(z, 0)
     TWELL_RELU2 = 1,    // max(z, 0)^2, rounded to the element type
-    TWELL_FATRELU = 2,  // z where z > threshold (compared in fp32), else 0
+    TWELL_FATRELU = 2,  // z where z > threshold, or the neuron's of thresholds (compared in fp32), else 0
     TWELL_DRELU = 3     // gated only: max(gate, 0) * max(up, 0)
 } twell_activation;
 
@@ -100,6 +100,9 @@ typedef struct {
     void const* w_gate_scale;
     void const* w_up_scale;
     void const* w_down_scale;
+    // Of TWELL_FATRELU with threshold 0, [d_ff] in fp32, or null: a threshold for each neuron, in the place of the one.
+    // What is below 0, or a NaN, counts as 0.
+    void const* thresholds;
 } twell_tensors;
 
 // Numbers of the table of routes (plugins/kernels/README.md) and of the kernels: where other kernels take over.
@@ -141,11 +144,12 @@ TWELL_API size_t twell_packed_bytes(twell_problem const* problem);
 TWELL_API size_t twell_workspace_bytes(twell_problem const* problem);
 
 // The two functions below return cudaErrorInvalidValue for a problem that twell_validate refuses, a missing pointer,
-// a residual that overlaps y, a scale of 16-bit weights or too small a workspace, cudaErrorMisalignedAddress for a
-// misaligned pointer, cudaErrorNotSupported on a device below compute capability 8.0, and else what the launch
+// a residual that overlaps y, a scale of 16-bit weights, thresholds of another activation or too small a workspace,
+// cudaErrorMisalignedAddress for a misaligned pointer, cudaErrorNotSupported on a device below compute capability 8.0, and else what the launch
 // returned. The current device must be the stream's.
 
-// The gate projection alone, with 16-bit weights: packed = TwELL(act(x Wg^T + bg)). Reads x, w_gate and b_gate.
+// The gate projection alone, with 16-bit weights: packed = TwELL(act(x Wg^T + bg)). Reads x, w_gate, b_gate and
+// thresholds.
 // `packed` is 16-byte aligned. Word 0 of a (row, tile) is the true number of non-zeros, of the rounded values; a NaN
 // counts. The other TWELL_TILE / compression - 1 words are slots: they hold the non-zeros in ascending column order,
 // the global column index in the low 16 bits and the value's bits in the high 16 bits. Words past the last non-zero are

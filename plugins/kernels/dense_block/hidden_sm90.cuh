@@ -64,9 +64,9 @@ constexpr bool kLeavesActive = leaves_active(Cfg::kLayout, Cfg::BLOCK_N);
 
 // h of two tokens. Where g is 0, so is h, whatever u is; NaN is kept. If kMarks, an active neuron's 0 is -0.
 template <class Element, bool kGated, bool kMarks>
-__device__ __forceinline__ uint32_t activate_and_multiply(Params const& params, uint32_t z, uint32_t u) {
+__device__ __forceinline__ uint32_t activate_and_multiply(Params const& params, uint32_t z, uint32_t cuts, uint32_t u) {
     uint32_t const g = Element::multiply2(z, params.act.square ? z : Element::kOnes);
-    uint32_t const active = Element::not_at_most2(z, params.act.cut) & Element::is_not_zero2(g);
+    uint32_t const active = Element::not_at_most2(z, cuts) & Element::is_not_zero2(g);
     if constexpr (!kGated) {
         return g & active;
     }
@@ -134,11 +134,11 @@ __device__ __forceinline__ void leave_active(Params const& params, unsigned char
 template <class Element, bool kGated>
 __device__ __forceinline__ float2 compute_h(ParamsOf<E4m3> const& params, float2 gate_sums, float2 up_sums,
                                             float2 x_scales, float gate_scale, float up_scale, float h_scale,
-                                            float gate_bias, float up_bias, bool exists) {
+                                            float gate_bias, float up_bias, uint32_t cut, bool exists) {
     uint32_t const z = Element::from_float2(fmaf(gate_sums.x, gate_scale * x_scales.x, gate_bias),
                                             fmaf(gate_sums.y, gate_scale * x_scales.y, gate_bias));
     uint32_t const g = Element::multiply2(z, params.act.square ? z : Element::kOnes);
-    uint32_t const active = exists ? Element::not_at_most2(z, params.act.cut) & Element::is_not_zero2(g) : 0;
+    uint32_t const active = exists ? Element::not_at_most2(z, cut) & Element::is_not_zero2(g) : 0;
     float2 h = Element::to_float2(g);
     if constexpr (kGated) {
         float2 u = make_float2(fmaf(up_sums.x, up_scale * x_scales.x, up_bias),
@@ -175,8 +175,10 @@ __device__ __forceinline__ void store_bytes(ParamsOf<E4m3> const& params,
     float gate_scales[2];
     float up_scales[2] = {};
     float h_scales[2];
+    uint32_t cuts[2];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
+        cuts[n] = cut_of<Element>(params.act, neurons[n], params.d_ff);
         gate_scales[n] = scale_sum(params, params.gate_scale, 1.0f, neurons[n]);
         if (kGated) {
             up_scales[n] = scale_sum(params, params.up_scale, 1.0f, neurons[n]);
@@ -196,7 +198,7 @@ __device__ __forceinline__ void store_bytes(ParamsOf<E4m3> const& params,
             float2 const h = compute_h<Element, kGated>(
                 params, make_float2(sums[0][i], sums[0][i + 1]), make_float2(up[i], up[i + 1]), x_scales,
                 gate_scales[n], up_scales[n], h_scales[n], n == 0 ? gate_biases.x : gate_biases.y,
-                n == 0 ? up_biases.x : up_biases.y, neuron + n * 8 < params.d_ff);
+                n == 0 ? up_biases.x : up_biases.y, cuts[n], neuron + n * 8 < params.d_ff);
             sums[0][i] = h.x;
             sums[0][i + 1] = h.y;
             magnitudes[0] = fmaxf(magnitudes[0], fabsf(h.x));  // of a NaN the other one
@@ -335,6 +337,14 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                         return round_pair<Element>(accumulators[product], biases, i);
                     }
                 };
+                // Likewise cuts: of two neurons of one token, or of one of two tokens.
+                uint32_t const own_cuts[2] = {cut_of<Element>(params.act, neuron, params.d_ff),
+                                              cut_of<Element>(params.act, neuron + 8, params.d_ff)};
+                auto const cuts_of = [&](int i) {
+                    return Cfg::kIsTall ? cuts_of_pair<Element>(
+                                              params.act, first_neuron + i / 4 * kVector + lane % 4 * 2, params.d_ff)
+                                        : own_cuts[i % 4 / 2];
+                };
                 bool const leaves_active = kLeavesActive<Cfg> && params.active.masks != nullptr;
                 uint32_t bits[(Cfg::BLOCK_N + 63) / 64] = {};
                 pass_result<Cfg>(
@@ -342,7 +352,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                     [&](int i) {
                         uint32_t const z = round(0, gate_biases, params.b_gate, i);
                         uint32_t const u = round(Cfg::kProducts - 1, up_biases, params.b_up, i);
-                        return activate_and_multiply<Element, kGated, kLeavesActive<Cfg>>(params, z, u);
+                        return activate_and_multiply<Element, kGated, kLeavesActive<Cfg>>(params, z, cuts_of(i), u);
                     },
                     [&](int token_of_warp, int chunk, uint4 values) {
                         int const token = first_of_warp + token_of_warp;

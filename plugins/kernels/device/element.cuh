@@ -55,7 +55,9 @@ struct Bf16 : PairArithmetic<__nv_bfloat162> {
         return __bfloat16_as_ushort(__float2bfloat16_rn(value));
     }
     // The largest element that is at most `value`.
-    static __host__ uint16_t round_down(float value) { return __bfloat16_as_ushort(__float2bfloat16_rd(value)); }
+    static __host__ __device__ uint16_t round_down(float value) {
+        return __bfloat16_as_ushort(__float2bfloat16_rd(value));
+    }
     static __device__ __forceinline__ uint32_t from_float2(float low, float high) {
         __nv_bfloat162 const pair = __floats2bfloat162_rn(low, high);
         return *reinterpret_cast<uint32_t const*>(&pair);
@@ -78,7 +80,7 @@ struct Fp16 : PairArithmetic<__half2> {
     static __device__ __forceinline__ uint16_t from_float(float value) {
         return __half_as_ushort(__float2half_rn(value));
     }
-    static __host__ uint16_t round_down(float value) { return __half_as_ushort(__float2half_rd(value)); }
+    static __host__ __device__ uint16_t round_down(float value) { return __half_as_ushort(__float2half_rd(value)); }
     static __device__ __forceinline__ uint32_t from_float2(float low, float high) {
         __half2 const pair = __floats2half2_rn(low, high);
         return *reinterpret_cast<uint32_t const*>(&pair);
@@ -138,23 +140,49 @@ __device__ __forceinline__ float to_be_rounded(float h, float inverse) {
 struct Activation {
     uint32_t cut;  // twice, as a pair: the largest element that is at most the cut
     bool square;
+    float const* cuts;  // or null: [neurons], in the place of the one
 };
 
-// Bits of act(z) for two neighbouring elements.
 template <class Element>
-__device__ __forceinline__ uint32_t activate_pair(uint32_t z, Activation act) {
-    return (act.square ? Element::multiply2(z, z) : z) & Element::not_at_most2(z, act.cut);
+__device__ __forceinline__ uint32_t round_cut(float cut) {
+    return Element::round_down(fmaxf(cut, 0.0f));
+}
+
+// The cut of a neuron, twice.
+template <class Element>
+__device__ __forceinline__ uint32_t cut_of(Activation const& act, int neuron, int num_neurons) {
+    if (act.cuts == nullptr) {
+        return act.cut;
+    }
+    uint32_t const cut = round_cut<Element>(act.cuts[min(neuron, num_neurons - 1)]);
+    return cut << 16 | cut;
+}
+
+// The cuts of a neuron and the next one.
+template <class Element>
+__device__ __forceinline__ uint32_t cuts_of_pair(Activation const& act, int neuron, int num_neurons) {
+    if (act.cuts == nullptr) {
+        return act.cut;
+    }
+    return round_cut<Element>(act.cuts[min(neuron + 1, num_neurons - 1)]) << 16 |
+           round_cut<Element>(act.cuts[min(neuron, num_neurons - 1)]);
+}
+
+// Bits of act(z) for two elements with these cuts.
+template <class Element>
+__device__ __forceinline__ uint32_t activate_pair(uint32_t z, Activation const& act, uint32_t cuts) {
+    return (act.square ? Element::multiply2(z, z) : z) & Element::not_at_most2(z, cuts);
 }
 
 // The same for z in fp32, which is first rounded to the element type: what a dense block would have stored.
 template <class Element>
-__device__ __forceinline__ uint32_t activate2(float low, float high, Activation act) {
-    return activate_pair<Element>(Element::from_float2(low, high), act);
+__device__ __forceinline__ uint32_t activate2(float low, float high, Activation const& act, uint32_t cuts) {
+    return activate_pair<Element>(Element::from_float2(low, high), act, cuts);
 }
 
 template <class Element>
-__device__ __forceinline__ uint16_t activate(float pre_activation, Activation act) {
-    return static_cast<uint16_t>(activate2<Element>(pre_activation, 0.0f, act));
+__device__ __forceinline__ uint16_t activate(float pre_activation, Activation const& act, uint32_t cut) {
+    return static_cast<uint16_t>(activate2<Element>(pre_activation, 0.0f, act, cut));
 }
 
 constexpr uint32_t kSigns = 0x80008000u;  // of a pair

@@ -183,7 +183,9 @@ __global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(Para
                 sum *= gate_scales[m];
             }
             float const z = params.b_gate == nullptr ? sum : sum + Element::to_float(shared.b_gate[m]);
-            g[m * Cfg::kStrideG + n] = valid ? activate<Element>(z, params.act) : static_cast<uint16_t>(0);
+            g[m * Cfg::kStrideG + n] =
+                valid ? activate<Element>(z, params.act, cut_of<Element>(params.act, neuron_begin + m, params.d_ff))
+                      : static_cast<uint16_t>(0);
         });
 
     // Which neurons are active: one thread for 16 neurons of a token.

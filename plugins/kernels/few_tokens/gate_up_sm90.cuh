@@ -267,6 +267,13 @@ struct Quad {
     int neuron;   // of all
     int token;    // the thread's first one
     uint2 valid;  // all bits of those that there are
+    uint2 cuts;   // see Activation
+
+    template <class Element>
+    __device__ __forceinline__ void load_cuts(Params const& params) {
+        cuts = make_uint2(cuts_of_pair<Element>(params.act, neuron, params.d_ff),
+                          cuts_of_pair<Element>(params.act, neuron + 2, params.d_ff));
+    }
 
     __device__ __forceinline__ Quad(Params const& params, int neuron_begin) {
         first = static_cast<int>(threadIdx.x) % Cfg::kQuads * kQuad;
@@ -311,8 +318,8 @@ __device__ __forceinline__ uint2 activate_quad(Params const& params, Stages<Cfg>
     if (params.b_gate != nullptr) {
         z = add_biases<Element>(z, storage.b_gate + quad.first);
     }
-    return exists ? make_uint2(activate2<Element>(z.x, z.y, params.act) & quad.valid.x,
-                               activate2<Element>(z.z, z.w, params.act) & quad.valid.y)
+    return exists ? make_uint2(activate2<Element>(z.x, z.y, params.act, quad.cuts.x) & quad.valid.x,
+                               activate2<Element>(z.z, z.w, params.act, quad.cuts.y) & quad.valid.y)
                   : make_uint2(0, 0);
 }
 
@@ -369,7 +376,8 @@ template <class Element, class Cfg>
 __device__ __forceinline__ void list_active(Params const& params, Stages<Cfg> const& stages,
                                             typename Cfg::Storage& storage, int neuron_begin, int token_begin,
                                             int num_tokens) {
-    Quad<Cfg> const quad(params, neuron_begin);
+    Quad<Cfg> quad(params, neuron_begin);
+    quad.template load_cuts<Element>(params);
     int const lane = threadIdx.x % kWarpSize;
 #pragma unroll 1
     for (int first = 0; first < num_tokens; first += Cfg::kTokensAtOnce) {
@@ -515,7 +523,8 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         store_sums(stages, loaded.skipped, num_tokens, accumulators[0]);
     }
     __syncthreads();
-    Quad<Cfg> const quad(params, neuron_begin);
+    Quad<Cfg> quad(params, neuron_begin);
+    quad.template load_cuts<Element>(params);
     bool lost = false;
     if constexpr (Cfg::kComputesAll) {
 #pragma unroll 1

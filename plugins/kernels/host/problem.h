@@ -59,10 +59,11 @@ inline size_t spilled_bytes(twell_problem const& problem) {
     return aligned(static_cast<size_t>(problem.tokens) * spilled_stride(problem) * sizeof(uint16_t));
 }
 
-inline Activation activation_of(twell_problem const& problem) {
+inline Activation activation_of(twell_problem const& problem, twell_tensors const& tensors) {
     float const cut = problem.activation == TWELL_FATRELU ? problem.threshold : 0.0f;
     uint32_t const bits = problem.dtype == TWELL_BF16 ? Bf16::round_down(cut) : Fp16::round_down(cut);
-    return {bits << 16 | bits, problem.activation == TWELL_RELU2};
+    return {bits << 16 | bits, problem.activation == TWELL_RELU2,
+            static_cast<float const*>(tensors.thresholds)};
 }
 
 inline void set_scales(ScalesOf<uint16_t>&, twell_problem const&, twell_tensors const&) {}
@@ -91,7 +92,7 @@ void set_block(BlockTensorsOf<Stored>& block, twell_problem const& problem, twel
     block.d_ff = problem.d_ff;
     block.d_out = problem.d_out;
     block.relu_on_up = problem.activation == TWELL_DRELU;
-    block.act = activation_of(problem);
+    block.act = activation_of(problem, tensors);
 }
 
 }  // namespace twell

@@ -48,6 +48,8 @@ Part rest_of(twell_problem const& problem, twell_tensors const& tensors, int hot
     rest.tensors.w_up = skip(tensors.w_up, weights);
     rest.tensors.b_up = skip(tensors.b_up, hot);
     rest.tensors.w_down = skip(tensors.w_down, int64_t{hot} * problem.d_out);
+    rest.tensors.thresholds =
+        tensors.thresholds == nullptr ? nullptr : static_cast<float const*>(tensors.thresholds) + hot;
     rest.tensors.b_down = nullptr;
     rest.tensors.residual = sums;
     return rest;

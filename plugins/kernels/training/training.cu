@@ -308,7 +308,7 @@ cudaError_t launch_train_hot(Call const& call, twell_train_hot_tensors const& gi
     params.hot = problem.d_ff;
     params.stride = given.stride;
     params.relu_on_up = problem.activation == TWELL_DRELU;
-    params.act = activation_of(problem);
+    params.act = activation_of(problem, {});
     if (given.dh == nullptr) {
     }
     return problem.dtype == TWELL_BF16 ? launch_hot<Bf16>(call, params) : launch_hot<Fp16>(call, params);

@@ -64,7 +64,7 @@ cudaError_t launch(Call const& call, Quantised const& rounded, GateOutput const&
         params.counts_bias = reinterpret_cast<uint64_t>(output.tile_counts) -
                              (reinterpret_cast<uint64_t>(output.packed) >> params.counts_shift);
     }
-    params.act = activation_of(problem);
+    params.act = activation_of(problem, call.tensors);
     TWELL_TRY(first_error({
         sm90::encode(call.device, params.x, x, problem.tokens, columns, kernel.rows_loaded, problem.dtype),
         sm90::encode(call.device, params.w_gate, call.tensors.w_gate, problem.d_ff, columns, sm90::BLOCK_M,

@@ -58,12 +58,26 @@ struct ParamsOf : GateScalesOf<Operand> {
     Activation act;
 };
 
-// Which of a lane's columns of a tile exist. NOTE: a NaN or infinity in x makes even zero-filled weights give NaN, so
-// columns outside are masked by index.
+// Which of a lane's columns of a tile exist, and their cuts. NOTE: a NaN or infinity in x makes even zero-filled
+// weights give NaN, so columns outside are masked by index.
 struct Columns {
     uint32_t pairs[kVector / 2];
+    uint32_t cuts[kVector / 2];
     uint32_t mask;  // bit i: the i-th
 
+    // Those that a lane has of the num_columns that a tile has, or more.
+    template <class Element>
+    __device__ __forceinline__ static Columns of(Activation const& act, int num_columns, int d_ff) {
+        Columns columns(num_columns);
+        int const first = d_ff - num_columns + static_cast<int>(threadIdx.x % kWarpSize) * kVector;
+#pragma unroll
+        for (int i = 0; i < kVector / 2; ++i) {
+            columns.cuts[i] = cuts_of_pair<Element>(act, first + 2 * i, d_ff);
+        }
+        return columns;
+    }
+
+  private:
     __device__ __forceinline__ explicit Columns(int num_columns) {
         int const left = max(num_columns - static_cast<int>(threadIdx.x % kWarpSize) * kVector, 0);
         mask = (1u << min(left, kVector)) - 1;
@@ -76,13 +90,13 @@ struct Columns {
 
 // Activates what a lane has of a row. kSquare: z^2, which may be 0; z itself is not, where z > cut.
 template <class Element, bool kSquare>
-__device__ __forceinline__ Octet activate_octet(uint4 chunk, Columns const& columns, uint32_t cut) {
+__device__ __forceinline__ Octet activate_octet(uint4 chunk, Columns const& columns) {
     uint32_t const z[kVector / 2] = {chunk.x, chunk.y, chunk.z, chunk.w};
     Octet octet;
     uint32_t bits = 0;
 #pragma unroll
     for (int i = 0; i < kVector / 2; ++i) {
-        uint32_t const active = Element::not_at_most2(z[i], cut);
+        uint32_t const active = Element::not_at_most2(z[i], columns.cuts[i]);
         octet.pairs[i] = (kSquare ? Element::multiply2(z[i], z[i]) : z[i]) & active & columns.pairs[i];
         bits |= active & 0x10001u << 2 * i;
     }
@@ -99,7 +113,7 @@ __device__ __forceinline__ uint32_t pack_block(Params const& params, int i, uint
     Tile const tile(params.num_blocks, params.num_tiles, i);
     int const lane = threadIdx.x % kWarpSize;
     int const column_begin = tile.tile_idx * TWELL_TILE;
-    Columns const columns(params.d_ff - column_begin);
+    Columns const columns = Columns::of<Element>(params.act, params.d_ff - column_begin, params.d_ff);
     int const words_per_row = params.num_tiles * params.words_per_tile;
     int const spilled_per_row = params.num_tiles * TWELL_TILE;
     Tokens const tokens = Tokens::of<Cfg>(tile, 0, static_cast<int>(params.tokens));
@@ -129,12 +143,12 @@ __device__ __forceinline__ uint32_t pack_block(Params const& params, int i, uint
         if (params.act.square) {
 #pragma unroll
             for (int r = 0; r < kRowsAtOnce; ++r) {
-                octets[r] = activate_octet<Element, true>(chunks[r], columns, params.act.cut);
+                octets[r] = activate_octet<Element, true>(chunks[r], columns);
             }
         } else {
 #pragma unroll
             for (int r = 0; r < kRowsAtOnce; ++r) {
-                octets[r] = activate_octet<Element, false>(chunks[r], columns, params.act.cut);
+                octets[r] = activate_octet<Element, false>(chunks[r], columns);
             }
         }
         counted += pack_rows(
