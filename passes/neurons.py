@@ -238,7 +238,8 @@ def _cannot_fire(program: ExportedProgram, block: FfnBlock) -> NDArray[np.bool_]
     assert part is not None
     cannot = ~values(part.weight).any(1)
     if part.bias is not None and cannot.any():
-        cannot &= activate(values(part.bias), block.activation, block.threshold) == 0
+        threshold = block.threshold if block.thresholds is None else values(block.thresholds).float()
+        cannot &= activate(values(part.bias), block.activation, threshold) == 0
     found: NDArray[np.bool_] = to_numpy(cannot)
     return found
 

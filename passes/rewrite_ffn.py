@@ -24,7 +24,7 @@ from torch.fx import Node
 from twellc.passes.graph.program import add_call, add_parameter, editable, finish, replace_node, tensor_of
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import Weight
-from twellc.plugins.block import SCALES, TENSORS, BlockOptions, TensorField, WeightOperands
+from twellc.plugins.block import FLOAT32, SCALES, TENSORS, THRESHOLDS, BlockOptions, TensorField, WeightOperands
 from twellc.plugins.ops import OPS
 
 T = TypeVar("T")
@@ -55,7 +55,10 @@ def weights_of(block: FfnBlock, place: Callable[[Weight, TensorField], T]) -> We
     parts = {"gate": block.gate, "up": block.up, "down": block.down}
     stored = {f"w_{name}": part.weight for name, part in parts.items() if part is not None}
     stored |= {f"b_{name}": part.bias for name, part in parts.items() if part is not None and part.bias is not None}
-    return WeightOperands(**{each.name: place(stored[each.name], each) for each in TENSORS if each.name in stored})
+    if block.thresholds is not None:
+        stored[THRESHOLDS.name] = block.thresholds
+    fields = (*TENSORS, THRESHOLDS)
+    return WeightOperands(**{each.name: place(stored[each.name], each) for each in fields if each.name in stored})
 
 
 def rewrite_ffn(
@@ -76,7 +79,7 @@ def rewrite_ffn(
     """
     rewritten = editable(program)
     nodes: dict[str, Node] = {node.name: node for node in rewritten.graph.nodes}
-    arranged: dict[tuple[Weight, bool], Node] = {}
+    arranged: dict[tuple[Weight, bool, torch.dtype], Node] = {}
     eight_bits: dict[tuple[Weight, ...], dict[str, Node]] = {}
 
     def add_eight_bits(block: FfnBlock, order: torch.Tensor | None) -> dict[str, Node]:
@@ -103,12 +106,14 @@ def rewrite_ffn(
             return matrices[role.name]
         in_out, order = role.in_out, order if role.by_neuron else None
         placeholder = nodes[weight.node.name]
-        as_it_is = weight.in_out == in_out and weight.rows is None and placeholder.meta["val"].dim() <= 2
-        if as_it_is and order is None:
+        value = placeholder.meta["val"]
+        dtype = torch.float32 if role.name in FLOAT32 else value.dtype
+        as_it_is = weight.in_out == in_out and weight.rows is None and value.dim() <= 2
+        if as_it_is and order is None and value.dtype == dtype:
             return placeholder
-        if order is None and (weight, in_out) in arranged:
-            return arranged[weight, in_out]
-        stored = tensor_of(rewritten, weight.name).detach()
+        if order is None and (weight, in_out, dtype) in arranged:
+            return arranged[weight, in_out, dtype]
+        stored = tensor_of(rewritten, weight.name).detach().to(dtype)
         if order is None:
             suffix, copied = arranged_copy(stored, weight, in_out)
         else:
@@ -116,7 +121,7 @@ def rewrite_ffn(
             suffix, copied = f"{'' if as_it_is else suffix}_arranged", view.index_select(0, order.to(view.device))
         made = add_parameter(rewritten, f"{weight.name}{suffix}", copied, like=placeholder)
         if order is None:
-            arranged[weight, in_out] = made
+            arranged[weight, in_out, dtype] = made
         return made
 
     for block, options in rewrites:
@@ -128,11 +133,11 @@ def rewrite_ffn(
         place = functools.partial(arrange, order=order, matrices=matrices)
         operands = weights_of(block, place).of(nodes[block.x.name], residual)
         arguments = (*operands.arguments(), *options.arguments())
-        scales = {name: matrices[name] for name in SCALES if name in matrices}
+        by_name = {name: matrices[name] for name in SCALES if name in matrices} | operands.by_name()
         with rewritten.graph.inserting_before(anchor):
             # It is of the block's module also where it takes the place of a sum behind it.
             like = nodes[block.down.node.name]
-            op = add_call(rewritten.graph, OPS[operands.variant], *arguments, like=like, **scales)
+            op = add_call(rewritten.graph, OPS[operands.variant], *arguments, like=like, **by_name)
         replace_node(rewritten, anchor, op)
         nodes[anchor.name] = op  # what a later block may read as its x
     return finish(rewritten)

@@ -89,6 +89,8 @@ def _fault(operands: Operands[Node], options: BlockOptions) -> str:
 
     if operands.scales():
         return "its weights are in eight bits, which only plans of twellc compile take"
+    if operands.thresholds is not None:
+        return "it has a threshold for each neuron, which only plans of twellc compile take"
     # Weights alone: what Torch-TensorRT's own lowering puts before a block may bear no value. All have one dtype.
     first, w_down = (weight.meta["val"] for weight in (operands.first[0], operands.w_down))
     dtype = dtype_name(first.dtype)

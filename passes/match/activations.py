@@ -23,12 +23,23 @@ EACH_NEURON = "FATReLU with a threshold for each neuron"
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation found in the graph: `name(pre)` with its threshold, and the nodes that compute it."""
+    """An activation found in the graph.
+
+    Attributes:
+        name: Its name.
+        threshold: That of fatrelu, else 0.
+        pre: What it is applied to.
+        nodes: What computes it.
+        bound: Of `EACH_NEURON` where x > bound is kept, and nothing else: that tensor [d_ff].
+        rectifies: Whether, then, no x below 0 is kept, whatever the bound is.
+    """
 
     name: str
     threshold: float
     pre: Node
     nodes: tuple[Node, ...]
+    bound: Node | None = None
+    rectifies: bool = False
 
     @property
     def sparse(self) -> bool:
@@ -256,13 +267,14 @@ def _parse_written(node: Node) -> Activation | None:
 class _Mask:
     """A tensor that is 1, or true, where x > threshold, and 0 elsewhere; the other way round if `inverse`.
 
-    `threshold` is None where it differs between neurons.
+    `threshold` is None where it differs between neurons. Then it is x > bound; or, if that is None, x >= something.
     """
 
     x: Node
     threshold: float | None
     inverse: bool
     nodes: tuple[Node, ...]
+    bound: Node | None = None
 
     def inverted(self) -> _Mask:
         return replace(self, inverse=not self.inverse)
@@ -280,7 +292,7 @@ def _cut(kept: object, mask: _Mask, nodes: tuple[Node, ...]) -> Activation | Non
         nodes = (*nodes, *relu.nodes)
         threshold = None if threshold is None else max(threshold, 0.0)
     if threshold is None:
-        return Activation(EACH_NEURON, 0.0, mask.x, nodes)
+        return Activation(EACH_NEURON, 0.0, mask.x, nodes, mask.bound, rectifies=kept is not mask.x)
     if not 0 <= threshold < math.inf:
         return None
     return Activation("fatrelu" if threshold else "relu", threshold, mask.x, nodes)
@@ -330,14 +342,20 @@ _MIRRORED: dict[object, object] = {aten.gt: aten.lt, aten.ge: aten.le, aten.lt: 
 
 def _comparison(node: Node) -> _Mask | None:
     op, (x, bound) = packet(node), arguments(node)
-    if _number(x) is not None:
+    if _number(x) is not None or (_is_vector_of_constants(x, bound) and not _is_vector_of_constants(bound, x)):
         op, x, bound = _MIRRORED[op], bound, x
     if not isinstance(x, Node) or not x.meta["val"].is_floating_point():
         return None
     nodes, inverse = (node, *_numbers_shaped_like(bound, x)), op in (aten.le, aten.lt)
     number = _number(bound)
     if number is None:
-        return _Mask(x, None, inverse, nodes) if _is_vector_of_constants(bound, x) else None
+        if not isinstance(bound, Node) or not _is_vector_of_constants(bound, x):
+            return None
+        wide = () if _before_widening(x) is x else (x,)
+        is_kept_above = op in (aten.gt, aten.le)
+        return _Mask(
+            _before_widening(x), None, inverse, (*nodes, *wide), _before_widening(bound) if is_kept_above else None
+        )
     dtype = x.meta["val"].dtype
     # The comparison rounds its number to the tensor's dtype, the op does not.
     threshold = float(torch.tensor(number, dtype=torch.float64).to(dtype))
@@ -349,9 +367,18 @@ def _comparison(node: Node) -> _Mask | None:
     return None if math.isnan(threshold) else _Mask(x, threshold, inverse, nodes)
 
 
-def _is_vector_of_constants(bound: object, x: Node) -> bool:
+def _before_widening(node: Node) -> Node:
+    """Return what a cast to float32 is of that changes no value; else the node."""
+    if packet(node) in (aten._to_copy, aten.to) and node.meta["val"].dtype == torch.float32:
+        source = arguments(node)[0]
+        if source.meta["val"].dtype in (torch.bfloat16, torch.float16):
+            return _before_widening(source)
+    return node
+
+
+def _is_vector_of_constants(bound: object, x: object) -> bool:
     """Whether a tensor has a number for each neuron and is computed from stored tensors alone."""
-    if not isinstance(bound, Node):
+    if not isinstance(bound, Node) or not isinstance(x, Node):
         return False
     sizes, wanted = bound.meta["val"].shape, x.meta["val"].shape[-1:]
     if not wanted or list(sizes[-1:]) != list(wanted) or any(size != 1 for size in sizes[:-1]):

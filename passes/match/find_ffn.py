@@ -11,9 +11,9 @@ clone, contiguous, alias, dropout in eval, views of the leading dimensions.
 
 A block is *refused*, with a reason, when it has this shape but cannot be rewritten exactly: its activation is not of
 the ReLU family, its hidden tensor has another reader, gate and up read different tensors, the up projection's weight is
-not a constant, a projection is broadcast, the hidden tensor is cast, scaled or normalised on its way, or a projection
-is cast, scaled or added to before a ReLU. So is what seems to be a block of another shape (see `unread_ffn.py`). All
-else is not a block and is not reported.
+not a constant, a projection is broadcast, the hidden tensor is cast, scaled or normalised on its way, a projection
+is cast, scaled or added to before a ReLU, or its thresholds, one for each neuron, are computed or below 0. So is what
+seems to be a block of another shape (see `unread_ffn.py`). All else is not a block and is not reported.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
-from twellc.passes.graph.program import constants_of
+from twellc.passes.graph.program import constants_of, tensor_of
 from twellc.passes.match.activations import EACH_NEURON, Activation, arguments, packet, parse_activation
 from twellc.passes.match.linear import (
     CASTS,
@@ -68,6 +69,8 @@ class FfnBlock:
         x: The node to read x from, with the same leading dimensions as `y`.
         residual: What its result is added to, if the sum belongs to the block; a refused block has none.
         weights: In how many bits its weights are to be read, see `eight_bits.py`; None in those of its dtype.
+        thresholds: Of fatrelu, a threshold for each neuron in the place of the one.
+        rectifies: Whether thresholds below 0 mean the same as 0; else none is below 0.
     """
 
     module: str
@@ -85,6 +88,8 @@ class FfnBlock:
     x: Node
     residual: Residual | None = None
     weights: Weights | None = None
+    thresholds: Weight | None = None
+    rectifies: bool = False
 
     @property
     def y(self) -> Node:
@@ -98,11 +103,17 @@ class _RefusedError(Exception):
 
 def find_ffn_blocks(program: ExportedProgram) -> list[FfnBlock]:
     """Return the feed-forward blocks of a canonical program in graph order, refused ones included."""
-    return find_blocks(program.graph, constants_of(program))
+    return find_blocks(program.graph, constants_of(program), lambda weight: tensor_of(program, weight.name))
 
 
-def find_blocks(graph: Graph, constants: dict[Node, str]) -> list[FfnBlock]:
-    """Return the blocks of a graph whose nodes have their values in `meta`; `constants` names its constant tensors."""
+def find_blocks(graph: Graph, constants: dict[Node, str], values: Callable[[Weight], Tensor]) -> list[FfnBlock]:
+    """Return the blocks of a graph whose nodes have their values in `meta`.
+
+    Args:
+        graph: The graph.
+        constants: The names of its constant tensors.
+        values: Returns the value of one.
+    """
     finder, forms = _Finder(constants), UnreadForms(graph, constants)
     matched = {node: block for node in graph.nodes if (block := finder.match(node)) is not None}
     reported = {node for block in matched.values() for part in (block.gate, block.up) if part for node in part.nodes}
@@ -118,12 +129,23 @@ def find_blocks(graph: Graph, constants: dict[Node, str]) -> list[FfnBlock]:
             block = _refused(form)
         if block is None:
             continue
+        if block.thresholds is not None and not block.refusal:
+            block = replace(block, refusal=_fault_of(values(block.thresholds), block.rectifies))
         residual = None if block.refusal else find_residual(block.x, block.down, constants)
         if residual is not None and residual.sum not in sums:
             sums.add(residual.sum)
             block = replace(block, x=residual.x, residual=residual)
         blocks.append(replace(block, module=names.unique(block)))
     return blocks
+
+
+def _fault_of(thresholds: Tensor, rectifies: bool) -> str:
+    """Say why thresholds do not mean the same to the ops; empty where they do."""
+    if thresholds.is_meta:
+        return ""  # only the layers' names are asked for
+    if thresholds.isnan().any():
+        return "a threshold of its FATReLU is NaN"
+    return "" if rectifies or bool((thresholds >= 0).all()) else "a threshold of its FATReLU is below 0"
 
 
 class _Names:
@@ -187,13 +209,17 @@ class _Finder:
         if parts is None:
             return None
         activation, gate, up, others = parts
-        refusal = ""
+        refusal, thresholds = "", None
+        if activation.bound is not None:
+            thresholds = self._reader.vector(activation.bound)
+            if thresholds is not None:
+                activation = replace(activation, name="fatrelu")
         x = up.x if up is not None else gate.x
         try:
             if not activation.sparse and activation.name != "drelu":
                 kind = "gate activation" if gate is not None and gate is not up else "activation"
                 needed = (
-                    "the kernels have one for all" if activation.name == EACH_NEURON else "TwELL needs a ReLU family"
+                    "x > a stored vector is needed" if activation.name == EACH_NEURON else "TwELL needs a ReLU family"
                 )
                 raise _RefusedError(f"{kind} is {activation.name}; {needed}")
             if computed_on:
@@ -225,6 +251,8 @@ class _Finder:
             up=up,
             down=down,
             x=x,
+            thresholds=thresholds,
+            rectifies=activation.rectifies,
         )
 
     def _plain(self, hidden: Node, adjusted: bool = False) -> _Parts | None:

@@ -113,7 +113,7 @@ class LinearReader:
         return larger if larger is not None and node in larger.nodes else None
 
     def _product(self, node: Node, x: Node, weight: Weight | None, bias_argument: object = None) -> Linear | None:
-        bias = None if bias_argument is None else self._vector(bias_argument)
+        bias = None if bias_argument is None else self.vector(bias_argument)
         if weight is None or (bias is None and bias_argument is not None):
             return None
         sizes = matrix_sizes(weight.node)
@@ -123,7 +123,7 @@ class LinearReader:
 
     def _plus_bias(self, node: Node) -> Linear | None:
         for product, constant in (arguments(node), reversed(arguments(node))):
-            bias = self._vector(constant)
+            bias = self.vector(constant)
             if bias is None or not isinstance(product, Node):
                 continue
             inner_node = strip(product)
@@ -199,7 +199,8 @@ class LinearReader:
             argument = operand(argument)
         return self.weight(argument)
 
-    def _vector(self, argument: object) -> Weight | None:
+    def vector(self, argument: object) -> Weight | None:
+        """Resolve a constant vector that stands for each row the same."""
         if not isinstance(argument, Node):
             return None
         node = strip(argument)

@@ -41,7 +41,7 @@ from twellc.passes.onnx.graph import Shadow, constant_values, in_eight_bits, nam
 from twellc.passes.precision import convert
 from twellc.passes.report import Layer
 from twellc.passes.rewrite_ffn import arranged_copy, weights_of
-from twellc.plugins.block import SCALES, Operands, TensorField, WeightOperands
+from twellc.plugins.block import FLOAT32, SCALES, Operands, TensorField, WeightOperands
 from twellc.plugins.library import PLUGIN_NAMESPACE
 from twellc.plugins.onnx_node import node_attributes
 
@@ -192,7 +192,10 @@ def lower_onnx(found: OnnxBlocks, dense_fp8: bool = False) -> onnx.ModelProto:
         z = project(x, *operands.first, False)
         if block.activation == "fatrelu":
             wide = emit("Cast", z, to=onnx.TensorProto.FLOAT)
-            threshold = gs.Constant(f"{y.name}/threshold", to_numpy(torch.tensor(block.threshold)))
+            stored = torch.tensor(block.threshold)
+            if operands.thresholds is not None:
+                stored = to_torch(operands.thresholds.values).clamp_min(0)
+            threshold = gs.Constant(f"{y.name}/threshold", to_numpy(stored))
             zero = gs.Constant(f"{y.name}/zero", to_numpy(torch.zeros((), dtype=block.dtype)))
             hidden = emit("Where", emit("Greater", wide, threshold), z, zero)
         else:
@@ -285,7 +288,7 @@ def _blocks_of(graph: gs.Graph, modules: dict[str, str]) -> tuple[Shadow, list[F
     fold_weights_in(shadow)
     fold_constants_in(shadow)
     blocks = []
-    for block in find_blocks(shadow.graph, shadow.names):
+    for block in find_blocks(shadow.graph, shadow.names, functools.partial(_values, shadow)):
         ends = (block.x, block.y, *((block.residual.other,) if block.residual else ()))
         if not all(end in shadow.tensors for end in ends):
             block = replace(block, refusal="what it computes is a tensor of another shape in the graph", residual=None)
@@ -344,7 +347,7 @@ _Make = Callable[[FfnBlock, Layer, Operands[gs.Tensor], gs.Tensor, Callable[[], 
 
 def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto:
     (graph, shadow), blocks = _open(found.model)
-    arranged: dict[tuple[str, Any, bool], gs.Tensor] = {}
+    arranged: dict[tuple[str, Any, bool, torch.dtype], gs.Tensor] = {}
     eight_bits: dict[tuple[Any, ...], dict[str, gs.Tensor]] = {}
     taken = {*graph.tensors(), *(tensor.name for tensor in shadow.tensors.values())}
 
@@ -371,12 +374,13 @@ def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto
         if role.name in narrow:
             return narrow[role.name]
         tensor, in_out = shadow.tensors[weight.node], role.in_out
+        dtype = torch.float32 if role.name in FLOAT32 else dtype
         rows = weight.rows
         dims = weight.node.meta["val"].dim()
         same = weight.in_out == in_out and rows is None and dims == len(tensor.shape) and dims <= 2
         if same and weight.node.meta["val"].dtype == dtype and isinstance(tensor, gs.Constant):
             return tensor
-        key = (tensor.name, (rows, weight.in_out), in_out)
+        key = (tensor.name, (rows, weight.in_out), in_out, dtype)
         if key not in arranged:
             values = _values(shadow, weight)
             suffix = ""

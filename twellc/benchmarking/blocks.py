@@ -188,5 +188,5 @@ def _block(op: Any, arguments: dict[str, Any]) -> Block:
         up_bias=operands.b_up if gated else None,
         down_bias=operands.b_down,
         activation=options.activation,
-        threshold=options.threshold,
+        threshold=options.threshold if operands.thresholds is None else operands.thresholds,
     )

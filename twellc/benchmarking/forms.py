@@ -58,7 +58,7 @@ class Block:
         down: [d_out, d_ff].
         gate_bias, up_bias, down_bias: [d_ff], [d_ff], [d_out], or None.
         activation: relu, relu2, fatrelu or drelu.
-        threshold: Of fatrelu.
+        threshold: Of fatrelu: one, or float32 [d_ff].
     """
 
     gate: Tensor
@@ -68,7 +68,7 @@ class Block:
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     activation: str = "relu"
-    threshold: float = 0.0
+    threshold: float | Tensor = 0.0
 
     def dense(self, x: Tensor) -> Tensor:
         """Compute y [..., d_out] of x [..., d_model] by two or three products."""
@@ -99,7 +99,7 @@ class Block:
         return dataclasses.replace(self, **tensors)
 
 
-def combine(gate: Tensor, up: Tensor | None, activation: str, threshold: float) -> Tensor:
+def combine(gate: Tensor, up: Tensor | None, activation: str, threshold: float | Tensor) -> Tensor:
     """Return the hidden tensor of pre-activations of gate and up, all of one shape."""
     g = activate(gate, activation, threshold)
     if up is None:
@@ -107,7 +107,7 @@ def combine(gate: Tensor, up: Tensor | None, activation: str, threshold: float) 
     return g * (torch.relu(up) if activation == "drelu" else up)
 
 
-def _combine_packed(gate_up: Tensor, gated: bool, activation: str, threshold: float) -> Tensor:
+def _combine_packed(gate_up: Tensor, gated: bool, activation: str, threshold: float | Tensor) -> Tensor:
     """Return the hidden tensor of what one product gives: [..., 2 d_ff] for gate and up, else [..., d_ff]."""
     gate, up = gate_up.chunk(2, -1) if gated else (gate_up, None)
     return combine(gate, up, activation, threshold)
@@ -123,7 +123,7 @@ def _quantise(x: Tensor, per_unit: Tensor) -> Tensor:
     return _to_fp8(functional.pad(x, (0, 0, 0, extra)) if extra else x, per_unit)
 
 
-def _combine_fp8(gate_up: Tensor, gated: bool, activation: str, threshold: float, per_unit: Tensor) -> Tensor:
+def _combine_fp8(gate_up: Tensor, gated: bool, activation: str, threshold: float | Tensor, per_unit: Tensor) -> Tensor:
     return _to_fp8(_combine_packed(gate_up, gated, activation, threshold), per_unit)
 
 

@@ -14,7 +14,7 @@ from twellc.passes.graph.program import editable, finish, stored_tensors, tensor
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import Weight
 from twellc.passes.rewrite_ffn import arranged_view, weights_of
-from twellc.plugins.block import SCALES, BlockOptions, Operands, WeightOperands
+from twellc.plugins.block import FLOAT32, BlockOptions, Operands, WeightOperands
 from twellc.plugins.meaning import EIGHT_BITS, activate
 from twellc.plugins.ops import run_block
 from twellc.plugins.quantise import quantise, rounded
@@ -45,7 +45,8 @@ class NarrowBlock:
         block = Operands(**worth, x=_rows_in_eight_bits(x.float()))
         weight, bias = block.first
         z = torch.nn.functional.linear(block.x, weight, bias).to(x.dtype)
-        h = activate(z, self.options.activation, self.options.threshold).float()
+        threshold = self.options.threshold if block.thresholds is None else block.thresholds
+        h = activate(z, self.options.activation, threshold).float()
         if block.w_gate is not None:
             up = torch.nn.functional.linear(block.x, block.w_up, block.b_up)
             h = h * (torch.relu(up) if self.options.activation == "drelu" else up)
@@ -62,7 +63,7 @@ class NarrowBlock:
 
 def _widened(weights: WeightOperands[Tensor]) -> dict[str, Tensor]:
     tensors = {name: each.detach().cpu() for name, each in weights.named().items()}
-    return {n: each if each.dtype == EIGHT_BITS or n in SCALES else each.double() for n, each in tensors.items()}
+    return {n: each if each.dtype == EIGHT_BITS or n in FLOAT32 else each.double() for n, each in tensors.items()}
 
 
 def _rows_in_eight_bits(rows: Tensor) -> Tensor:

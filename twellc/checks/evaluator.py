@@ -185,9 +185,9 @@ def _dense_fp8_of(name: str) -> Any:
 
 
 def _read(name: str, inputs: list[torch.Tensor], fields: dict[str, Any]) -> tuple[Operands[torch.Tensor], BlockOptions]:
-    """Return what a node is given; scales are in float32 also where the rest of a graph was widened."""
+    """Return what a node is given; scales and thresholds are in float32 also where the rest of a graph was widened."""
     operands, options = read_node(name, inputs, fields)
-    return replace(operands, **{name: each.float() for name, each in operands.scales().items()}), options
+    return replace(operands, **{name: each.float() for name, each in operands.by_name().items()}), options
 
 
 def _linear(inputs: list[torch.Tensor], fields: dict[str, Any]) -> list[torch.Tensor]:
@@ -248,7 +248,7 @@ class PluginNode:
 
     def run(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """Return y, in the dtype of x and residual: both are in float64, or in that of the block."""
-        narrow = {*self.weights.scales(), *(name.removesuffix("_scale") for name in self.weights.scales())}
+        narrow = {*self.weights.by_name(), *(name.removesuffix("_scale") for name in self.weights.scales())}
         tensors = {name: _load(each) for name, each in self.weights.named().items()}
         weights = {name: each if name in narrow else each.to(x.dtype) for name, each in tensors.items()}
         return _run_block(Operands(**weights, x=x, residual=residual), self.options)
@@ -261,7 +261,9 @@ class PluginNode:
         if scale is not None:
             weight = weight * _load(scale).to(x.device)
         z = torch.nn.functional.linear(x.float(), weight, bias).to(x.dtype)
-        return int(activate(z, self.options.activation, self.options.threshold).count_nonzero())
+        thresholds = self.weights.thresholds
+        threshold = self.options.threshold if thresholds is None else _load(thresholds).to(x.device)
+        return int(activate(z, self.options.activation, threshold).count_nonzero())
 
 
 def _load(stored: onnx.TensorProto) -> torch.Tensor:

@@ -19,7 +19,7 @@ from twellc.eager.sharded import is_sharded, local_of, sum_over_ranks
 from twellc.eager.training_block import BlockInTraining, blended_of
 from twellc.passes.decide import KERNEL_DTYPES
 from twellc.passes.report import Layer
-from twellc.plugins.block import SCALES, BlockOptions, Operands, WeightOperands
+from twellc.plugins.block import SCALES, THRESHOLDS, BlockOptions, Operands, WeightOperands
 from twellc.plugins.gradients.modes import is_forward_mode, is_transformed
 from twellc.plugins.meaning import EIGHT_BITS
 from twellc.plugins.ops import run_block
@@ -361,7 +361,9 @@ def _of_inference(
     for name, operand in block.weights.named().items():
         parameter = operand.parameter(module)
         dtype = _DTYPES_OF_EIGHT_BITS.get(name, x.dtype) if eight_bits else x.dtype
-        if parameter is None or parameter.dtype != dtype or parameter.device != x.device:
+        if parameter is None or parameter.device != x.device:
+            return None
+        if parameter.dtype != dtype and name != THRESHOLDS.name:
             return None
         if (records and parameter.requires_grad) or (block.parts and is_sharded(parameter)):
             return None
@@ -369,6 +371,8 @@ def _of_inference(
         if is_traceable_wrapper_subclass(held):  # such as one that was quantized
             return None
         tensors[name] = operand.view(held)
+    if THRESHOLDS.name in tensors:
+        tensors[THRESHOLDS.name] = tensors[THRESHOLDS.name].float()
     return WeightOperands(**tensors)
 
 

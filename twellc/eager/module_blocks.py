@@ -120,11 +120,11 @@ def find_blocks(module: nn.Module, ranks: tuple[int, ...] = (3, 2), *, training:
             known.append(path)
             weights = operands_of(submodule, found.block)
             whole = replace(found, module=submodule, weights=weights, block=replace(found.block, module=path))
-            yield whole.refused(whole.block.refusal or _of_scales(whole, training))
+            yield whole.refused(whole.block.refusal or _of_float32(whole, training))
     for path, submodule in module.named_modules():
         if not _is_inside(path, known):
             for each in _written_out_in(path, submodule, training):
-                yield each.refused(each.block.refusal or _of_scales(each, training))
+                yield each.refused(each.block.refusal or _of_float32(each, training))
 
 
 def blocks_at(path: str, module: nn.Module) -> list[FfnBlock]:
@@ -136,8 +136,12 @@ def blocks_at(path: str, module: nn.Module) -> list[FfnBlock]:
     return [each.block for each in found if not refusal_of(each) and each.weights is not None]
 
 
-def _of_scales(found: FoundBlock, training: bool) -> str:
-    """Say why the ops do not take a block whose weights have scales; empty where they do, and without scales."""
+def _of_float32(found: FoundBlock, training: bool) -> str:
+    """Say why the ops do not take a block for its scales or thresholds; empty where they do, and without any."""
+    if found.block.thresholds is not None and training:
+        return "a threshold for each neuron has no gradients"
+    if found.block.thresholds is not None and not found.block.rectifies:
+        return "a threshold may come to be below 0: write relu(x) * (x > threshold)"
     scales = {} if found.weights is None else found.weights.scales()
     if found.weights is None or not scales:
         return ""
@@ -200,7 +204,8 @@ def _meaning(block: FfnBlock) -> tuple[object, ...]:
         for weight in (linear.weight, linear.bias)
         if weight is not None
     ]
-    return block.variant, block.activation, block.threshold, block.refusal, *parts
+    thresholds = None if block.thresholds is None else block.thresholds.name
+    return block.variant, block.activation, block.threshold, thresholds, block.refusal, *parts
 
 
 def _may_be_block(module: nn.Module) -> bool:

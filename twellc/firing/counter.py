@@ -17,7 +17,7 @@ class FiringCounter:
     """Counts which neurons of one block fire. Nothing here waits for a GPU but `profile`."""
 
     def __init__(
-        self, module: str, variant: str, activation: str, threshold: float, d_ff: int, device: torch.device
+        self, module: str, variant: str, activation: str, threshold: float | Tensor, d_ff: int, device: torch.device
     ) -> None:
         self._module, self._variant = module, variant
         self._activation, self._threshold = activation, threshold

@@ -54,7 +54,7 @@ class ProgramObserver:
         self._rows = {name: _rows_of(_gate(block), inputs) for name, block in gates.items()}
         self._device = device
         self._program = move_to_device_pass(editable(program), device)
-        self.counters = {name: _counter(block, device) for name, block in gates.items()}
+        self.counters = {name: _counter(program, block, device) for name, block in gates.items()}
         self._modules = {name: block.module for name, block in gates.items()}
         self.unplaced: set[str] = set()
         self._interpreter = _Interpreter(self._program, set(gates))
@@ -121,8 +121,11 @@ class ProgramObserver:
         return _Places(None if rows is None else rows.to(self._device), bins.to(self._device))
 
 
-def _counter(block: FfnBlock, device: torch.device) -> FiringCounter:
-    return FiringCounter(block.module, block.variant, block.activation, block.threshold, block.d_ff, device)
+def _counter(program: ExportedProgram, block: FfnBlock, device: torch.device) -> FiringCounter:
+    threshold: float | torch.Tensor = block.threshold
+    if block.thresholds is not None:
+        threshold = tensor_of(program, block.thresholds.name).detach().to(device, torch.float32)
+    return FiringCounter(block.module, block.variant, block.activation, threshold, block.d_ff, device)
 
 
 def _gate(block: FfnBlock) -> Node:

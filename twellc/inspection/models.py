@@ -31,7 +31,7 @@ from twellc.passes.onnx.ffn import find_onnx_blocks
 from twellc.passes.onnx.graph import dtype_of
 from twellc.passes.pipeline import PassOptions, Stage, run_until
 from twellc.passes.report import Layer, Weights
-from twellc.plugins.block import BY_NODE, SCALES_FLAG
+from twellc.plugins.block import BY_NODE, SCALES_FLAG, THRESHOLDS
 from twellc.plugins.library import BLOCK_NAMES, PLUGIN_NAMESPACE
 from twellc.plugins.onnx_node import SCALES
 
@@ -108,7 +108,8 @@ def twell_nodes(model: onnx.ModelProto) -> list[PluginNode]:
         fields = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
         fields = {name: value.decode() if isinstance(value, bytes) else value for name, value in fields.items()}
         scales = SCALES.get(node.op_type, ()) if fields.get(SCALES_FLAG) else ()
-        inputs = list(node.input)[: len(node.input) - len(scales)]
+        last = len(scales) + bool(fields.get(THRESHOLDS.flag))  # what has no elements of its own to compute with
+        inputs = list(node.input)[: len(node.input) - last]
         weights = [name for name in inputs if len(shapes.get(name, ())) == 2]
         dtype = dtypes.get(weights[0]) if weights else None
         nodes.append(

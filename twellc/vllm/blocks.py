@@ -42,7 +42,9 @@ def find(model: nn.Module) -> Iterator[FoundBlock]:
     """Yield the blocks of a model whose linear layers are torch's own; those that stay as they are say why."""
     for each in find_blocks(model, ranks=(3,)):
         reason = ""
-        if each.is_written_out and not activation_of(each):
+        if each.block.thresholds is not None:
+            reason = "its threshold for each neuron is in none of vLLM's layers"
+        elif each.is_written_out and not activation_of(each):
             reason = "it is written out in a larger module, without a module for its activation"
         elif not each.is_written_out:
             reason = _foreign(each) if each.weights else "it computes its weights"

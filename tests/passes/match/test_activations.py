@@ -66,6 +66,7 @@ def slope(*slopes: float) -> nn.Module:
 # x >= t is x > the float32 before t.
 BELOW = float(torch.nextafter(torch.tensor(0.25), torch.tensor(0.0)))
 
+THRESHOLDS = torch.linspace(0.1, 0.5, 40)
 SPELLINGS: dict[str, tuple[str, float, Function]] = {
     "relu": ("relu", 0, torch.relu),
     "module": ("relu", 0, nn.ReLU()),
@@ -162,6 +163,14 @@ SPELLINGS: dict[str, tuple[str, float, Function]] = {
     "x * (x > t), equal thresholds": ("fatrelu", 0.25, above(torch.full((40,), 0.25), lambda t, s: t * (t > s))),
     "where, equal thresholds": ("fatrelu", 0.25, above(torch.full((40,), 0.25), lambda t, s: torch.where(t > s, t, 0))),
     "a stored threshold": ("fatrelu", 0.25, above(torch.tensor(0.25), lambda t, s: torch.relu(t) * (t > s))),
+    "x * (x > t), each neuron's": ("fatrelu", 0, above(THRESHOLDS, lambda t, s: t * (t > s))),
+    "where, each": ("fatrelu", 0, above(THRESHOLDS, lambda t, s: torch.where(s >= t, 0.0, t))),
+    "relu(x) * (x > t), each": (
+        "fatrelu",
+        0,
+        above(THRESHOLDS - 0.3, lambda t, s: torch.relu(t) * (t > s).to(t.dtype)),
+    ),
+    "masked_fill, each": ("fatrelu", 0, above(THRESHOLDS, lambda t, s: t.masked_fill(t <= s, 0.0))),
     "(x + |x|) / 2": ("relu", 0, lambda t: (t + t.abs()) / 2),
     "0.5 * (|x| + x)": ("relu", 0, lambda t: 0.5 * (torch.abs(t) + t)),
     "x - clamp(x, max=0)": ("relu", 0, lambda t: t - t.clamp(max=0)),
@@ -305,9 +314,9 @@ def test_threshold_between_two_low_precision_numbers(dtype: torch.dtype, thresho
         assert torch.equal(actual, expected)
 
 
-THRESHOLDS = torch.linspace(0.1, 0.5, 40)
 NEEDED = "{gate}activation is {name}; TwELL needs a ReLU family"
-EACH_NEURON = "{gate}activation is {name}; the kernels have one for all"
+EACH_NEURON = "{gate}activation is FATReLU with a threshold for each neuron; x > a stored vector is needed"
+BELOW_0 = "a threshold of its FATReLU is below 0"
 # Activations whose zeros TwELL cannot use, or that have none: named in the refusal.
 REFUSED: dict[str, Function] = {
     "silu": F.silu,
@@ -331,12 +340,11 @@ REFUSED: dict[str, Function] = {
     "rrelu": F.rrelu,
 }
 # Thresholds that differ: listed, since a ReLU is in it, and dense.
-EACH: dict[str, Function] = {
-    "x * (x > t)": above(THRESHOLDS, lambda t, s: t * (t > s)),
-    "where": above(THRESHOLDS, lambda t, s: torch.where(t > s, t, 0.0)),
-    "relu(x) * (x > t)": above(THRESHOLDS, lambda t, s: torch.relu(t) * (t > s)),
-    "masked_fill": above(THRESHOLDS, lambda t, s: t.masked_fill(t <= s, 0.0)),
-    "computed": above(torch.linspace(-2, 0, 40), lambda t, s: torch.relu(t) * (t > s.exp()).float()),
+EACH: dict[str, tuple[str, Function]] = {
+    "computed": (EACH_NEURON, above(torch.linspace(-2, 0, 40), lambda t, s: torch.relu(t) * (t > s.exp()).float())),
+    "x >= t": (EACH_NEURON, above(THRESHOLDS, lambda t, s: t * (t >= s))),
+    "below 0": (BELOW_0, above(THRESHOLDS - 0.3, lambda t, s: t * (t > s))),
+    "NaN": ("a threshold of its FATReLU is NaN", above(THRESHOLDS * math.nan, lambda t, s: torch.relu(t) * (t > s))),
 }
 # Forms with a ReLU in them that is not all: listed with the operations.
 OTHERWISE: dict[str, Function] = {
@@ -350,10 +358,7 @@ OTHERWISE: dict[str, Function] = {
 }
 DENSE: dict[str, tuple[str, Function]] = {
     **{name: (NEEDED.replace("{name}", name.strip()), function) for name, function in REFUSED.items()},
-    **{
-        name: (EACH_NEURON.replace("{name}", "FATReLU with a threshold for each neuron"), function)
-        for name, function in EACH.items()
-    },
+    **EACH,
     **{
         operations: (f"no form that twellc rewrites: linear, {operations}{{mul}}, linear", function)
         for operations, function in OTHERWISE.items()

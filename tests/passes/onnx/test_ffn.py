@@ -63,6 +63,7 @@ def fields_of(rewritten: onnx.ModelProto) -> dict[str, Any]:
 # Adds to a graph, by its methods `node` and `constant`, what is computed of z.
 Build = Callable[[Callable[..., str], Callable[[Any], str], str], str]
 ROW = [0.0] * D_FF
+EACH = np.linspace(0.1, 1, D_FF)
 BELOW = float(np.nextafter(np.float32(0.25), np.float32(0)))
 ACTIVATIONS: dict[str, tuple[str, float, Build]] = {
     "Relu": ("relu", 0, lambda op, c, z: op("Relu", z)),
@@ -88,6 +89,9 @@ ACTIVATIONS: dict[str, tuple[str, float, Build]] = {
     "Abs": ("relu", 0, lambda op, c, z: op("Mul", op("Add", z, op("Abs", z)), c(0.5))),
     "Sub-Min": ("relu", 0, lambda op, c, z: op("Sub", z, op("Min", c(0.0), z))),
     "Greater-vector": ("fatrelu", 0.25, lambda op, c, z: op("Where", op("Greater", z, c([0.25] * D_FF)), z, c(0.0))),
+    "Greater-each": ("fatrelu", 0, lambda op, c, z: op("Where", op("Greater", z, c(EACH)), z, c(0.0))),
+    "Relu-mask-each": (
+        "fatrelu", 0, lambda op, c, z: op("Mul", op("Relu", z), op("CastLike", op("Less", c(EACH), z), z))),
     "Pow": ("relu2", 0, lambda op, c, z: op("Pow", op("Relu", z), c(2.0))),
     "Mul": ("relu2", 0, lambda op, c, z: op("Mul", r := op("Relu", z), r)),
     "Mul-x": ("relu2", 0, lambda op, c, z: op("Mul", z, op("Relu", z))),
@@ -104,7 +108,8 @@ def test_activation(name: str, dtype: str) -> None:
     rewritten = check_rewrite(make.model(y), dtype)
     assert fields_of(rewritten) == {
         "activation": activation.encode(), "threshold": threshold, "compression": 8, "hot": 0, "up_bias": 1,
-        "down_bias": 1, "residual": 0, "scales": 0, "plugin_version": b"twellc-3", "plugin_namespace": b"twell",
+        "down_bias": 1, "residual": 0, "scales": 0, "thresholds": int("each" in name),
+        "plugin_version": b"twellc-3", "plugin_namespace": b"twell",
     }  # fmt: skip
 
 
@@ -307,7 +312,7 @@ def test_numbered_initializers_take_the_names_of_their_nodes() -> None:
 
 
 def _each_neuron(make: GraphMaker, z: str) -> str:
-    mask = make.node("Greater", z, make.constant(np.linspace(0.1, 1, D_FF)))
+    mask = make.node("GreaterOrEqual", z, make.constant(EACH))
     return make.node("Mul", z, make.node("Cast", mask, to=make.onnx_dtype))
 
 
@@ -344,7 +349,7 @@ REFUSED: dict[str, tuple[Callable[[GraphMaker], str | tuple[str, ...]], str]] = 
     ),
     "a threshold for each neuron": (
         lambda make: make.block(activation=lambda z: _each_neuron(make, z)),
-        "activation is FATReLU with a threshold for each neuron; the kernels have one for all",
+        "activation is FATReLU with a threshold for each neuron; x > a stored vector is needed",
     ),
     "the hidden tensor is an output": (
         lambda make: _read_by(make, lambda hidden: None),

@@ -1,0 +1,229 @@
+#include <algorithm>
+
+#include "features/decode.cuh"
+#include "features/features.h"
+#include "features/list.cuh"
+#include "host/problem.h"
+#include "many_tokens/gate/gate.h"
+
+namespace twell {
+namespace {
+
+constexpr Label kListLabel = {"list_features"};
+constexpr Label kDecodeLabel = {"decode_features"};
+
+// The neurons of one gate: what 16 bits count.
+constexpr int kPiece = TWELL_MAX_PACKED_D_FF;
+static_assert(kPiece == features::kTilesOfGroup * TWELL_TILE, "a piece is a group");
+
+// Of a block that is computed piece by piece: rows, and neurons of a piece, at a time. Many rows make up for reading
+// the weights again, so the more there are, the fewer neurons.
+constexpr int64_t kFewRows = 256;
+constexpr int64_t kManyRows = 1024;
+constexpr int64_t kMostPairs = kFewRows * kPiece;  // of both, that memory is for
+
+struct Extent {
+    int64_t rows;
+    int neurons;
+};
+
+Extent extent_of(twell_problem const& problem) {
+    return problem.tokens <= kFewRows ? Extent{problem.tokens, kPiece}
+                                      : Extent{std::min(problem.tokens, kManyRows), static_cast<int>(kMostPairs / kManyRows)};
+}
+
+twell_problem piece_of(twell_problem problem, int64_t rows, int first, int neurons) {
+    problem.tokens = rows;
+    problem.d_ff = std::min(neurons, problem.d_ff - first);
+    problem.hot = 0;
+    return problem;
+}
+
+// What the gate of a piece reads: rows from `row` on, neurons from `first` on.
+twell_tensors tensors_of(twell_problem const& problem, twell_tensors tensors, int64_t row, int first) {
+    auto const skip = [](void const* tensor, int64_t bytes) -> void const* {
+        return tensor == nullptr ? nullptr : static_cast<unsigned char const*>(tensor) + bytes;
+    };
+    constexpr int64_t kBytes = sizeof(uint16_t);
+    tensors.x = skip(tensors.x, row * problem.d_model * kBytes);
+    tensors.w_gate = skip(tensors.w_gate, int64_t{first} * problem.d_model * kBytes);
+    tensors.b_gate = skip(tensors.b_gate, first * kBytes);
+    tensors.thresholds = skip(tensors.thresholds, first * static_cast<int64_t>(sizeof(float)));
+    tensors.residual = skip(tensors.residual, row * problem.d_out * kBytes);
+    tensors.y = const_cast<void*>(skip(tensors.y, row * problem.d_out * kBytes));
+    return tensors;
+}
+
+int64_t packed_words(twell_problem const& problem, int64_t rows) {
+    return rows * num_tiles(problem) * words_per_tile(problem);
+}
+
+features::Pieces pieces_at(twell_problem const& problem, int tiles_of_piece, uint32_t const* packed,
+                           uint16_t const* spilled) {
+    return {packed, spilled, problem.tokens, num_tiles(problem), tiles_of_piece, words_per_tile(problem)};
+}
+
+cudaError_t launch_lists(Call const& call, features::ListParams params) {
+    params.num_groups = num_feature_groups(call.problem);
+    int const threads = static_cast<int>(
+        aligned_to(std::min(params.pieces.num_tiles, features::kTilesOfGroup), kWarpSize));
+    dim3 const grid(static_cast<unsigned>(params.pieces.tokens * params.num_groups));
+    return launch_dependent(kListLabel, features::list_kernel, params, grid, threads, 0, call.device, call.stream);
+}
+
+cudaError_t launch_decode(Call const& call, features::DecodeParams params) {
+    twell_problem const& problem = call.problem;
+    set_block(params, problem, call.tensors);
+    params.tokens = problem.tokens;
+    params.num_slices = static_cast<int>(ceil_div(problem.d_out, kWarpColumns));
+    // As many warps as keep the device busy.
+    int64_t const items = params.tokens * params.num_slices;
+    int64_t const wanted = int64_t{call.device.num_multiprocessors} * features::kDecodeWarps * features::kDecodeBlocks;
+    params.warps_of_row = 1;
+    while (params.warps_of_row < features::kDecodeWarps && items * params.warps_of_row < wanted) {
+        params.warps_of_row *= 2;
+    }
+    dim3 const grid(static_cast<unsigned>(ceil_div(items * params.warps_of_row, features::kDecodeWarps)));
+    auto const kernel = problem.dtype == TWELL_BF16 ? features::decode_kernel<Bf16> : features::decode_kernel<Fp16>;
+    return launch_dependent(kDecodeLabel, kernel, params, grid, features::kDecodeWarps * kWarpSize, 0, call.device,
+                            call.stream, {{"warps", params.warps_of_row}});
+}
+
+struct Encoded {
+    uint32_t* packed;
+    uint16_t* spilled;  // null if not all is kept
+};
+
+Encoded take_encoded(twell_problem const& problem, bool keeps_all, unsigned char*& next) {
+    Encoded encoded = {};
+    encoded.packed = take<uint32_t>(next, packed_words(problem, problem.tokens));
+    if (keeps_all) {
+        encoded.spilled = take<uint16_t>(next, problem.tokens * spilled_stride(problem));
+    }
+    return encoded;
+}
+
+Encoded encoded_at(twell_problem const& problem, bool keeps_all, void* workspace) {
+    unsigned char* next = static_cast<unsigned char*>(workspace);
+    return take_encoded(problem, keeps_all, next);
+}
+
+struct WideMemory {
+    uint32_t* packed;
+    uint16_t* spilled;
+    int32_t* indices;  // of each row a piece
+    uint16_t* values;
+    int64_t* counts;
+    float* sums;
+};
+
+WideMemory take_wide(twell_problem const& problem, unsigned char*& next) {
+    int64_t const pairs = std::min(problem.tokens, kFewRows) * kPiece;
+    int64_t const rows = std::min(problem.tokens, kManyRows);
+    WideMemory memory = {};
+    memory.packed = take<uint32_t>(next, pairs / TWELL_TILE * words_per_tile(problem));
+    memory.spilled = take<uint16_t>(next, pairs);
+    memory.indices = take<int32_t>(next, pairs);
+    memory.values = take<uint16_t>(next, pairs);
+    memory.counts = take<int64_t>(next, rows);
+    memory.sums = take<float>(next, rows * problem.d_out);
+    return memory;
+}
+
+}  // namespace
+
+int num_feature_groups(twell_problem const& problem) { return static_cast<int>(ceil_div(problem.d_ff, kPiece)); }
+
+size_t encode_bytes(twell_problem const& problem, bool keeps_all) {
+    return bytes_taken([&](unsigned char*& next) { take_encoded(problem, keeps_all, next); });
+}
+
+cudaError_t launch_encode(Call const& call, bool keeps_all, int64_t* counts, void* workspace) {
+    twell_problem const& problem = call.problem;
+    Encoded const encoded = encoded_at(problem, keeps_all, workspace);
+    for (int first = 0; first < problem.d_ff; first += kPiece) {
+        twell_problem const piece = piece_of(problem, problem.tokens, first, kPiece);
+        GateOutput output;
+        output.packed = encoded.packed + packed_words(problem, problem.tokens) / num_tiles(problem) * (first / TWELL_TILE);
+        output.spilled =
+            encoded.spilled == nullptr ? nullptr : encoded.spilled + problem.tokens * int64_t{first};
+        twell_tensors const tensors = tensors_of(problem, call.tensors, 0, first);
+        TWELL_TRY(launch_gate({piece, tensors, call.device, call.stream}, output,
+                              choose_gate(piece, call.device, Kernels::kBest)));
+    }
+    features::ListParams params = {};
+    params.pieces = pieces_at(problem, features::kTilesOfGroup, encoded.packed, encoded.spilled);
+    params.counts = counts;
+    return launch_lists(call, params);
+}
+
+cudaError_t launch_list(Call const& call, bool keeps_all, int64_t const* begins, int32_t* indices, uint16_t* values,
+                        void* workspace) {
+    Encoded const encoded = encoded_at(call.problem, keeps_all, workspace);
+    features::ListParams params = {};
+    params.pieces = pieces_at(call.problem, features::kTilesOfGroup, encoded.packed, encoded.spilled);
+    params.begins = begins;
+    params.indices = indices;
+    params.values = values;
+    return launch_lists(call, params);
+}
+
+cudaError_t launch_decode(Call const& call, FeatureLists const& lists) {
+    features::DecodeParams params = {};
+    params.indices = lists.indices;
+    params.values = lists.values;
+    params.offsets = lists.offsets;
+    params.stride = lists.per_row;
+    return launch_decode(call, params);
+}
+
+bool is_wide(twell_problem const& problem) { return problem.d_ff > TWELL_MAX_PACKED_D_FF; }
+
+size_t wide_bytes(twell_problem const& problem) {
+    return bytes_taken([&](unsigned char*& next) { take_wide(problem, next); });
+}
+
+cudaError_t launch_wide(Call const& call, void* workspace) {
+    twell_problem const& problem = call.problem;
+    unsigned char* next = static_cast<unsigned char*>(workspace);
+    WideMemory const memory = take_wide(problem, next);
+    Extent const extent = extent_of(problem);
+    for (int64_t row = 0; row < problem.tokens; row += extent.rows) {
+        int64_t const rows = std::min(extent.rows, problem.tokens - row);
+        for (int first = 0; first < problem.d_ff; first += extent.neurons) {
+            twell_problem const piece = piece_of(problem, rows, first, extent.neurons);
+            twell_tensors const tensors = tensors_of(problem, call.tensors, row, first);
+            Call const of_piece = {piece, tensors, call.device, call.stream};
+            GateOutput output;
+            output.packed = memory.packed;
+            output.spilled = memory.spilled;
+            TWELL_TRY(launch_gate(of_piece, output, choose_gate(piece, call.device, Kernels::kBest)));
+            features::ListParams lists = {};
+            lists.pieces = pieces_at(piece, num_tiles(piece), memory.packed, memory.spilled);
+            lists.first_neuron = first;
+            lists.counts = memory.counts;
+            lists.stride = extent.neurons;
+            lists.indices = memory.indices;
+            lists.values = memory.values;
+            TWELL_TRY(launch_lists(of_piece, lists));
+            features::DecodeParams sums = {};
+            sums.indices = memory.indices;
+            sums.values = memory.values;
+            sums.counts = memory.counts;
+            sums.stride = extent.neurons;
+            sums.sums_before = first == 0 ? nullptr : memory.sums;
+            sums.sums_after = first + piece.d_ff == problem.d_ff ? nullptr : memory.sums;
+            twell_problem whole = problem;  // indices are of all neurons
+            whole.tokens = rows;
+            TWELL_TRY(launch_decode({whole, tensors, call.device, call.stream}, sums));
+        }
+    }
+    return cudaSuccess;
+}
+
+void list_features(Text& text) {
+    add_line(text, kListLabel);
+    add_line(text, kDecodeLabel);
+}
+
+}  // namespace twell
