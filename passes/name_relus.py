@@ -3,8 +3,11 @@
 before   x * (x > 0)      (x + abs(x)) / 2      x[x < 0] = 0      x * (x > t)            prelu(x, w) with w = 0
 after    relu(x)          relu(x)               relu(x)           threshold(x, t, 0)     relu(x)
 
+before   x * (x > vector)             relu(x) * (x > vector)
+after    where(x <= vector, 0, x)     where(x <= vector, 0, relu(x))
+
 Left as they are: forms that torch has an operator for, such as clamp and where, which the matcher reads; and what is
-no ReLU for every x, such as a threshold for each neuron.
+no ReLU for every x.
 """
 
 from __future__ import annotations
@@ -28,7 +31,13 @@ def name_relus(program: ExportedProgram) -> ExportedProgram:
     program = editable(program)
     for node, found in _spelt_out(program):
         with program.graph.inserting_before(node):
-            if found.threshold:
+            if found.bound is not None:
+                dropped = add_call(program.graph, aten.le.Tensor, found.pre, found.bound, like=node)
+                kept = (
+                    add_call(program.graph, aten.relu.default, found.pre, like=node) if found.rectifies else found.pre
+                )
+                relu = add_call(program.graph, aten.where.ScalarSelf, dropped, 0.0, kept, like=node)
+            elif found.threshold:
                 relu = add_call(program.graph, aten.threshold.default, found.pre, found.threshold, 0.0, like=node)
             else:
                 relu = add_call(program.graph, aten.relu.default, found.pre, like=node)
@@ -46,5 +55,13 @@ def _spelt_out(program: ExportedProgram) -> Iterator[tuple[Node, Activation]]:
             x, slope = arguments(node)
             if slope in constants and not tensor_of(program, constants[slope]).any():
                 found = Activation("relu", 0.0, x, (node,))
-        if found is not None and found.sparse and node.users:
+        if found is not None and (found.sparse or _is_number(program, found.bound, constants)) and node.users:
             yield node, found
+
+
+def _is_number(program: ExportedProgram, bound: Node | None, constants: dict[Node, str]) -> bool:
+    """Whether thresholds are stored and none is NaN, which no x is above, and none below."""
+    if bound is None or bound not in constants:
+        return False
+    stored = tensor_of(program, constants[bound])
+    return stored.is_meta or not stored.isnan().any()
