@@ -15,7 +15,7 @@ from twellc.passes.match.linear import Weight
 from twellc.passes.neurons import Staying, all_of
 from twellc.passes.report import Choice, Layer
 from twellc.plugins.block import BlockOptions, compression_of
-from twellc.plugins.library import MAX_D_FF
+from twellc.plugins.library import MAX_D_FF, MAX_PACKED_D_FF
 
 KERNEL_DTYPES = kernel_dtypes()
 
@@ -134,8 +134,9 @@ def _limits(block: FfnBlock) -> str:
         return f"computes in {dtype_name(block.dtype)}; the kernels take bfloat16 and float16"
     if 0 in (block.d_model, block.d_ff, block.d_out):
         return "one of its widths is 0"
-    if block.d_ff > MAX_D_FF:
-        return f"d_ff is {block.d_ff}; the format holds at most {MAX_D_FF} neurons"
+    most = MAX_D_FF if block.gate is None else MAX_PACKED_D_FF
+    if block.d_ff > most:
+        return f"d_ff is {block.d_ff}; the kernels take at most {most} neurons of a {block.variant} block"
     for name, width in (("d_model", block.d_model), ("the output width", block.d_out)):
         if width % 8:
             return f"{name} is {width}; the kernels need a multiple of 8 (16-byte rows)"

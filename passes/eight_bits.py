@@ -31,6 +31,7 @@ from twellc.passes.match.linear import CASTS, Weight, operand
 from twellc.passes.report import Weights
 from twellc.passes.rewrite_ffn import arranged_view, weights_of
 from twellc.plugins.block import SCALES, TensorField
+from twellc.plugins.library import MAX_PACKED_D_FF
 from twellc.plugins.meaning import EIGHT_BITS
 from twellc.plugins.quantise import quantise
 
@@ -174,6 +175,9 @@ def judge(block: FfnBlock, stored: Stored, wish: Wish) -> Weights | None:
     found = _arranged(block, stored)
     known = [name for name, each in found.items() if each is not None]
     fault = "the model has only some of them in eight bits" if len(known) < len(found) else _fault(found)
+    if block.d_ff > MAX_PACKED_D_FF:
+        fault = f"there are more than {MAX_PACKED_D_FF} neurons"
+        return Weights(16, f"dequantised: {fault}" if known else fault) if known or wish.quantise else None
     if not fault:
         return KEPT
     if not wish.quantise:

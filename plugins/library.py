@@ -36,7 +36,8 @@ ACTIVATIONS = {"relu": 0, "relu2": 1, "fatrelu": 2, "drelu": 3}
 NORMS = {"none": 0, "rms": 1, "layer": 2}
 COMPRESSIONS = (1, 2, 4, 8)
 TILE = 256
-MAX_D_FF = 65536
+MAX_D_FF = 1 << 20  # of a plain block with 16-bit weights
+MAX_PACKED_D_FF = 65536  # of all else
 # Columns of x and y in training, and pairs that a block may keep.
 MAX_TRAIN_WIDTH = 65536
 MAX_PAIRS = 2**31 - 1
@@ -297,6 +298,11 @@ def load() -> ctypes.CDLL:
         "twell_workspace_bytes": (ctypes.c_size_t, problem),
         "twell_gate": (ctypes.c_int, problem, tensors, _POINTER, _POINTER),
         "twell_mlp": (ctypes.c_int, problem, tensors, *run),
+        "twell_feature_groups": (_I32, problem),
+        "twell_encode_bytes": (ctypes.c_size_t, problem, _I32),
+        "twell_encode": (ctypes.c_int, problem, tensors, _I32, _POINTER, *run),
+        "twell_list_features": (ctypes.c_int, problem, _I32, _POINTER, _POINTER, _POINTER, *run),
+        "twell_decode": (ctypes.c_int, problem, tensors, _POINTER, _POINTER, _POINTER, _I64, _POINTER),
         "twell_train_forward_bytes": (ctypes.c_size_t, problem, _I64),
         "twell_train_backward_bytes": (ctypes.c_size_t, problem, _I64),
         "twell_train_forward": (ctypes.c_int, problem, tensors, ctypes.POINTER(TrainForward), *run),

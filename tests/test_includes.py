@@ -30,6 +30,7 @@ KERNELS: dict[str, set[str]] = {
     | {"eight_bits"}
     | {MANY + each for each in ("guard", "gate", "dense", "chunks", "schedule", "sparse")},
     "split": BASE | {"dense_block", "many_tokens"},
+    "features": BASE | {MANY + "gate"},
     "training": BASE | {MANY + "gate"},
     "linear": BASE | {"eight_bits"},
 }

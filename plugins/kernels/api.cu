@@ -7,6 +7,7 @@
 #include "check.h"
 #include "dense_block/dense_block.h"
 #include "eight_bits/eight_bits.h"
+#include "features/features.h"
 #include "few_tokens/few.h"
 #include "host/problem.h"
 #include "many_tokens/many_tokens.h"
@@ -53,7 +54,7 @@ void twell_get_limits(twell_limits* limits) {
 
 size_t twell_packed_bytes(twell_problem const* problem) {
     twell_problem copy;
-    if (twell::read_problem(copy, problem).text != nullptr) {
+    if (twell::read_problem(copy, problem).text != nullptr || twell::is_wide(copy)) {
         return 0;
     }
     return static_cast<size_t>(copy.tokens) * twell::num_tiles(copy) * twell::words_per_tile(copy) * sizeof(uint32_t);
@@ -63,6 +64,9 @@ size_t twell_workspace_bytes(twell_problem const* problem) {
     twell_problem copy;
     if (twell::read_problem(copy, problem).text != nullptr || copy.tokens == 0) {
         return 0;
+    }
+    if (twell::is_wide(copy)) {
+        return twell::wide_bytes(copy);
     }
     size_t const eight_bits = twell::bytes_taken([&](unsigned char*& end) {
         twell::take_widened(copy, end);
@@ -77,7 +81,7 @@ cudaError_t twell_gate(twell_problem const* problem, twell_tensors const* tensor
     twell_problem problem_copy;
     twell_tensors tensors_copy;
     TWELL_TRY(twell::read_problem(problem_copy, problem).error);
-    if (tensors == nullptr || twell::has_scales(problem_copy)) {
+    if (tensors == nullptr || twell::has_scales(problem_copy) || twell::is_wide(problem_copy)) {
         return cudaErrorInvalidValue;
     }
     if (problem_copy.tokens == 0) {

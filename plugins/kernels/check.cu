@@ -32,7 +32,7 @@ char const* find_fault(twell_problem const& problem) {
         return "d_out must be at most 1073741824 (2^30)";
     }
     if (problem.d_ff < 1 || problem.d_ff > TWELL_MAX_D_FF) {
-        return "d_ff must be 1 to 65536";
+        return "d_ff must be 1 to 1048576 (2^20)";
     }
     if (problem.compression != 1 && problem.compression != 2 && problem.compression != 4 && problem.compression != 8) {
         return "compression must be 1, 2, 4 or 8";
@@ -54,6 +54,9 @@ char const* find_fault(twell_problem const& problem) {
     }
     if (problem.variant != TWELL_GATED && problem.variant != TWELL_PLAIN) {
         return "variant must be gated (0) or plain (1)";
+    }
+    if (problem.d_ff > TWELL_MAX_PACKED_D_FF && (scaled || problem.variant == TWELL_GATED)) {
+        return "d_ff must be 1 to 65536 in a gated block, and with e4m3 weights";
     }
     if (problem.activation < TWELL_RELU || problem.activation > TWELL_DRELU) {
         return "activation must be relu (0), relu2 (1), fatrelu (2) or drelu (3)";
@@ -168,11 +171,25 @@ Refusal read_gate_tensors(twell_tensors& copy, twell_tensors const* tensors, twe
                            TWELL_OPTIONAL(copy, thresholds)});
 }
 
+namespace {
+
+Refusal check_output(twell_problem const& problem, twell_tensors const& tensors) {
+    Refusal const refusal = check_pointers({TWELL_REQUIRED(tensors, w_down), TWELL_OPTIONAL(tensors, b_down),
+                                            TWELL_OPTIONAL(tensors, residual), TWELL_REQUIRED(tensors, y)});
+    return refusal.text == nullptr && overlaps_y(problem, tensors) ? invalid("residual must not overlap y") : refusal;
+}
+
+}  // namespace
+
+Refusal read_decode_tensors(twell_tensors& copy, twell_tensors const* tensors, twell_problem const& problem) {
+    Refusal const refusal = copy_tensors(copy, tensors);
+    return refusal.text != nullptr ? refusal : check_output(problem, copy);
+}
+
 Refusal read_tensors(twell_tensors& copy, twell_tensors const* tensors, twell_problem const& problem) {
     Refusal refusal = read_gate_tensors(copy, tensors, problem);
     if (refusal.text == nullptr) {
-        refusal = check_pointers({TWELL_REQUIRED(copy, w_down), TWELL_OPTIONAL(copy, b_down),
-                                  TWELL_OPTIONAL(copy, residual), TWELL_REQUIRED(copy, y)});
+        refusal = check_output(problem, copy);
     }
     if (refusal.text != nullptr) {
         return refusal;
@@ -180,9 +197,6 @@ Refusal read_tensors(twell_tensors& copy, twell_tensors const* tensors, twell_pr
     refusal = check_scales(problem, copy);
     if (refusal.text != nullptr) {
         return refusal;
-    }
-    if (overlaps_y(problem, copy)) {
-        return invalid("residual must not overlap y");
     }
     if (problem.variant == TWELL_PLAIN) {
         return copy.w_up == nullptr && copy.b_up == nullptr ? Refusal{}

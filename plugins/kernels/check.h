@@ -19,6 +19,7 @@ struct Refusal {
 // pointers there have to be depends on the problem.
 Refusal read_problem(twell_problem& copy, twell_problem const* problem);
 Refusal read_gate_tensors(twell_tensors& copy, twell_tensors const* tensors, twell_problem const& problem);
+Refusal read_decode_tensors(twell_tensors& copy, twell_tensors const* tensors, twell_problem const& problem);
 Refusal read_tensors(twell_tensors& copy, twell_tensors const* tensors, twell_problem const& problem);
 
 // Memory of a call, which must be there and aligned.

@@ -69,7 +69,8 @@ cudaError_t twell_list_features(twell_problem const* problem, int32_t keeps_all,
     TWELL_TRY(twell::check_memory(workspace, twell::kWorkspaceAlignment).error);
     Device device = {};
     TWELL_TRY(twell::find_device(device));
-    return twell::launch_list({copy, {}, device, stream}, keeps_all == 1, begins, indices,
+    twell_tensors const none = {};
+    return twell::launch_list({copy, none, device, stream}, keeps_all == 1, begins, indices,
                               static_cast<uint16_t*>(values), workspace);
 }
 

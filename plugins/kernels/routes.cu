@@ -2,6 +2,7 @@
 
 #include "dense_block/dense_block.h"
 #include "eight_bits/eight_bits.h"
+#include "features/features.h"
 #include "few_tokens/few.h"
 #include "host/problem.h"
 #include "many_tokens/many_tokens.h"
@@ -171,6 +172,8 @@ char const* name_of(Route route) {
             return "dense_block";
         case Route::kWidened:
             return "widened";
+        case Route::kWide:
+            return "wide";
         default:
             return "many_tokens";
     }
@@ -213,14 +216,17 @@ cudaError_t launch_widened(Call const& call, void* workspace) {
 
 cudaError_t launch_route(Call const& call, void* workspace) {
     bool const scaled = has_scales(call.problem);
-    Route const route =
-        scaled ? choose_scaled_route(call.problem, call.device) : choose_route(call.problem, call.device);
+    Route const route = is_wide(call.problem) ? Route::kWide
+                        : scaled              ? choose_scaled_route(call.problem, call.device)
+                                              : choose_route(call.problem, call.device);
     if (call.device.trace != nullptr) {
         call.device.trace->add("route %s\n", name_of(route));
     }
     switch (route) {
         case Route::kWidened:
             return launch_widened(call, workspace);
+        case Route::kWide:
+            return launch_wide(call, workspace);
         case Route::kOneOrTwoTokens:
             return launch_one_or_two(call, workspace);
         case Route::kFewTokens:

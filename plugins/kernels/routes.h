@@ -17,6 +17,7 @@ enum class Route {
     kDenseBlock,      // all neurons, whatever is active
     kManyTokens,      // the gate packs what is active, and a guard decides which rows are too dense for that
     kWidened,         // weights of eight bits become 16 first, and another route follows
+    kWide,            // more neurons than the packed format counts: piece by piece
 };
 
 // The device has compute capability 8.0 or later.

@@ -16,7 +16,7 @@ from twellc.base.errors import UserError
 from twellc.passes.decide import decide
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.pipeline import PassOptions, run_passes
-from twellc.plugins.library import MAX_D_FF
+from twellc.plugins.library import MAX_D_FF, MAX_PACKED_D_FF
 
 X = torch.randn(2, 3, 16).bfloat16()
 
@@ -77,7 +77,11 @@ def test_no_blocks_at_all() -> None:
 LIMITS: dict[str, tuple[dict[str, Any], str]] = {
     "float32": ({"dtype": torch.float32}, "computes in float32; the kernels take bfloat16 and float16"),
     "float64": ({"dtype": torch.float64}, "computes in float64; the kernels take bfloat16 and float16"),
-    "d_ff": ({"d_ff": MAX_D_FF + 1}, "d_ff is 65537; the format holds at most 65536 neurons"),
+    "gated": ({"d_ff": MAX_PACKED_D_FF + 1}, "d_ff is 65537; the kernels take at most 65536 neurons of a gated block"),
+    "plain": (
+        {"d_ff": MAX_D_FF + 1, "gate": None, "variant": "plain"},
+        "d_ff is 1048577; the kernels take at most 1048576 neurons of a plain block",
+    ),
     "no neurons": ({"d_ff": 0}, "one of its widths is 0"),
     "no inputs": ({"d_model": 0}, "one of its widths is 0"),
     "no outputs": ({"d_out": 0}, "one of its widths is 0"),
@@ -93,7 +97,16 @@ def test_limits_of_the_kernels(blocks: list[FfnBlock], limit: str) -> None:
     assert (row.matched, row.decision, row.reason) == (False, "dense", reason)
 
 
-@pytest.mark.parametrize("changes", [{"d_ff": MAX_D_FF}, {"d_ff": 1}, {"dtype": torch.float16}, {"d_model": 8}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"d_ff": MAX_PACKED_D_FF},
+        {"d_ff": MAX_D_FF, "gate": None, "variant": "plain"},
+        {"d_ff": 1},
+        {"dtype": torch.float16},
+        {"d_model": 8},
+    ],
+)
 def test_within_the_limits(blocks: list[FfnBlock], changes: dict[str, Any]) -> None:
     (row,) = decide([replace(blocks[0], **changes)], "auto")
     assert (row.matched, row.decision) == (True, "twell")

@@ -94,7 +94,7 @@ class Call:
             dtype=library.DTYPES[str(block.x.dtype).removeprefix("torch.")],
             variant=library.VARIANTS["plain" if block.w_up is None else "gated"],
             activation=library.ACTIVATIONS[block.activation],
-            threshold=block.threshold,
+            threshold=0.0 if isinstance(block.threshold, torch.Tensor) else block.threshold,
             hot=hot,
         )
         words = -(-d_ff // 256) * (256 // compression)
@@ -111,6 +111,7 @@ class Call:
             self.workspace.fill_(0xFF)
         names = ("x", "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down", "residual")
         inputs = {name: getattr(block, name) for name in names}
+        inputs["thresholds"] = block.threshold if isinstance(block.threshold, torch.Tensor) else None
         assert all(tensor is None or tensor.is_contiguous() for tensor in inputs.values())
         self.tensors = library.Tensors(
             **{name: None if tensor is None else tensor.data_ptr() for name, tensor in inputs.items()},

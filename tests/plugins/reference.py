@@ -27,7 +27,7 @@ class Block:
     """One feed-forward block and its input, all tensors in bfloat16 or float16.
 
     x [rows, d_model], w_gate and w_up [d_ff, d_model], w_down [d_ff, d_out], residual [rows, d_out]; a block without
-    w_up is plain.
+    w_up is plain. fatrelu has one threshold, or float32 [d_ff].
     """
 
     x: Tensor
@@ -39,7 +39,7 @@ class Block:
     b_down: Tensor | None = None
     residual: Tensor | None = None
     activation: str = "relu"
-    threshold: float = 0.0
+    threshold: float | Tensor = 0.0
 
     def to(self, device: str) -> Block:
         tensors: dict[str, Any] = {

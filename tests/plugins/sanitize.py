@@ -14,7 +14,18 @@ import click
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Of test files.
-NAMES = ("kernels", "gate_kernels", "guard", "direct", "chunks", "split", "gradients_gpu", "eight_bits", "linear")
+NAMES = (
+    "kernels",
+    "gate_kernels",
+    "guard",
+    "direct",
+    "chunks",
+    "split",
+    "gradients_gpu",
+    "eight_bits",
+    "linear",
+    "autoencoders",
+)
 
 
 def run(tool: str, names: tuple[str, ...]) -> bool:

@@ -30,6 +30,7 @@ def test_version() -> None:
         {"tokens": 2**29},
         {"d_ff": 1},
         {"d_ff": 65536},
+        {"d_ff": 2**20, "variant": 1},
         {"d_model": 8},
         {"d_out": 100_000},
         {"d_model": 2**30, "d_out": 2**30},
@@ -57,6 +58,8 @@ def test_validate_accepts(changes: dict[str, float]) -> None:
         ({"d_out": 2**31 - 8}, "d_out"),
         ({"d_ff": 0}, "d_ff"),
         ({"d_ff": 65537}, "d_ff"),
+        ({"d_ff": 65537, "variant": 1, "weight_dtype": 2}, "d_ff must be 1 to 65536 in a gated block, and with e4m3"),
+        ({"d_ff": 2**20 + 1, "variant": 1}, "d_ff must be 1 to 1048576"),
         ({"compression": 3}, "compression"),
         ({"compression": 16}, "compression"),
         ({"dtype": 2}, "dtype"),
@@ -165,6 +168,7 @@ def test_validate_tensors_accepts(changes: dict[str, int | None]) -> None:
         ({"b_down": 8}, "b_down must be aligned to 16 bytes"),
         ({"residual": 9 << 20}, "residual must not overlap y"),
         ({"residual": (9 << 20) - 16}, "residual must not overlap y"),
+        ({"thresholds": 256}, "thresholds are for fatrelu with threshold 0 alone"),
         ({"w_gate_scale": 256}, "w_gate_scale"),
         ({"w_up_scale": 256}, "w_up_scale"),
         ({"w_down_scale": 256}, "w_down_scale"),
@@ -217,7 +221,7 @@ def test_sizes(compression: int) -> None:
 
 @pytest.mark.sampled(24)
 @pytest.mark.parametrize("variant", [0, 1], ids=("gated", "plain"))
-@pytest.mark.parametrize("d_ff", [1, 60, 5632, 16384])
+@pytest.mark.parametrize("d_ff", [1, 60, 5632, 16384, 200_000])
 @pytest.mark.parametrize("d_out", [8, 136, 1024, 2048, 2560, 5120, 17000, 40000])
 @pytest.mark.parametrize("hot", [0.0, 0.1, 1.0])
 def test_workspace_never_shrinks(hot: float, d_out: int, d_ff: int, variant: int) -> None:
@@ -247,6 +251,7 @@ def test_header_says_the_same() -> None:
     text = HEADER.read_text()
     assert f"#define TWELL_TILE {library.TILE}\n" in text
     assert f"#define TWELL_MAX_D_FF {library.MAX_D_FF}\n" in text
+    assert f"#define TWELL_MAX_PACKED_D_FF {library.MAX_PACKED_D_FF}\n" in text
     constants = {name.lower(): int(value) for name, value in re.findall(r"\bTWELL_(\w+) = (\d+)", text)}
     scales = {f"scale_{name}": value for name, value in library.SCALE_FORMS.items()}
     norms = {f"norm_{name}": value for name, value in library.NORMS.items()}

@@ -49,6 +49,7 @@ class Block:
     d_ff: int = 300
     d_out: int = 32
     scales: tuple[str, str] | None = None  # how many gate and up, and down have, if weights are of fp8
+    thresholds: bool = False
 
     def inputs(self, leading: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """Return the shape of each plugin input, in order, under its name in the C API."""
@@ -66,10 +67,14 @@ class Block:
             forms: dict[str, tuple[int, ...]] = {"tensor": (), "neuron": (self.d_ff, 1), "output": (1, self.d_out)}
             for name in [name for name in shapes if name[:2] == "w_"]:
                 shapes[f"{name}_scale"] = forms[self.scales[name == "w_down"]]
+        if self.thresholds:
+            shapes["thresholds"] = (self.d_ff,)
         return shapes
 
     def kind(self, name: str, dtype: int) -> int:
         """Return the type of an input, by its name in the C API, of a block of this element type."""
+        if name == "thresholds":
+            return FLOAT32
         if self.scales is None or name[:2] != "w_":
             return dtype
         return FLOAT32 if name.endswith("_scale") else FP8
@@ -98,6 +103,7 @@ class Block:
         }
         values |= {"activation": self.activation, "threshold": self.threshold, "residual": int(self.residual)}
         values |= {"compression": self.compression, "hot": self.hot, "scales": int(self.scales is not None)}
+        values["thresholds"] = int(self.thresholds)
         return plugin_host.create_plugin(host, library.library_path(), 0 if self.gated else 1, values)
 
     def tensors(self, leading: Sequence[int], dtype: int = BF16) -> plugin_host.Tensors:
@@ -121,6 +127,8 @@ BLOCKS = [
     Block(gated=True, biases=("gate", "up", "down"), residual=True, scales=("neuron", "neuron"), d_model=128),
     Block(gated=True, scales=("tensor", "output")),
     Block(gated=False, biases=("down",), scales=("neuron", "tensor")),
+    Block(gated=False, biases=("gate", "down"), activation="fatrelu", thresholds=True, d_ff=70_000),
+    Block(gated=True, residual=True, activation="fatrelu", thresholds=True, scales=("tensor", "tensor")),
 ]
 
 

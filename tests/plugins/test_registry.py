@@ -85,8 +85,9 @@ ACCEPTED = [
     *(accepted(plugin, phase) for plugin in (*BLOCKS, LINEAR, ATTENTION) for phase in ("BUILD", "RUNTIME")),
     *(accepted(plugin, activation=["CHAR", "relu2\0"]) for plugin in BLOCKS),
     *(accepted(plugin, threshold=None) for plugin in BLOCKS),
-    *(accepted(plugin, hot=["INT32", 65536]) for plugin in BLOCKS),
+    *(accepted(plugin, hot=["INT32", 1 << 20]) for plugin in BLOCKS),
     *(accepted(plugin, phase, scales=["INT32", 1]) for plugin in BLOCKS for phase in ("BUILD", "RUNTIME")),
+    *(accepted(plugin, activation=["CHAR", "fatrelu"], thresholds=["INT32", 1]) for plugin in BLOCKS),
     accepted(GATED, activation=["CHAR", "drelu"]),
     accepted(PLAIN, activation=["CHAR", "fatrelu"], threshold=["FLOAT32", 0.5]),
     *(accepted(LINEAR, phase, splits=["INT32", [64, 8, 8, 16]]) for phase in ("BUILD", "RUNTIME")),
@@ -122,9 +123,9 @@ REFUSED = [
     refused(PLAIN, "compression", ["INT32", 3], ": got 3; allowed: 1, 2, 4 or 8"),
     refused(PLAIN, "compression", ["INT32", [4, 8]], ": got 2 of type int32; allowed: one int32, 1, 2, 4 or 8"),
     refused(GATED, "compression", ["INT64", 8], ": got 1 of type int64; allowed: one int32"),
-    refused(GATED, "hot", None, " is missing; allowed: 0 to 65536"),
-    refused(PLAIN, "hot", ["INT32", -1], ": got -1; allowed: 0 to 65536"),
-    refused(GATED, "hot", ["INT32", 65537], ": got 65537; allowed: 0 to"),
+    refused(GATED, "hot", None, " is missing; allowed: 0 to 1048576"),
+    refused(PLAIN, "hot", ["INT32", -1], ": got -1; allowed: 0 to 1048576"),
+    refused(GATED, "hot", ["INT32", (1 << 20) + 1], ": got 1048577; allowed: 0 to"),
     refused(PLAIN, "hot", ["FLOAT32", 8.0], ": got 1 of type float32; allowed:"),
     refused(GATED, "gate_bias", None, " is missing; allowed: 0 or 1"),
     refused(GATED, "up_bias", ["INT32", 2], ": got 2; allowed: 0 or 1"),
@@ -132,11 +133,13 @@ REFUSED = [
     refused(PLAIN, "residual", ["INT32", 2], ": got 2; allowed: 0 or 1"),
     refused(PLAIN, "down_bias", None, " is missing"),
     refused(GATED, "scales", ["INT32", 2], ": got 2; allowed: 0 or 1"),
+    refused(PLAIN, "thresholds", ["INT32", 1], ": got 1; allowed: 0, because only fatrelu with threshold 0 takes"),
     refused(
         PLAIN,
         "gate_bias",
         ["INT32", 0],
-        " is unknown; allowed: activation, threshold, compression, hot, up_bias, down_bias, residual, scales",
+        " is unknown; allowed: activation, threshold, compression, hot, up_bias, down_bias, residual, scales, "
+        "thresholds",
     ),
     refused(GATED, "tile", ["INT32", 256], " is unknown; allowed: activation,"),
     refused(GATED, "schema", ["INT32", 1], " is unknown"),
@@ -206,7 +209,7 @@ def created(request: pytest.FixtureRequest, lean_folder: Any) -> tuple[str, Repo
 
 def test_creators_are_registered(created: tuple[str, Report]) -> None:
     common = {"activation": "CHAR", "threshold": "FLOAT32"}
-    common |= dict.fromkeys(("compression", "hot", "up_bias", "down_bias", "residual", "scales"), "INT32")
+    common |= dict.fromkeys(("compression", "hot", "up_bias", "down_bias", "residual", "scales", "thresholds"), "INT32")
     expected: dict[str, dict[str, str]] = {PLAIN: common, GATED: common | {"gate_bias": "INT32"}}
     expected |= {LINEAR: {"norm": "CHAR", "eps": "FLOAT32", "splits": "INT32", **dict.fromkeys(FLAGS, "INT32")}}
     if attention_library_path():
@@ -438,7 +441,8 @@ MULTIPLE_HEADS = "heads must be a positive multiple of kv_heads (q [?, ?, 3, 64]
 NOT_BUILT: list[tuple[Case, str]] = [
     (block(GATED, d_model=60, d_out=64), "d_model must be a positive multiple of 8 (x [?, ?, 60]"),
     (block(PLAIN, d_out=4), "d_out must be a positive multiple of 8"),
-    (block(PLAIN, d_model=8, d_ff=65537, d_out=8), "d_ff must be 1 to 65536"),
+    (block(PLAIN, d_model=8, d_ff=(1 << 20) + 1, d_out=8), "d_ff must be 1 to 1048576 (2^20)"),
+    (block(GATED, d_model=8, d_ff=65537, d_out=8), "d_ff must be 1 to 65536 in a gated block, and with e4m3 weights"),
     (block(PLAIN, attributes={"hot": 301}), "field 'hot': got 301; allowed: 0 to d_ff = 300"),
     (block(GATED, w_down=["bf16", [256, 64]]), wrong_shape("w_down", "[256, 64]", "[d_ff, d_out] = [300, 64]")),
     (block(GATED, w_up=["bf16", [64, 300]]), wrong_shape("w_up", "[64, 300]", "[d_ff, d_model] = [300, 64]")),

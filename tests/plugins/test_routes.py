@@ -338,6 +338,7 @@ def all_calls() -> Iterator[tuple[Problem, Run, int]]:
         yield of(case), GUARD_DECIDES, SM90
     for scaled, path in test_eight_bits.called():
         yield scaled, path, BEST
+    yield problem(300, 64, 70_000, 64, gated=False), Run.ROUTES, BEST  # test_autoencoders.py
     yield problem(300, 8192, 8192, 64), GUARD_DECIDES, BEST  # test_direct.test_columns_in_several_launches
 
 
@@ -351,7 +352,7 @@ def test_every_route_and_configuration_is_reached() -> None:
         rows |= {launch.row for launch in found}
         if call == Run.ROUTES:  # generic kernels for few tokens: as if the library had no others
             rows |= {launch.row for launch in launches(described, A100)[1]}
-    assert routes - {""} == {ONE, FEW, DENSE, MANY}
+    assert routes - {""} == {ONE, FEW, DENSE, MANY, "wide"}
     assert rows <= set(configurations())
     assert sorted(set(configurations()) - rows) == []
 

@@ -21,10 +21,10 @@ extern "C" {
 
 #define TWELL_API __attribute__((visibility("default")))
 
-// Columns in one TwELL tile.
+// Columns in one TwELL tile; neurons of a plain block with 16-bit weights; and those of all else, which 16 bits count.
 #define TWELL_TILE 256
-// Column indices are 16 bits wide in the packed format.
-#define TWELL_MAX_D_FF 65536
+#define TWELL_MAX_D_FF 1048576
+#define TWELL_MAX_PACKED_D_FF 65536
 // Rows in one call: the grid of (row block, tile) pairs has to fit CUDA's launch limits.
 #define TWELL_MAX_TOKENS 536870912
 // Columns of x, and of y: they are counted, and rounded up, in 31 bits.
@@ -57,7 +57,7 @@ typedef struct {
     uint32_t struct_bytes;  // sizeof(twell_problem)
     int32_t d_model;        // columns of x: a positive multiple of 8, up to TWELL_MAX_WIDTH
     int64_t tokens;         // rows of x and y: 0 to TWELL_MAX_TOKENS; 0 does nothing
-    int32_t d_ff;           // neurons: 1 to TWELL_MAX_D_FF
+    int32_t d_ff;           // neurons: 1 to TWELL_MAX_D_FF, or TWELL_MAX_PACKED_D_FF
     int32_t d_out;          // columns of y: a positive multiple of 8, up to TWELL_MAX_WIDTH
     int32_t compression;    // 1, 2, 4 or 8: a tile of a row owns TWELL_TILE / compression words
     int32_t dtype;          // twell_dtype of x, residual, y and biases
@@ -145,8 +145,8 @@ TWELL_API size_t twell_workspace_bytes(twell_problem const* problem);
 
 // The two functions below return cudaErrorInvalidValue for a problem that twell_validate refuses, a missing pointer,
 // a residual that overlaps y, a scale of 16-bit weights, thresholds of another activation or too small a workspace,
-// cudaErrorMisalignedAddress for a misaligned pointer, cudaErrorNotSupported on a device below compute capability 8.0, and else what the launch
-// returned. The current device must be the stream's.
+// cudaErrorMisalignedAddress for a misaligned pointer, cudaErrorNotSupported on a device below compute capability 8.0,
+// and else what the launch returned. The current device must be the stream's.
 
 // The gate projection alone, with 16-bit weights: packed = TwELL(act(x Wg^T + bg)). Reads x, w_gate, b_gate and
 // thresholds.

@@ -31,10 +31,10 @@ TWELL_API cudaError_t twell_list_features(twell_problem const* problem, int32_t 
                                           int32_t* indices, void* values, void* workspace, size_t workspace_bytes,
                                           cudaStream_t stream);
 
-// y = residual + lists Wd + bd: the sum over a row's list of value * w_down[index], in fp32, rounded once. Row r has the
-// entries from offsets[r] up to offsets[r + 1], int64 [tokens + 1]; if offsets is null, per_row entries from r * per_row
-// on. A value of 0 adds exactly 0. An index that is not 0 to d_ff - 1 makes its row NaN, unless its value is 0. Of the
-// problem tokens, d_ff, d_out and dtype count; reads w_down, b_down and residual, which must not overlap y.
+// y = residual + lists Wd + bd: the sum over a row's list of value * w_down[index], in fp32, rounded once. Row r has
+// the entries from offsets[r] up to offsets[r + 1], int64 [tokens + 1]; if offsets is null, per_row entries from r *
+// per_row on. A value of 0 adds exactly 0. An index that is not 0 to d_ff - 1 makes its row NaN, unless its value is 0.
+// Of the problem tokens, d_ff, d_out and dtype count; reads w_down, b_down and residual, which must not overlap y.
 TWELL_API cudaError_t twell_decode(twell_problem const* problem, twell_tensors const* tensors, int32_t const* indices,
                                    void const* values, int64_t const* offsets, int64_t per_row, cudaStream_t stream);
 

@@ -13,7 +13,7 @@
 namespace twell::features {
 
 constexpr int kDecodeWarps = 8;
-constexpr int kDecodeBlocks = 4;  // a multiprocessor: the kernel is bound by loads in flight
+constexpr int kDecodeBlocks = 3;  // a multiprocessor: the kernel is bound by loads in flight
 constexpr int kRowsAtOnce = 8;    // of w_down, whose loads are issued together
 
 struct DecodeParams : BlockTensors {
@@ -33,10 +33,10 @@ struct DecodeParams : BlockTensors {
 // sums += values[i] * w_down[indices[i], columns] for the entries of kWarpSize lanes, `count` of them. A value of 0
 // adds nothing, whatever stands there; an index that is none makes the row NaN.
 template <class Element>
-__device__ __forceinline__ void add_entries(float (&sums)[kVector], DecodeParams const& params,
-                                            uint16_t const* w_down, int32_t index, uint16_t value, int count) {
+__device__ __forceinline__ void add_entries(float (&sums)[kVector], DecodeParams const& params, uint16_t const* w_down,
+                                            int32_t index, uint16_t value, int count) {
     bool const is_valid = static_cast<uint32_t>(index) < static_cast<uint32_t>(params.d_ff);
-    float const factor = is_valid || value << 17 == 0 ? Element::to_float(value) : NAN;
+    float const factor = is_valid || (value & 0x7fffu) == 0 ? Element::to_float(value) : NAN;
     int32_t const neuron = is_valid ? index : 0;
     for (int begin = 0; begin < count; begin += kRowsAtOnce) {
         uint4 vectors[kRowsAtOnce];
@@ -67,8 +67,8 @@ __global__ void __launch_bounds__(kDecodeWarps* kWarpSize, kDecodeBlocks) decode
     int const lane = static_cast<int>(threadIdx.x) % kWarpSize;
     int const warp = static_cast<int>(threadIdx.x) / kWarpSize;
     int const share = warp % params.warps_of_row;
-    int64_t const item = static_cast<int64_t>(blockIdx.x) * (kDecodeWarps / params.warps_of_row) +
-                         warp / params.warps_of_row;
+    int64_t const item =
+        static_cast<int64_t>(blockIdx.x) * (kDecodeWarps / params.warps_of_row) + warp / params.warps_of_row;
     int64_t const row = item % params.tokens;
     int const column = static_cast<int>(item / params.tokens) * kWarpColumns + lane * kVector;
     bool const exists = item < params.tokens * params.num_slices;

@@ -28,8 +28,9 @@ struct Extent {
 };
 
 Extent extent_of(twell_problem const& problem) {
-    return problem.tokens <= kFewRows ? Extent{problem.tokens, kPiece}
-                                      : Extent{std::min(problem.tokens, kManyRows), static_cast<int>(kMostPairs / kManyRows)};
+    return problem.tokens <= kFewRows
+               ? Extent{problem.tokens, kPiece}
+               : Extent{std::min(problem.tokens, kManyRows), static_cast<int>(kMostPairs / kManyRows)};
 }
 
 twell_problem piece_of(twell_problem problem, int64_t rows, int first, int neurons) {
@@ -65,13 +66,13 @@ features::Pieces pieces_at(twell_problem const& problem, int tiles_of_piece, uin
 
 cudaError_t launch_lists(Call const& call, features::ListParams params) {
     params.num_groups = num_feature_groups(call.problem);
-    int const threads = static_cast<int>(
-        aligned_to(std::min(params.pieces.num_tiles, features::kTilesOfGroup), kWarpSize));
+    int const tiles = std::min(params.pieces.num_tiles, features::kTilesOfGroup);
+    int const threads = static_cast<int>(ceil_div(tiles, kWarpSize)) * kWarpSize;
     dim3 const grid(static_cast<unsigned>(params.pieces.tokens * params.num_groups));
     return launch_dependent(kListLabel, features::list_kernel, params, grid, threads, 0, call.device, call.stream);
 }
 
-cudaError_t launch_decode(Call const& call, features::DecodeParams params) {
+cudaError_t launch_sums(Call const& call, features::DecodeParams params) {
     twell_problem const& problem = call.problem;
     set_block(params, problem, call.tensors);
     params.tokens = problem.tokens;
@@ -144,9 +145,9 @@ cudaError_t launch_encode(Call const& call, bool keeps_all, int64_t* counts, voi
     for (int first = 0; first < problem.d_ff; first += kPiece) {
         twell_problem const piece = piece_of(problem, problem.tokens, first, kPiece);
         GateOutput output;
-        output.packed = encoded.packed + packed_words(problem, problem.tokens) / num_tiles(problem) * (first / TWELL_TILE);
-        output.spilled =
-            encoded.spilled == nullptr ? nullptr : encoded.spilled + problem.tokens * int64_t{first};
+        output.packed =
+            encoded.packed + packed_words(problem, problem.tokens) / num_tiles(problem) * (first / TWELL_TILE);
+        output.spilled = encoded.spilled == nullptr ? nullptr : encoded.spilled + problem.tokens * int64_t{first};
         twell_tensors const tensors = tensors_of(problem, call.tensors, 0, first);
         TWELL_TRY(launch_gate({piece, tensors, call.device, call.stream}, output,
                               choose_gate(piece, call.device, Kernels::kBest)));
@@ -174,7 +175,7 @@ cudaError_t launch_decode(Call const& call, FeatureLists const& lists) {
     params.values = lists.values;
     params.offsets = lists.offsets;
     params.stride = lists.per_row;
-    return launch_decode(call, params);
+    return launch_sums(call, params);
 }
 
 bool is_wide(twell_problem const& problem) { return problem.d_ff > TWELL_MAX_PACKED_D_FF; }
@@ -215,7 +216,7 @@ cudaError_t launch_wide(Call const& call, void* workspace) {
             sums.sums_after = first + piece.d_ff == problem.d_ff ? nullptr : memory.sums;
             twell_problem whole = problem;  // indices are of all neurons
             whole.tokens = rows;
-            TWELL_TRY(launch_decode({whole, tensors, call.device, call.stream}, sums));
+            TWELL_TRY(launch_sums({whole, tensors, call.device, call.stream}, sums));
         }
     }
     return cudaSuccess;

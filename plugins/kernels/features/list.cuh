@@ -31,9 +31,9 @@ struct Pieces {
 
 struct ListParams {
     Pieces pieces;
-    int num_groups;        // of a row; a group is within a piece
-    int first_neuron;      // is added to all
-    int64_t* counts;       // [tokens, num_groups]: entries, -1 where a tile has overflowed; or null: not wanted
+    int num_groups;         // of a row; a group is within a piece
+    int first_neuron;       // is added to all
+    int64_t* counts;        // [tokens, num_groups]: entries, -1 where a tile has overflowed; or null: not wanted
     int64_t const* begins;  // [tokens, num_groups]: where a group's entries go; null: at its number times `stride`
     int64_t stride;
     int32_t* indices;  // null: not wanted

@@ -40,7 +40,7 @@ void set_direct(Schedule& schedule, twell_problem const& problem) {
     }
     schedule.direct_below = std::min(schedule.direct_below, schedule.listed_from);
 }
-static_assert(kMostDirectBelow >= 2 * TWELL_MAX_D_FF / TWELL_TILE, "of the widest layer");
+static_assert(kMostDirectBelow >= 2 * TWELL_MAX_PACKED_D_FF / TWELL_TILE, "of the widest layer");
 
 }  // namespace
 
