@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from twellc.base.version import __version__
 
 if TYPE_CHECKING:
-    from twellc import plugins, torch_tensorrt, training, vllm
+    from twellc import features, plugins, torch_tensorrt, training, vllm
     from twellc.api import bench, check, compile, inspect, merge_profiles, profile, report, rewrite
     from twellc.base.errors import UserError
     from twellc.benchmarking.result import BenchResult
@@ -51,6 +51,7 @@ __all__ = [
     "bench",
     "check",
     "compile",
+    "features",
     "inspect",
     "merge_profiles",
     "optimize",
@@ -82,7 +83,7 @@ _HOMES = {
     "passes.report": ("Layer",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
-_MODULES = ("plugins", "torch_tensorrt", "training", "vllm")
+_MODULES = ("features", "plugins", "torch_tensorrt", "training", "vllm")
 
 
 def __getattr__(name: str) -> object:

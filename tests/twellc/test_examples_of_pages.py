@@ -12,7 +12,7 @@ from tests.conftest import ROOT, Cli
 from tests.models import Plain
 
 README = (ROOT / "README.md").read_text()
-PAGES = ("api", "generate", "profile", "report", "training", "add-a-model-family")
+PAGES = ("api", "features", "generate", "profile", "report", "training", "add-a-model-family")
 EXAMPLES = {
     f"{page.stem}-{number}": example
     for page in (*(ROOT / "docs" / f"{name}.md" for name in PAGES), ROOT / "examples" / "bytelm" / "README.md")

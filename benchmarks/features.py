@@ -1,0 +1,209 @@
+"""Time encoding and decoding of sparse autoencoders (JumpReLU, bf16) against dense torch, and the memory of each.
+
+python benchmarks/features.py --tokens 8,8192 --json results.json
+python benchmarks/features.py --sizes 2304x16384x60
+python benchmarks/features.py --smoke
+
+A size is d_model x d_ff x active neurons of a token. Rivals: the dense formula under torch.compile, and what sae-lens
+does with sparse activations: a dense encoder, a COO tensor of float32, torch.sparse.mm; left out where w_dec in float32
+takes too much memory. "block" is the `twell` op, which gives y alone. Times are of a call by itself, with what the host needs
+for it, in turns, the median; memory is what a call takes beside weights and x. Some tokens are compared with float64
+before anything is timed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import session
+import torch
+from torch import Tensor
+
+from twellc.features import Features, decode, encode
+from twellc.plugins.block import BlockOptions, Operands
+from twellc.plugins.ops import run_block
+
+CHECKED_TOKENS = 8
+MOST_BYTES_OF_FLOAT32 = 8e9
+TWELL, BLOCK, DENSE, COO = "twell", "block", "dense", "COO"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sae:
+    """An autoencoder: w_enc [d_ff, d_model], b_enc and thresholds [d_ff], w_dec [d_ff, d_model], b_dec [d_model]."""
+
+    w_enc: Tensor
+    b_enc: Tensor
+    thresholds: Tensor
+    w_dec: Tensor
+    b_dec: Tensor
+
+    @classmethod
+    def draw(cls, d_model: int, d_ff: int, active: int) -> Sae:
+        """Draw one of which about so many neurons are active for x of variance 1."""
+
+        def normal(*sizes: int) -> Tensor:
+            return torch.randn(*sizes, dtype=torch.bfloat16, device=session.DEVICE)
+
+        cut = statistics.NormalDist().inv_cdf(1 - active / d_ff)
+        thresholds = cut + 0.05 * torch.rand(d_ff, device=session.DEVICE)
+        w_enc = normal(d_ff, d_model).mul_(d_model**-0.5)
+        return cls(w_enc, normal(d_ff).mul_(0.01), thresholds, normal(d_ff, d_model), normal(d_model))
+
+    def encode(self, x: Tensor) -> Features:
+        """Return the features of x [tokens, d_model]."""
+        return encode(x, self.w_enc, self.b_enc, activation="fatrelu", thresholds=self.thresholds)
+
+    def by_features(self, x: Tensor) -> Tensor:
+        """Return y [tokens, d_model], as are those below."""
+        return decode(self.encode(x), self.w_dec, self.b_dec)
+
+    def by_block(self, x: Tensor) -> Tensor:
+        """Compute it by the op of a plain block."""
+        operands = Operands(
+            x=x, w_up=self.w_enc, b_up=self.b_enc, w_down=self.w_dec, b_down=self.b_dec, thresholds=self.thresholds
+        )
+        return run_block(operands, BlockOptions(activation="fatrelu"))
+
+    def by_coo(self, x: Tensor, w_dec: Tensor) -> Tensor:
+        """Compute it as sae-lens does, with w_dec in float32."""
+        z = torch.nn.functional.linear(x, self.w_enc, self.b_enc)
+        kept = (torch.relu(z) * (z > self.thresholds)).float().to_sparse()
+        y: Tensor = torch.sparse.mm(kept, w_dec)
+        return y.add_(self.b_dec).to(x.dtype)
+
+    def by_dense(self, x: Tensor) -> Tensor:
+        """Compute it by dense products, between which torch.compile fuses all."""
+        y: Tensor = _compiled()(x, self.w_enc, self.b_enc, self.thresholds, self.w_dec, self.b_dec)
+        return y
+
+
+def _dense(x: Tensor, w_enc: Tensor, b_enc: Tensor, thresholds: Tensor, w_dec: Tensor, b_dec: Tensor) -> Tensor:
+    z = torch.nn.functional.linear(x, w_enc, b_enc)
+    return torch.addmm(b_dec, torch.relu(z) * (z > thresholds), w_dec)
+
+
+@functools.cache
+def _compiled() -> Callable[..., Tensor]:
+    return torch.compile(_dense, fullgraph=True, dynamic=False)
+
+
+def check(sae: Sae, x: Tensor) -> float:
+    """Compare features and y of some tokens with float64; return how many neurons a token has.
+
+    Raises:
+        click.ClickException: They differ by more than rounding.
+    """
+    found = sae.encode(x)
+    y = decode(found, sae.w_dec, sae.b_dec)
+    for token in torch.randint(len(x), (CHECKED_TOKENS,)).tolist():
+        own = slice(*found.offsets[token : token + 2].tolist())
+        indices, values = found.indices[own].long(), found.values[own].double()
+        z = torch.mv(sae.w_enc, x[token]).float() + sae.b_enc.float()
+        exact = sae.w_enc[indices].double() @ x[token].double() + sae.b_enc[indices].double()
+        expected = int((z > sae.thresholds).sum())
+        off = float((values - exact).abs().max()) if len(values) else 0.0
+        truth = values @ sae.w_dec[indices].double() + sae.b_dec.double()
+        error = float((y[token].double() - truth).norm() / truth.norm())
+        # Those beside their threshold may be rounded to either side of it.
+        if abs(len(values) - expected) > 2 + 0.1 * expected or not off <= 0.05 or not error <= 2**-7:
+            raise click.ClickException(
+                f"token {token}: {len(values)} neurons for {expected}, off by {off:.2e}, y by {error:.2e}"
+            )
+    return len(found.indices) / len(x)
+
+
+def measure(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, dict[str, float]]:
+    """Return of each call the median time in microseconds and the most memory in bytes; not of what finds none."""
+    taken: dict[str, int] = {}
+    for name, call in list(calls.items()):
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            for _ in range(3):
+                call()
+            torch.cuda.synchronize()
+        except torch.OutOfMemoryError:
+            del calls[name]
+        else:
+            taken[name] = torch.cuda.max_memory_allocated() - before
+        torch.cuda.empty_cache()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            call()
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+            events[0].record()
+            call()
+            events[1].record()
+            torch.cuda.synchronize()
+            times[name].append(events[0].elapsed_time(events[1]) * 1000)
+    return {name: {"us": statistics.median(found), "bytes": taken[name]} for name, found in times.items()}
+
+
+HEADER = (
+    "| d_model / d_ff | active | tokens | twell, µs | block | dense | COO | over dense | over COO | twell, MB | dense "
+    "| COO |\n|" + " ---: |" * 12
+)
+
+
+def table_row(found: dict[str, Any]) -> str:
+    """One line of the Markdown table."""
+    results = found["results"]
+
+    def cell(name: str, value: str, unit: float, digits: int = 0) -> str:
+        return f"{results[name][value] / unit:.{digits}f}" if name in results else ""
+
+    cells = [f"{found['d_model']} / {found['d_ff']}", f"{found['active']:.0f}", str(found["tokens"])]
+    cells += [cell(name, "us", 1) for name in (TWELL, BLOCK, DENSE, COO)]
+    cells += [cell(name, "us", results[TWELL]["us"], 2) for name in (DENSE, COO)]
+    cells += [cell(name, "bytes", 1e6, 1) for name in (TWELL, DENSE, COO)]
+    return "| " + " | ".join(cells) + " |"
+
+
+def measure_size(d_model: int, d_ff: int, active: int, tokens: list[int], repeats: int) -> Iterator[dict[str, Any]]:
+    """Check and time one autoencoder."""
+    torch._dynamo.reset()
+    sae = Sae.draw(d_model, d_ff, active)
+    for count in tokens:
+        x = torch.randn(count, d_model, dtype=torch.bfloat16, device=session.DEVICE)
+        calls: dict[str, Callable[[], object]] = {
+            TWELL: functools.partial(sae.by_features, x),
+            BLOCK: functools.partial(sae.by_block, x),
+            DENSE: functools.partial(sae.by_dense, x),
+        }
+        if d_model * d_ff * 4 <= MOST_BYTES_OF_FLOAT32:
+            calls[COO] = functools.partial(sae.by_coo, x, sae.w_dec.float())
+        found = {"d_model": d_model, "d_ff": d_ff, "tokens": count, "active": check(sae, x)}
+        yield {**found, "results": measure(calls, repeats)}
+
+
+@click.command()
+@click.option("--sizes", default="2304x16384x60,3584x131072x100,5120x1048576x150", show_default=True)
+@click.option("--tokens", default="8,8192", show_default=True)
+@click.option("--repeats", default=10, show_default=True)
+@session.json_option
+@session.smoke_option(sizes="64x300x10,64x70000x20", tokens="3,40", repeats=2)
+def main(sizes: str, tokens: str, repeats: int, json_path: Path | None) -> None:
+    """Print a Markdown table of times and memory."""
+    session.refuse_without_gpu()
+    report = session.new_report()
+    click.echo(str(report["machine"]) + "\n\n" + HEADER)
+    counts = [int(count) for count in tokens.split(",")]
+    for size in sizes.split(","):
+        d_model, d_ff, active = (int(part) for part in size.split("x"))
+        for found in measure_size(d_model, d_ff, active, counts, repeats):
+            click.echo(table_row(found))
+            report["results"].append(found)
+            session.write_results(json_path, report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""Features of sparse autoencoders: the active neurons of each token with their values, without a dense tensor.
+
+    encode    x [..., d_model]  ->  features: of each token the neurons whose act(x W^T + b) is not 0, and its values
+    decode    features          ->  y [..., d_out] = sum of value * w_dec[neuron] + b_dec
+
+docs/features.md has an example. On a GPU both run kernels of the plugin library, in bfloat16 and float16; on a CPU they
+are computed in pieces. The pre-activation is rounded to the element type, as in a `twell` block. y is a sum in float32,
+rounded once. The same call on the same device gives the same bits. Nothing is recorded for gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from twellc.base.dtypes import dtype_name
+from twellc.plugins import library
+from twellc.plugins.block import PLAIN, BlockOptions, Operands, problem_of, tensors_of
+from twellc.plugins.meaning import (
+    activate,
+    as_read,
+    check_call,
+    check_on_gpu,
+    check_problem,
+    check_status,
+    math_dtype,
+    widths_of,
+)
+
+# On a CPU: neurons, tokens and entries of a piece.
+_NEURONS, _TOKENS, _ENTRIES = 4096, 256, 4096
+# On a GPU: of a call the fewest and the most tokens * d_ff whose tiles are in memory, half a byte each.
+_FEWEST_TOKENS, _MOST_PAIRS = 128, 1 << 31
+# Of these one in that many is encoded at once where all is kept, which takes as many times the memory.
+_KEPT = 5
+
+
+@dataclass(frozen=True)
+class Features:
+    """Active neurons of tokens, those of one token after those of another, in ascending order.
+
+    Attributes:
+        indices: Which neurons, int32 [entries].
+        values: Their activations, in the dtype of x [entries].
+        offsets: Where each token's entries begin, and where the last one's end, int64 [tokens + 1].
+        d_ff: How many neurons there are.
+        leading: The dimensions of x but the last, of which the product is `tokens`.
+    """
+
+    indices: Tensor
+    values: Tensor
+    offsets: Tensor
+    d_ff: int
+    leading: torch.Size
+
+    def to_sparse_csr(self) -> Tensor:
+        """Return them as a sparse tensor [tokens, d_ff] of torch, in the layout `torch.sparse_csr`."""
+        narrow = len(self.indices) <= torch.iinfo(torch.int32).max
+        rows = self.offsets.int() if narrow else self.offsets
+        columns = self.indices if narrow else self.indices.long()
+        return torch.sparse_csr_tensor(rows, columns, self.values, (len(self.offsets) - 1, self.d_ff))
+
+
+@torch.no_grad()
+def encode(
+    x: Tensor,
+    w_enc: Tensor,
+    b_enc: Tensor | None = None,
+    *,
+    activation: str = "relu",
+    threshold: float = 0.0,
+    thresholds: Tensor | None = None,
+) -> Features:
+    """Return which neurons are active for each token, and their activations.
+
+    On a GPU it waits for the number of active neurons, so it cannot be captured in a CUDA graph.
+
+    Args:
+        x: [..., d_model], in the dtype of the weights.
+        w_enc: [d_ff, d_model], up to 2^20 neurons.
+        b_enc: [d_ff], or None.
+        activation: relu, relu2 or fatrelu.
+        threshold: Of fatrelu, which keeps what is above it.
+        thresholds: Of fatrelu (JumpReLU), float32 [d_ff]: one for each neuron. Below 0 counts as 0.
+
+    Raises:
+        ValueError: A shape does not fit, an option is out of range, or the kernels do not take the widths.
+        TypeError: A dtype does not fit; on a GPU, one other than bfloat16 and float16.
+    """
+    w_dec = w_enc.new_empty((w_enc.shape[0], 8), device="meta")
+    operands = Operands(x=x, w_up=w_enc, b_up=b_enc, w_down=w_dec, thresholds=thresholds)
+    options = BlockOptions(activation=activation, threshold=threshold)
+    check_call(operands, options)
+    rows = operands.x.reshape(-1, x.shape[-1])
+    run = _encode_on_gpu if x.is_cuda else _encode_on_cpu
+    indices, values, counts = run(operands, rows, options)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return Features(indices, values, offsets, w_enc.shape[0], x.shape[:-1])
+
+
+@torch.no_grad()
+def decode(features: Features | tuple[Tensor, Tensor], w_dec: Tensor, b_dec: Tensor | None = None) -> Tensor:
+    """Return y [..., d_out], the sum of each token's rows of w_dec times their values.
+
+    A value of 0 adds exactly 0. An index that is not 0 to d_ff - 1 makes its token's y NaN, unless its value is 0.
+
+    Args:
+        features: What `encode` gave; or indices, of an integer dtype, and values, both [..., k], as `torch.topk` gives.
+        w_dec: [d_ff, d_out], in the dtype of the values.
+        b_dec: [d_out], or None.
+
+    Raises:
+        ValueError: A shape does not fit, or the kernels do not take the widths.
+        TypeError: A dtype does not fit; on a GPU, one other than bfloat16 and float16.
+    """
+    if isinstance(features, Features):
+        indices, values, offsets, leading = features.indices, features.values, features.offsets, features.leading
+        d_ff, per_token = features.d_ff, 0
+    else:
+        (indices, values), offsets = features, None
+        leading, d_ff, per_token = values.shape[:-1], len(w_dec), values.shape[-1]
+        if indices.shape != values.shape or indices.is_floating_point():
+            got = f"{tuple(indices.shape)} of {indices.dtype} and {tuple(values.shape)}"
+            raise ValueError(f"twell: indices, of integers, and values must have one shape [..., k], got {got}")
+    # A block whose input nobody reads: what it demands of w_down and b_down, and of one dtype.
+    x = values.new_empty((0, 8), device="meta")
+    operands = Operands(x=x, w_up=w_dec.new_empty((d_ff, 8), device="meta"), w_down=w_dec, b_down=b_dec)
+    check_call(operands, BlockOptions(activation="relu"))
+    run = _decode_on_gpu if values.is_cuda else _decode_on_cpu
+    y = run(operands, (indices.reshape(-1), values.reshape(-1)), offsets, per_token, math.prod(leading))
+    return y.reshape(*leading, w_dec.shape[1])
+
+
+# ---- on a CPU ----
+
+
+def _encode_on_cpu(operands: Operands[Tensor], x: Tensor, options: BlockOptions) -> tuple[Tensor, Tensor, Tensor]:
+    """Return indices and values of all tokens, and how many each has, int64 [tokens]."""
+    wide, found = math_dtype(x.dtype), []
+    for first in range(0, len(operands.w_up), _NEURONS):
+        own = slice(first, first + _NEURONS)
+        weight = operands.w_up[own].to(wide)
+        bias = None if operands.b_up is None else operands.b_up[own].to(wide)
+        threshold = options.threshold if operands.thresholds is None else operands.thresholds[own]
+        for begin in range(0, len(x), _TOKENS):
+            z = torch.nn.functional.linear(x[begin : begin + _TOKENS].to(wide), weight, bias).to(x.dtype)
+            g = activate(z, options.activation, threshold)
+            token, neuron = g.nonzero(as_tuple=True)
+            found.append((token + begin, (neuron + first).int(), g[token, neuron]))
+    tokens, indices, values = map(torch.cat, zip(*found, strict=True)) if found else _nothing(x)
+    order = tokens.argsort(stable=True)
+    return indices[order], values[order], tokens.bincount(minlength=len(x))
+
+
+def _nothing(x: Tensor) -> Iterator[Tensor]:
+    return iter((x.new_empty(0, dtype=torch.int64), x.new_empty(0, dtype=torch.int32), x.new_empty(0)))
+
+
+def _decode_on_cpu(
+    operands: Operands[Tensor], entries: tuple[Tensor, Tensor], offsets: Tensor | None, per_token: int, tokens: int
+) -> Tensor:
+    """Return y [tokens, d_out]."""
+    w_dec, (indices, values) = operands.w_down, entries
+    wide = math_dtype(values.dtype)
+    if offsets is None:
+        rows = torch.arange(tokens).repeat_interleave(per_token)
+    else:
+        rows = torch.arange(tokens).repeat_interleave(offsets.diff())
+    known = (indices >= 0) & (indices < len(w_dec))
+    y = torch.zeros(tokens, w_dec.shape[1], dtype=wide)
+    factors = values.to(wide).where(known, math.nan)
+    for place in torch.split((values != 0).nonzero()[:, 0], _ENTRIES):
+        read = w_dec[indices[place].where(known[place], 0).long()].to(wide)
+        y.index_add_(0, rows[place], read * factors[place, None])
+    return (y if operands.b_down is None else y + operands.b_down.to(wide)).to(values.dtype)
+
+
+# ---- on a GPU ----
+
+
+def _encode_on_gpu(operands: Operands[Tensor], x: Tensor, options: BlockOptions) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `_encode_on_cpu` does."""
+    named = {name: each for name, each in operands.named().items() if name != "w_down"}
+    check_on_gpu(Operands(**named, w_down=operands.w_up))
+    read = {name: as_read(each) for name, each in named.items() if name != "x"}
+    x, tokens, d_ff = as_read(x), len(x), len(operands.w_up)
+    at_once = max(_FEWEST_TOKENS, min(tokens // 3, _MOST_PAIRS // d_ff))
+    at_once = -(-tokens // max(1, -(-tokens // at_once)))
+    found, begin, keeps_all = [], 0, False
+    with torch.cuda.device(x.device):
+        while begin < tokens:
+            rows = x[begin : begin + at_once]
+            part = _encode_some(Operands(**{**read, "x": rows, "w_down": operands.w_down}), options, keeps_all)
+            if part is None:
+                keeps_all, at_once = True, max(1, at_once // _KEPT)
+                continue
+            found.append(part)
+            begin += len(rows)
+    if not found:
+        return x.new_empty(0, dtype=torch.int32), x.new_empty(0), x.new_empty(0, dtype=torch.int64)
+    indices, values, counts = map(torch.cat, zip(*found, strict=True))
+    return indices, values, counts
+
+
+def _encode_some(
+    operands: Operands[Tensor], options: BlockOptions, keeps_all: bool
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return indices, values and counts of some tokens; None where a tile overflowed, so that not all was kept."""
+    x, lib = operands.x, library.load()
+    problem = problem_of(PLAIN, options, dtype_name(x.dtype), tokens=len(x), **widths_of(operands))
+    check_problem(problem)
+    groups, size = lib.twell_feature_groups(problem), lib.twell_encode_bytes(problem, keeps_all)
+    workspace = x.new_empty(size, dtype=torch.uint8)
+    counts = x.new_empty((len(x), groups), dtype=torch.int64)
+    tensors = tensors_of(operands.map(lambda each: 0 if each.is_meta else each.data_ptr()), 0)
+    stream = torch.cuda.current_stream().cuda_stream
+    check_status(lib.twell_encode(problem, tensors, keeps_all, counts.data_ptr(), workspace.data_ptr(), size, stream))
+    ends = counts.flatten().cumsum(0)
+    total, least = torch.stack([ends[-1], counts.amin()]).tolist()
+    if least < 0:
+        return None
+    indices, values = x.new_empty(total, dtype=torch.int32), x.new_empty(total)
+    begins = ends - counts.flatten()
+    if total:
+        lists = begins.data_ptr(), indices.data_ptr(), values.data_ptr()
+        check_status(lib.twell_list_features(problem, keeps_all, *lists, workspace.data_ptr(), size, stream))
+    return indices, values, counts.sum(1)
+
+
+def _decode_on_gpu(
+    operands: Operands[Tensor], entries: tuple[Tensor, Tensor], offsets: Tensor | None, per_token: int, tokens: int
+) -> Tensor:
+    """Return what `_decode_on_cpu` does."""
+    indices, values = entries
+    given = (
+        {"w_down": operands.w_down}
+        if operands.b_down is None
+        else {"w_down": operands.w_down, "b_down": operands.b_down}
+    )
+    check_on_gpu(Operands(x=values, w_up=indices, **given))
+    options = BlockOptions(activation="relu")
+    problem = problem_of(PLAIN, options, dtype_name(values.dtype), tokens=tokens, **widths_of(operands))
+    read = {name: as_read(each) for name, each in given.items()}
+    y = values.new_empty(tokens, operands.w_down.shape[1])
+    tensors = library.Tensors(**{name: each.data_ptr() for name, each in read.items()}, y=y.data_ptr())
+    indices, values = indices.int().contiguous(), values.contiguous()
+    with torch.cuda.device(values.device):
+        check_problem(problem)
+        begins, stream = None if offsets is None else offsets.data_ptr(), torch.cuda.current_stream().cuda_stream
+        lists = indices.data_ptr(), values.data_ptr(), begins, per_token
+        check_status(library.load().twell_decode(problem, tensors, *lists, stream))
+    return y
