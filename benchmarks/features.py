@@ -6,9 +6,9 @@ python benchmarks/features.py --smoke
 
 A size is d_model x d_ff x active neurons of a token. Rivals: the dense formula under torch.compile, and what sae-lens
 does with sparse activations: a dense encoder, a COO tensor of float32, torch.sparse.mm; left out where w_dec in float32
-takes too much memory. "block" is the `twell` op, which gives y alone. Times are of a call by itself, with what the host needs
-for it, in turns, the median; memory is what a call takes beside weights and x. Some tokens are compared with float64
-before anything is timed.
+takes too much memory. "block" is the `twell` op, which gives y alone. Times are of a call by itself, with what the host
+needs for it, in turns, the median; memory is what a call takes beside weights and x. Some tokens are compared with
+float64 before anything is timed.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _dense(x: Tensor, w_enc: Tensor, b_enc: Tensor, thresholds: Tensor, w_dec: T
 
 @functools.cache
 def _compiled() -> Callable[..., Tensor]:
-    return torch.compile(_dense, fullgraph=True, dynamic=False)
+    return torch.compile(_dense, fullgraph=True, dynamic=True)  # its products are cuBLAS's, whatever the sizes
 
 
 def check(sae: Sae, x: Tensor) -> float:
@@ -170,7 +170,6 @@ def table_row(found: dict[str, Any]) -> str:
 
 def measure_size(d_model: int, d_ff: int, active: int, tokens: list[int], repeats: int) -> Iterator[dict[str, Any]]:
     """Check and time one autoencoder."""
-    torch._dynamo.reset()
     sae = Sae.draw(d_model, d_ff, active)
     for count in tokens:
         x = torch.randn(count, d_model, dtype=torch.bfloat16, device=session.DEVICE)

@@ -175,7 +175,7 @@ def test_sanitize() -> None:
         found = encode(operands.x, operands.w_up, operands.b_up, activation="fatrelu", thresholds=operands.thresholds)
         decode(found, operands.w_down)
         decode((found.indices[:12].view(3, 4), found.values[:12].view(3, 4)), operands.w_down, operands.b_down)
-        for rows, gated in itertools.product((1, 12, 20, 70, 130), (True, False)):
-            case = dataclasses.replace(EACH, rows=rows, d_model=72, d_ff=300, d_out=72, gated=gated)
-            calls.run_plain_buffers(with_thresholds(make_block(case, device="cpu")), Call.mlp, 8)
+    for rows in (1, 12, 20, 70, 130):
+        case = dataclasses.replace(EACH, rows=rows, d_model=72, d_ff=300, d_out=72)
+        calls.run_plain_buffers(with_thresholds(make_block(case, device="cpu")), Call.mlp, 8)
     torch.cuda.synchronize()

@@ -303,6 +303,7 @@ def block(
     leading, attributes = changes.pop("leading", LEADING), changes.pop("attributes", {})
     inputs: dict[str, Input | None] = {"x": [dtype, [*leading, d_model]]}
     said: dict[str, Any] = {"activation": "relu", "threshold": 0.0, "compression": 8, "hot": 0, "scales": 0}
+    said["thresholds"] = 0
     for name in ("gate", "up", "down") if plugin == GATED else ("up", "down"):
         inputs[f"w_{name}"] = [dtype, [d_ff, d_out if name == "down" else d_model]]
         inputs[f"b_{name}"] = [dtype, [d_out if name == "down" else d_ff]] if name[0] in biases else None
@@ -310,6 +311,9 @@ def block(
     inputs["residual"] = (residual if isinstance(residual, list) else [dtype, [*leading, d_out]]) if residual else None
     case = node(plugin, inputs | changes, **said | {"residual": int(bool(residual))} | attributes)
     return case | {"outputs": [[dtype, [*leading, d_out]]]}
+
+
+EACH = {"activation": "fatrelu", "thresholds": 1}
 
 
 def scaled(case: Case, gate_up: list[int], down: list[int], stored: str = "fp8", **changes: Input) -> Case:
@@ -395,6 +399,7 @@ BUILT: dict[str, Case] = {
     "scales-of-one-neuron": scaled(block(GATED, d_ff=1), [1, 1], [1, 1]),
     "one-scale": scaled(block(GATED), [], []),
     "scales-of-int8": scaled(block(GATED, biases="u"), [300, 1], [300, 1], stored="int8"),
+    "thresholds": block(PLAIN, "fp16", biases="ud", d_ff=300, attributes=EACH, thresholds=["fp32", [300]]),
     "one-scale-plain": scaled(block(PLAIN, biases="d"), [], [300, 1]),
     "linear": linear(norm_weight=["bf16", [128]]),
     "linear-fp16-splits": linear("fp16", splits=(64, 8, 24), norm="none"),
@@ -486,6 +491,8 @@ NOT_BUILT: list[tuple[Case, str]] = [
         scaled(block(GATED), [], [1, 300]),
         wrong_shape("w_down_scale", "[1, 300]", "none, [d_ff, 1] or [1, d_out] = [1, 64]"),
     ),
+    (block(PLAIN, attributes=EACH, thresholds=["fp32", [299]]), wrong_shape("thresholds", "[299]", "[d_ff] = [300]")),
+    (block(PLAIN, attributes=EACH, thresholds=["bf16", [300]]), "input thresholds is bf16"),
     (block(GATED, attributes={"scales": 1}), "got 4 inputs; expected 7: x, w_gate, w_up, w_down, w_gate_scale, w_up"),
     (
         linear(weight=["bf16", [72, 128]]),

@@ -66,8 +66,9 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) gate_kernel(Params const par
     uint16_t* const spilled =
         params.spilled == nullptr ? nullptr : params.spilled + row_begin * spilled_per_row + column_begin;
     uint32_t* const words = params.packed + row_begin * words_per_row + tile_idx * params.words_per_tile;
-    int const count = num_columns - static_cast<int>(threadIdx.x) % kWarpSize * kVector;
-    int const column = params.d_ff - count;
+    int const own_begin = static_cast<int>(threadIdx.x) % kWarpSize * kVector;
+    int const count = num_columns - own_begin;
+    int const column = column_begin + own_begin;
     auto const cuts_of = [&](int i) { return cuts_of_pair<Element>(params.act, column + 2 * i, params.d_ff); };
     uint4 const cuts = make_uint4(cuts_of(0), cuts_of(1), cuts_of(2), cuts_of(3));
     constexpr int kWarps = Cfg::kWarps;
