@@ -72,7 +72,8 @@ def test_nodes(
         assert attributes(node) == {
             "activation": "relu", "threshold": 0.0, "compression": compression, "hot": 0,
             **{f"{names[letter]}_bias": int(letter in biases) for letter in letters},
-            "residual": 1, "scales": 0, "plugin_version": "twellc-3", "plugin_namespace": "twell",
+            "residual": 1, "scales": 0, "thresholds": 0,
+            "plugin_version": "twellc-3", "plugin_namespace": "twell",
         }  # fmt: skip
         parts = [getattr(block.ffn, names[letter]) for letter in letters]
         weights = [*(part.weight for part in parts[:-1]), parts[-1].weight.t()]
