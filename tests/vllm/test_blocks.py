@@ -1,7 +1,7 @@
 """Which blocks of a model are found, and what is put in their place; without an engine."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -35,12 +35,13 @@ class Share(nn.Linear):
 class ScaledShare(Share):
     """Stands for those that vLLM quantises to E4M3: with a scale for each output, or one in a vector."""
 
-    by_output = True
+    scales = ""
+    SHAPES: ClassVar = {"by output": (-1, 1), "by output, a vector": (-1,), "by tensor": (1,)}
 
     def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
-        weight, scale = quantise(state["weight"], "neuron" if self.by_output else "tensor")
+        weight, scale = quantise(state["weight"], "tensor" if self.scales == "by tensor" else "neuron")
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.weight_scale = nn.Parameter(scale if self.by_output else scale.reshape(1), requires_grad=False)
+        self.weight_scale = nn.Parameter(scale.reshape(self.SHAPES[self.scales]), requires_grad=False)
         return super().load_state_dict({**state, **self.state_dict(), "bias": state["bias"]})
 
 
@@ -123,12 +124,12 @@ def test_gate_and_up_in_one_layer(blocks: Any) -> None:
     assert found.weights.w_gate.rows == (D_FF, 2 * D_FF, 1) and not found.block.refusal
 
 
-@pytest.mark.parametrize("scales", ["by output", "by tensor", "quantised here"])
+@pytest.mark.parametrize("scales", [*ScaledShare.SHAPES, "quantised here"])
 @pytest.mark.parametrize("name", ["gated", "packed", "written out"])
 def test_weights_in_eight_bits(blocks: Any, name: str, scales: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer has bytes and scales as vLLM loads them, or as they are quantised then; the op reads them."""
     quantised = scales == "quantised here"
-    monkeypatch.setattr(ScaledShare, "by_output", scales == "by output")
+    monkeypatch.setattr(ScaledShare, "scales", scales)
     both = {"gate_up": nn.Linear(D_MODEL, 2 * D_FF), "down": nn.Linear(D_FF, D_MODEL)}
     block = {"gated": lambda: Residual(Gated(biases="gud")), "packed": lambda: Residual(Written(packed, **both))}.get(
         name

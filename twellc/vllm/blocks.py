@@ -151,8 +151,10 @@ def _put_scaled(layer: Any, weight: Tensor, scale: Tensor) -> None:
 
 def _read(layer: Any, operand: Operand) -> Tensor:
     held: Tensor = getattr(layer, operand.path[-1])
-    # vLLM keeps the scale of a tensor as a vector, with an element for each matrix that is packed into a layer.
-    return held.reshape(()) if operand.path[-1] == _SCALE and held.dim() == 1 else operand.view(held)
+    if operand.path[-1] == _SCALE and held.dim() == 1:
+        # Of a tensor one in a vector, of outputs of ModelOpt one each.
+        return held.reshape(()) if len(held) == 1 else operand.view(held[:, None])
+    return operand.view(held)
 
 
 class TwellBlock(nn.Module):
@@ -195,7 +197,7 @@ def in_eight_bits(layer: Any) -> bool:
     weight, scale = getattr(layer, "weight", None), getattr(layer, _SCALE, None)
     if weight is None or scale is None or (weight.dtype, scale.dtype) != (EIGHT_BITS, torch.float32):
         return False
-    return tuple(scale.shape) in ((1,), (len(weight), 1))
+    return tuple(scale.shape) in ((1,), (len(weight),), (len(weight), 1))
 
 
 def put(
