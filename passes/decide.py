@@ -1,4 +1,4 @@
-"""Decide for each feed-forward block whether TwELL runs it, and say why."""
+"""Decide for each feed-forward block, and each linear layer outside of them, whether TwELL runs it, and say why."""
 
 from __future__ import annotations
 
@@ -6,18 +6,23 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
 from torch.fx import Node
 
 from twellc.base.dtypes import dtype_name, kernel_dtypes
 from twellc.base.errors import UserError, first_few
 from twellc.passes.match.find_ffn import FfnBlock
-from twellc.passes.match.linear import Weight
+from twellc.passes.match.find_linear import FoundLinear
+from twellc.passes.match.linear import Weight, width
 from twellc.passes.neurons import Staying, all_of
-from twellc.passes.report import Choice, Layer
+from twellc.passes.report import Choice, Layer, Linear
 from twellc.plugins.block import BlockOptions, compression_of
 from twellc.plugins.library import MAX_D_FF, MAX_PACKED_D_FF
 
 KERNEL_DTYPES = kernel_dtypes()
+# `--linear auto` takes linear layers where an optimization profile has at most so many tokens a call: there the time
+# goes into reading weights. 0 takes none: how fast the kernels are is yet to be measured.
+FEW_TOKENS = 0
 
 
 # Says what is best for a block that can be rewritten, of which these neurons stay.
@@ -68,6 +73,45 @@ def decide(
             taken[block.down.node] = block.module
         result.append(layer)
     return result
+
+
+def decide_linear(
+    found: Sequence[FoundLinear], linear: str, calls: Callable[[Node], Sequence[int]], ranks: int = 1
+) -> list[Linear]:
+    """Return a decision for each linear layer outside of feed-forward blocks.
+
+    Args:
+        found: What `find_linear` found.
+        linear: `auto`, `twell` or `tensorrt`.
+        calls: Returns the most rows of a tensor in a call of each optimization profile.
+        ranks: How many ranks share the program.
+    """
+    result = []
+    for each in found:
+        limit = _linear_limits(each)
+        reason = limit or _left_alone(linear, calls(each.x), ranks)
+        result.append(
+            Linear(
+                modules=each.modules,
+                d_in=width(each.x),
+                widths=each.widths,
+                norm="none" if reason or each.norm is None else each.norm.kind,
+                residual=not reason and each.residual is not None,
+                matched=not limit,
+                decision="tensorrt" if reason else "twell",
+                reason=reason or "matches",
+            )
+        )
+    return result
+
+
+def _left_alone(linear: str, calls: Sequence[int], ranks: int) -> str:
+    """Say why a linear layer that the kernels take is left to TensorRT; empty where it is not."""
+    if ranks > 1:
+        return "ranks share the model"
+    if linear == "auto" and min(calls, default=FEW_TOKENS + 1) > FEW_TOKENS:
+        return f"no profile has at most {FEW_TOKENS} tokens a call" if FEW_TOKENS else "--linear auto takes none yet"
+    return "--linear tensorrt" if linear == "tensorrt" else ""
 
 
 def options_of(block: FfnBlock, layer: Layer, compression: int | None) -> BlockOptions:
@@ -131,16 +175,29 @@ def _decide(
 def _limits(block: FfnBlock) -> str:
     """Return the limit of the kernels that the block exceeds, or an empty string."""
     if block.dtype not in KERNEL_DTYPES:
-        return f"computes in {dtype_name(block.dtype)}; the kernels take bfloat16 and float16"
+        return _dtype_limit(block.dtype)
     if 0 in (block.d_model, block.d_ff, block.d_out):
         return "one of its widths is 0"
     most = MAX_D_FF if block.gate is None else MAX_PACKED_D_FF
     if block.d_ff > most:
         return f"d_ff is {block.d_ff}; the kernels take at most {most} neurons of a {block.variant} block"
-    for name, width in (("d_model", block.d_model), ("the output width", block.d_out)):
-        if width % 8:
-            return f"{name} is {width}; the kernels need a multiple of 8 (16-byte rows)"
+    for name, size in (("d_model", block.d_model), ("the output width", block.d_out)):
+        if size % 8:
+            return f"{name} is {size}; the kernels need a multiple of 8 (16-byte rows)"
     return ""
+
+
+def _linear_limits(layer: FoundLinear) -> str:
+    """Return the limit of the kernels that linear layers exceed, or an empty string."""
+    dtype = layer.x.meta["val"].dtype
+    if dtype not in KERNEL_DTYPES:
+        return _dtype_limit(dtype)
+    odd = [each for each in (width(layer.x), *layer.widths) if each % 8 or not each]
+    return f"a width is {odd[0]}; the kernels need a positive multiple of 8 (16-byte rows)" if odd else ""
+
+
+def _dtype_limit(dtype: torch.dtype) -> str:
+    return f"computes in {dtype_name(dtype)}; the kernels take bfloat16 and float16"
 
 
 def _conflict(block: FfnBlock, taken: dict[Node, str]) -> str:

@@ -13,10 +13,12 @@ Each stage has its steps, in `STEPS`; a step is added there, and every command t
     FFN          blocks as `twell` ops
     SPLIT        the program of that rank
     ATTENTION    attention in a form that the host can fuse
+    FIND_LINEAR  linear layers outside of the blocks are found, and what becomes of them is decided
+    LINEAR       these layers as `twell` ops
 
-`compile`, `bench` and `rewrite` run all of them. `inspect` leaves FFN out, which copies weights. `profile` stops behind
-DECIDE and `optimize` behind FIND. `check` stops behind DECIDE, too; it compares with a program that has left ARRANGING
-out, since such passes could be wrong about a weight.
+`compile`, `bench` and `rewrite` run all of them. `inspect` leaves FFN and LINEAR out, which copy weights. `profile`
+stops behind DECIDE and `optimize` behind FIND. `check` stops behind DECIDE, too; it compares with a program that has
+left ARRANGING out, since such passes could be wrong about a weight.
 """
 
 from __future__ import annotations
@@ -28,13 +30,14 @@ from typing import Protocol
 
 import torch
 from torch.export import ExportedProgram
+from torch.fx import Node
 
 from twellc.base.records import Json, as_json
 from twellc.base.threads import PROCESS_WIDE
 from twellc.passes import neurons
 from twellc.passes.attention import rewrite_attention
 from twellc.passes.block_profile import Calibration
-from twellc.passes.decide import Advise, decide, options_of
+from twellc.passes.decide import Advise, decide, decide_linear, options_of
 from twellc.passes.decompose import decompose
 from twellc.passes.dump import NOWHERE, GraphDump
 from twellc.passes.eight_bits import EightBits, Wish, dequantise, eight_bits_of, folded_in_eight_bits, judge, notes_on
@@ -43,6 +46,7 @@ from twellc.passes.fold_constants import fold_constants
 from twellc.passes.fold_weights import fold_weights
 from twellc.passes.graph.program import tensor_of
 from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks
+from twellc.passes.match.find_linear import FoundLinear, find_linear
 from twellc.passes.match.linear import Weight
 from twellc.passes.match.shared_axis import WHOLE, Part
 from twellc.passes.merge_views import merge_views
@@ -50,8 +54,9 @@ from twellc.passes.name_casts import name_casts
 from twellc.passes.name_relus import name_relus
 from twellc.passes.neurons import Staying
 from twellc.passes.precision import in_precision
-from twellc.passes.report import Attention, Layer
+from twellc.passes.report import Attention, Layer, Linear
 from twellc.passes.rewrite_ffn import rewrite_ffn
+from twellc.passes.rewrite_linear import rewrite_linear
 from twellc.passes.tensor_parallel import rank_program
 from twellc.passes.write_numbers import write_numbers
 from twellc.plugins.ops import VARIANT_OF
@@ -72,6 +77,8 @@ class Stage(IntEnum):
     FFN = auto()
     SPLIT = auto()
     ATTENTION = auto()
+    FIND_LINEAR = auto()
+    LINEAR = auto()
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,8 @@ class PassOptions:
         advise: See `decide`.
         weights: Which blocks are to be computed with weights in eight bits that the model has in others.
         part: Which of several ranks the program is for, and how many there are.
+        linear: Which linear layers outside of the blocks to rewrite: see `decide_linear`.
+        calls: Returns the most rows of a tensor in a call of each optimization profile.
         dump: Receives the graph as traced, and after each pass.
         progress: Receives before each step how many are done, and of how many.
     """
@@ -99,6 +108,8 @@ class PassOptions:
     advise: Advise | None = None
     weights: Wish = Wish()  # noqa: RUF009
     part: Part = WHOLE
+    linear: str = "auto"
+    calls: Callable[[Node], Sequence[int]] = lambda x: ()
     dump: GraphDump = NOWHERE
     progress: Callable[[int, int], None] = lambda done, steps: None
 
@@ -118,6 +129,8 @@ class Passed:
         layers: What becomes of each, from DECIDE on.
         orders: The neurons of blocks in their new order, by module, from ORDER on; others stay where they are.
         attention: What became of each attention block; empty where none was to be rewritten.
+        linears: The linear layers outside of its blocks, from FIND_LINEAR on.
+        linear: What becomes of each.
         notes: From SPLIT on, what every rank computes whole, and why.
     """
 
@@ -131,6 +144,8 @@ class Passed:
     layers: list[Layer] = field(default_factory=list)
     orders: Mapping[str, torch.Tensor] = field(default_factory=dict)
     attention: list[Attention] = field(default_factory=list)
+    linears: Sequence[FoundLinear] = ()
+    linear: list[Linear] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -154,6 +169,7 @@ class Rewritten:
         program: The same with `twell` ops; that of a rank if there are several.
         layers: What became of each feed-forward block; hot neurons are those of a rank, all else is of all ranks.
         attention: What became of each attention block, with the heads of a rank; empty where none was to be rewritten.
+        linear: What became of the linear layers outside of the blocks.
         notes: Which weights in eight bits are dequantised; what every rank computes whole, and why.
     """
 
@@ -161,11 +177,12 @@ class Rewritten:
     program: ExportedProgram
     layers: list[Layer]
     attention: list[Attention]
+    linear: list[Linear]
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Json]:
         """Return what became of the blocks as JSON types, without the programs."""
-        return {"layers": as_json(self.layers), "attention": as_json(self.attention)}
+        return {name: as_json(getattr(self, name)) for name in ("layers", "attention", "linear")}
 
 
 # ---- steps ----
@@ -268,6 +285,22 @@ def _rewrite_attention(passed: Passed, options: PassOptions) -> Passed:
     return replace(passed, program=program, attention=attention)
 
 
+def _find_linear(passed: Passed, options: PassOptions) -> Passed:
+    of_blocks = [part for each in passed.blocks for part in (each.gate, each.up, each.down) if part is not None]
+    without = {node.name for part in of_blocks for node in part.nodes}
+    without |= {block.residual.sum.name for block, _ in passed.chosen if block.residual is not None}
+    found = find_linear(passed.program, without)
+    return replace(
+        passed, linears=found, linear=decide_linear(found, options.linear, options.calls, options.part.ranks)
+    )
+
+
+def _rewrite_linear(passed: Passed, options: PassOptions) -> Passed:
+    pairs = zip(passed.linears, passed.linear, strict=True)
+    chosen = [found for found, decided in pairs if decided.decision == "twell"]
+    return replace(passed, program=rewrite_linear(passed.program, chosen))
+
+
 STEPS: dict[Stage, tuple[Step, ...]] = {
     Stage.FUNCTIONAL: (
         step(decompose),
@@ -287,6 +320,8 @@ STEPS: dict[Stage, tuple[Step, ...]] = {
     Stage.FFN: (Step("rewrite_ffn", _rewrite_ffn),),
     Stage.SPLIT: (Step("tensor_parallel", _split),),
     Stage.ATTENTION: (Step("rewrite_attention", _rewrite_attention),),
+    Stage.FIND_LINEAR: (Step("find_linear", _find_linear, edits=False),),
+    Stage.LINEAR: (Step("rewrite_linear", _rewrite_linear),),
 }
 
 
@@ -350,7 +385,9 @@ def run_for_ranks(program: ExportedProgram, options: PassOptions) -> Iterator[Re
 
 
 def _finish(ordered: Passed, options: PassOptions) -> Rewritten:
-    passed = run_until(ordered, options, Stage.ATTENTION)
+    passed = run_until(ordered, options, Stage.LINEAR)
     assert passed.dense is not None
     notes = [*passed.dequantised, *passed.notes]
-    return Rewritten(passed.dense, passed.program, passed.layers, passed.attention, notes)
+    if options.linear == "twell" and options.part.ranks > 1:
+        notes.append("linear layers outside of feed-forward blocks stay as they are: ranks share the model")
+    return Rewritten(passed.dense, passed.program, passed.layers, passed.attention, passed.linear, notes)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from twellc.base.records import OPTIONAL, Amount, Count, OneOf, Record, Share, Size, Time
-from twellc.plugins.library import COMPRESSIONS
+from twellc.plugins.library import COMPRESSIONS, NORMS
 
 Decision = Annotated[str, OneOf(("twell", "dense"))]
 Compression = Annotated[int, OneOf(COMPRESSIONS)]
@@ -204,4 +204,29 @@ class Attention(Record):
     width: Count
     mask: str
     form: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Linear(Record):
+    """What became of linear layers outside of feed-forward blocks that read one tensor: a row of every report.
+
+    Attributes:
+        modules: Paths of the modules that hold the weights.
+        d_in: Width of the input.
+        widths: Widths of the outputs.
+        norm: Which norm of the input they compute, too, if TwELL runs them: `none`, `rms` or `layer`.
+        residual: Whether they also add the result to what this was added to, if TwELL runs them.
+        matched: Whether TwELL can run them.
+        decision: `twell` or `tensorrt`.
+        reason: Why.
+    """
+
+    modules: list[str]
+    d_in: Count
+    widths: list[Count]
+    norm: Annotated[str, OneOf(tuple(NORMS))]
+    residual: bool
+    matched: bool
+    decision: Annotated[str, OneOf(("twell", "tensorrt"))]
     reason: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -80,6 +80,15 @@ def evaluate(node: Node, lookup: Callable[[Node], Tensor]) -> Tensor:
         return known[node]
 
     return compute(node)
+
+
+def fixed_nodes(graph: Graph, constants: Iterable[Node]) -> set[Node]:
+    """Return the constants of a graph, and what is computed from these alone."""
+    fixed = set(constants)
+    for node in graph.nodes:
+        if is_pure(node) and node.all_input_nodes and fixed.issuperset(node.all_input_nodes):
+            fixed.add(node)
+    return fixed
 
 
 def is_pure(node: Node) -> bool:

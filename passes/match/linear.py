@@ -32,7 +32,7 @@ PRODUCTS = CONVOLUTIONS | {
     aten.linear, aten.mm, aten.matmul, aten.bmm, aten.addmm, aten.baddbmm, aten._grouped_mm, aten.inner, aten.tensordot,
     aten.einsum,
 }  # fmt: skip
-_SPLITS = frozenset((aten.chunk, aten.split, aten.split_with_sizes, aten.tensor_split))
+SPLITS = frozenset((aten.chunk, aten.split, aten.split_with_sizes, aten.tensor_split))
 # Dtypes by the values that they can hold: a cast to a later one and back changes nothing.
 WIDENING = {
     torch.bfloat16: (torch.float32, torch.float64),
@@ -293,7 +293,7 @@ def _last_dimension_slice(node: Node) -> _Slice | None:
     if node.target is not operator.getitem or not isinstance(arguments(node)[0], Node):
         return None
     split, index = arguments(node)
-    if packet(split) not in _SPLITS:
+    if packet(split) not in SPLITS:
         return None
     source = operand(split)
     dim = split.kwargs.get("dim", arguments(split)[2] if len(arguments(split)) > 2 else 0)

@@ -38,7 +38,7 @@ class Everything(nn.Module):
 
 def dumped(module: nn.Module, folder: Path) -> dict[str, str]:
     program = export(module.eval().requires_grad_(False), X.clone())
-    options = PassOptions(torch.bfloat16, "all", attention=("matmul",), dump=GraphDump(folder))
+    options = PassOptions(torch.bfloat16, "all", attention=("matmul",), linear="twell", dump=GraphDump(folder))
     pipeline.run_passes(program, options)
     return {path.stem.partition("-")[2]: path.read_text() for path in sorted(folder.iterdir())}
 
@@ -47,7 +47,7 @@ def test_each_pass_is_seen(tmp_path: Path) -> None:
     graphs = dumped(Everything(), tmp_path)
     assert list(graphs) == [
         "traced", "decompose", "name_casts", "dequantise", "write_numbers", "merge_views", "name_relus", "fold_weights",
-        "fold_constants", "feature_last", "in_precision", "rewrite_ffn", "rewrite_attention",
+        "fold_constants", "feature_last", "in_precision", "rewrite_ffn", "rewrite_attention", "rewrite_linear",
     ]  # fmt: skip
     texts = list(graphs.values())
     assert all(before != after for before, after in itertools.pairwise(texts))
@@ -55,7 +55,7 @@ def test_each_pass_is_seen(tmp_path: Path) -> None:
         "decompose": "aten.add.Tensor", "name_casts": "aten._to_copy.default",
         "write_numbers": "aten.full.default", "name_relus": "aten.relu.default",
         "feature_last": "aten.linear.default", "in_precision": "bf16", "rewrite_ffn": "twell.gated_mlp.default",
-        "rewrite_attention": "aten.matmul.default",
+        "rewrite_attention": "aten.matmul.default", "rewrite_linear": "twell.linear.default",
     }  # fmt: skip
     before = dict(zip(graphs, ["", *texts], strict=False))
     for name, operation in expected.items():
@@ -71,7 +71,7 @@ def test_every_pass_is_in_the_list() -> None:
     # Steps and the files that they call have the same names but for these.
     renamed = {"in_precision": "precision", "dequantise": "eight_bits", "rewrite_attention": "attention",
                "stay": "neurons", "order": "neurons", "share": "neurons"}  # fmt: skip
-    steps = {each.name for steps in STEPS.values() for each in steps} - {"find"}
+    steps = {each.name for steps in STEPS.values() for each in steps} - {"find", "find_linear"}
     assert files == {renamed.get(name, name) for name in steps}
     assert list(STEPS) == sorted(STEPS) == list(Stage)[1:]
 
@@ -106,7 +106,7 @@ UP_TO_DECIDE = {stage for stage in STEPS if stage <= Stage.DECIDE}
     [
         ("compile", ALL),
         ("compile for ranks", ALL | FOR_RANKS),
-        ("inspect", ALL - {Stage.FFN}),
+        ("inspect", ALL - {Stage.FFN, Stage.LINEAR}),
         ("profile", UP_TO_DECIDE),
         ("check", UP_TO_DECIDE),
         ("optimize", {stage for stage in STEPS if stage <= Stage.FIND}),
@@ -135,13 +135,14 @@ def test_commands_take_their_steps_from_the_list(
 def test_a_run_goes_on_where_another_has_stopped() -> None:
     """And gives what one run gives; a stage that is left out is not run later."""
     program = export(Everything().eval().requires_grad_(False), X.clone())
-    options = PassOptions(torch.bfloat16, "all", attention=("matmul",))
+    options = PassOptions(torch.bfloat16, "all", attention=("matmul",), linear="twell")
     whole = pipeline.run_passes(program, options)
     passed = Passed(program)
     for stage in STEPS:
         passed = run_until(passed, options, stage)
         assert passed.stage == stage
     assert passed.layers == whole.layers and passed.attention == whole.attention
+    assert passed.linear == whole.linear
     assert passed.program.graph_module.code == whole.program.graph_module.code
     left_out = run_until(program, options, Stage.FIND, without=(Stage.ARRANGING,))
     assert "conv1d" in left_out.program.graph_module.code

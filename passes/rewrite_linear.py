@@ -1,0 +1,126 @@
+"""Replace linear layers outside of feed-forward blocks by `twell` ops.
+
+    before   x ─ norm ─┬─ linear(Wq, bq) ─ q          x ─ linear(Wo, bo) ─ add ─ sum
+                       ├─ linear(Wk, bk) ─ k                    other ─────┘
+                       └─ linear(Wv, bv) ─ v
+    after    x ─ twell.linear(W, b, norm) ─ q, k, v   x ─ twell.linear(Wo, bo, residual other) ─ sum
+
+W [out, in] and b [out] are new parameters where several products are joined, or a weight is stored [in, out]; else the
+model's own. So are a norm's weight and bias that are computed from others, as Gemma's 1 + w, or are in another dtype:
+they are rounded once to that of x. What stands between a norm and a product comes before the norm then.
+
+A parameter that nothing reads any more is dropped from the program. `find_linear.py` says what is left as it is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from twellc.passes.graph.constants import ProgramConstants
+from twellc.passes.graph.program import add_call, add_parameter, editable, finish, infer, replace_node, tensor_of
+from twellc.passes.match.find_linear import FoundLinear
+from twellc.passes.match.linear import operand, width
+from twellc.passes.rewrite_ffn import arranged_view
+from twellc.plugins.linear import LinearOperands
+from twellc.plugins.linear_op import LINEAR
+
+
+def rewrite_linear(program: ExportedProgram, layers: Sequence[FoundLinear]) -> ExportedProgram:
+    """Return the program with linear layers rewritten: some of those found in it; itself where there are none."""
+    if not layers:
+        return program
+    rewritten = editable(program)
+    writer = _Writer(rewritten)
+    for each in layers:
+        writer.write(each)
+    return finish(rewritten)
+
+
+class _Writer:
+    """Writes layers into a copy of the program that they were found in."""
+
+    def __init__(self, program: ExportedProgram) -> None:
+        self._program = program
+        self._constants = ProgramConstants(program)
+        self._nodes: dict[str, Node] = {node.name: node for node in program.graph.nodes}
+        self._order = {node.name: index for index, node in enumerate(program.graph.nodes)}
+        self._vectors: dict[tuple[str, torch.dtype], Node] = {}
+
+    def write(self, layer: FoundLinear) -> None:
+        """Replace a layer."""
+        norm, graph = layer.norm, self._program.graph
+        dtype = layer.x.meta["val"].dtype
+        like = self._nodes[layer.linears[0].node.name]
+        first = min(layer.outputs, key=lambda output: self._order[output.name])
+        with graph.inserting_before(self._nodes[first.name]):
+            operands = LinearOperands(
+                x=self._x(layer),
+                weight=self._weight(layer),
+                bias=self._bias(layer),
+                norm_weight=None if norm is None else self._vector(norm.weight, dtype),
+                norm_bias=None if norm is None else self._vector(norm.bias, dtype),
+                residual=None if layer.residual is None else self._nodes[layer.residual.other.name],
+            )
+            splits = layer.widths if len(layer.outputs) > 1 else []
+            options = ("none", 0.0) if norm is None else (norm.kind, norm.eps)
+            call = add_call(graph, LINEAR, *operands.arguments(), *options, splits, like=like)
+            parts = [add_call(graph, operator.getitem, call, index, like=like) for index in range(len(layer.outputs))]
+        for output, part in zip(layer.outputs, parts, strict=True):
+            replace_node(self._program, self._nodes[output.name], part)
+            self._nodes[output.name] = part  # what a later layer may read
+
+    def _x(self, layer: FoundLinear) -> Node:
+        """Return what the op reads: x, or what the norm normalises, on the way that its result takes."""
+        if layer.norm is None:
+            return self._nodes[layer.x.name]
+        node = self._nodes[layer.norm.x.name]
+        for each in reversed(layer.way):
+            copied, source = self._nodes[each.name], operand(self._nodes[each.name])
+            made = self._program.graph.node_copy(copied, lambda old, now=node, was=source: now if old is was else old)
+            infer(made)
+            node = made
+        return node
+
+    def _weight(self, layer: FoundLinear) -> Node:
+        """Return a placeholder of the weight [out, in]."""
+        weights = [each.weight for each in layer.linears]
+        placeholder = self._nodes[weights[0].node.name]
+        if len(weights) == 1 and not weights[0].in_out and placeholder.meta["val"].dim() == 2:
+            return placeholder
+        views = [arranged_view(tensor_of(self._program, each.name).detach(), each, in_out=False)[1] for each in weights]
+        joined = torch.cat(views).contiguous()
+        return add_parameter(self._program, f"{weights[0].name}_of_linear", joined, like=placeholder)
+
+    def _bias(self, layer: FoundLinear) -> Node | None:
+        """Return a placeholder of the bias [out]; None where no product has one."""
+        biases = [each.bias for each in layer.linears]
+        given = [each for each in biases if each is not None]
+        if not given:
+            return None
+        like = self._nodes[given[0].node.name]
+        if len(biases) == 1:
+            return like
+        some = tensor_of(self._program, given[0].name).detach()
+        made = [
+            some.new_zeros(width(each.node)) if each.bias is None else tensor_of(self._program, each.bias.name).detach()
+            for each in layer.linears
+        ]
+        return add_parameter(self._program, f"{given[0].name}_of_linear", torch.cat(made), like=like)
+
+    def _vector(self, node: Node | None, dtype: torch.dtype) -> Node | None:
+        """Return a placeholder of a norm's weight or bias [in]."""
+        if node is None:
+            return None
+        known = self._nodes[node.name]
+        if known.op == "placeholder" and known.meta["val"].dim() == 1 and known.meta["val"].dtype == dtype:
+            return known
+        if (node.name, dtype) not in self._vectors:
+            value = self._constants.value(known).reshape(-1).to(dtype)
+            like = next(iter(self._constants.names))
+            self._vectors[node.name, dtype] = add_parameter(self._program, f"{node.name}_of_norm", value, like=like)
+        return self._vectors[node.name, dtype]
