@@ -63,6 +63,7 @@ def rewrite(
     *,
     layers: str = "auto",
     compression: int | None = None,
+    linear: str = "auto",
     tensor_parallel: int = 1,
     rank: int = 0,
     **options: Unpack[RewriteKeywords],
@@ -74,6 +75,7 @@ def rewrite(
             a torch.export archive, a Hugging Face directory or a pickled module.
         layers: Which matches to rewrite: `auto`, `all`, `none` or a regular expression over module paths.
         compression: The TwELL compression factor; None takes the default.
+        linear: Which linear layers outside of the blocks to rewrite, too: `twell` takes all that can be.
         tensor_parallel: How many ranks share the model. Their programs run in as many processes of torch.distributed's
             default group, and reduce what they compute.
         rank: The rank whose program to make.
@@ -81,7 +83,8 @@ def rewrite(
             line, too.
 
     Returns:
-        The program before and after, and what became of each block. `result.program.module()` runs it.
+        The program before and after, and what became of each block and of linear layers outside of them.
+        `result.program.module()` runs it.
 
     Raises:
         UserError: The model cannot be read or traced, or an option does not fit it.
@@ -91,17 +94,19 @@ def rewrite(
     from twellc.passes.match.shared_axis import Part
 
     taken(CompileOptions, "compression", compression)
+    taken(CompileOptions, "linear", linear)
     taken(CompileOptions, "tensor_parallel", tensor_parallel)
     if type(rank) is not int or not 0 <= rank < tensor_parallel:
         raise UserError("rank", "there is no such rank", got=repr(rank), expected=f"0 to {tensor_parallel - 1}")
+    part = Part(rank, tensor_parallel)
     example, _, given = _parsed(TracingOptions, options)
     import_modules(given.get("import_modules", ()))
     if isinstance(model, str | os.PathLike):
         source = TracingOptions(Path(model), **given)
-        return rewrite_model(source, load_for_rewriting(source), layers, compression, Part(rank, tensor_parallel))
+        return rewrite_model(source, load_for_rewriting(source), layers, compression, linear, part)
     source = TracingOptions(Path(type(model).__name__), **given)
     in_memory = loaded(model, example)
-    return rewrite_model(source, in_memory, layers, compression, Part(rank, tensor_parallel))
+    return rewrite_model(source, in_memory, layers, compression, linear, part)
 
 
 def compile(model: Model, output: str | os.PathLike[str] | None = None, **options: Unpack[CompileKeywords]) -> Manifest:

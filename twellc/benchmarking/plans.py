@@ -60,10 +60,11 @@ def build_plans(
     plans, failed = {}, {}
     kinds = (TracingOptions, DecisionOptions, WeightOptions)
     shared = {field.name: getattr(options, field.name) for kind in kinds for field in fields(kind)}
-    for label, layers in ((PLAN_DENSE, "none"), (PLAN_TWELL, options.layers)):
+    dense = {"layers": "none", "linear": "tensorrt"}
+    for label, own in ((PLAN_DENSE, dense), (PLAN_TWELL, {})):
         progress(f"building plans: {label}")
         path = folder / f"{label.replace(' ', '-')}.plan"
-        given = shared | {"output": path, "backend": TENSORRT, "profiles": tuple(profiles), "layers": layers}
+        given = shared | {"output": path, "backend": TENSORRT, "profiles": tuple(profiles)} | own
         given["fp8_errors"] = errors
         try:
             compile_model(CompileOptions(**given), lambda step: None)

@@ -1,4 +1,4 @@
-"""What became of feed-forward and attention blocks, as `compile` and `inspect` print it."""
+"""What became of feed-forward blocks, attention and linear layers, as `compile` and `inspect` print it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.text import Text
 
 from twellc.base.errors import first_few
 from twellc.commands.terminal import open_console
-from twellc.passes.report import Attention, Layer
+from twellc.passes.report import Attention, Layer, Linear
 
 
 def print_layers(layers: list[Layer]) -> None:
@@ -59,3 +59,27 @@ _FORMS = {
     "matmul": "as products that TensorRT fuses",
     "as written": "as the model has them",
 }
+
+
+def print_linear(layers: list[Linear]) -> None:
+    """Say how many linear layers outside of blocks are rewritten, what comes with them, and why others are not."""
+    if not layers:
+        return
+    console = open_console()
+    taken = [each for each in layers if each.decision == "twell"]
+    ends = Counter(end for each in taken for end in (_NORM_NAMES[each.norm], "residual" * each.residual) if end)
+    counts = [len([name for each in group for name in each.modules]) for group in (taken, layers)]
+    joined = f" as {len(taken)}" if len(taken) < counts[0] else ""
+    with_ends = ", ".join(f"{count} with {end}" for end, count in ends.items())
+    console.print(
+        f"{counts[0]} of {counts[1]} linear layers outside of blocks rewritten{joined}{': ' * bool(ends)}{with_ends}"
+    )
+    reasons: dict[str, list[str]] = {}
+    for each in layers:
+        if each.decision != "twell":
+            reasons.setdefault(each.reason, []).extend(each.modules)
+    for reason, modules in reasons.items():
+        console.print(f"  as the model has them, since {reason}: {first_few(modules)}", soft_wrap=True)
+
+
+_NORM_NAMES = {"none": "", "rms": "an RMSNorm", "layer": "a layer norm"}

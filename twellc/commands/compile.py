@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import twellc
-from twellc.commands.blocks import print_attention, print_layers
+from twellc.commands.blocks import print_attention, print_layers, print_linear
 from twellc.commands.options import FilePath, json_option, options_of
 from twellc.commands.terminal import Command, never_failing, open_console, say, show_progress
 from twellc.options.commands import CompileOptions, triton_plan
@@ -47,6 +47,7 @@ def _print_manifest(manifest: Manifest, written: Path) -> None:
         say("Note:", f"{note}.")
     print_layers(manifest.layers)
     print_attention(manifest.attention)
+    print_linear(manifest.linear or [])
     dtype = manifest.settings.dtype
     if manifest.plan is not None and manifest.backend is not None:
         plans = [each.plan for each in manifest.ranks or [] if each.plan is not None] or [manifest.plan]

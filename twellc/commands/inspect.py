@@ -12,7 +12,7 @@ from rich.table import Table
 
 import twellc
 from twellc.base.errors import first_few
-from twellc.commands.blocks import print_attention, print_layers
+from twellc.commands.blocks import print_attention, print_layers, print_linear
 from twellc.commands.options import FilePath, json_option, options_of
 from twellc.commands.terminal import Command, open_console, plain, say, show_progress
 from twellc.inspection.flops import CostTable, LayerCosts
@@ -52,6 +52,7 @@ def inspect(model: Path, as_json: bool, **options: Any) -> None:
         say("Note:", f"{note}.")
     print_layers(description.layers)
     print_attention(description.attention or [])
+    print_linear(description.linear or [])
     if description.manifest is not None:
         _print_libraries(description.manifest)
         if description.manifest.cache is not None:

@@ -21,15 +21,17 @@ from twellc.export.relations import SizeRelation
 from twellc.export.shapes import LARGEST_SIZE, ShapeProfile
 from twellc.export.tensorrt_host import python_module
 from twellc.options.commands import CompileOptions
+from twellc.options.decisions import LINEARS
 from twellc.options.source import LOGITS, PADDINGS
 from twellc.options.weights import WEIGHTS
-from twellc.passes.report import Attention, Compression, Layer, Repeated
+from twellc.passes.report import Attention, Compression, Layer, Linear, Repeated
 from twellc.plugins.library import (
     APPEND_NAME,
     ATTENTION_FORMS,
     ATTENTION_NAME,
     BLOCK_NAMES,
     CACHED_ATTENTION_NAME,
+    LINEAR_NAME,
     PLUGIN_NAMESPACE,
     PLUGIN_VERSION,
 )
@@ -62,7 +64,8 @@ class Settings(Record):
 
     `sizes` are those that the model was traced for where it does not take every size, such as `input_ids:1x128`,
     `calibration` is the SHA-256 of the profile, `decided` what was decided by it, `tensor_parallel`
-    the number of ranks, `fp8_errors` by how much eight bits changed the outputs of blocks on samples, by module.
+    the number of ranks, `linear` is `twell` if all linear layers that can be were rewritten, `auto` if some were,
+    `fp8_errors` by how much eight bits changed the outputs of blocks on samples, by module.
     """
 
     dtype: Annotated[str, OneOf((*DTYPES, UNCHANGED))]
@@ -77,6 +80,7 @@ class Settings(Record):
     prune_dead: bool | None = field(default=None, metadata=OPTIONAL)
     decided: dict[str, Repeated] | None = field(default=None, metadata=OPTIONAL)
     tensor_parallel: Size | None = field(default=None, metadata=OPTIONAL)
+    linear: Annotated[str, OneOf(LINEARS)] | None = field(default=None, metadata=OPTIONAL)
     weights: Annotated[str, OneOf(WEIGHTS)] | None = field(default=None, metadata=OPTIONAL)
     fp8_error: Share | None = field(default=None, metadata=OPTIONAL)
     fp8_errors: dict[str, Amount] | None = field(default=None, metadata=OPTIONAL)
@@ -168,6 +172,7 @@ class Manifest(Record):
         plan: The plan, None likewise; that of the first rank, to which its file is a link.
         ranks: What was made for each of several ranks; None where the model is not shared.
         cache: The key-value cache; None of a model without one.
+        linear: What became of linear layers outside of the blocks; None of a model without any.
         relations: What sizes of inputs must keep in each call; None where those of the profiles go together in any way.
     """
 
@@ -187,6 +192,7 @@ class Manifest(Record):
     ranks: list[RankFiles] | None = field(default=None, metadata=OPTIONAL)
     cache: KeyValueCache | None = field(default=None, metadata=OPTIONAL)
     relations: list[SizeRelation] | None = field(default=None, metadata=OPTIONAL)
+    linear: list[Linear] | None = field(default=None, metadata=OPTIONAL)
 
 
 # File name of the graph that a plan is built from where it is not kept.
@@ -232,6 +238,7 @@ def plugins_of(translation: TranslationSummary) -> list[str]:
     """Return the names of the plugins that a plan needs."""
     rewritten = {layer.variant for layer in translation.layers if layer.decision == "twell"}
     used = [name for name, variant in zip(BLOCK_NAMES, ("gated", "plain"), strict=True) if variant in rewritten]
+    used += [LINEAR_NAME] if any(each.decision == "twell" for each in translation.linear) else []
     if by_cudnn(translation.attention):
         used.append(ATTENTION_NAME if translation.cache is None else CACHED_ATTENTION_NAME)
     return used + ([] if translation.cache is None else [APPEND_NAME])
@@ -285,6 +292,7 @@ def make_manifest(
         ranks=ranks,
         cache=translation.cache and replace(translation.cache, text=text_folder(options)),
         relations=translation.relations or None,
+        linear=translation.linear or None,
     )
 
 

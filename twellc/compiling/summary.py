@@ -9,7 +9,7 @@ from typing import Any
 from twellc.base.caches import KeyValueCache
 from twellc.export.relations import SizeRelation
 from twellc.export.shapes import ShapeProfile
-from twellc.passes.report import Attention, Layer
+from twellc.passes.report import Attention, Layer, Linear
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Translated:
         settings: The settings that decide what the graph is.
         layers: What became of each feed-forward block.
         attention: What became of each attention block.
+        linear: What became of linear layers outside of the blocks.
         notes: What the user should know.
         warnings: What the user should worry about.
         cache: The key-value cache; None of a model without one.
@@ -42,6 +43,7 @@ class Translated:
     settings: dict[str, Any]
     layers: list[Layer]
     attention: list[Attention] = field(default_factory=list)
+    linear: list[Linear] = field(default_factory=list)
     notes: list[str]
     warnings: list[str]
     cache: KeyValueCache | None = None

@@ -29,7 +29,7 @@ from twellc.loaders.onnx_models import (
     refuse_rewritten,
 )
 from twellc.options.commands import CompileOptions
-from twellc.options.decisions import refuse_calibration
+from twellc.options.decisions import refuse_calibration, refuse_linear
 from twellc.options.source import refuse_choices
 from twellc.options.weights import FP8, KEEP
 from twellc.passes.dump import GraphDump
@@ -48,6 +48,7 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
         where, what = f"--attention {options.attention}", "attention in an ONNX file stays as it is"
         expected = "a torch.export archive or a Hugging Face directory"
         raise UserError(where, what, got=str(options.model), expected=expected, fix="Leave it out.")
+    refuse_linear(options, str(options.model))
     if options.tensor_parallel > 1:
         where, what = f"--tensor-parallel {options.tensor_parallel}", "an ONNX file cannot be shared"
         expected = "a torch.export archive, a Hugging Face directory or a pickled module"

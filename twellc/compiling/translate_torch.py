@@ -10,6 +10,7 @@ from typing import Any
 import sympy
 import torch
 from torch.export import ExportedProgram
+from torch.fx import Node
 
 from twellc.base.dtypes import torch_dtype
 from twellc.base.errors import first_few
@@ -35,10 +36,9 @@ from twellc.options.source import LAST_LOGITS
 from twellc.options.weights import KEEP
 from twellc.passes.dump import NOWHERE, GraphDump
 from twellc.passes.graph.program import has_inner_graphs, written_tensors
-from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.shared_axis import Part
 from twellc.passes.pipeline import PassOptions, Rewritten, run_for_ranks, run_passes
-from twellc.passes.report import Layer
+from twellc.passes.report import Layer, Linear
 from twellc.passes.tensor_parallel import is_in_order
 
 # Other names of activations in Hugging Face configs.
@@ -110,6 +110,9 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
             traced_by["decided"] = decided
         if ranks > 1:
             traced_by["tensor_parallel"] = ranks
+        linear = linear_setting(rewritten.linear)
+        if linear:
+            traced_by["linear"] = linear
         if options.weights != KEEP:
             traced_by["weights"] = options.weights
         if options.fp8_error is not None:
@@ -122,6 +125,7 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
             settings=annotate(graph, layers, dtype, options, traced_by),
             layers=layers,
             attention=rewritten.attention,
+            linear=rewritten.linear,
             notes=[*model.notes, *notes, *rewriting_notes, *advisor.notes(layers), *rewritten.notes],
             warnings=warnings,
             cache=model.cache,
@@ -174,7 +178,8 @@ def _complete(
     of_sizes = size_relations(str(model.path), given, resolved, program_inputs(model.program, model.input_names))
     calibration = None if calibrated is None else calibrated.calibration
     target = choose_target(options.target_gpu, gpu_at_hand())
-    advisor = Advisor(target, rows_of_blocks(given, resolved), compression=options.compression)
+    rows = rows_of(given, resolved)
+    advisor = Advisor(target, lambda block: rows(block.x), compression=options.compression)
     wanted = replace(
         wanted,
         dtype=torch_dtype(dtype),
@@ -182,16 +187,18 @@ def _complete(
         compression=options.compression,
         calibration=calibration,
         advise=wanted.advise or advisor,
+        linear=options.linear,
+        calls=lambda x: [each.max for each in rows(x)],
     )
     return wanted, advisor, of_sizes
 
 
-def rows_of_blocks(inputs: ModelInputs, profiles: list[ShapeProfile]) -> Callable[[FfnBlock], list[Tokens]]:
-    """Return what tells the rows of a block of a traced program: those of its x [..., d_model]."""
+def rows_of(inputs: ModelInputs, profiles: list[ShapeProfile]) -> Callable[[Node], list[Tokens]]:
+    """Return what tells the rows of a tensor [..., width] of a traced program, by optimization profile."""
     sizes = [symbol_sizes(inputs, profile) for profile in profiles]
 
-    def rows(block: FfnBlock) -> list[Tokens]:
-        dims = block.x.meta["val"].shape[:-1]
+    def rows(x: Node) -> list[Tokens]:
+        dims = x.meta["val"].shape[:-1]
         return [Tokens(*(max(1, math.prod(_size(dim, values) for dim in dims)) for values in each)) for each in sizes]
 
     return rows
@@ -205,6 +212,12 @@ def _size(dim: int | torch.SymInt, values: dict[str, int]) -> int:
     known = {symbol: sympy.Integer(values[str(symbol)]) for symbol in expression.free_symbols if str(symbol) in values}
     size = expression.xreplace(known)
     return int(size) if size.is_Integer else int(dim.node.hint)
+
+
+def linear_setting(layers: list[Linear]) -> str:
+    """Return what asks again for the linear layers that were rewritten; empty where none was."""
+    taken = [each for each in layers if each.decision == "twell"]
+    return "" if not taken else "twell" if len(taken) == sum(each.matched for each in layers) else "auto"
 
 
 def activation_notes(model: LoadedModel, layers: list[Layer]) -> list[str]:

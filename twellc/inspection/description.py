@@ -8,7 +8,7 @@ from twellc.base.records import OPTIONAL, Json, Record
 from twellc.compiling.manifest import Manifest
 from twellc.inspection.flops import CostTable
 from twellc.inspection.kernels import KernelTable
-from twellc.passes.report import Attention, Layer
+from twellc.passes.report import Attention, Layer, Linear
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Description(Record):
         notes: What the user should know.
         dtype: The precision that a model is judged in; None where a rewritten file does not say it.
         attention: What becomes of each attention block; None of an ONNX file, where attention stays as it is.
+        linear: What becomes of linear layers outside of the blocks; None likewise.
         nodes: The `twell` nodes of a rewritten ONNX file; None of anything else.
         manifest: The manifest of a plan; None of anything else.
     """
@@ -53,6 +54,7 @@ class Description(Record):
     notes: list[str]
     dtype: str | None = field(default=None, metadata=OPTIONAL)
     attention: list[Attention] | None = field(default=None, metadata=OPTIONAL)
+    linear: list[Linear] | None = field(default=None, metadata=OPTIONAL)
     nodes: list[PluginNode] | None = field(default=None, metadata=OPTIONAL)
     manifest: Manifest | None = field(default=None, metadata=OPTIONAL)
 

@@ -65,7 +65,14 @@ def _describe(options: InspectOptions, progress: Callable[[str], None]) -> Descr
         refuse_decisions(options, f"{target}, a plan")
         progress("reading the manifest")
         manifest = read_manifest(target)
-        return Description("plan", manifest.layers, manifest.notes, attention=manifest.attention, manifest=manifest)
+        return Description(
+            "plan",
+            manifest.layers,
+            manifest.notes,
+            attention=manifest.attention,
+            linear=manifest.linear,
+            manifest=manifest,
+        )
     with uninterrupted():  # native modules do not survive an interrupt while they are imported
         from twellc.inspection.models import describe_model
 

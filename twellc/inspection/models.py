@@ -22,7 +22,7 @@ from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.loaders.onnx_models import KIND, choose_onnx_dtype, open_model
 from twellc.loaders.precision import choose_dtype
 from twellc.options.commands import InspectOptions
-from twellc.options.decisions import refuse_calibration, refuse_decisions
+from twellc.options.decisions import refuse_calibration, refuse_decisions, refuse_linear
 from twellc.options.source import refuse_choices, refuse_tracing
 from twellc.options.weights import FP8, refuse_weight_type
 from twellc.passes.attention import MATMUL
@@ -58,9 +58,9 @@ def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> 
     calibration = None if calibrated is None else calibrated.calibration
     wanted = PassOptions(
         torch_dtype(chosen), options.layers, options.compression, (MATMUL,), calibration, advise=advisor,
-        weights=Wish(options.weights == FP8),
+        weights=Wish(options.weights == FP8), linear=options.linear, calls=lambda x: (options.tokens,),
     )  # fmt: skip
-    passed = run_until(model.program, wanted, Stage.ATTENTION, without=(Stage.FFN,))
+    passed = run_until(model.program, wanted, Stage.FIND_LINEAR, without=(Stage.FFN,))
     layers = passed.layers
     if calibrated is not None:
         calibrated.refuse_other_blocks(layers)
@@ -74,7 +74,7 @@ def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> 
     ]
     if calibrated is not None:
         notes += [*calibrated.profile.warnings, *calibrated.notes(layers, chosen)]
-    return Description(model.kind, layers, notes, dtype=chosen, attention=passed.attention)
+    return Description(model.kind, layers, notes, dtype=chosen, attention=passed.attention, linear=passed.linear)
 
 
 def inspect_onnx(options: InspectOptions, advisor: Advisor) -> Description:
@@ -91,6 +91,7 @@ def inspect_onnx(options: InspectOptions, advisor: Advisor) -> Description:
         notes = [f"{path.name} is a rewritten graph: {len(nodes)} of its nodes are plugins"]
         return Description("rewritten ONNX file", layers, notes, dtype=dtype and str(dtype), nodes=nodes)
     refuse_choices(options.padding, options.logits, f"{path}, an {KIND}")
+    refuse_linear(options, f"{path}, an {KIND}")
     chosen = choose_onnx_dtype(model, options.dtype)
     wish = Wish(options.weights == FP8)
     found = find_onnx_blocks(model, torch_dtype(chosen), options.layers, advisor, wish)

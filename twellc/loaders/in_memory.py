@@ -49,11 +49,11 @@ class Example(Protocol):
 
 
 def rewrite_model(
-    options: TracingOptions, model: LoadedModel, layers: str, compression: int | None, part: Part
+    options: TracingOptions, model: LoadedModel, layers: str, compression: int | None, linear: str, part: Part
 ) -> Rewritten:
     """Run the passes over a model; see `twellc.rewrite`."""
     chosen, _ = choose_dtype(model, options.dtype)
-    wanted = PassOptions(torch_dtype(chosen), layers, compression, part=part)
+    wanted = PassOptions(torch_dtype(chosen), layers, compression, linear=linear, part=part)
     (device,) = devices_of(model.program) or {_CPU}
     if device == _CPU:
         return run_passes(model.program, wanted)

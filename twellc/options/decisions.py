@@ -9,6 +9,8 @@ from twellc.base.errors import UserError
 from twellc.options.option import option
 from twellc.plugins.library import COMPRESSIONS
 
+LINEARS = ("auto", "twell", "tensorrt")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecisionOptions:
@@ -24,6 +26,9 @@ class DecisionOptions:
         prune_dead: Approximate: remove the neurons that never fired in the profile. Other inputs may need them; check
             measures what that does.
         prune_check: A second profile, of other data: report which share of its non-zeros the removed neurons have.
+        linear: Linear layers outside of the blocks: tensorrt leaves them as they are, twell computes each with the norm
+            before it and the sum behind it, and those of one input at once. auto: twell where that was measured faster,
+            which is nowhere yet.
         target_gpu: The GPU that speed is expected and decided for: h100, h200, or a data file of twellc bench
             --measure-gpu. Default: the GPU at hand, if its times are known, else h100.
     """
@@ -33,6 +38,7 @@ class DecisionOptions:
     calibration: Path | None = option(None, "PROFILE", Path)
     prune_dead: bool = option(False)
     prune_check: Path | None = option(None, "PROFILE", Path)
+    linear: str = option("auto", kind=LINEARS)
     target_gpu: str | None = option(None, "GPU|FILE")
 
 
@@ -59,6 +65,19 @@ def refuse_calibration(options: DecisionOptions, target: str) -> None:
 def refuse_decisions(options: DecisionOptions, target: str) -> None:
     """Raise `UserError` if something is asked for that decides about blocks, of a model that is compiled already."""
     refuse_calibration(options, target)
-    for name, given in (("--layers", options.layers != "auto"), ("--compression", options.compression is not None)):
+    asked = {
+        "--layers": options.layers != "auto",
+        "--compression": options.compression is not None,
+        "--linear": options.linear != "auto",
+    }
+    for name, given in asked.items():
         if given:
             raise UserError(name, "what becomes of the blocks is decided already", got=target, fix="Leave it out.")
+
+
+def refuse_linear(options: DecisionOptions, target: str) -> None:
+    """Raise `UserError` if linear layers are to be rewritten of an ONNX file."""
+    if options.linear == "twell":
+        expected = "a torch.export archive, a Hugging Face directory or a pickled module"
+        what = "linear layers outside of blocks stay as they are in an ONNX file"
+        raise UserError("--linear twell", what, got=target, expected=expected, fix="Leave it out.")

@@ -50,6 +50,7 @@ class DecisionKeywords(TypedDict, total=False):
 
     layers: str
     compression: int | None
+    linear: str
     target_gpu: str | None
     calibration: AnyPath | None
     prune_dead: bool

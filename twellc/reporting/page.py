@@ -17,8 +17,8 @@ from twellc.base.version import __version__
 from twellc.benchmarking.plot import require_matplotlib
 from twellc.firing.profile import PERCENTILES, SLOTS
 from twellc.passes.block_profile import BlockProfile, rate_bound
-from twellc.passes.report import Attention, Layer
-from twellc.plugins.library import BLOCK_NAMES, COMPRESSIONS, TILE
+from twellc.passes.report import Attention, Layer, Linear
+from twellc.plugins.library import BLOCK_NAMES, COMPRESSIONS, LINEAR_NAME, TILE
 from twellc.reporting import figures
 from twellc.reporting.sources import Sources
 from twellc.reporting.words import clean, count, percent, short_names, times
@@ -168,7 +168,11 @@ def _content(sources: Sources) -> dict[str, Any]:
         "bound": rate_bound(profile.tokens) if profile else 1.0,
         "shown": _SHOWN,
         "shown_sayings": _SHOWN_SAYINGS,
-        "stages": _stages(list(layers.values()), (decisions and decisions.attention) or []),
+        "stages": _stages(
+            list(layers.values()),
+            (decisions and decisions.attention) or [],
+            (decisions and decisions.linear) or [],
+        ),
         "measured": _measured(sources),
         "figures": _drawn(blocks, layers, compressions),
         "curves": [_curve(block, layers.get(block.module), 0.5 / max(b.tokens for b in blocks)) for block in blocks],
@@ -459,13 +463,22 @@ def _measured(sources: Sources) -> list[Fields]:
     return [{"title": title, "svg": Markup(figures.gains(title, tokens, own, hoped))} for title, own, hoped in contests]
 
 
-def _stages(layers: Sequence[Layer], attention: Sequence[Attention]) -> list[Fields]:
+def _stages(layers: Sequence[Layer], attention: Sequence[Attention], linear: Sequence[Linear]) -> list[Fields]:
     """Return the drawing of the graph: blocks by their parent module, in the order of the model."""
     parents: dict[str, list[Fields]] = {layer.module.rpartition(".")[0]: [] for layer in layers}
+    plugins = [each for each in linear if each.decision == "twell"]
+
+    def draw_linear(residual: bool) -> None:
+        for each in plugins:
+            if each.residual == residual:
+                parents.setdefault(_owner(each.modules[0], parents), []).append(_linear_step(each))
+
+    draw_linear(residual=False)
     for block in attention:
         after, plugin = _FORMS.get(block.form, block.form), block.form == "cudnn"
         step = {"kind": "attention", "before": "", "after": after, "plugin": plugin, "why": block.reason}
         parents.setdefault(_owner(block.module, parents), []).append(step)
+    draw_linear(residual=True)
     for layer in layers:
         parents[layer.module.rpartition(".")[0]].append(_step(layer))
     stages = []
@@ -482,6 +495,13 @@ def _owner(module: str, parents: dict[str, list[Fields]]) -> str:
         if path in parents:
             return path
     return module.rpartition(".")[0]
+
+
+def _linear_step(layer: Linear) -> Fields:
+    norm = "" if layer.norm == "none" else f"{layer.norm} norm → "
+    names = " | ".join(module.rpartition(".")[2] for module in layer.modules)
+    before = f"{norm}{names}{' + residual' * layer.residual}, {layer.d_in} → {' | '.join(map(str, layer.widths))}"
+    return {"kind": "linear", "before": before, "after": f"plugin {LINEAR_NAME}", "plugin": True, "why": ""}
 
 
 def _step(layer: Layer) -> Fields:

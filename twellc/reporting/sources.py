@@ -12,7 +12,7 @@ from twellc.base.files import why_no_file
 from twellc.base.records import OPTIONAL, Json, Record, of_json, parse_json
 from twellc.compiling.manifest import SCHEMA, Backend, ModelFile, is_plan, read_manifest
 from twellc.firing.profile import FiringProfile, refuse_other_model
-from twellc.passes.report import Attention, Compression, Layer, missing_blocks
+from twellc.passes.report import Attention, Compression, Layer, Linear, missing_blocks
 from twellc.training.log import TrainingLog
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class Decisions(Record):
     Attributes:
         layers: What became of each feed-forward block.
         attention: What became of each attention block; None where it was not looked at.
+        linear: What became of linear layers outside of the blocks; None likewise.
         notes: What the user should know.
         warnings: What the user should worry about.
         model: The model; None where it is not named, as by `inspect`.
@@ -47,6 +48,7 @@ class Decisions(Record):
 
     layers: list[Layer]
     attention: list[Attention] | None = field(default=None, metadata=OPTIONAL)
+    linear: list[Linear] | None = field(default=None, metadata=OPTIONAL)
     notes: list[str] | None = field(default=None, metadata=OPTIONAL)
     warnings: list[str] | None = field(default=None, metadata=OPTIONAL)
     model: ModelFile | None = field(default=None, metadata=OPTIONAL)

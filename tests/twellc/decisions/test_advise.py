@@ -12,7 +12,7 @@ import torch
 from tests.models import Gated, Residual, blocks_of, canonical
 from twellc.base.errors import UserError
 from twellc.compiling.translate_onnx import rows_of_inputs
-from twellc.compiling.translate_torch import rows_of_blocks
+from twellc.compiling.translate_torch import rows_of
 from twellc.decisions.advise import Advisor, repeat, row_spread
 from twellc.decisions.choose import Tokens, choose, choose_compression, count_text, overflow, percent
 from twellc.decisions.predict import CostModel, Widths
@@ -213,7 +213,7 @@ def test_row_spread() -> None:
     assert row_spread(np.array([10, 0, 0])) == row_spread(np.array([0, 0, 0])) == 0.8
 
 
-def test_rows_of_blocks() -> None:
+def test_rows() -> None:
     batch, sequence = torch.export.Dim("batch", max=64), torch.export.Dim("sequence", max=4096)
     module, x = Residual(Gated()).bfloat16(), torch.randn(2, 3, 16).bfloat16()
     program = canonical(module, x, dynamic=({0: batch, 1: sequence},))
@@ -223,7 +223,7 @@ def test_rows_of_blocks() -> None:
     profiles, _ = resolve_profiles(inputs, given, {})
     (block,) = find_ffn_blocks(program)
     expected = [Tokens(1, 8, 32), Tokens(100, 800, 2400)]
-    assert rows_of_blocks(inputs, profiles)(block) == expected
+    assert rows_of(inputs, profiles)(block.x) == expected
     assert rows_of_inputs(inputs, profiles)(block) == expected
 
 
