@@ -16,7 +16,8 @@ from twellc.passes import decide
 from twellc.passes.graph.program import constants_of, tensor_of
 from twellc.passes.match.find_ffn import find_ffn_blocks
 from twellc.passes.match.find_linear import find_linear
-from twellc.passes.pipeline import PassOptions, run_passes
+from twellc.passes.match.shared_axis import Part
+from twellc.passes.pipeline import PassOptions, run_for_ranks, run_passes
 from twellc.passes.report import Linear
 from twellc.passes.rewrite_linear import rewrite_linear
 from twellc.plugins.linear_op import LINEAR
@@ -153,6 +154,14 @@ def test_decisions(given: dict[str, Any], reason: str) -> None:
     row = decided(**given)
     assert (row.decision == "twell") == (reason == "matches")
     assert (row.reason, row.matched) == (reason, row.widths == [24])
+
+
+def test_ranks_leave_them() -> None:
+    module = Written(VALUES["beside a block"], norm=nn.RMSNorm(16), o=nn.Linear(16, 16), ffn=Gated()).bfloat16()
+    program = export(module, torch.randn(2, 3, 16).bfloat16())
+    done = next(run_for_ranks(program, PassOptions(layers="all", linear="twell", part=Part(0, 2))))
+    assert "linear layers outside of feed-forward blocks stay as they are: ranks share the model" in done.notes
+    assert [row.reason for row in done.linear] == ["ranks share the model"]
 
 
 def test_float32_stays() -> None:
