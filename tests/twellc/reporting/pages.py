@@ -91,6 +91,12 @@ def decisions(modules: Sequence[str] = MODULES, assumed: bool = False) -> dict[s
              "form": "matmul", "reason": ""}
             for module in modules
         ],
+        "linear": [
+            {"modules": [module.replace("mlp", f"attn.{name}") for name in names], "d_in": 64,
+             "widths": [64, 32][: len(names)],
+             "norm": norm, "residual": norm == "none", "matched": True, "decision": "twell", "reason": "matches"}
+            for module in modules for names, norm in ((["q", "k"], "rms"), (["o"], "none"))
+        ],
         "notes": ["compiled by a test"], "warnings": [f"layer {modules[-1]}: the gate is silu. Left dense"],
         "backend": {"name": "tensorrt", "version": "10.6"},
     }  # fmt: skip

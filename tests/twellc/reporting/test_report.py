@@ -65,6 +65,8 @@ def test_whole_page(cli: Cli, files: dict[str, Path], tmp_path: Path) -> None:
         "2 of 3 feed-forward blocks run by TwELL",
         REFUSAL,
         "plugin TwellGatedMlp, 128 hot neurons",
+        "linear: plugin TwellLinear rms norm → q | k, 64 → 64 | 32 attention:",
+        "o + residual, 64 → 64",
         f"1.25 to 3.00 {TIMES} the speed of dense blocks, expected at 1 to 2048 tokens a call",
         f"1.25 {TIMES}",
         f"1.50 to 2.00 {TIMES} the speed of the fastest dense blocks, measured at 1 to 2048",
