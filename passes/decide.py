@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,7 +15,7 @@ from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.find_linear import FoundLinear
 from twellc.passes.match.linear import Weight, width
 from twellc.passes.neurons import Staying, all_of
-from twellc.passes.report import Choice, Layer, Linear
+from twellc.passes.report import Choice, Layer, Linear, Weights
 from twellc.plugins.block import BlockOptions, compression_of
 from twellc.plugins.library import MAX_D_FF, MAX_PACKED_D_FF
 
@@ -76,7 +76,12 @@ def decide(
 
 
 def decide_linear(
-    found: Sequence[FoundLinear], linear: str, calls: Callable[[Node], Sequence[int]], ranks: int = 1
+    found: Sequence[FoundLinear],
+    linear: str,
+    calls: Callable[[Node], Sequence[int]],
+    ranks: int = 1,
+    taken: Collection[str] | None = None,
+    weights: Callable[[FoundLinear], Weights | None] = lambda each: None,
 ) -> list[Linear]:
     """Return a decision for each linear layer outside of feed-forward blocks.
 
@@ -85,11 +90,16 @@ def decide_linear(
         linear: `auto`, `twell` or `tensorrt`.
         calls: Returns the most rows of a tensor in a call of each optimization profile.
         ranks: How many ranks share the program.
+        taken: What an earlier call has taken, by the first module of each, to do it again.
+        weights: Says in how many bits the weights are read if TwELL runs it; None where nothing is to be said.
     """
     result = []
     for each in found:
         limit = _linear_limits(each)
         reason = limit or _left_alone(linear, calls(each.x), ranks)
+        if taken is not None and not limit:
+            reason = "" if each.modules[0] in taken else "an earlier compilation left it"
+        bits = None if reason else weights(each)
         result.append(
             Linear(
                 modules=each.modules,
@@ -99,7 +109,8 @@ def decide_linear(
                 residual=not reason and each.residual is not None,
                 matched=not limit,
                 decision="tensorrt" if reason else "twell",
-                reason=reason or "matches",
+                reason=reason or ("matches" if bits is None else f"matches; {bits}"),
+                weights=bits,
             )
         )
     return result

@@ -27,6 +27,7 @@ from twellc.passes.graph.constants import ProgramConstants
 from twellc.passes.graph.program import editable, finish
 from twellc.passes.match.activations import arguments, packet
 from twellc.passes.match.find_ffn import FfnBlock
+from twellc.passes.match.find_linear import FoundLinear
 from twellc.passes.match.linear import CASTS, Weight, operand
 from twellc.passes.report import Weights
 from twellc.passes.rewrite_ffn import arranged_view, weights_of
@@ -71,11 +72,13 @@ class Wish:
         quantise: Whether any are.
         most: The largest relative error of a block's output on samples; None for any.
         errors: These errors, by module; a block without one stays as it is if there is a largest one.
+        linear: Whether linear layers outside of the blocks are, too.
     """
 
     quantise: bool = False
     most: float | None = None
     errors: Mapping[str, float] = field(default_factory=dict)
+    linear: bool = False
 
 
 # ---- what the model has ----
@@ -145,16 +148,23 @@ def folded_in_eight_bits(program: ExportedProgram) -> list[str]:
     return list(dict.fromkeys(constants.names[each] for each in found if _is_narrow(each) and each in constants.names))
 
 
-def notes_on(known: Mapping[str, EightBits], folded: Iterable[str], blocks: Iterable[FfnBlock]) -> list[str]:
-    """Return what the user should know of weights that a model has in eight bits, and these blocks do not read so.
+def notes_on(
+    known: Mapping[str, EightBits],
+    folded: Iterable[str],
+    blocks: Iterable[FfnBlock],
+    layers: Iterable[FoundLinear] = (),
+) -> list[str]:
+    """Return what the user should know of weights that a model has in eight bits, and that are not read so.
 
     Args:
         known: See `dequantise`.
         folded: See `folded_in_eight_bits`.
-        blocks: Those that TwELL runs.
+        blocks: The blocks that TwELL runs.
+        layers: The linear layers that it runs with weights in eight bits.
     """
     narrow = [block for block in blocks if block.weights is not None and block.weights.bits == 8]
     read = {weight.name for block in narrow for weight in weights_of(block, lambda each, _: each).named().values()}
+    read |= {linear.weight.name for layer in layers for linear in layer.linears}
     return said_dequantised([*(name.removesuffix("_folded") for name in known if name not in read), *folded])
 
 
@@ -268,3 +278,58 @@ def _fault(found: Mapping[str, EightBits | None]) -> str:
         if name != "w_down" and each is not None and each.scale.dim() and each.scale.shape[1] != 1:
             return f"{name} has a scale for each input"
     return ""
+
+
+# ---- what becomes of linear layers ----
+
+
+def judge_linear(layer: FoundLinear, stored: Stored, wish: Wish) -> Weights | None:
+    """Return in how many bits the weights of linear layers are read if TwELL runs them; see `judge`."""
+    found = [(each.weight, stored(each.weight)) for each in layer.linears]
+    known = [_as_linear_reads(weight, each) for weight, each in found if each is not None]
+    fault = "the model has only some of them in eight bits" if len(known) < len(found) else ""
+    if any(each.scale.dim() and each.scale.shape[1] != 1 for each in known):
+        fault = "a weight has a scale for each input"
+    if not fault:
+        return KEPT
+    if not wish.linear:
+        return Weights(16, f"dequantised: {fault}") if known else None
+    if wish.most is not None:
+        return Weights(16, "what eight bits change is measured of blocks alone")
+    if any(len(each.weight.node.users) > 1 for each in layer.linears):
+        return Weights(16, "another layer reads one of them, too")
+    return Weights(8, QUANTISED)
+
+
+def linear_in_eight_bits(layer: FoundLinear, stored: Stored, tensor: Callable[[Weight], Tensor]) -> EightBits:
+    """Return the weight [out, in] of linear layers that are to be read in eight bits, with a scale for each output.
+
+    Args:
+        layer: The layers, see `judge_linear`.
+        stored: What is known of their weights in eight bits; if not all is, they are quantised.
+        tensor: Returns a constant of the program.
+
+    Raises:
+        UserError: It cannot be quantised; see `quantise`.
+    """
+    keep = judge_linear(layer, stored, Wish()) == KEPT
+    known = []
+    for each in layer.linears:
+        own = (stored(each.weight) if keep else None) or quantised_linear(each.weight, tensor)
+        known.append(_as_linear_reads(each.weight, own))
+    q = torch.cat([each.q.contiguous().view(torch.uint8) for each in known]).view(EIGHT_BITS)
+    return EightBits(q, torch.cat([each.scale.expand(len(each.q), 1) for each in known]).contiguous())
+
+
+def quantised_linear(weight: Weight, tensor: Callable[[Weight], Tensor]) -> EightBits:
+    """Return the weight of a linear layer in eight bits, in the shape of its constant, with a scale for each output."""
+    matrix = tensor(weight).detach()
+    matrix = matrix.squeeze() if matrix.dim() > 2 else matrix
+    return EightBits(*quantise(matrix, "output" if weight.in_out else "neuron", f"linear layer {weight.name}"))
+
+
+def _as_linear_reads(weight: Weight, known: EightBits) -> EightBits:
+    """Return a weight in eight bits as [out, in]."""
+    if not weight.in_out:
+        return known
+    return EightBits(known.q.t(), known.scale.t() if known.scale.dim() else known.scale)

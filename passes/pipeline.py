@@ -40,7 +40,17 @@ from twellc.passes.block_profile import Calibration
 from twellc.passes.decide import Advise, decide, decide_linear, options_of
 from twellc.passes.decompose import decompose
 from twellc.passes.dump import NOWHERE, GraphDump
-from twellc.passes.eight_bits import EightBits, Wish, dequantise, eight_bits_of, folded_in_eight_bits, judge, notes_on
+from twellc.passes.eight_bits import (
+    EightBits,
+    Wish,
+    dequantise,
+    eight_bits_of,
+    folded_in_eight_bits,
+    judge,
+    judge_linear,
+    linear_in_eight_bits,
+    notes_on,
+)
 from twellc.passes.feature_last import feature_last
 from twellc.passes.fold_constants import fold_constants
 from twellc.passes.fold_weights import fold_weights
@@ -54,7 +64,7 @@ from twellc.passes.name_casts import name_casts
 from twellc.passes.name_relus import name_relus
 from twellc.passes.neurons import Staying
 from twellc.passes.precision import in_precision
-from twellc.passes.report import Attention, Layer, Linear
+from twellc.passes.report import Attention, Layer, Linear, Weights
 from twellc.passes.rewrite_ffn import rewrite_ffn
 from twellc.passes.rewrite_linear import rewrite_linear
 from twellc.passes.tensor_parallel import rank_program
@@ -95,6 +105,7 @@ class PassOptions:
         weights: Which blocks are to be computed with weights in eight bits that the model has in others.
         part: Which of several ranks the program is for, and how many there are.
         linear: Which linear layers outside of the blocks to rewrite: see `decide_linear`.
+        taken: Those that an earlier run has rewritten, likewise.
         calls: Returns the most rows of a tensor in a call of each optimization profile.
         dump: Receives the graph as traced, and after each pass.
         progress: Receives before each step how many are done, and of how many.
@@ -109,6 +120,7 @@ class PassOptions:
     weights: Wish = Wish()  # noqa: RUF009
     part: Part = WHOLE
     linear: str = "auto"
+    taken: Collection[str] | None = None
     calls: Callable[[Node], Sequence[int]] = lambda x: ()
     dump: GraphDump = NOWHERE
     progress: Callable[[int, int], None] = lambda done, steps: None
@@ -155,9 +167,15 @@ class Passed:
         return [(block, layer) for block, layer in pairs if layer.decision == "twell"]
 
     @property
+    def narrow_linears(self) -> list[FoundLinear]:
+        """The linear layers that TwELL is to run with weights in eight bits."""
+        pairs = zip(self.linears, self.linear, strict=True)
+        return [found for found, layer in pairs if layer.weights is not None and layer.weights.bits == 8]
+
+    @property
     def dequantised(self) -> list[str]:
         """What the user should know of weights in eight bits that are dequantised."""
-        return notes_on(self.eight_bits, self.folded, [block for block, _ in self.chosen])
+        return notes_on(self.eight_bits, self.folded, [block for block, _ in self.chosen], self.narrow_linears)
 
 
 @dataclass(frozen=True)
@@ -290,15 +308,25 @@ def _find_linear(passed: Passed, options: PassOptions) -> Passed:
     without = {node.name for part in of_blocks for node in part.nodes}
     without |= {block.residual.sum.name for block, _ in passed.chosen if block.residual is not None}
     found = find_linear(passed.program, without)
-    return replace(
-        passed, linears=found, linear=decide_linear(found, options.linear, options.calls, options.part.ranks)
-    )
+
+    def weights(layer: FoundLinear) -> Weights | None:
+        return judge_linear(layer, _stored(passed), options.weights)
+
+    decided = decide_linear(found, options.linear, options.calls, options.part.ranks, options.taken, weights)
+    return replace(passed, linears=found, linear=decided)
 
 
 def _rewrite_linear(passed: Passed, options: PassOptions) -> Passed:
     pairs = zip(passed.linears, passed.linear, strict=True)
     chosen = [found for found, decided in pairs if decided.decision == "twell"]
-    return replace(passed, program=rewrite_linear(passed.program, chosen))
+    narrow = passed.narrow_linears
+
+    def in_eight_bits(layer: FoundLinear) -> EightBits | None:
+        if layer not in narrow:
+            return None
+        return linear_in_eight_bits(layer, _stored(passed), lambda each: tensor_of(passed.program, each.name))
+
+    return replace(passed, program=rewrite_linear(passed.program, chosen, in_eight_bits))
 
 
 STEPS: dict[Stage, tuple[Step, ...]] = {

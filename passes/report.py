@@ -220,6 +220,7 @@ class Linear(Record):
         matched: Whether TwELL can run them.
         decision: `twell` or `tensorrt`.
         reason: Why.
+        weights: In how many bits the weights are read; None where in those of their dtype, or TwELL does not run them.
     """
 
     modules: list[str]
@@ -230,3 +231,4 @@ class Linear(Record):
     matched: bool
     decision: Annotated[str, OneOf(("twell", "tensorrt"))]
     reason: str
+    weights: Weights | None = field(default=None, metadata=OPTIONAL)

@@ -5,9 +5,10 @@
                        └─ linear(Wv, bv) ─ v
     after    x ─ twell.linear(W, b, norm) ─ q, k, v   x ─ twell.linear(Wo, bo, residual other) ─ sum
 
-W [out, in] and b [out] are new parameters where several products are joined, or a weight is stored [in, out]; else the
-model's own. So are a norm's weight and bias that are computed from others, as Gemma's 1 + w, or are in another dtype:
-they are rounded once to that of x. What stands between a norm and a product comes before the norm then.
+W [out, in] and b [out] are new parameters where several products are joined, a weight is stored [in, out], or is to be
+read in eight bits; else the model's own. So are a norm's weight and bias that are computed from others, as Gemma's
+1 + w, or are in another dtype: they are rounded once to that of x. What stands between a norm and a product comes
+before the norm then.
 
 A parameter that nothing reads any more is dropped from the program. `find_linear.py` says what is left as it is.
 """
@@ -15,12 +16,13 @@ A parameter that nothing reads any more is dropped from the program. `find_linea
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from twellc.passes.eight_bits import EightBits
 from twellc.passes.graph.constants import ProgramConstants
 from twellc.passes.graph.program import add_call, add_parameter, editable, finish, infer, replace_node, tensor_of
 from twellc.passes.match.find_linear import FoundLinear
@@ -30,12 +32,22 @@ from twellc.plugins.linear import LinearOperands
 from twellc.plugins.linear_op import LINEAR
 
 
-def rewrite_linear(program: ExportedProgram, layers: Sequence[FoundLinear]) -> ExportedProgram:
-    """Return the program with linear layers rewritten: some of those found in it; itself where there are none."""
+def rewrite_linear(
+    program: ExportedProgram,
+    layers: Sequence[FoundLinear],
+    in_eight_bits: Callable[[FoundLinear], EightBits | None] = lambda layer: None,
+) -> ExportedProgram:
+    """Return the program with linear layers rewritten; itself where there are none.
+
+    Args:
+        program: A canonical program.
+        layers: Some of those found in it.
+        in_eight_bits: Returns the weight of a layer that is to be read in eight bits, [out, in]; None of others.
+    """
     if not layers:
         return program
     rewritten = editable(program)
-    writer = _Writer(rewritten)
+    writer = _Writer(rewritten, in_eight_bits)
     for each in layers:
         writer.write(each)
     return finish(rewritten)
@@ -44,8 +56,8 @@ def rewrite_linear(program: ExportedProgram, layers: Sequence[FoundLinear]) -> E
 class _Writer:
     """Writes layers into a copy of the program that they were found in."""
 
-    def __init__(self, program: ExportedProgram) -> None:
-        self._program = program
+    def __init__(self, program: ExportedProgram, in_eight_bits: Callable[[FoundLinear], EightBits | None]) -> None:
+        self._program, self._in_eight_bits = program, in_eight_bits
         self._constants = ProgramConstants(program)
         self._nodes: dict[str, Node] = {node.name: node for node in program.graph.nodes}
         self._order = {node.name: index for index, node in enumerate(program.graph.nodes)}
@@ -58,9 +70,10 @@ class _Writer:
         like = self._nodes[layer.linears[0].node.name]
         first = min(layer.outputs, key=lambda output: self._order[output.name])
         with graph.inserting_before(self._nodes[first.name]):
+            weight, scale = self._weight(layer)
             operands = LinearOperands(
                 x=self._x(layer),
-                weight=self._weight(layer),
+                weight=weight,
                 bias=self._bias(layer),
                 norm_weight=None if norm is None else self._vector(norm.weight, dtype),
                 norm_bias=None if norm is None else self._vector(norm.bias, dtype),
@@ -68,7 +81,8 @@ class _Writer:
             )
             splits = layer.widths if len(layer.outputs) > 1 else []
             options = ("none", 0.0) if norm is None else (norm.kind, norm.eps)
-            call = add_call(graph, LINEAR, *operands.arguments(), *options, splits, like=like)
+            scales = {} if scale is None else {"weight_scale": scale}
+            call = add_call(graph, LINEAR, *operands.arguments(), *options, splits, like=like, **scales)
             parts = [add_call(graph, operator.getitem, call, index, like=like) for index in range(len(layer.outputs))]
         for output, part in zip(layer.outputs, parts, strict=True):
             replace_node(self._program, self._nodes[output.name], part)
@@ -86,15 +100,22 @@ class _Writer:
             node = made
         return node
 
-    def _weight(self, layer: FoundLinear) -> Node:
-        """Return a placeholder of the weight [out, in]."""
+    def _weight(self, layer: FoundLinear) -> tuple[Node, Node | None]:
+        """Return placeholders of the weight [out, in], and of its scales if it is in eight bits."""
         weights = [each.weight for each in layer.linears]
         placeholder = self._nodes[weights[0].node.name]
+        narrow = self._in_eight_bits(layer)
+        if narrow is not None:
+            q, scale = (
+                add_parameter(self._program, f"{weights[0].name}_{suffix}", tensor, like=placeholder)
+                for suffix, tensor in (("e4m3", narrow.q), ("scale", narrow.scale))
+            )
+            return q, scale
         if len(weights) == 1 and not weights[0].in_out and placeholder.meta["val"].dim() == 2:
-            return placeholder
+            return placeholder, None
         views = [arranged_view(tensor_of(self._program, each.name).detach(), each, in_out=False)[1] for each in weights]
         joined = torch.cat(views).contiguous()
-        return add_parameter(self._program, f"{weights[0].name}_of_linear", joined, like=placeholder)
+        return add_parameter(self._program, f"{weights[0].name}_of_linear", joined, like=placeholder), None
 
     def _bias(self, layer: FoundLinear) -> Node | None:
         """Return a placeholder of the bias [out]; None where no product has one."""

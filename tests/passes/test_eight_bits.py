@@ -208,3 +208,51 @@ def test_ranks_share_scales() -> None:
     for name in ("w_gate_scale", "w_down_scale"):
         together = torch.cat([each[name] for each in parts]).sort(0).values
         assert torch.equal(together, whole[name].sort(0).values)
+
+
+class Two(nn.Module):
+    """Two layers that read one x."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__()
+        self.q = Narrow(D_MODEL, 16, first, SPELLINGS["through-float32"])
+        self.k = Narrow(D_MODEL, 8, second, SPELLINGS["through-float32"])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.q(x), self.k(x)
+
+
+@pytest.mark.parametrize("kinds", [("tensor", "neuron"), ("neuron", "neuron"), ("neuron", "output")])
+def test_linear_layers_keep_their_eight_bits(kinds: tuple[str, str]) -> None:
+    module, x = Two(*kinds), torch.randn(3, D_MODEL).to(BF16)
+    found = run_passes(export(module, x), PassOptions(BF16, linear="twell"))
+    (row,) = found.linear
+    if "output" in kinds:
+        assert str(row.weights) == "weights in 16 bits, dequantised: a weight has a scale for each input"
+    else:
+        assert str(row.weights) == "weights in 8 bits, as the model has them" and not found.notes
+    for actual, layer in zip(run(found.program, x), (module.q, module.k), strict=True):
+        exact = x.double() @ layer.worth().T
+        assert float((actual.double() - exact).norm() / exact.norm()) < (4e-3 if "output" in kinds else 2.5e-3)
+
+
+@pytest.mark.parametrize("conv1d", [False, True])
+def test_linear_layers_are_quantised(conv1d: bool) -> None:
+    """With a scale for each output, also where the weight is stored [in, out]."""
+    module, x = nn.Module(), torch.randn(3, D_MODEL).to(BF16)
+    weight = torch.randn(16, D_MODEL).to(BF16) * torch.logspace(-2, 2, 16, dtype=BF16)[:, None]
+    module.weight = nn.Parameter(weight.t().contiguous() if conv1d else weight)
+    module.forward = lambda x: x @ module.weight if conv1d else nn.functional.linear(x, module.weight)
+    found = run_passes(export(module, x), PassOptions(BF16, linear="twell", weights=Wish(True, linear=True)))
+    assert [str(row.weights) for row in found.linear] == ["weights in 8 bits, quantised"]
+    q, scale = quantise(weight, "neuron")
+    state = found.program.state_dict
+    assert torch.equal(state["weight_e4m3"].float(), q.float()) and torch.equal(state["weight_scale"], scale)
+    expected = (x.float() @ (q.float() * scale).T).to(BF16)
+    torch.testing.assert_close(run(found.program, x)[0], expected)
+    for wish, said in (
+        (Wish(True), "None"),
+        (Wish(True, 0.5, linear=True), "weights in 16 bits, what eight bits change is measured of blocks alone"),
+    ):
+        left = run_passes(export(module, x), PassOptions(BF16, linear="twell", weights=wish))
+        assert [str(row.weights) for row in left.linear] == [said]

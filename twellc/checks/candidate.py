@@ -147,7 +147,7 @@ def _graph_made_again(options: CheckOptions, manifest: Manifest, folder: Path, p
             fix="Give it with --calibration PROFILE; or compile again, and keep the graph with --onnx.",
         )
     noted = {name: value for name, value in settings.to_json().items() if name != "cache"}
-    asked: dict[str, Any] = {"linear": "tensorrt", **noted}  # it is noted only where some were rewritten
+    asked: dict[str, Any] = {"linear_taken": [], **noted}
     asked["dtype"] = settings.dtype if settings.dtype in DTYPES else None  # of a graph that was left as it is
     if settings.cache is not None:
         cache = settings.cache

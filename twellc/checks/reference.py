@@ -27,11 +27,12 @@ from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.onnx_models import choose_onnx_dtype, integer_range, model_inputs, open_model, refuse_rewritten
 from twellc.loaders.precision import choose_dtype
 from twellc.options.declared_inputs import InputDeclaration
-from twellc.options.weights import FP8
+from twellc.options.weights import FP8, FP8_BLOCKS
 from twellc.passes.decide import Advise, options_of
-from twellc.passes.eight_bits import Wish
+from twellc.passes.eight_bits import QUANTISED, EightBits, Wish, quantised_linear
 from twellc.passes.graph.execution import Runner, example_inputs
-from twellc.passes.graph.program import editable, finish
+from twellc.passes.graph.program import editable, finish, tensor_of
+from twellc.passes.match.linear import Weight
 from twellc.passes.onnx.ffn import Ends, OnnxBlocks, find_onnx_blocks, lower_onnx, narrow_weights
 from twellc.passes.onnx.part import part_of
 from twellc.passes.onnx.precision import widen_onnx
@@ -201,7 +202,8 @@ class TorchReference(Reference):
         self._plain = self._with_blocks
         if arranged.program is not self._source:
             self._plain = run_until(functional, options, Stage.PRECISION, without=(Stage.ARRANGING,)).program
-        chosen = _decided(with_blocks, options, settings).chosen
+        decided = _decided(with_blocks, options, settings)
+        chosen = decided.chosen
         pairs = [(block, options_of(block, layer, None)) for block, layer in chosen]
         before = self._with_blocks
         self._narrow = [narrow_block(before, *pair, functional.eight_bits) for pair in pairs]
@@ -209,7 +211,9 @@ class TorchReference(Reference):
         for block, _ in chosen:
             if is_quantised(block):
                 self._eight_bits |= quantised_constants(before, block)
-        if any(self._narrow):
+        quantised = _quantised_linears(decided, options, settings)
+        self._eight_bits |= quantised
+        if quantised or any(self._narrow):
             # Weights are those of eight bits, whose places only the program with blocks in their form tells.
             self._source = with_worth(arranged.program, self._eight_bits)
             self._with_blocks = with_worth(before, self._eight_bits)
@@ -362,7 +366,24 @@ def _wish(settings: dict[str, Any]) -> Wish:
         return Wish()
     if not isinstance(most, float | int | None):
         return Wish()
-    return Wish(settings.get("weights") == FP8, most, errors)
+    return Wish(settings.get("weights") in (FP8, FP8_BLOCKS), most, errors, settings.get("weights") == FP8)
+
+
+def _quantised_linears(decided: Passed, options: PassOptions, settings: dict[str, Any]) -> dict[str, EightBits]:
+    """Return the weights of linear layers that a compilation has quantised, by the names of their constants."""
+    taken = settings.get("linear_taken")
+    if not isinstance(taken, list) or not options.weights.linear:
+        return {}
+    without = [stage for stage in Stage if Stage.DECIDE < stage < Stage.FIND_LINEAR]
+    found = run_until(decided, replace(options, taken=taken), Stage.FIND_LINEAR, without)
+
+    def tensor(weight: Weight) -> torch.Tensor:
+        return tensor_of(found.program, weight.name)
+
+    pairs = zip(found.linears, found.linear, strict=True)
+    quantised = [layer for layer, row in pairs if row.weights is not None and row.weights.reason == QUANTISED]
+    weights = [each.weight for layer in quantised for each in layer.linears]
+    return {weight.name: quantised_linear(weight, tensor) for weight in weights}
 
 
 def _advise(settings: dict[str, Any]) -> Advise | None:

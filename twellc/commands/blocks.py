@@ -67,7 +67,7 @@ def print_linear(layers: list[Linear]) -> None:
         return
     console = open_console()
     taken = [each for each in layers if each.decision == "twell"]
-    ends = Counter(end for each in taken for end in (_NORM_NAMES[each.norm], "residual" * each.residual) if end)
+    ends = Counter(end for each in taken for end in _ends(each) if end)
     counts = [len([name for each in group for name in each.modules]) for group in (taken, layers)]
     joined = f" as {len(taken)}" if len(taken) < counts[0] else ""
     with_ends = ", ".join(f"{count} with {end}" for end, count in ends.items())
@@ -77,9 +77,17 @@ def print_linear(layers: list[Linear]) -> None:
     reasons: dict[str, list[str]] = {}
     for each in layers:
         if each.decision != "twell":
-            reasons.setdefault(each.reason, []).extend(each.modules)
+            reasons.setdefault(f"as the model has them, since {each.reason}", []).extend(each.modules)
+        elif each.weights is not None and each.weights.bits > 8:
+            reasons.setdefault(str(each.weights), []).extend(each.modules)
     for reason, modules in reasons.items():
-        console.print(f"  as the model has them, since {reason}: {first_few(modules)}", soft_wrap=True)
+        console.print(f"  {reason}: {first_few(modules)}", soft_wrap=True)
+
+
+def _ends(layer: Linear) -> list[str]:
+    """Return what comes with linear layers."""
+    narrow = layer.weights is not None and layer.weights.bits == 8
+    return [_NORM_NAMES[layer.norm], "residual" * layer.residual, "weights in 8 bits" * narrow]
 
 
 _NORM_NAMES = {"none": "", "rms": "an RMSNorm", "layer": "a layer norm"}

@@ -27,7 +27,7 @@ from twellc.export.plan import build_plan, check_builder
 from twellc.export.tensorrt_host import choose_host, compute_capability
 from twellc.export.triton import CONFIG_NAME, model_config
 from twellc.options.commands import CompileOptions
-from twellc.passes.report import Layer
+from twellc.passes.report import Layer, Linear
 from twellc.plugins.library import attention_library_path, library_path
 from twellc.plugins.other_libraries import check_libraries
 from twellc.plugins.registration import NEEDS_PLUGINS
@@ -87,7 +87,7 @@ def compile_model(
             translation = _translate(options, onnx_path, progress)  # where they are registered
         destinations.refuse(translation.external_data)
         if backend == "tensorrt":
-            refuse_eight_bits(translation.layers, compute_capability())
+            refuse_eight_bits(translation.layers, translation.linear, compute_capability())
         if options.triton is not None and options.tensor_parallel > 1 and len(translation.profiles) > 1:
             raise UserError(
                 "--profile",
@@ -141,17 +141,19 @@ def compile_model(
     return manifest
 
 
-def refuse_eight_bits(layers: list[Layer], capability: tuple[int, int] | None) -> None:
-    """Fail if blocks have weights in eight bits, and plans for a GPU cannot.
+def refuse_eight_bits(layers: list[Layer], linear: list[Linear], capability: tuple[int, int] | None) -> None:
+    """Fail if blocks or linear layers have weights in eight bits, and plans for a GPU cannot.
 
     Args:
         layers: What became of the blocks.
+        linear: What became of linear layers outside of them.
         capability: The compute capability of the GPU; None without one.
 
     Raises:
         UserError: They have.
     """
-    narrow = [layer.module for layer in layers if layer.weights is not None and layer.weights.bits == 8]
+    weights = [(each.module, each.weights) for each in layers] + [(each.modules[0], each.weights) for each in linear]
+    narrow = [module for module, each in weights if each is not None and each.bits == 8]
     if narrow and capability is not None and capability < _FIRST_WITH_FP8:
         raise UserError(
             f"layer {narrow[0]}", "TensorRT takes no weights in eight bits on this GPU",

@@ -16,7 +16,7 @@ from twellc.base.errors import UserError
 from twellc.export.profiles import program_inputs
 from twellc.loaders.loaded import LoadedModel
 from twellc.options.commands import CompileOptions
-from twellc.options.weights import FP8, WeightOptions
+from twellc.options.weights import FP8, KEEP, WeightOptions
 from twellc.passes.decide import options_of
 from twellc.passes.eight_bits import QUANTISED, Wish, eight_bits_of
 from twellc.passes.graph.execution import Runner
@@ -44,7 +44,7 @@ def read_samples(options: CompileOptions, model: LoadedModel) -> list[Sample]:
 
 def wish_of(options: WeightOptions, errors: Mapping[str, float] | None = None) -> Wish:
     """Return what the passes are to do about weights."""
-    return Wish(options.weights == FP8, options.fp8_error, errors or {})
+    return Wish(options.weights != KEEP, options.fp8_error, errors or {}, options.weights == FP8)
 
 
 def measure_errors(

@@ -21,7 +21,6 @@ from twellc.export.relations import SizeRelation
 from twellc.export.shapes import LARGEST_SIZE, ShapeProfile
 from twellc.export.tensorrt_host import python_module
 from twellc.options.commands import CompileOptions
-from twellc.options.decisions import LINEARS
 from twellc.options.source import LOGITS, PADDINGS
 from twellc.options.weights import WEIGHTS
 from twellc.passes.report import Attention, Compression, Layer, Linear, Repeated
@@ -63,9 +62,9 @@ class Settings(Record):
     """The settings that decide what the graph is: see `CompileOptions`. Only some models leave the optional ones.
 
     `sizes` are those that the model was traced for where it does not take every size, such as `input_ids:1x128`,
-    `calibration` is the SHA-256 of the profile, `decided` what was decided by it, `tensor_parallel`
-    the number of ranks, `linear` is `twell` if all linear layers that can be were rewritten, `auto` if some were,
-    `fp8_errors` by how much eight bits changed the outputs of blocks on samples, by module.
+    `calibration` is the SHA-256 of the profile, `decided` what was decided by it, `tensor_parallel` the number of
+    ranks, `linear_taken` the linear layers that were rewritten, by the first module of each, `fp8_errors` by how much
+    eight bits changed the outputs of blocks on samples, by module.
     """
 
     dtype: Annotated[str, OneOf((*DTYPES, UNCHANGED))]
@@ -80,7 +79,7 @@ class Settings(Record):
     prune_dead: bool | None = field(default=None, metadata=OPTIONAL)
     decided: dict[str, Repeated] | None = field(default=None, metadata=OPTIONAL)
     tensor_parallel: Size | None = field(default=None, metadata=OPTIONAL)
-    linear: Annotated[str, OneOf(LINEARS)] | None = field(default=None, metadata=OPTIONAL)
+    linear_taken: list[str] | None = field(default=None, metadata=OPTIONAL)
     weights: Annotated[str, OneOf(WEIGHTS)] | None = field(default=None, metadata=OPTIONAL)
     fp8_error: Share | None = field(default=None, metadata=OPTIONAL)
     fp8_errors: dict[str, Amount] | None = field(default=None, metadata=OPTIONAL)

@@ -31,7 +31,7 @@ from twellc.loaders.onnx_models import (
 from twellc.options.commands import CompileOptions
 from twellc.options.decisions import refuse_calibration, refuse_linear
 from twellc.options.source import refuse_choices
-from twellc.options.weights import FP8, KEEP
+from twellc.options.weights import KEEP
 from twellc.passes.dump import GraphDump
 from twellc.passes.eight_bits import Wish
 from twellc.passes.match.find_ffn import FfnBlock
@@ -71,7 +71,7 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     target = choose_target(options.target_gpu, gpu_at_hand())
     advisor = Advisor(target, rows_of_inputs(inputs, profiles), compression=options.compression)
     advise = advisor if options.decided is None else repeat(options.decided)
-    found = find_onnx_blocks(model, torch_dtype(dtype), options.layers, advise, Wish(options.weights == FP8))
+    found = find_onnx_blocks(model, torch_dtype(dtype), options.layers, advise, Wish(options.weights != KEEP))
     rewritten = rewrite_onnx(found, options.compression)
     dump = GraphDump(options.dump_graphs)
     dump.text("source", lambda: onnx.helper.printable_graph(model.graph))

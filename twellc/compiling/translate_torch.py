@@ -38,7 +38,7 @@ from twellc.passes.dump import NOWHERE, GraphDump
 from twellc.passes.graph.program import has_inner_graphs, written_tensors
 from twellc.passes.match.shared_axis import Part
 from twellc.passes.pipeline import PassOptions, Rewritten, run_for_ranks, run_passes
-from twellc.passes.report import Layer, Linear
+from twellc.passes.report import Layer
 from twellc.passes.tensor_parallel import is_in_order
 
 # Other names of activations in Hugging Face configs.
@@ -81,7 +81,13 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
         plain = model if options.cache is None else load_model(options)
         errors = measure_errors(plain, dtype, read_samples(options, plain), progress)
     wanted = PassOptions(
-        attention=forms, dump=dump, advise=advise, part=Part(0, ranks), progress=count, weights=wish_of(options, errors)
+        attention=forms,
+        dump=dump,
+        advise=advise,
+        part=Part(0, ranks),
+        progress=count,
+        weights=wish_of(options, errors),
+        taken=options.linear_taken,
     )
     wanted, advisor, (relations, size_warnings) = _complete(
         wanted, model, dtype, options, options.requested_profiles, calibrated
@@ -110,9 +116,9 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
             traced_by["decided"] = decided
         if ranks > 1:
             traced_by["tensor_parallel"] = ranks
-        linear = linear_setting(rewritten.linear)
-        if linear:
-            traced_by["linear"] = linear
+        linear_taken = [each.modules[0] for each in rewritten.linear if each.decision == "twell"]
+        if linear_taken:
+            traced_by["linear_taken"] = linear_taken
         if options.weights != KEEP:
             traced_by["weights"] = options.weights
         if options.fp8_error is not None:
@@ -212,12 +218,6 @@ def _size(dim: int | torch.SymInt, values: dict[str, int]) -> int:
     known = {symbol: sympy.Integer(values[str(symbol)]) for symbol in expression.free_symbols if str(symbol) in values}
     size = expression.xreplace(known)
     return int(size) if size.is_Integer else int(dim.node.hint)
-
-
-def linear_setting(layers: list[Linear]) -> str:
-    """Return what asks again for the linear layers that were rewritten; empty where none was."""
-    taken = [each for each in layers if each.decision == "twell"]
-    return "" if not taken else "twell" if len(taken) == sum(each.matched for each in layers) else "auto"
 
 
 def activation_notes(model: LoadedModel, layers: list[Layer]) -> list[str]:

@@ -59,7 +59,7 @@ from twellc.eager.tracing import LOG
 from twellc.eager.training_block import BlockInTraining
 from twellc.eager.trials import own_gradient, passes_hidden
 from twellc.options.option import taken
-from twellc.options.weights import FP8, KEEP, WeightOptions, refuse_weights
+from twellc.options.weights import KEEP, WeightOptions, refuse_weights
 from twellc.passes.decide import decide, options_of
 from twellc.passes.eight_bits import KEPT
 from twellc.passes.report import Layer
@@ -157,7 +157,7 @@ def optimize(
         expected = ", ".join(map(str, COMPRESSIONS))
         raise UserError("twellc.optimize", "no such compression", got=repr(compression), expected=expected)
     refuse_other_weights(weights, fp8_error)
-    if weights == FP8 and training:
+    if weights != KEEP and training:
         what = "weights in eight bits are not trained"
         fix = "Train in 16 bits, and optimize the trained model with weights='fp8'."
         raise UserError("twellc.optimize", what, got="training=True and weights='fp8'", fix=fix)
@@ -173,12 +173,12 @@ def optimize(
     running = {block.path(path): (submodule, block) for path, submodule, block in _taken_in(module)}
     decisions = _decide(found, layers, list(running))
     named = {path: each for path, each in running.items() if _names(layers, path)}
-    if weights == FP8:
+    if weights != KEEP:
         _refuse_running([path for path, (_, block) in named.items() if not block.weights.scales()])
     if compression is not None:
         for submodule, block in named.values():
             _compress(submodule, block, compression)
-    if weights == FP8:
+    if weights != KEEP:
         decisions = _quantise(module, found, decisions, fp8_error, samples)
     for each, layer in zip(found, decisions, strict=True):
         if layer.decision == "twell" and each.weights is not None:

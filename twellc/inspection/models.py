@@ -24,7 +24,7 @@ from twellc.loaders.precision import choose_dtype
 from twellc.options.commands import InspectOptions
 from twellc.options.decisions import refuse_calibration, refuse_decisions, refuse_linear
 from twellc.options.source import refuse_choices, refuse_tracing
-from twellc.options.weights import FP8, refuse_weight_type
+from twellc.options.weights import FP8, KEEP, refuse_weight_type
 from twellc.passes.attention import MATMUL
 from twellc.passes.eight_bits import Wish
 from twellc.passes.onnx.ffn import find_onnx_blocks
@@ -58,7 +58,8 @@ def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> 
     calibration = None if calibrated is None else calibrated.calibration
     wanted = PassOptions(
         torch_dtype(chosen), options.layers, options.compression, (MATMUL,), calibration, advise=advisor,
-        weights=Wish(options.weights == FP8), linear=options.linear, calls=lambda x: (options.tokens,),
+        weights=Wish(options.weights != KEEP, linear=options.weights == FP8), linear=options.linear,
+        calls=lambda x: (options.tokens,),
     )  # fmt: skip
     passed = run_until(model.program, wanted, Stage.FIND_LINEAR, without=(Stage.FFN,))
     layers = passed.layers
@@ -93,7 +94,7 @@ def inspect_onnx(options: InspectOptions, advisor: Advisor) -> Description:
     refuse_choices(options.padding, options.logits, f"{path}, an {KIND}")
     refuse_linear(options, f"{path}, an {KIND}")
     chosen = choose_onnx_dtype(model, options.dtype)
-    wish = Wish(options.weights == FP8)
+    wish = Wish(options.weights != KEEP)
     found = find_onnx_blocks(model, torch_dtype(chosen), options.layers, advisor, wish)
     return Description(KIND, found.layers, [*onnx_notes(found, chosen), *advisor.notes(found.layers)], dtype=chosen)
 

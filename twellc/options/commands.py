@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,7 @@ class CompileOptions(TracingOptions, DecisionOptions, WeightOptions):
         arrays: With --fp8-error: measure on these arrays, named as the model's inputs.
         text: With --fp8-error: measure on this text, in UTF-8, through the tokenizer in the model's directory.
         decided: What an earlier compilation decided for blocks, by module, to do it again.
+        linear_taken: Which linear layers an earlier compilation has rewritten, by the first module of each, likewise.
         fp8_errors: By how much eight bits changed the outputs of blocks on samples, by module, likewise.
     """
 
@@ -88,6 +89,7 @@ class CompileOptions(TracingOptions, DecisionOptions, WeightOptions):
     arrays: Path | None = option(None, "FILE.npz", Path, names=("--inputs",))
     text: Path | None = option(None, "FILE", Path)
     decided: Mapping[str, Mapping[str, Any]] | None = None
+    linear_taken: Sequence[str] | None = None
     fp8_errors: Mapping[str, float] | None = None
 
     @property

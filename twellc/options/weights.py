@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from twellc.base.errors import UserError
 from twellc.options.option import SHARE, option
 
-KEEP, FP8 = WEIGHTS = ("keep", "fp8")
+KEEP, FP8, FP8_BLOCKS = WEIGHTS = ("keep", "fp8", "fp8:blocks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,8 @@ class WeightTypeOptions:
 
     Attributes:
         weights: keep: as the model has them. fp8: blocks that are rewritten are quantised to eight bits, E4M3, with a
-            scale for each neuron.
+            scale for each neuron; so are linear layers outside of them that are, with a scale for each output.
+            fp8:blocks: blocks alone.
     """
 
     weights: str = option(KEEP, kind=WEIGHTS)
@@ -28,7 +29,8 @@ class WeightOptions(WeightTypeOptions):
 
     Attributes:
         fp8_error: With --weights fp8: leave a block as it is where, on the samples, eight bits change its output by
-            more than this: the norm of the difference over the norm of the output.
+            more than this: the norm of the difference over the norm of the output. Linear layers outside of blocks
+            are left, too.
     """
 
     fp8_error: float | None = option(None, "SHARE", SHARE)
@@ -44,7 +46,7 @@ def refuse_weight_type(options: WeightTypeOptions, target: str) -> None:
 
 def refuse_weights(options: WeightOptions) -> None:
     """Raise `UserError` if a largest error of eight bits is given and nothing is quantised."""
-    if options.fp8_error is not None and options.weights != FP8:
+    if options.fp8_error is not None and options.weights == KEEP:
         raise UserError(
             f"--fp8-error {options.fp8_error}",
             "no weights are quantised",

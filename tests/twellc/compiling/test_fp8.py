@@ -16,7 +16,7 @@ from tests import models
 from tests.conftest import Cli
 from tests.models import SEQUENCE
 from twellc.compiling.compiler import refuse_eight_bits
-from twellc.passes.report import Layer, Weights
+from twellc.passes.report import Layer, Linear, Weights
 
 QUANTISED = "weights in 8 bits, quantised"
 
@@ -99,18 +99,21 @@ def test_a_damaged_scale_is_found(archive: Path, tmp_path: Path) -> None:
 def test_a_gpu_without_fp8_is_named() -> None:
     layer = Layer("mlp", "plain", "relu", 8, 8, 8, True, "twell", "matches", False, weights=Weights(8, "quantised"))
     for layers, capability in (([layer], (8, 9)), ([layer], None), ([replace(layer, weights=None)], (8, 0))):
-        refuse_eight_bits(layers, capability)
+        refuse_eight_bits(layers, [], capability)
     with pytest.raises(
         twellc.UserError, match=r"layer mlp: TensorRT takes no .*; got compute capability 8.6; expected 8.9"
     ):
-        refuse_eight_bits([layer], (8, 6))
+        refuse_eight_bits([layer], [], (8, 6))
+    linear = Linear(["q"], 8, [8], "none", False, True, "twell", "matches", Weights(8, "quantised"))
+    with pytest.raises(twellc.UserError, match="layer q: TensorRT takes no weights in eight bits"):
+        refuse_eight_bits([], [linear], (8, 6))
 
 
 REFUSED = [
     (("--fp8-error", "0.1"), "--fp8-error 0.1: no weights are quantised; got --weights keep. Add --weights fp8"),
     (("--weights", "fp8", "--fp8-error", "0.1"), "is measured on samples; got none; expected one of --inputs"),
     (("--weights", "fp8", "--inputs", "x.npz"), "--inputs x.npz: the model is run only to measure eight bits"),
-    (("--weights", "int4"), "'int4' is not one of 'keep', 'fp8'"),
+    (("--weights", "int4"), "'int4' is not one of 'keep', 'fp8', 'fp8:blocks'"),
 ]
 
 

@@ -22,7 +22,10 @@ def test_compile_and_inspect(cli: Cli, llama: Path, tmp_path: Path) -> None:
     manifest = twellc.compile(llama, backend="none", onnx=graph, linear="twell")
     assert manifest.linear is not None and {row.decision for row in manifest.linear} == {"twell"}
     assert [len(node.output) for node in nodes_in(graph)] == [len(row.widths) for row in manifest.linear]
-    assert manifest.settings.linear == "twell" and LINEAR_NAME in manifest.plugins.names
+    assert (
+        manifest.settings.linear_taken == [row.modules[0] for row in manifest.linear]
+        and LINEAR_NAME in manifest.plugins.names
+    )
     assert twellc.inspect(llama, linear="twell").description.linear == manifest.linear
     shown = cli("inspect", llama, "--linear", "twell").output
     assert "9 of 9 linear layers outside of blocks rewritten as 5: 3 with an RMSNorm, 2 with residual" in shown
@@ -34,7 +37,7 @@ def test_compile_and_inspect(cli: Cli, llama: Path, tmp_path: Path) -> None:
 
 def test_auto_leaves_them(cli: Cli, llama: Path, tmp_path: Path) -> None:
     manifest = twellc.compile(llama, backend="none", onnx=tmp_path / "m.onnx")
-    assert manifest.settings.linear is None and LINEAR_NAME not in manifest.plugins.names
+    assert manifest.settings.linear_taken is None and LINEAR_NAME not in manifest.plugins.names
     assert not nodes_in(tmp_path / "m.onnx")
     assert "0 of 9 linear layers outside of blocks rewritten" in cli("inspect", llama).output
 
@@ -48,3 +51,17 @@ def test_with_a_cache(cli: Cli, opt: Path, tmp_path: Path) -> None:
     assert [row.norm for row in manifest.linear or ()] == ["layer", "none", "layer", "none", "layer"]
     done = cli("check", opt, graph)
     assert done.exit_code == 0 and "within tolerance" in done.output, done.output
+
+
+@pytest.mark.parametrize(("weights", "count"), [("fp8", 4), ("fp8:blocks", 0)])
+def test_eight_bits(weights: str, count: int, cli: Cli, opt: Path, tmp_path: Path) -> None:
+    """The logits' weight is the embedding's, which stays in 16 bits."""
+    graph = tmp_path / "m.onnx"
+    manifest = twellc.compile(opt, backend="none", onnx=graph, linear="twell", weights=weights)
+    assert {layer.weights and layer.weights.bits for layer in manifest.layers} == {8}
+    narrow = [row for row in manifest.linear or () if row.weights is not None and row.weights.bits == 8]
+    assert len(narrow) == count and not any("lm_head" in row.modules for row in narrow)
+    assert twellc.check(opt, graph).within
+    shown = cli("inspect", opt, "--linear", "twell", "--weights", weights).output
+    assert ("4 with weights in 8 bits" in shown) == (count > 0)
+    assert ("another layer reads one of them, too: lm_head" in shown) == (count > 0)
