@@ -8,6 +8,8 @@ import pytest
 import twellc
 from tests.conftest import Cli
 from twellc.base.errors import UserError
+from twellc.compiling.compiler import compile_model
+from twellc.options.commands import CompileOptions
 from twellc.plugins.library import LINEAR_NAME
 
 pytestmark = pytest.mark.usefixtures("remembered_models")
@@ -22,10 +24,11 @@ def test_compile_and_inspect(cli: Cli, llama: Path, tmp_path: Path) -> None:
     manifest = twellc.compile(llama, backend="none", onnx=graph, linear="twell")
     assert manifest.linear is not None and {row.decision for row in manifest.linear} == {"twell"}
     assert [len(node.output) for node in nodes_in(graph)] == [len(row.widths) for row in manifest.linear]
-    assert (
-        manifest.settings.linear_taken == [row.modules[0] for row in manifest.linear]
-        and LINEAR_NAME in manifest.plugins.names
-    )
+    assert LINEAR_NAME in manifest.plugins.names
+    taken = manifest.settings.linear_taken
+    assert taken == [row.modules[0] for row in manifest.linear]
+    again = CompileOptions(llama, onnx=tmp_path / "taken.onnx", backend="none", linear_taken=taken)
+    assert compile_model(again, lambda step: None).onnx.sha256 == manifest.onnx.sha256, "check makes it again so"
     assert twellc.inspect(llama, linear="twell").description.linear == manifest.linear
     shown = cli("inspect", llama, "--linear", "twell").output
     assert "9 of 9 linear layers outside of blocks rewritten as 5: 3 with an RMSNorm, 2 with residual" in shown
