@@ -110,11 +110,11 @@ class _Finder:
         groups: dict[object, list[_Group]] = {}
         for linear in self._linears():
             parts = self._parts(linear)
-            outputs = parts if parts and _read_for(linear, parts) is not None else [linear.node]
+            outputs = parts if _are_taken(parts) and _read_for(linear, parts) is not None else [linear.node]
             x = _read_for(linear, outputs)
             if x is None:
                 continue
-            same_x = groups.setdefault((_origin(x), *map(str, x.meta["val"].shape)), [])
+            same_x = groups.setdefault((_origin(x), _are_taken(outputs), *map(str, x.meta["val"].shape)), [])
             if not same_x or len(same_x[-1].outputs) + len(outputs) > MAX_SPLITS:
                 same_x.append(_Group(x))
             same_x[-1].linears.append(linear)
@@ -202,6 +202,11 @@ def _read_for(linear: Linear, outputs: Sequence[Node]) -> Node | None:
     if not all(same_sizes(each, leading[0]) for each in leading):
         return None
     return source_with_sizes(linear.x, (*leading[0], width(linear.x)))
+
+
+def _are_taken(outputs: Sequence[Node]) -> bool:
+    """Whether the kernels take outputs of these widths: one that they do not take keeps back none beside it."""
+    return len(outputs) > 0 and not any(width(each) % 8 for each in outputs)
 
 
 def _origin(x: Node) -> object:

@@ -20,7 +20,7 @@ import torch
 from torch.fx import Node
 
 from twellc.passes.match.activations import arguments, packet, square_of
-from twellc.passes.match.linear import CASTS, WIDENING, operand, same_sizes, strip, width
+from twellc.passes.match.linear import CASTS, WIDENING, operand, same_sizes, strip
 
 aten = torch.ops.aten
 
@@ -139,7 +139,7 @@ def _is_variance(node: Node) -> bool:
 
 
 def _is_over_last(node: Node) -> bool:
-    dims: Any = arguments(node)[1]
+    _, dims = (*arguments(node), None)[:2]
     return isinstance(dims, list | tuple) and len(dims) == 1 and dims[0] in (-1, operand(node).meta["val"].dim() - 1)
 
 
@@ -154,8 +154,8 @@ def _without(node: Node, op: Any, fixed: Collection[Node]) -> tuple[Node, Node |
 
 def _is_vector(node: Node, x: Node) -> bool:
     """Whether a constant has a number for each feature of x."""
-    sizes = node.meta["val"].shape
-    return len(sizes) > 0 and sizes[-1] == width(x) and all(size == 1 for size in sizes[:-1])
+    sizes, wanted = node.meta["val"].shape, x.meta["val"].shape[-1:]
+    return len(sizes) > 0 and same_sizes(sizes[-1:], wanted) and all(size == 1 for size in sizes[:-1])
 
 
 def _behind_casts(node: Node) -> Node:

@@ -54,6 +54,13 @@ def test_with_a_cache(cli: Cli, opt: Path, tmp_path: Path) -> None:
     assert [row.norm for row in manifest.linear or ()] == ["layer", "none", "layer", "none", "layer"]
     done = cli("check", opt, graph)
     assert done.exit_code == 0 and "within tolerance" in done.output, done.output
+    model = onnx.load(graph)
+    (weight,) = [each for each in model.graph.initializer if each.name.endswith("layers.1.self_attn.out_proj.weight")]
+    values = onnx.numpy_helper.to_array(weight).copy()
+    values[7] *= 4
+    weight.CopyFrom(onnx.numpy_helper.from_array(values, weight.name))
+    onnx.save(model, graph)
+    assert not twellc.check(opt, graph).within
 
 
 @pytest.mark.parametrize(("weights", "count"), [("fp8", 4), ("fp8:blocks", 0)])

@@ -92,7 +92,11 @@ def broken() -> nn.Module:
 
 
 WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
-    "no such type": (Gated, {"weights": "int4"}, "--weights: no such choice; got 'int4'; expected keep or fp8"),
+    "no such type": (
+        Gated,
+        {"weights": "int4"},
+        "--weights: no such choice; got 'int4'; expected keep or fp8 or fp8:blocks",
+    ),
     "an error alone": (Gated, {"fp8_error": 0.1}, "--fp8-error 0.1: no weights are quantised"),
     "no samples": (Gated, {"weights": "fp8", "fp8_error": 0.1}, "fp8_error: there is nothing to measure it on"),
     "training": (Gated, {"weights": "fp8", "training": True}, "weights in eight bits are not trained"),
