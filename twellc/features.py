@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,9 +33,10 @@ from twellc.plugins.meaning import (
 
 # On a CPU: neurons, tokens and entries of a piece.
 _NEURONS, _TOKENS, _ENTRIES = 4096, 256, 4096
-# On a GPU: of a call the fewest and the most tokens * d_ff whose tiles are in memory, half a byte each.
-_FEWEST_TOKENS, _MOST_PAIRS = 128, 1 << 31
-# Of these one in that many is encoded at once where all is kept, which takes as many times the memory.
+# On a GPU two parts of the tokens are in memory, half a byte for each token and neuron: each is a sixth of them, but
+# has so many tokens at least, and so many tokens * d_ff at most.
+_PART, _FEWEST_TOKENS, _MOST_PAIRS = 6, 128, 1 << 30
+# Where all is kept, which takes five times the memory, a fifth of a part is encoded at once.
 _KEPT = 5
 
 
@@ -97,9 +98,7 @@ def encode(
     check_call(operands, options)
     rows = operands.x.reshape(-1, x.shape[-1])
     run = _encode_on_gpu if x.is_cuda else _encode_on_cpu
-    indices, values, counts = run(operands, rows, options)
-    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    return Features(indices, values, offsets, w_enc.shape[0], x.shape[:-1])
+    return Features(*run(operands, rows, options), w_enc.shape[0], x.shape[:-1])
 
 
 @torch.no_grad()
@@ -139,7 +138,7 @@ def decode(features: Features | tuple[Tensor, Tensor], w_dec: Tensor, b_dec: Ten
 
 
 def _encode_on_cpu(operands: Operands[Tensor], x: Tensor, options: BlockOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """Return indices and values of all tokens, and how many each has, int64 [tokens]."""
+    """Return indices, values and offsets of all tokens."""
     wide, found = math_dtype(x.dtype), []
     for first in range(0, len(operands.w_up), _NEURONS):
         own = slice(first, first + _NEURONS)
@@ -153,7 +152,8 @@ def _encode_on_cpu(operands: Operands[Tensor], x: Tensor, options: BlockOptions)
             found.append((token + begin, (neuron + first).int(), g[token, neuron]))
     tokens, indices, values = map(torch.cat, zip(*found, strict=True)) if found else _nothing(x)
     order = tokens.argsort(stable=True)
-    return indices[order], values[order], tokens.bincount(minlength=len(x))
+    counts = tokens.bincount(minlength=len(x))
+    return indices[order], values[order], torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
 def _nothing(x: Tensor) -> Iterator[Tensor]:
@@ -183,52 +183,103 @@ def _decode_on_cpu(
 
 
 def _encode_on_gpu(operands: Operands[Tensor], x: Tensor, options: BlockOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `_encode_on_cpu` does."""
+    """Return what `_encode_on_cpu` does. While the gate of a part runs, the lists of the one before are asked for."""
     named = {name: each for name, each in operands.named().items() if name != "w_down"}
     check_on_gpu(Operands(**named, w_down=operands.w_up))
-    read = {name: as_read(each) for name, each in named.items() if name != "x"}
-    x, tokens, d_ff = as_read(x), len(x), len(operands.w_up)
-    at_once = max(_FEWEST_TOKENS, min(tokens // 3, _MOST_PAIRS // d_ff))
-    at_once = -(-tokens // max(1, -(-tokens // at_once)))
-    found, begin, keeps_all = [], 0, False
+    read = {name: as_read(each) for name, each in named.items() if name != "x"} | {"w_down": operands.w_down}
+    lists = _Lists()
     with torch.cuda.device(x.device):
-        while begin < tokens:
-            rows = x[begin : begin + at_once]
-            part = _encode_some(Operands(**{**read, "x": rows, "w_down": operands.w_down}), options, keeps_all)
-            if part is None:
-                keeps_all, at_once = True, max(1, at_once // _KEPT)
-                continue
-            found.append(part)
-            begin += len(rows)
-    if not found:
-        return x.new_empty(0, dtype=torch.int32), x.new_empty(0), x.new_empty(0, dtype=torch.int64)
-    indices, values, counts = map(torch.cat, zip(*found, strict=True))
-    return indices, values, counts
+        waiting: _Part | None = None
+        for rows in torch.split(as_read(x), _tokens_of_part(len(x), len(operands.w_up))):
+            of_part = Operands(**read, x=rows)
+            started = None if lists.overflowed else _Part(of_part, options)
+            lists.finish(waiting)
+            if started is None:
+                lists.keep_all(of_part, options)
+            waiting = started
+        lists.finish(waiting)
+    return lists.joined()
 
 
-def _encode_some(
-    operands: Operands[Tensor], options: BlockOptions, keeps_all: bool
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return indices, values and counts of some tokens; None where a tile overflowed, so that not all was kept."""
-    x, lib = operands.x, library.load()
-    problem = problem_of(PLAIN, options, dtype_name(x.dtype), tokens=len(x), **widths_of(operands))
-    check_problem(problem)
-    groups, size = lib.twell_feature_groups(problem), lib.twell_encode_bytes(problem, keeps_all)
-    workspace = x.new_empty(size, dtype=torch.uint8)
-    counts = x.new_empty((len(x), groups), dtype=torch.int64)
-    tensors = tensors_of(operands.map(lambda each: 0 if each.is_meta else each.data_ptr()), 0)
-    stream = torch.cuda.current_stream().cuda_stream
-    check_status(lib.twell_encode(problem, tensors, keeps_all, counts.data_ptr(), workspace.data_ptr(), size, stream))
-    ends = counts.flatten().cumsum(0)
-    total, least = torch.stack([ends[-1], counts.amin()]).tolist()
-    if least < 0:
-        return None
-    indices, values = x.new_empty(total, dtype=torch.int32), x.new_empty(total)
-    begins = ends - counts.flatten()
-    if total:
-        lists = begins.data_ptr(), indices.data_ptr(), values.data_ptr()
-        check_status(lib.twell_list_features(problem, keeps_all, *lists, workspace.data_ptr(), size, stream))
-    return indices, values, counts.sum(1)
+def _tokens_of_part(tokens: int, d_ff: int) -> int:
+    most = max(_FEWEST_TOKENS, min(-(-tokens // _PART), _MOST_PAIRS // d_ff))
+    parts = max(1, -(-tokens // most))
+    return max(1, -(-tokens // parts))
+
+
+class _Part:
+    """Some of the tokens: the gate has been asked for their packed tiles, and for how many entries each has."""
+
+    def __init__(self, operands: Operands[Tensor], options: BlockOptions, keeps_all: bool = False) -> None:
+        x, lib = operands.x, library.load()
+        self.operands, self.options, self._keeps_all = operands, options, keeps_all
+        self._problem = problem_of(PLAIN, options, dtype_name(x.dtype), tokens=len(x), **widths_of(operands))
+        check_problem(self._problem)
+        self._groups = lib.twell_feature_groups(self._problem)
+        self._workspace = x.new_empty(lib.twell_encode_bytes(self._problem, keeps_all), dtype=torch.uint8)
+        counts = x.new_empty(len(x) * self._groups + 1, dtype=torch.int64)
+        counts[:1] = 0  # so that sums say where each group begins
+        tensors = tensors_of(operands.map(lambda each: 0 if each.is_meta else each.data_ptr()), 0)
+        first = counts.data_ptr() + counts.element_size()
+        check_status(lib.twell_encode(self._problem, tensors, keeps_all, first, *self._memory()))
+        self._begins = counts.cumsum(0)
+        self._known = torch.empty(2, dtype=torch.int64, pin_memory=x.is_cuda)
+        self._known.copy_(torch.stack([self._begins[-1], counts.amin()]), non_blocking=True)
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def _memory(self) -> tuple[int, int, int]:
+        stream: int = torch.cuda.current_stream().cuda_stream
+        return self._workspace.data_ptr(), len(self._workspace), stream
+
+    def lists(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return indices, values and offsets; None if a tile has overflowed, so that not all was kept."""
+        self._event.synchronize()
+        total, least = self._known.tolist()
+        if least < 0:
+            return None
+        x = self.operands.x
+        indices, values = x.new_empty(total, dtype=torch.int32), x.new_empty(total)
+        if total:
+            places = self._begins.data_ptr(), indices.data_ptr(), values.data_ptr()
+            status = library.load().twell_list_features(self._problem, self._keeps_all, *places, *self._memory())
+            check_status(status)
+        return indices, values, self._begins[:: self._groups].contiguous()
+
+
+class _Lists:
+    """The lists of the parts so far."""
+
+    def __init__(self) -> None:
+        self.overflowed = False
+        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def finish(self, part: _Part | None) -> None:
+        """Add the lists of a part, of which all is encoded again if a tile has overflowed."""
+        found = None if part is None else part.lists()
+        if found is not None:
+            self._parts.append(found)
+        elif part is not None:
+            self.overflowed = True
+            self.keep_all(part.operands, part.options)
+
+    def keep_all(self, operands: Operands[Tensor], options: BlockOptions) -> None:
+        """Add the lists of some tokens, whatever their tiles have."""
+        for rows in torch.split(operands.x, -(-len(operands.x) // _KEPT)):
+            found = _Part(replace(operands, x=rows), options, keeps_all=True).lists()
+            assert found is not None
+            self._parts.append(found)
+
+    def joined(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the lists of all parts as one."""
+        if len(self._parts) == 1:
+            return self._parts[0]
+        indices, values, offsets = zip(*self._parts, strict=True)
+        ends, begin = [offsets[0]], len(indices[0])
+        for each, own in zip(offsets[1:], indices[1:], strict=True):
+            ends.append(each[1:] + begin)
+            begin += len(own)
+        return torch.cat(indices), torch.cat(values), torch.cat(ends)
 
 
 def _decode_on_gpu(

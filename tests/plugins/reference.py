@@ -227,10 +227,10 @@ def assert_close(actual: Tensor, block: Block, *, split: int = 0) -> None:
 
 
 def _first_neurons(block: Block, count: int) -> Block:
-    names = ("w_gate", "b_gate", "w_up", "b_up", "w_down")
+    names = ("w_gate", "b_gate", "w_up", "b_up", "w_down", "threshold")
     tensors = {name: getattr(block, name) for name in names}
     return dataclasses.replace(
-        block, **{name: None if tensor is None else tensor[:count] for name, tensor in tensors.items()}
+        block, **{name: value[:count] for name, value in tensors.items() if isinstance(value, Tensor)}
     )
 
 
