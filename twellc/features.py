@@ -185,7 +185,7 @@ def _decode_on_cpu(
 def _encode_on_gpu(operands: Operands[Tensor], x: Tensor, options: BlockOptions) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `_encode_on_cpu` does. While the gate of a part runs, the lists of the one before are asked for."""
     named = {name: each for name, each in operands.named().items() if name != "w_down"}
-    check_on_gpu(Operands(**named, w_down=operands.w_up))
+    check_on_gpu(named)
     read = {name: as_read(each) for name, each in named.items() if name != "x"} | {"w_down": operands.w_down}
     lists = _Lists()
     with torch.cuda.device(x.device):
@@ -292,7 +292,7 @@ def _decode_on_gpu(
         if operands.b_down is None
         else {"w_down": operands.w_down, "b_down": operands.b_down}
     )
-    check_on_gpu(Operands(x=values, w_up=indices, **given))
+    check_on_gpu({"x": values, "indices": indices, **given})
     options = BlockOptions(activation="relu")
     problem = problem_of(PLAIN, options, dtype_name(values.dtype), tokens=tokens, **widths_of(operands))
     read = {name: as_read(each) for name, each in given.items()}
