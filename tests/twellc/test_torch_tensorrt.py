@@ -153,7 +153,7 @@ def test_the_plugin_gets_every_option(
     assert converters[GATED_MLP][0].capability_validator(node, None)
     convert = converters[GATED_MLP][0].converter_implementation
     convert(SimpleNamespace(net=Network()), node.target, node.args, node.kwargs, "block")
-    flags = {"gate_bias": 0, "up_bias": 0, "down_bias": 1, "residual": 0, "scales": 0}
+    flags = {"gate_bias": 0, "up_bias": 0, "down_bias": 1, "residual": 0, "scales": 0, "thresholds": 0}
     assert fields == {**options.named(), **flags}
 
 
