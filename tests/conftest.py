@@ -36,10 +36,12 @@ make_quick()
 
 def _missing() -> dict[str, str]:
     """Return the markers of tests that cannot run here, each with the reason."""
+    has_sae_lens = importlib.util.find_spec("sae_lens") or "TWELLC_SAE_LENS_PYTHON" in os.environ
     reasons = {
         "gpu": "" if torch.cuda.is_available() else "torch sees no GPU",
         "tensorrt": "" if python_module("tensorrt") and torch.cuda.is_available() else "no full TensorRT, or no GPU",
         "vllm": "" if importlib.util.find_spec("vllm") else "vLLM is not installed",
+        "sae_lens": "" if has_sae_lens else "neither here nor in TWELLC_SAE_LENS_PYTHON is sae-lens installed",
     }
     return {marker: reason for marker, reason in reasons.items() if reason}
 

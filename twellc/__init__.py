@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from twellc.generation.llm import LLM
     from twellc.generation.sampling import CompletionOutput, GenerationStats, RequestOutput, SamplingParams
     from twellc.inspection.description import Inspection
+    from twellc.loaders.autoencoder_files import load_autoencoder
     from twellc.options.commands import BenchOptions, CheckOptions, CompileOptions, InspectOptions, ProfileOptions
     from twellc.passes.block_profile import BlockProfile
     from twellc.passes.pipeline import Rewritten
@@ -53,6 +54,7 @@ __all__ = [
     "compile",
     "features",
     "inspect",
+    "load_autoencoder",
     "merge_profiles",
     "optimize",
     "optimized_blocks",
@@ -76,6 +78,7 @@ _HOMES = {
     "generation.llm": ("LLM",),
     "generation.sampling": ("CompletionOutput", "GenerationStats", "RequestOutput", "SamplingParams"),
     "inspection.description": ("Inspection",),
+    "loaders.autoencoder_files": ("load_autoencoder",),
     "compiling.manifest": ("Manifest",),
     "eager.optimization": ("optimize", "optimized_blocks", "restore"),
     "passes.block_profile": ("BlockProfile",),

@@ -72,7 +72,7 @@ def rewrite(
 
     Args:
         model: An ExportedProgram, which is left as it is; a module in eval mode with example inputs; or the path of
-            a torch.export archive, a Hugging Face directory or a pickled module.
+            a torch.export archive, a Hugging Face directory, a pickled module or a sparse autoencoder.
         layers: Which matches to rewrite: `auto`, `all`, `none` or a regular expression over module paths.
         compression: The TwELL compression factor; None takes the default.
         linear: Which linear layers outside of the blocks to rewrite, too: `twell` takes all that can be.

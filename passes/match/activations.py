@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -139,6 +140,8 @@ def _parse_simple(node: Node) -> Activation | None:
         return _parse_threshold(node, pre)
     if op in (aten.where, aten.masked_fill):
         return _parse_where(node)
+    if op is aten.scatter:
+        return _parse_top_k(node)
     spelt_out = spelt_out_relu(node)
     return Activation(op.__name__, 0.0, pre, (node,)) if spelt_out is None and op in _OTHER else spelt_out
 
@@ -186,6 +189,15 @@ def _parse_where(node: Node) -> Activation | None:
         return None
     kept, dropped = (other, chosen) if mask.inverse else (chosen, other)
     return _cut(kept, mask, (node, *_numbers_shaped_like(dropped, mask.x))) if _number(dropped) == 0 else None
+
+
+def _parse_top_k(node: Node) -> Activation | None:
+    """Read zeros with the k largest of x, or their ReLU, written to where they stand: no kernel selects in a row."""
+    places = arguments(node)[2]
+    top = arguments(places)[0] if places.target is operator.getitem else None
+    if top is None or packet(top) is not aten.topk:
+        return None
+    return Activation("top-k", 0.0, arguments(top)[0], (node,))
 
 
 def _parse_masked(node: Node) -> Activation | None:

@@ -46,7 +46,7 @@ def bench(
 ) -> None:
     """Measure MODEL on the GPU at hand: as it is, rewritten, and what else one could run.
 
-    MODEL is a torch.export archive, a Hugging Face directory or a pickled module. At each shape the whole model and its
+    MODEL is what compile takes, but for ONNX files. At each shape the whole model and its
     rewritten feed-forward blocks alone are timed in torch, eager and compiled, in CUDA graphs, and then each block by
     itself. Beside them stand dense blocks with gate and up in one product, in the model's precision and in FP8, and
     plans where full TensorRT is installed. The model is rewritten as compile would for these shapes. Speed-ups are over

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 def compile(as_json: bool, **options: Any) -> None:
     """Compile MODEL into a TensorRT plan.
 
-    MODEL is a torch.export archive, a Hugging Face directory, an ONNX file of plain operators or a pickled module.
+    MODEL is a torch.export archive, a Hugging Face directory, an ONNX file of plain operators, a pickled module or a
+    sparse autoencoder.
 
     Every feed-forward block with a ReLU is rewritten into a TwELL plugin; all else stays as it is. Ends with a table of
     the blocks and what became of them. Exit status 2: the input is bad, and nothing was written.

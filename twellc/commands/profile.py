@@ -50,7 +50,7 @@ def profile(
 ) -> None:
     """Count which neurons of MODEL fire for the user's data, and how often.
 
-    MODEL is a torch.export archive, a Hugging Face directory or a pickled module. It runs as `twellc compile` would
+    MODEL is what compile takes, but for ONNX files. It runs as `twellc compile` would
     compile it without rewriting anything. Text goes through the tokenizer in its directory. Padding does not count.
 
     The profile is for --calibration of compile, inspect and check. It holds counts, and nothing of the data itself.

@@ -51,7 +51,7 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     refuse_linear(options, str(options.model))
     if options.tensor_parallel > 1:
         where, what = f"--tensor-parallel {options.tensor_parallel}", "an ONNX file cannot be shared"
-        expected = "a torch.export archive, a Hugging Face directory or a pickled module"
+        expected = "a torch.export archive, a Hugging Face directory, a pickled module or a sparse autoencoder"
         raise UserError(where, what, got=str(options.model), expected=expected)
     refuse_calibration(options, f"{options.model}, an {KIND}")
     if options.fp8_error is not None:

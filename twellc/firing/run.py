@@ -75,7 +75,7 @@ def _refuse_model_files(output: Path, model: Path) -> None:
     """Fail where the output would replace a file of the model, or change its fingerprint."""
     same = os.path.realpath(output) == os.path.realpath(model)
     inside = model.is_dir() and os.path.realpath(output.parent) == os.path.realpath(model)
-    if same or (inside and (output.exists() or output.suffix in (".json", ".safetensors"))):
+    if same or (inside and (output.exists() or output.suffix in (".json", ".safetensors", ".npz"))):
         raise UserError(
             f"--output {output}",
             "belongs to the model, or stands among its files",
@@ -170,9 +170,9 @@ def _run(
 
 def _intake(options: ProfileOptions, model: LoadedModel, notes: list[str]) -> Intake:
     limits = Limits(program_inputs(model.program), None, model.vocabulary)
-    config = json.loads(read_file(options.model / "config.json")) if options.model.is_dir() else {}
-    pad = config.get("pad_token_id")
     directory = model.vocabulary is not None and options.model.is_dir()
+    config = json.loads(read_file(options.model / "config.json")) if directory else {}
+    pad = config.get("pad_token_id")
 
     @functools.cache
     def tokenizer() -> Tokenizer:

@@ -73,7 +73,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     files, notes = _weight_files(path)
     stored: dict[str, torch.Tensor] = {}
     for file in files:
-        stored |= _read_tensors(file)
+        stored |= read_tensors(file)
     refuse_other_forms(path, stored)
     _refuse_adapter(path, stored)
     tensors, wrappers = _unwrapped(stored)
@@ -102,7 +102,7 @@ def read_config(path: Path) -> dict[str, Any]:
         if (path / _ADAPTER).is_file():
             raise _only_an_adapter(path)
         raise UserError(str(path), "no config.json in this folder", expected="a Hugging Face directory")
-    config = _read_json(file)
+    config = read_json(file)
     for place, key, value in _entries(config):
         if key == "auto_map":
             what = f"the model needs remote code ({place})"
@@ -110,7 +110,7 @@ def read_config(path: Path) -> dict[str, Any]:
         if key in _QUANTISED and value:
             refuse_other_methods(str(file), place, value)
     if (path / _MODELOPT).is_file():
-        refuse_other_algorithms(str(path / _MODELOPT), _read_json(path / _MODELOPT))
+        refuse_other_algorithms(str(path / _MODELOPT), read_json(path / _MODELOPT))
     return dict(_without_choices(config))
 
 
@@ -121,7 +121,7 @@ def read_generation_config(path: Path) -> dict[str, Any]:
         UserError: It is damaged.
     """
     file = path / "generation_config.json"
-    return _read_json(file) if file.is_file() else {}
+    return read_json(file) if file.is_file() else {}
 
 
 def end_tokens(path: Path, config: Any) -> list[int]:
@@ -151,7 +151,7 @@ def pad_token(path: Path) -> int | None:
         UserError: One of these is damaged, or no integer stands there.
     """
     for name in ("generation_config.json", "config.json"):
-        found = _read_json(path / name).get("pad_token_id") if (path / name).is_file() else None
+        found = read_json(path / name).get("pad_token_id") if (path / name).is_file() else None
         if found is not None and not _is_token(found):
             raise UserError(
                 str(path / name), "pad_token_id is not a token", got=repr(found), expected="an integer, or null"
@@ -166,7 +166,12 @@ def _is_token(value: object) -> bool:
     return type(value) is int and -(2**63) <= value < 2**63
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Read an object of JSON.
+
+    Raises:
+        UserError: The file holds something else, or cannot be read.
+    """
     try:
         config = json.loads(read_file(file))
     except (ValueError, RecursionError) as error:
@@ -257,7 +262,12 @@ def _no_weights(path: Path) -> UserError:
     )
 
 
-def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
+def read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """Read a safetensors file.
+
+    Raises:
+        UserError: It is damaged, or cannot be read.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -291,7 +301,7 @@ def _unwrapped(stored: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor]
 
 
 def _only_an_adapter(path: Path) -> UserError:
-    base = _read_json(path / _ADAPTER).get("base_model_name_or_path")
+    base = read_json(path / _ADAPTER).get("base_model_name_or_path")
     return UserError(
         str(path), "holds an adapter, and no model", got=f"an adapter of {base}" if base else "", fix=f"First {_MERGE}."
     )

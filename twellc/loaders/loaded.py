@@ -20,7 +20,7 @@ class LoadedModel:
 
     Attributes:
         path: The file or folder that it came from.
-        kind: `torch.export archive`, `Hugging Face directory` or `pickled module`.
+        kind: `torch.export archive`, `Hugging Face directory`, `pickled module` or `sparse autoencoder`.
         program: The traced program, in the precision of its source.
         output_names: Names of its outputs, in order.
         dimension_names: Names of its symbolic dimensions, by symbol.
@@ -53,7 +53,9 @@ class LoadedModel:
 def fingerprint(path: Path) -> str:
     """Return the SHA-256 of a model: of the file, or of the names and contents of a directory's model files."""
     digest = hashlib.sha256()
-    within = sorted(file for file in [*path.glob("*.json"), *path.glob("*.safetensors")] if file.is_file())
+    within = sorted(
+        file for file in [*path.glob("*.json"), *path.glob("*.safetensors"), *path.glob("*.npz")] if file.is_file()
+    )
     for file in within if path.is_dir() else [path]:
         digest.update(file.name.encode() if path.is_dir() else b"")
         with open_file(file) as stream:

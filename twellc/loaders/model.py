@@ -9,6 +9,7 @@ from twellc.base.errors import UserError
 from twellc.base.files import open_file
 from twellc.export.shapes import FixedSizes
 from twellc.loaders.archive import load_archive
+from twellc.loaders.autoencoder_files import EXPECTED, is_autoencoder, trace_autoencoder
 from twellc.loaders.huggingface import load_directory
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.pickled import load_pickle
@@ -29,6 +30,10 @@ def load_model(source: TracingOptions, sizes: FixedSizes = (), cached: bool = Fa
     """
     path, inputs = source.model, source.inputs
     refuse_missing(path, _EXPECTED)
+    if is_autoencoder(path):
+        refuse_inputs(inputs, f"{path}, another kind of model")
+        refuse_choices(source.padding, source.logits, f"{path}, another kind of model")
+        return trace_autoencoder(path)
     kind = "directory" if path.is_dir() else _sniff(path)
     if kind == "directory":
         refuse_inputs(inputs, f"{path}, another kind of model")
@@ -44,7 +49,7 @@ def load_model(source: TracingOptions, sizes: FixedSizes = (), cached: bool = Fa
 
 _EXPECTED = (
     "a torch.export archive (torch.export.save), a Hugging Face directory (config.json and safetensors), "
-    "an ONNX file or a pickled module"
+    f"an ONNX file, a pickled module or {EXPECTED}"
 )
 
 

@@ -57,7 +57,7 @@ def refuse_calibration(options: DecisionOptions, target: str) -> None:
             f"--calibration {options.calibration}",
             "only a model that twellc traces can be calibrated",
             got=target,
-            expected="a torch.export archive, a Hugging Face directory or a pickled module",
+            expected="a torch.export archive, a Hugging Face directory, a pickled module or a sparse autoencoder",
             fix="Leave it out.",
         )
 

@@ -46,7 +46,7 @@ class SourceOptions:
     """Which model is meant.
 
     Attributes:
-        model: A torch.export archive, a Hugging Face directory, an ONNX file or a pickled module.
+        model: A torch.export archive, a Hugging Face directory, an ONNX file, a pickled module or a sparse autoencoder.
         trust_model: Load a pickle, or an archive that could execute code.
         import_modules: A module to import first, such as one that registers operators of the model; several may be
             given. Its code runs.

@@ -1,0 +1,278 @@
+"""Sparse autoencoders and transcoders, by their formulas, by the commands, and by sae-lens itself."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import twellc
+from tests.conftest import Cli
+from tests.tolerance import assert_same
+from twellc.base.errors import UserError
+from twellc.loaders.autoencoder_files import load_autoencoder
+from twellc.loaders.loaded import fingerprint
+from twellc.loaders.model import load_model
+from twellc.options.source import TracingOptions
+from twellc.passes.graph.execution import Runner
+
+D_IN, D_SAE, D_OUT, KEPT = 24, 96, 16, 7
+Weights = dict[str, Tensor]
+
+
+def weights(d_out: int = D_IN, **others: Tensor) -> Weights:
+    """Draw weights so that about a sixth of the features fire."""
+    made = {"W_enc": torch.randn(D_IN, D_SAE) / 5, "W_dec": torch.randn(D_SAE, d_out) / 9, "b_dec": torch.randn(d_out)}
+    return made | {"b_enc": torch.randn(D_SAE) - 1} | others
+
+
+def threshold() -> Tensor:
+    return torch.rand(D_SAE)
+
+
+def sae_lens(path: Path, made: Weights, **config: object) -> Path:
+    path.mkdir(exist_ok=True)
+    save_file(made, path / "sae_weights.safetensors")
+    settings = {"architecture": "standard", "dtype": "float32", "normalize_activations": "none"}
+    (path / "cfg.json").write_text(json.dumps({**settings, "metadata": {"sae_lens_version": "6.54.12"}, **config}))
+    return path
+
+
+def decoded(features: Tensor, w: Weights) -> Tensor:
+    return features @ w["W_dec"] + w["b_dec"]
+
+
+def above(pre: Tensor, bound: Tensor) -> Tensor:
+    return pre.relu() * (pre > bound)
+
+
+def largest(pre: Tensor) -> Tensor:
+    return pre.relu() * (pre >= pre.sort(dim=-1).values[..., -KEPT, None])
+
+
+def gemma_scope(folder: Path, w: Weights) -> Path:
+    np.savez(folder / "params.npz", **{name: each.numpy() for name, each in w.items()})
+    return folder
+
+
+def gemma_scope_2(folder: Path, w: Weights) -> Path:
+    names = {"W_enc": "w_enc", "W_dec": "w_dec", "W_skip": "affine_skip_connection"}
+    save_file({names.get(name, name): each for name, each in w.items()}, folder / "params.safetensors")
+    (folder / "config.json").write_text('{"architecture": "jump_relu"}')
+    return folder
+
+
+def qwen_scope(folder: Path, w: Weights) -> Path:
+    path = folder / f"SAE-Res-Qwen3-1.7B-Base-W32K-L0_{KEPT}" / "layer3.sae.pt"
+    path.parent.mkdir()
+    torch.save({**w, "W_enc": w["W_enc"].t(), "W_dec": w["W_dec"].t().contiguous()}, path)
+    return path
+
+
+def gated_parts() -> Weights:
+    return {"b_gate": torch.randn(D_SAE) - 1, "b_mag": torch.randn(D_SAE), "r_mag": torch.randn(D_SAE) / 3}
+
+
+def plain(x: Tensor, w: Weights) -> Tensor:
+    return x @ w["W_enc"] + w["b_enc"]
+
+
+def normalised(x: Tensor, w: Weights) -> Tensor:
+    mean, deviation = x.mean(-1, keepdim=True), x.std(-1, keepdim=True)
+    return decoded(plain((x - mean) / (deviation + 1e-5), w).relu(), w) * deviation + mean
+
+
+def gated(x: Tensor, w: Weights) -> Tensor:
+    p = x @ w["W_enc"]
+    return decoded((p + w["b_gate"] > 0) * (p * w["r_mag"].exp() + w["b_mag"]).relu(), w)
+
+
+def by_decoder_norm(x: Tensor, w: Weights) -> Tensor:
+    norms = w["W_dec"].norm(dim=-1)
+    return decoded(above(plain(x, w) * norms, w["topk_threshold"]) / norms, w)
+
+
+# How each kind is written, its weights, and what it computes.
+KINDS: dict[str, tuple[Callable[..., Path], Callable[[], Weights], Callable[[Tensor, Weights], Tensor]]] = {
+    "params.npz of Gemma Scope": (
+        gemma_scope, lambda: weights(threshold=threshold()), lambda x, w: decoded(above(plain(x, w), w["threshold"]), w)
+    ),
+    "affine transcoder of Gemma Scope 2": (
+        gemma_scope_2, lambda: weights(D_OUT, threshold=threshold(), W_skip=torch.randn(D_IN, D_OUT)),
+        lambda x, w: decoded(above(plain(x, w), w["threshold"]), w) + x @ w["W_skip"],
+    ),
+    "dict of Qwen-Scope": (qwen_scope, weights, lambda x, w: decoded(largest(plain(x, w)), w)),
+    "sae-lens": (sae_lens, weights, lambda x, w: decoded(plain(x - w["b_dec"], w).relu(), w)),
+    "sae-lens, normalised": (
+        lambda folder, w: sae_lens(folder, w, apply_b_dec_to_input=False, normalize_activations="layer_norm"),
+        weights, normalised,
+    ),
+    "sae-lens, gated": (
+        lambda folder, w: sae_lens(folder, w, architecture="gated", apply_b_dec_to_input=False),
+        lambda: {name: each for name, each in weights(**gated_parts()).items() if name != "b_enc"}, gated,
+    ),
+    "sae-lens, batch top-k in training": (
+        lambda folder, w: sae_lens(
+            folder, w, architecture="batchtopk", apply_b_dec_to_input=False, rescale_acts_by_decoder_norm=True
+        ),
+        lambda: weights(topk_threshold=torch.tensor(0.3, dtype=torch.float64)), by_decoder_norm,
+    ),
+    "sae-lens before 6, top-k": (
+        lambda folder, w: sae_lens(
+            folder, w, dtype="torch.float32", normalize_activations=False, apply_b_dec_to_input=False,
+            activation_fn_str="topk", activation_fn_kwargs={"k": KEPT},
+        ),
+        weights, lambda x, w: decoded(largest(plain(x, w)), w),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_computes_its_formula(kind: str, tmp_path: Path) -> None:
+    write, draw, compute = KINDS[kind]
+    made, x = draw(), torch.randn(9, D_IN)
+    model = load_model(TracingOptions(write(tmp_path, made)))
+    assert model.kind == "sparse autoencoder"
+    (y,) = Runner(model.program)({"x": x})
+    assert_same(y, compute(x.double(), {name: each.double() for name, each in made.items()}).float())
+
+
+def test_by_the_commands(cli: Cli, tmp_path: Path) -> None:
+    folder = sae_lens(tmp_path / "sae", weights())
+    np.savez(tmp_path / "x.npz", x=np.random.default_rng(0).standard_normal((50, D_IN), np.float32))
+    onnx = tmp_path / "sae.onnx"
+    assert cli("compile", folder, "--backend", "none", "--onnx", onnx).exit_code == 0
+    assert cli("check", folder, onnx).exit_code == 0
+    firing = tmp_path / "sae.profile"
+    assert cli("profile", folder, "--inputs", tmp_path / "x.npz", "-o", firing).exit_code == 0
+    assert list(twellc.FiringProfile.read(firing).blocks) == ["block"]
+    first = fingerprint(folder)
+    sae_lens(folder, weights())
+    assert fingerprint(folder) != first
+
+
+def test_arrays_belong_to_the_fingerprint(tmp_path: Path) -> None:
+    prints = {fingerprint(gemma_scope(tmp_path, weights(threshold=threshold()))) for _ in range(2)}
+    assert len(prints) == 2
+
+
+def test_optimized(tmp_path: Path) -> None:
+    module, x = load_autoencoder(sae_lens(tmp_path, weights())), torch.randn(9, D_IN)
+    before = module(x)
+    assert [layer.module for layer in twellc.optimized_blocks(twellc.optimize(module))] == ["block"]
+    assert_same(module(x), before)
+
+
+def test_top_k_stays_dense_by_name(tmp_path: Path) -> None:
+    (layer,) = twellc.inspect(qwen_scope(tmp_path, weights())).layers
+    assert layer.reason == "activation is top-k; TwELL needs a ReLU family"
+
+
+def test_nan_stays(tmp_path: Path) -> None:
+    module = load_autoencoder(gemma_scope(tmp_path, weights(threshold=threshold())))
+    assert module(torch.full((1, D_IN), torch.nan)).isnan().all()
+
+
+def of_sae_lens(**config: object) -> Callable[[Path], Path]:
+    return lambda folder: sae_lens(folder, weights(), **config)
+
+
+def cut_npz(folder: Path) -> Path:
+    gemma_scope(folder, weights(threshold=threshold()))
+    content = (folder / "params.npz").read_bytes()
+    (folder / "params.npz").write_bytes(content[: len(content) // 2])
+    return folder
+
+
+def pickled_array(folder: Path) -> Path:
+    np.savez(folder / "params.npz", W_enc=np.array([object()]), allow_pickle=True)
+    return folder
+
+
+def nameless(folder: Path) -> Path:
+    path = qwen_scope(folder, weights())
+    return path.rename(folder / path.name)
+
+
+BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "kind": (
+        of_sae_lens(architecture="temporal"),
+        "this kind of autoencoder is not read; got temporal; expected stand",
+    ),
+    "activation": (of_sae_lens(activation_fn_str="tanh-relu"), "this activation is not read; got 'tanh-relu'"),
+    "normalisation": (of_sae_lens(normalize_activations="z"), "this normalisation is not read; got 'z'"),
+    "dtype": (of_sae_lens(dtype="int8"), "not a dtype; got 'int8'"),
+    "k": (of_sae_lens(architecture="topk", k=D_SAE + 1), "k is not a number of features; got 97"),
+    "no threshold": (of_sae_lens(architecture="jumprelu"), "other weights than its kind has; got no threshold; exp"),
+    "shapes": (lambda folder: gemma_scope(folder, weights(D_OUT, threshold=threshold())), "do not fit each other"),
+    "cut": (cut_npz, "is not a whole npz file"),
+    "pickled": (pickled_array, "is not a whole npz file"),
+    "no k": (nameless, "stands in no file; expected a folder named as the repository"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refused(case: str, tmp_path: Path) -> None:
+    write, message = BAD[case]
+    with pytest.raises(UserError) as refusal:
+        load_model(TracingOptions(write(tmp_path)))
+    assert message in str(refusal.value)
+
+
+# ---- sae-lens itself ----
+
+# Run in the Python that has it: writes an autoencoder of each kind, and what it makes of x.
+SCRIPT = """
+import itertools, sys, pathlib, torch
+from sae_lens.registry import get_sae_class, get_sae_training_class
+folder, (d_in, d_sae, d_out, kept) = pathlib.Path(sys.argv[1]), map(int, sys.argv[2:])
+torch.manual_seed(0)
+kinds = ("standard", "jumprelu", "topk", "gated", "transcoder", "skip_transcoder", "jumprelu_transcoder",
+         "jumprelu_skip_transcoder", "batchtopk", "matryoshka_batchtopk")
+for kind, norm in itertools.product(kinds, ("none", "constant_norm_rescale", "layer_norm")):
+    trained = "batchtopk" in kind
+    kept_here = {"k": kept} if "topk" in kind else {}
+    given = {"d_out": d_out, "apply_b_dec_to_input": False} if "transcoder" in kind else kept_here
+    given |= {"matryoshka_widths": [d_sae // 2, d_sae]} if "matryoshka" in kind else {}
+    module, config = (get_sae_training_class if trained else get_sae_class)(kind)
+    sae = module(config(d_in=d_in, d_sae=d_sae, normalize_activations=norm, **given)).eval()
+    for parameter in sae.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    if trained:
+        sae.topk_threshold += 0.4
+    name = f"{kind}, {norm}"
+    sae.save_model(folder / name)
+    if trained:
+        sae.save_inference_model(folder / f"{name}, saved")
+        sae = get_sae_class("jumprelu")[0].load_from_disk(folder / f"{name}, saved")
+    x = torch.randn(9, d_in)
+    with torch.no_grad():
+        torch.save({"x": x, "features": sae.encode(x), "y": sae(x)}, folder / f"{name}.pt")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.sae_lens
+def test_as_sae_lens(tmp_path: Path) -> None:
+    python = os.environ.get("TWELLC_SAE_LENS_PYTHON", sys.executable)
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    sizes = map(str, (D_IN, D_SAE, D_OUT, KEPT))
+    subprocess.run([python, "-c", SCRIPT, tmp_path, *sizes], env={**own, "HF_HUB_OFFLINE": "1"}, check=True)
+    found = sorted(tmp_path.glob("*.pt"))
+    assert len(found) == 30
+    for file in found:
+        expected: dict[str, Any] = torch.load(file)
+        for folder in tmp_path.glob(f"{file.stem}*/"):
+            module = load_autoencoder(folder)
+            assert_same(module(expected["x"]), expected["y"])
+            if module.normalised == "none":
+                x = expected["x"] - module.block.decoder.bias if module.centred else expected["x"]
+                assert_same(module.block.features(x), expected["features"])

@@ -1,0 +1,96 @@
+"""A sparse autoencoder or transcoder as a module: what it computes, whichever files it was stored in.
+
+    z = normalised(x) - b_dec                  x [..., d_in]; each of the two only where the files say so
+    f = activation(z W_enc + b_enc)            f [..., d_features], the features, mostly zeros
+    y = restored(f W_dec + b_dec) + x W_skip   y [..., d_out]; W_skip of some transcoders
+
+The middle, with `f W_dec + b_dec`, is a plain feed-forward block. All else stays outside of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+_EPSILON = 1e-5  # what sae-lens adds to the deviation
+
+
+class Dictionary(nn.Module):
+    """The features of an autoencoder, and what they add up to: its feed-forward block.
+
+    Attributes:
+        encoder, decoder: Its two products.
+        threshold: JumpReLU's, [d_features]: a feature that is not larger is zero; None for plain ReLU.
+        k: How many features of a token are kept, the largest; None keeps all.
+    """
+
+    def __init__(self, encoder: nn.Linear, decoder: nn.Linear, threshold: Tensor | None, k: int | None) -> None:
+        super().__init__()
+        self.encoder, self.decoder, self.k = encoder, decoder, k
+        self.threshold = None if threshold is None else nn.Parameter(threshold)
+
+    def features(self, z: Tensor) -> Tensor:
+        """Return the features [..., d_features] of z [..., d_in]."""
+        pre: Tensor = self.encoder(z)
+        if self.k is not None:
+            values, places = pre.topk(self.k, dim=-1, sorted=False)
+            return torch.zeros_like(pre).scatter(-1, places, values.relu())
+        if self.threshold is not None:
+            return pre.relu() * (pre > self.threshold)
+        return pre.relu()
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Return what the features of z [..., d_in] add up to, [..., d_out]."""
+        y: Tensor = self.decoder(self.features(z))
+        return y
+
+
+class SparseAutoencoder(nn.Module):
+    """A sparse autoencoder or transcoder, as sae-lens computes it.
+
+    Attributes:
+        block: Its features.
+        skip: A product of x that is added to the result; None without.
+        centred: Whether the decoder's bias is subtracted from x first.
+        normalised: How each x is normalised, and the result restored: `none`, `layer_norm`, or
+            `constant_norm_rescale`, to a norm of sqrt(d_in).
+        restores: Whether the result is restored; that of a transcoder is not.
+        notes: What a user should hear about how it was read.
+    """
+
+    def __init__(
+        self,
+        block: Dictionary,
+        skip: nn.Linear | None,
+        *,
+        centred: bool,
+        normalised: str,
+        restores: bool,
+        notes: list[str],
+    ) -> None:
+        super().__init__()
+        self.block, self.skip, self.centred = block, skip, centred
+        self.normalised, self.restores, self.notes = normalised, restores, notes
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the reconstruction, or what a transcoder predicts: [..., d_out] of x [..., d_in]."""
+        z, restored = self._normalise(x)
+        y: Tensor = self.block(z - self.block.decoder.bias if self.centred else z)
+        if self.restores:
+            y = restored(y)
+        if self.skip is not None:
+            y = y + self.skip(x)
+        return y
+
+    def _normalise(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return x normalised, and what undoes that for the result."""
+        if self.normalised == "layer_norm":
+            mean = x.mean(dim=-1, keepdim=True)
+            deviation = (x - mean).std(dim=-1, keepdim=True)
+            return (x - mean) / (deviation + _EPSILON), lambda y: y * deviation + mean
+        if self.normalised == "constant_norm_rescale":
+            factor = x.shape[-1] ** 0.5 / x.norm(dim=-1, keepdim=True)
+            return x * factor, lambda y: y / factor
+        return x, lambda y: y
