@@ -43,9 +43,16 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "hunyuan": family("HunYuanDenseV1", **_WIDE, head_dim=64),
     "gpt-neox-japanese": family("GPTNeoXJapanese", **_SINGLE, intermediate_multiple_size=2, hidden_act="relu"),
 }
+# Squared ReLU without a gate, like Nemotron and NanoChat: no plan of these is run on a GPU in tests.
+SQUARED: dict[str, Callable[..., Any]] = {
+    "jais2": functools.partial(models.jais2, **_TOKENS),
+    "arcee": functools.partial(models.arcee, **_TOKENS),
+    "persimmon": functools.partial(models.persimmon, **_TOKENS),
+}
 # Those that torch alone decodes in tests, and a few of the others.
 IN_TORCH: dict[str, Callable[..., Any]] = {
     **{name: make for name, make in FAMILIES.items() if name not in ("gpt2", "phi3", "hunyuan", "gpt-neox-japanese")},
+    **SQUARED,
     "qwen3-window": family(
         "Qwen3", **_WIDE, head_dim=8, use_sliding_window=True, sliding_window=6, max_window_layers=1
     ),

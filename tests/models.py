@@ -259,12 +259,27 @@ t5 = family(
     feed_forward_proj="relu",
     decoder_start_token_id=0,
 )
+m2m100 = family(
+    "M2M100",
+    "ForConditionalGeneration",
+    vocab_size=96,
+    d_model=32,
+    encoder_layers=2,
+    decoder_layers=2,
+    encoder_attention_heads=4,
+    decoder_attention_heads=4,
+    encoder_ffn_dim=96,
+    decoder_ffn_dim=96,
+    max_position_embeddings=64,
+    decoder_start_token_id=2,
+)
 # Its projections are Conv1D, that is addmm with a weight stored [in, out].
 gpt2 = family("GPT2", "LMHeadModel", **_GPT, n_layer=1)
-# Squared ReLU without a gate; Arcee has other norms, Persimmon biases, and Q, K and V in one product.
+# Squared ReLU without a gate; Arcee has other norms, Persimmon and Jais-2 biases, Persimmon Q, K and V in one product.
 nemotron = family("Nemotron", **WIDE)
 arcee = family("Arcee", **WIDE, **_ENDS)
 persimmon = family("Persimmon", **_SINGLE)
+jais2 = family("Jais2", **WIDE, **_ENDS)
 # Attention and block read the same x; Q, K and V of a head are one after the other in one product.
 gpt_neox = family("GPTNeoX", **_SINGLE, hidden_act="relu")
 # Attention and block read the same; positions turn neighbouring features.
@@ -275,6 +290,23 @@ falcon = family("Falcon", **SMALL, ffn_hidden_size=96, activation="relu", new_de
 phi3 = family("Phi3", **WIDE, **_ENDS, hidden_act="relu", pad_token_id=0)
 # A mixture of two experts.
 mixtral = family("Mixtral", **WIDE, hidden_act="relu", num_local_experts=2)
+# Mamba, experts with squared ReLU and without a gate, beside a shared one, and attention.
+nemotron_h = family(
+    "NemotronH",
+    **WIDE,
+    head_dim=8,
+    layers_block_type=["mamba", "moe", "attention"],
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=48,
+    moe_shared_expert_intermediate_size=64,
+    mamba_num_heads=4,
+    mamba_head_dim=16,
+    ssm_state_size=8,
+    n_groups=2,
+    chunk_size=32,
+    pad_token_id=0,
+)
 # Squared ReLU with a gate, and an RMSNorm between the hidden tensor and the down projection.
 bitnet = family("BitNet", **WIDE, hidden_act="relu2", pad_token_id=0)
 

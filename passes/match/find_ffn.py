@@ -66,6 +66,8 @@ class FfnBlock:
         dtype: Element type of the down projection's input.
         refusal: Why it cannot be rewritten; empty when it can.
         gate, up, down: Its projections; a plain block has no gate, and a refused one may lack up.
+        pre: Of experts, which are refused: what their ReLU is applied to, [rows, d_ff], with a row for each token and
+            expert that it is sent to; None of other blocks.
         x: The node to read x from, with the same leading dimensions as `y`.
         residual: What its result is added to, if the sum belongs to the block; a refused block has none.
         weights: In how many bits its weights are to be read, see `eight_bits.py`; None in those of its dtype.
@@ -86,6 +88,7 @@ class FfnBlock:
     up: Linear | None
     down: Linear
     x: Node
+    pre: Node | None = None
     residual: Residual | None = None
     weights: Weights | None = None
     thresholds: Weight | None = None
@@ -181,6 +184,7 @@ def _refused(form: UnreadForm) -> FfnBlock:
         up=None if form.gated else form.up,
         down=form.down,
         x=form.up.x,
+        pre=form.activation.pre if packet(form.up.node) is aten._grouped_mm and form.activation.sparse else None,
     )
 
 

@@ -479,6 +479,9 @@ FAMILIES: dict[str, tuple[Callable[..., Any], str, str, int]] = {
     "gpt2": (models.gpt2, "plain", "relu", 1),
     "nemotron": (models.nemotron, "plain", "relu2", 2),
     "persimmon": (models.persimmon, "plain", "relu2", 2),
+    "arcee": (models.arcee, "plain", "relu2", 2),
+    "jais2": (models.jais2, "plain", "relu2", 2),
+    "m2m100": (models.m2m100, "plain", "relu", 4),
     "rwkv": (models.rwkv, "plain", "relu2", 2),
 }
 

@@ -46,7 +46,7 @@ class ProgramObserver:
 
         Args:
             program: A canonical program.
-            blocks: Blocks found in it, without a refusal.
+            blocks: Blocks found in it: those without a refusal, and experts.
             device: Where to run it.
         """
         gates = {_gate(block).name: block for block in blocks}
@@ -130,6 +130,8 @@ def _counter(program: ExportedProgram, block: FfnBlock, device: torch.device) ->
 
 def _gate(block: FfnBlock) -> Node:
     """Return the node whose values the activation decides by."""
+    if block.pre is not None:
+        return block.pre
     part = block.gate or block.up
     assert part is not None and not block.refusal
     return part.node

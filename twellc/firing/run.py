@@ -28,8 +28,8 @@ from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.loaders.precision import choose_dtype
 from twellc.options.commands import ProfileOptions
 from twellc.passes.pipeline import PassOptions, Stage, run_until
-from twellc.samples.batches import Arrays, Batch, Intake, read_batches
-from twellc.samples.documents import kind_of, notes_on
+from twellc.samples.batches import DEFAULT_SEQUENCE, Arrays, Batch, Intake, read_batches
+from twellc.samples.documents import IDS, kind_of, notes_on
 from twellc.samples.samples import Limits
 from twellc.samples.tokenizer import Tokenizer, load_tokenizer
 
@@ -95,17 +95,24 @@ def _profile(
             str(options.model), "an ONNX file cannot be profiled", expected="the model that it was exported from"
         )
     progress("loading and tracing the model")
-    model = load_model(options)
+    model = _load(options, [each for each in data if isinstance(each, Path)])
     chosen, notes = choose_dtype(model, options.dtype)
     progress("looking for feed-forward blocks")
     found = run_until(model.program, PassOptions(torch_dtype(chosen), layers="all"), Stage.DECIDE)
-    program, layers, blocks = found.program, found.layers, [block for block, _ in found.chosen]
+    program, layers = found.program, found.layers
+    experts = [block for block in found.blocks if block.pre is not None]
+    blocks = [block for block, _ in found.chosen] + experts
     if not blocks:
         reasons = first_few([f"{layer.module}: {layer.reason}" for layer in layers], "; ")
         raise UserError(str(options.model), "has no feed-forward block that twellc can rewrite", got=reasons)
     progress("taking the model's fingerprint")
     sha256 = fingerprint(options.model)
     notes = [*model.notes, *notes, *notes_on(each for each in data if isinstance(each, Path))]
+    if experts:
+        notes.append(
+            f"experts stay dense, whatever their density: {first_few([block.module for block in experts])}; a token"
+            " counts once for each expert that it is sent to, and the neurons at one place in all experts as one"
+        )
     intake = _intake(options, model, notes)
     progress("running the model")
     with _memory_of(device, "Use --device cpu, or a GPU with more memory."):
@@ -121,6 +128,17 @@ def _profile(
         notes,
         {block.module: block for block in observer.profiles()},
     )
+
+
+def _load(options: ProfileOptions, paths: Sequence[Path]) -> LoadedModel:
+    """Load a model; one that does not take every length of a sequence for one to which all are padded."""
+    try:
+        return load_model(options, with_experts=True)
+    except UserError:
+        if not options.model.is_dir() or any(kind_of(path) == "arrays" for path in paths) or not paths:
+            raise
+        sequence = options.sequence or DEFAULT_SEQUENCE
+        return load_model(options, ((IDS, (0, sequence)),), with_experts=True)
 
 
 @contextmanager

@@ -32,7 +32,12 @@ _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention",
 
 
 def load_directory(
-    path: Path, padding: str | None = None, logits: str = "all", sizes: FixedSizes = (), cached: bool = False
+    path: Path,
+    padding: str | None = None,
+    logits: str = "all",
+    sizes: FixedSizes = (),
+    cached: bool = False,
+    with_experts: bool = False,
 ) -> LoadedModel:
     """Load and trace a model from config.json and safetensors, in the precision of its weights.
 
@@ -46,6 +51,7 @@ def load_directory(
         logits: `last` computes the logits of the last place of a causal model only, [batch, 1, vocabulary].
         sizes: The only sizes that are asked for; a model that does not take every size is traced for these.
         cached: Whether it is to compute what it does over a cache: see `cached_length`.
+        with_experts: Whether it may have experts, for which ONNX has no operator.
 
     Raises:
         UserError: The directory is incomplete, needs remote code, or holds a model that cannot be traced, or that
@@ -55,7 +61,15 @@ def load_directory(
         model, config, notes = open_directory(path)
         if cached:
             cached_length(model)
-        return _trace(path, model, config, notes, padding, logits, sizes)
+        loaded = _trace(path, model, config, notes, padding, logits, sizes)
+    if not with_experts:
+        refuse_experts(
+            path,
+            loaded.program,
+            'Its experts would stay dense. Call model.set_experts_implementation("batched_mm"), for which'
+            " ONNX has operators, export the model with torch.export.save, and compile that archive.",
+        )
+    return loaded
 
 
 def open_directory(
@@ -305,12 +319,6 @@ def _trace(
         inputs = fixed
         program = _trace_inputs(path, model, inputs)
         settings |= {"sizes": written_sizes(sizes)}
-    refuse_experts(
-        path,
-        program,
-        'Its experts would stay dense. Call model.set_experts_implementation("batched_mm"), for which'
-        " ONNX has operators, export the model with torch.export.save, and compile that archive.",
-    )
     names: dict[str, str] = {}
     ranges = {}
     for node in program.graph.find_nodes(op="placeholder"):

@@ -17,7 +17,7 @@ from twellc.samples.documents import IDS, kind_of, read_documents, read_ids
 from twellc.samples.samples import Limits, Sample, as_sample, load_npz
 from twellc.samples.tokenizer import Tokenizer
 
-_DEFAULT_SEQUENCE = 1024
+DEFAULT_SEQUENCE = 1024
 _MASK = "attention_mask"
 
 Arrays = Mapping[str, "torch.Tensor | Array"]
@@ -121,7 +121,7 @@ def _token_batches(source: int, path: Path, intake: Intake) -> Iterator[Batch]:
             "the model does not take sequences of this length",
             expected=f"{shortest} to {longest}" if longest > shortest else f"{longest}",
         )
-    length = intake.sequence or max(min(longest, _DEFAULT_SEQUENCE), shortest)
+    length = intake.sequence or max(min(longest, DEFAULT_SEQUENCE), shortest)
     rows = max(min(intake.batch, most), fewest)
     pads = intake.pads_right or _MASK in specs
     waiting: list[list[int]] = []

@@ -95,6 +95,27 @@ def test_counts_are_those_of_the_model(request: pytest.FixtureRequest, tmp_path:
     assert block.tokens == 60 and [each[:2] for each in block.density_by_position()] == places
 
 
+def test_experts_are_counted_though_they_stay_dense(tmp_path: Path) -> None:
+    model = models.nemotron_h()
+    folder, rows = models.save(model, tmp_path / "model"), torch.randint(3, 90, (5, 16))
+    np.save(tmp_path / "ids.npy", rows.numpy())
+    profile = twellc.profile(folder, tmp_path / "ids.npy", sequence=16, device="cpu")
+    experts = model.model.layers[1].mixer.experts
+    experts.config._experts_implementation = "eager"  # transformers' loop over the experts that are hit
+    seen: list[torch.Tensor] = []
+    experts.act_fn.register_forward_hook(lambda *call: seen.append(call[-1]))
+    with torch.no_grad():
+        model(rows)
+    block = profile.blocks["model.layers.1.mixer.experts"]
+    fired = torch.cat(seen) != 0
+    assert (block.activation, block.d_ff, block.tokens) == ("relu2", 48, len(fired)) == ("relu2", 48, 2 * rows.numel())
+    # What is near zero may be rounded the other way.
+    assert np.abs(block.firing - fired.sum(0).numpy()).sum() <= 0.01 * block.nonzeros
+    assert list(profile.blocks) == ["model.layers.1.mixer.shared_experts", "model.layers.1.mixer.experts"]
+    (note,) = (note for note in profile.notes if "experts" in note)
+    assert note.startswith("experts stay dense, whatever their density: model.layers.1.mixer.experts; ")
+
+
 def lines(path: Path, records: list[dict[str, Any]]) -> Path:
     path.write_text("\n".join(map(json.dumps, records)) + "\n\n")
     return path

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from tests import models
-from tests.caches import FAMILIES, calling, feed, mostly_slow, steps, transformers_own
+from tests.caches import FAMILIES, SQUARED, calling, feed, mostly_slow, steps, transformers_own
 from tests.tolerance import assert_as_accurate, assert_same
 from tests.twellc.loaders.test_checkpoint import sparselm
 from twellc.base.errors import UserError
@@ -58,9 +58,9 @@ def check_steps(loaded: LoadedModel, own: object, tmp_path: Path | None = None, 
         assert_same(feed(calling(evaluator.run, loaded.cache, len(tokens), torch.float32), tokens, taken), expected)
 
 
-@pytest.mark.parametrize("family", mostly_slow(FAMILIES, "llama", "phi3-window", "falcon", "gemma2"))
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES | SQUARED, "llama", "phi3-window", "falcon", "gemma2"))
 def test_families(tmp_path: Path, family: str) -> None:
-    model = FAMILIES[family]()
+    model = (FAMILIES | SQUARED)[family]()
     check_steps(load(models.save(model, tmp_path / "model", torch.float32)), model, tmp_path)
 
 
