@@ -14,6 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from twellc.features import Features, encode
+
 _EPSILON = 1e-5  # what sae-lens adds to the deviation
 
 
@@ -76,13 +78,39 @@ class SparseAutoencoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the reconstruction, or what a transcoder predicts: [..., d_out] of x [..., d_in]."""
-        z, restored = self._normalise(x)
-        y: Tensor = self.block(z - self.block.decoder.bias if self.centred else z)
+        z, restored = self._read(x)
+        y: Tensor = self.block(z)
         if self.restores:
             y = restored(y)
         if self.skip is not None:
             y = y + self.skip(x)
         return y
+
+    def encode(self, x: Tensor) -> Features:
+        """Return the features of x [..., d_in] that are not zero; without a dense tensor, but for top-k.
+
+        `twellc.features.decode` gives what they add up to: `self.block(z)` of the same z, neither restored nor with a
+        skip.
+
+        Raises:
+            ValueError, TypeError: See `twellc.features.encode`.
+        """
+        z, _ = self._read(x)
+        block, threshold = self.block, self.block.threshold
+        if block.k is not None:
+            dense = block.features(z).flatten(end_dim=-2)
+            token, place = dense.nonzero(as_tuple=True)
+            offsets = torch.cat([token.new_zeros(1), token.bincount(minlength=len(dense)).cumsum(0)])
+            return Features(place.int(), dense[token, place], offsets, dense.shape[-1], x.shape[:-1])
+        if threshold is None:
+            return encode(z, block.encoder.weight, block.encoder.bias)
+        bounds = threshold.float()
+        return encode(z, block.encoder.weight, block.encoder.bias, activation="fatrelu", thresholds=bounds)
+
+    def _read(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return what the block reads of x, and what restores its result."""
+        z, restored = self._normalise(x)
+        return z - self.block.decoder.bias if self.centred else z, restored
 
     def _normalise(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return x normalised, and what undoes that for the result."""

@@ -80,8 +80,7 @@ def is_autoencoder(path: Path) -> bool:
 def load_autoencoder(path: str | Path) -> SparseAutoencoder:
     """Return a sparse autoencoder or transcoder as a module in eval mode, on the CPU, in the dtype of its files.
 
-    Its `block` is what the other functions of twellc take for a feed-forward block, and `block.features` gives the
-    features, [..., d_features].
+    Its `block` is what the rest of twellc takes for a feed-forward block, and its `encode` gives the features.
 
     Args:
         path: A folder of sae-lens, params.npz of Gemma Scope or a folder with it or with Gemma Scope 2's

@@ -145,6 +145,17 @@ def test_computes_its_formula(kind: str, tmp_path: Path) -> None:
     assert_same(y, compute(x.double(), {name: each.double() for name, each in made.items()}).float())
 
 
+@pytest.mark.parametrize("kind", ["params.npz of Gemma Scope", "dict of Qwen-Scope", "sae-lens"])
+def test_features_without_a_dense_tensor(kind: str, tmp_path: Path) -> None:
+    write, draw, _ = KINDS[kind]
+    module, x = load_autoencoder(write(tmp_path, draw())), torch.randn(3, 5, D_IN)
+    features = module.encode(x)
+    z = x - module.block.decoder.bias if module.centred else x
+    assert_same(features.to_sparse_csr().to_dense(), module.block.features(z).flatten(end_dim=1))
+    y = twellc.features.decode(features, module.block.decoder.weight.t(), module.block.decoder.bias)
+    assert_same(y, module(x))
+
+
 def test_by_the_commands(cli: Cli, tmp_path: Path) -> None:
     folder = sae_lens(tmp_path / "sae", weights())
     np.savez(tmp_path / "x.npz", x=np.random.default_rng(0).standard_normal((50, D_IN), np.float32))
@@ -164,10 +175,15 @@ def test_arrays_belong_to_the_fingerprint(tmp_path: Path) -> None:
     assert len(prints) == 2
 
 
-def test_optimized(tmp_path: Path) -> None:
-    module, x = load_autoencoder(sae_lens(tmp_path, weights())), torch.randn(9, D_IN)
+@pytest.mark.parametrize("kind", ["params.npz of Gemma Scope", "affine transcoder of Gemma Scope 2", "sae-lens, gated"])
+def test_blocks_are_taken(kind: str, tmp_path: Path) -> None:
+    write, draw, _ = KINDS[kind]
+    folder = write(tmp_path, draw())
+    (layer,) = twellc.inspect(folder).layers
+    assert (layer.module, layer.variant, layer.activation, layer.decision) == ("block", "plain", "fatrelu", "twell")
+    module, x = load_autoencoder(folder), torch.randn(9, D_IN)
     before = module(x)
-    assert [layer.module for layer in twellc.optimized_blocks(twellc.optimize(module))] == ["block"]
+    assert len(twellc.optimized_blocks(twellc.optimize(module))) == 1
     assert_same(module(x), before)
 
 
