@@ -166,7 +166,7 @@ def _read_sae_lens(folder: Path) -> _Stored:
     factor = weights.pop("scaling_factor", None)
     if factor is not None and not torch.all(factor == 1):
         raise UserError(str(where), "holds a scaling_factor of finetuning", fix="Multiply W_dec by it, and remove it.")
-    if "topk_threshold" in weights and "b_enc" in weights:
+    if "b_enc" in weights and "topk_threshold" in weights and weights["topk_threshold"].dim() == 0:
         weights["threshold"] = weights.pop("topk_threshold").expand_as(weights["b_enc"])
     dtype = str(config.get("dtype", "float32")).removeprefix("torch.")
     if dtype not in _DTYPES:
@@ -195,7 +195,7 @@ def _of_gemma_scope(file: Path, stored: dict[str, Tensor]) -> _Stored:
     weights = {re.sub("^w_", "W_", name): each for name, each in stored.items()}
     config: dict[str, Any] = {"architecture": "jumprelu", "apply_b_dec_to_input": False}
     if "affine_skip_connection" in weights:
-        weights["W_skip"] = weights.pop("affine_skip_connection").t()
+        weights["W_skip"] = _turned(weights.pop("affine_skip_connection"))
         config["architecture"] = "jumprelu_skip_transcoder"
     return _Stored(file, weights, config)
 
@@ -216,8 +216,13 @@ def _read_dict(file: Path) -> _Stored:
     except Exception as error:  # torch raises what it likes for a damaged file
         raise UserError(str(file), f"torch cannot read it ({first_line(error)})") from error
     weights = {name: each for name, each in content.items() if isinstance(each, Tensor)}
-    weights |= {name: weights[name].t() for name in ("W_enc", "W_dec") if name in weights}
+    weights |= {name: _turned(weights[name]) for name in ("W_enc", "W_dec") if name in weights}
     return _Stored(file, weights, {"architecture": "topk", "k": kept, "apply_b_dec_to_input": False})
+
+
+def _turned(matrix: Tensor) -> Tensor:
+    """Return a matrix with its axes exchanged; what is none is refused later, as it is."""
+    return matrix.t() if matrix.dim() == 2 else matrix
 
 
 # ---- the module ----

@@ -73,7 +73,7 @@ def gemma_scope_2(folder: Path, w: Weights) -> Path:
 def qwen_scope(folder: Path, w: Weights) -> Path:
     path = folder / f"SAE-Res-Qwen3-1.7B-Base-W32K-L0_{KEPT}" / "layer3.sae.pt"
     path.parent.mkdir()
-    torch.save({**w, "W_enc": w["W_enc"].t(), "W_dec": w["W_dec"].t().contiguous()}, path)
+    torch.save({**w, "W_enc": w["W_enc"].transpose(0, 1), "W_dec": w["W_dec"].t().contiguous()}, path)
     return path
 
 
@@ -229,6 +229,10 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
     "k": (of_sae_lens(architecture="topk", k=D_SAE + 1), "k is not a number of features; got 97"),
     "no threshold": (of_sae_lens(architecture="jumprelu"), "other weights than its kind has; got no threshold; exp"),
     "shapes": (lambda folder: gemma_scope(folder, weights(D_OUT, threshold=threshold())), "do not fit each other"),
+    "no matrix": (
+        lambda folder: qwen_scope(folder, weights(W_enc=torch.randn(D_IN, D_SAE, 1))),
+        "do not fit each other",
+    ),
     "cut": (cut_npz, "is not a whole npz file"),
     "pickled": (pickled_array, "is not a whole npz file"),
     "no k": (nameless, "stands in no file; expected a folder named as the repository"),
