@@ -120,7 +120,7 @@ class _Finder:
             same_x[-1].linears.append(linear)
             same_x[-1].outputs.extend(outputs)
         found = [self._with_ends(each) for same_x in groups.values() for each in same_x]
-        readers = {linear.node: each for each in found for linear in each.linears}
+        readers = {node: each for each in found for linear in each.linears for node in linear.nodes}
         found = [
             each if each.norm is None or _is_read_by(each.norm.node, readers) else replace(each, norm=None, way=())
             for each in found
@@ -146,8 +146,9 @@ class _Finder:
         for node in pending:
             for user in node.users:
                 part = self._reader.linear(user) if _cuts(user) else None
-                if part is not None and part.weight.rows is not None and part.weight.rows[2] == 1:
-                    found[part.weight.rows[0]] = part.weight.rows[1], user
+                rows = None if part is None else part.weight.rows
+                if rows is not None and rows[2] == 1 and rows[0] not in found:
+                    found[rows[0]] = rows[1], user
                 elif step(user) is node or packet(user) in SPLITS | VALUE_PRESERVING | {aten.unbind}:
                     pending.append(user)
                 else:
