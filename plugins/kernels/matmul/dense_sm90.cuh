@@ -283,18 +283,6 @@ __device__ __forceinline__ void multiply_by_g(Params const& params, View const& 
     }
 }
 
-__device__ __forceinline__ float larger_or_nan(float a, float b) {
-    float larger;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
-    return larger;
-}
-
-// Of four numbers in E4M3 makes -0 of those that are 0 and active, a byte of ones each.
-__device__ __forceinline__ uint32_t mark_zeros(uint32_t four, uint32_t active) {
-    uint32_t const not_zero = (four & 0x7f7f7f7fu) + 0x7f7f7f7fu;  // their highest bits
-    return four | (~not_zero & active & 0x80808080u);
-}
-
 // The same with weights of eight bits: the result, in bf16 whatever the element type is, lacks the scale of x and the
 // bias, and h becomes bytes as in hidden_sm90.cuh.
 template <class Element, class Cfg, int kStep, int kAtOnce>
@@ -316,7 +304,6 @@ __device__ __forceinline__ void multiply_by_g(ParamsOf<E4m3> const& params, View
         biases[k] = params.bias == nullptr ? 0.0f : Element::to_float(params.bias[neuron]);
         h_scales[k] = scale_h(params.block, 1.0f, neuron);
     }
-    float const least_up = params.relu_on_up ? 0.0f : -INFINITY;
     PackedGate const& gate = params.gate;
 #pragma unroll 1
     for (int begin = tokens.skipped + first * 2 + lane / kChunksPerToken; begin < tokens.end;
@@ -338,24 +325,20 @@ __device__ __forceinline__ void multiply_by_g(ParamsOf<E4m3> const& params, View
         }
         float h[kAtOnce][kVector];
         float most[kAtOnce] = {};
-        uint2 active[kAtOnce];  // bytes
 #pragma unroll
         for (int r = 0; r < kAtOnce; ++r) {
-            uint4 const g_pairs = (spilled >> r & 1) != 0
-                                      ? loaded[r]
-                                      : expand(loaded[r], static_cast<int>(rank) * kChunksPerToken + chunk);
-            auto const bytes = [](uint32_t low, uint32_t high) {
-                return __byte_perm(Element::is_not_zero2(low), Element::is_not_zero2(high), 0x6420);
-            };
-            active[r] = make_uint2(bytes(g_pairs.x, g_pairs.y), bytes(g_pairs.z, g_pairs.w));
             float g[kVector];
-            unpack<Element>(g, g_pairs);
+            unpack<Element>(g, (spilled >> r & 1) != 0
+                                   ? loaded[r]
+                                   : expand(loaded[r], static_cast<int>(rank) * kChunksPerToken + chunk));
             float u[kVector];
             unpack<Bf16>(u, load_chunk(result + chunk_offset<Cfg>(index(r), chunk)));
 #pragma unroll
             for (int k = 0; k < kVector; ++k) {
-                float const whole = larger_or_nan(fmaf(u[k], x_scales[r], biases[k]), least_up);
-                h[r][k] = g[k] == 0.0f ? 0.0f : g[k] * whole * h_scales[k];
+                float const whole = fmaf(u[k], x_scales[r], biases[k]);
+                float const value =
+                    g[k] * (params.relu_on_up && whole <= 0.0f ? 0.0f : whole) * h_scales[k];  // NaN is kept
+                h[r][k] = g[k] == 0.0f ? 0.0f : value == 0.0f ? -0.0f : value;
                 most[r] = fmaxf(most[r], fabsf(h[r][k]));  // of a NaN the other one
             }
         }
@@ -369,14 +352,14 @@ __device__ __forceinline__ void multiply_by_g(ParamsOf<E4m3> const& params, View
         }
 #pragma unroll
         for (int r = 0; r < kAtOnce; ++r) {
-            uint16_t const scale = Bf16::from_float(fmaxf(most[r] * (1.0f / kLargest), 1e-30f));
-            float const inverse = __fdividef(1.0f, Bf16::to_float(scale));
+            uint16_t const scale = Bf16::from_float(fmaxf(most[r] / kLargest, 1e-30f));
+            float const inverse = 1.0f / Bf16::to_float(scale);
 #pragma unroll
             for (int k = 0; k < kVector; ++k) {
-                h[r][k] *= inverse;
+                h[r][k] = to_be_rounded(h[r][k], inverse);
             }
-            uint32_t const own[2] = {mark_zeros(to_e4m3(h[r][0], h[r][1], h[r][2], h[r][3]), active[r].x),
-                                     mark_zeros(to_e4m3(h[r][4], h[r][5], h[r][6], h[r][7]), active[r].y)};
+            uint32_t const own[2] = {to_e4m3(h[r][0], h[r][1], h[r][2], h[r][3]),
+                                     to_e4m3(h[r][4], h[r][5], h[r][6], h[r][7])};
             // Two lanes have 16 neurons, 0 to 7 and 8 to 15, and each stores those of half of the pairs.
             bool const is_even = lane % 2 == 0;
             uint32_t const other = __shfl_xor_sync(half, is_even ? own[1] : own[0], 1);
@@ -598,8 +581,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                 }
                 SpilledMasks const masks = find_spilled<Cfg, kHelpers>(params, view, tile, warp - 1);
                 wait_barrier(result_stored, parity);
-                multiply_by_g<Element, Cfg, kHelpers, kBytes ? 3 : 4>(params, view, tile, rank, result, warp - 1,
-                                                                      masks);
+                multiply_by_g<Element, Cfg, kHelpers, 4>(params, view, tile, rank, result, warp - 1, masks);
                 __syncwarp();
                 if (lane == 0) {
                     arrive(result_empty);
