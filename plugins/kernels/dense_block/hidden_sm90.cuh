@@ -28,7 +28,7 @@ template <>
 struct BytesOf<E4m3> : ScalesOf<E4m3> {
     float const* x_scale;  // [tokens], and one block more that is read, but not used
     uint8_t* h_bytes;      // [tokens, d_ff], rows `stride` apart: takes the place of h
-    uint16_t* h_scale;     // in bf16, [parts of tiles, tokens], rows h_scale_stride apart
+    float* h_scale;        // [parts of tiles, tokens], rows h_scale_stride apart
     int64_t h_scale_stride;
 };
 
@@ -229,12 +229,12 @@ __device__ __forceinline__ void store_bytes(ParamsOf<E4m3> const& params,
             largest = Bf16::larger2(largest, all_most[w * (N / 2) + thread]);
         }
         float2 const pair = Bf16::to_float2(largest);
-        uint16_t* const scales =
+        float* const scales =
             params.h_scale + tile.neuron_of<Cfg>(rank) / BLOCK_M * params.h_scale_stride + tokens.begin;
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
-            uint16_t const scale = Bf16::from_float(fmaxf((t == 0 ? pair.x : pair.y) / kLargest, 1e-30f));
-            inverses[thread * 2 + t] = 1.0f / Bf16::to_float(scale);
+            float const scale = fmaxf((t == 0 ? pair.x : pair.y) / kLargest, 1e-30f);
+            inverses[thread * 2 + t] = 1.0f / scale;
             if (tokens.has(thread * 2 + t)) {
                 scales[thread * 2 + t] = scale;
             }

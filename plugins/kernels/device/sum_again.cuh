@@ -119,12 +119,11 @@ __device__ __forceinline__ void sum_again(BlockTensors const& block, uint16_t co
 }
 
 // The same with weights of eight bits. h_row: h in eight bits, -0 where an active neuron's is 0, 16 neurons in the
-// order 0, 8, 1, 9, ...; worth h_scale[n / 128 * scale_stride] each, in bf16, times the neuron's scale of w_down
-// included. No h overflows, so what is NaN is to be so.
+// order 0, 8, 1, 9, ...; worth h_scale[n / 128 * scale_stride] each, times the neuron's scale of w_down included. No h
+// overflows, so what is NaN is to be so.
 template <class Element>
-__device__ __forceinline__ void sum_again(BlockTensorsOf<E4m3> const& block, uint8_t const* h_row,
-                                          uint16_t const* h_scale, int64_t scale_stride, int64_t row,
-                                          int first_column) {
+__device__ __forceinline__ void sum_again(BlockTensorsOf<E4m3> const& block, uint8_t const* h_row, float const* h_scale,
+                                          int64_t scale_stride, int64_t row, int first_column) {
     constexpr int kScaled = 128;  // neurons
     int const lane = static_cast<int>(threadIdx.x) % kWarpSize;
     float sums[kVector] = {};  // over this lane's neurons
@@ -132,8 +131,8 @@ __device__ __forceinline__ void sum_again(BlockTensorsOf<E4m3> const& block, uin
         int const within = neuron % 16;
         uint32_t const bits = __ldcg(h_row + (neuron - within + within % 8 * 2 + within / 8));
         if (bits != 0) {
-            float const h = Fp16::to_float2(e4m3_to_fp16_pair(bits)).x *
-                            Bf16::to_float(__ldcg(h_scale + neuron / kScaled * scale_stride));
+            float const h =
+                Fp16::to_float2(e4m3_to_fp16_pair(bits)).x * __ldcg(h_scale + neuron / kScaled * scale_stride);
             float values[kVector];
             unpack<Element>(values,
                             load_vector(block.w_down + static_cast<int64_t>(neuron) * block.d_out + first_column));

@@ -35,7 +35,7 @@ struct BytesOf<E4m3> {
     CUtensorMap h_scales;  // [parts of tiles of d_ff, rows], boxes of [1, tokens of a CTA]
     uint8_t* h;            // [rows, num_tiles of d_ff * TWELL_TILE]
     int64_t h_stride;
-    uint16_t* h_scale;  // as above, in bf16, rows h_scale_stride apart
+    float* h_scale;  // as above, rows h_scale_stride apart
     int64_t h_scale_stride;
     float const* x_scale;  // up: of all rows
 };
@@ -352,8 +352,8 @@ __device__ __forceinline__ void multiply_by_g(ParamsOf<E4m3> const& params, View
         }
 #pragma unroll
         for (int r = 0; r < kAtOnce; ++r) {
-            uint16_t const scale = Bf16::from_float(fmaxf(most[r] / kLargest, 1e-30f));
-            float const inverse = 1.0f / Bf16::to_float(scale);
+            float const scale = fmaxf(most[r] / kLargest, 1e-30f);
+            float const inverse = 1.0f / scale;
 #pragma unroll
             for (int k = 0; k < kVector; ++k) {
                 h[r][k] = to_be_rounded(h[r][k], inverse);
@@ -382,7 +382,6 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     dense_kernel(__grid_constant__ ParamsOf<Stored> const params) {
     constexpr bool kUp = kProjection == Projection::kUp;
     constexpr bool kBytes = sizeof(Stored) == 1;
-    constexpr bool kScalesTokens = Cfg::kHasTokenScales;
     using Operand = std::conditional_t<kBytes, E4m3, Element>;
     // Of bytes consumers hold sums and products, and helpers work out scales.
     constexpr int kRegistersFewer = !kBytes ? kRegistersFirst : kUp ? kRegistersBytesHelper : kRegistersBytesLoader;
@@ -455,18 +454,15 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         float accumulators[1][Cfg::kAccumulators];
         int const first_piece = skips() ? pieces_end : pieces_begin;
         for (int i = first_piece; i < pieces_end; i += pieces_step, parity ^= 1) {
-            if constexpr (kScalesTokens) {
-                multiply_scaled<Cfg>(accumulators[0], shared, ring, consumer_warp,
-                                     Piece(params, num_blocks, i).slices.count());
-                asm volatile("" : "+r"(i));  // NOTE: else what follows from it takes registers meanwhile
-            }
             auto const [tile, slices] = Piece(params, num_blocks, i);
             int const first_neuron = tile.neuron_of<Cfg>(rank) + consumer_warp * kWarpNeurons;
             Tokens const own = Tokens::of<Cfg>(tile, rank, view.count);
             float2 const biases = kBytes
                                       ? make_float2(0.0f, 0.0f)
                                       : load_biases<Element>(params.bias, first_neuron + lane / 4, params.num_neurons);
-            if constexpr (!kScalesTokens) {
+            if constexpr (kBytes && !kUp) {
+                multiply_scaled<Cfg>(accumulators[0], shared, ring, consumer_warp, slices.count());
+            } else {
                 multiply<Operand, Cfg, !kUp>(accumulators, shared, ring, consumer, slices.count());
             }
 

@@ -38,18 +38,18 @@ bool dense_sm90_supports(twell_problem const& problem);
 // h in eight bits, each row with a scale for 128 neurons: see hidden_sm90.cuh.
 struct HiddenBytes {
     uint8_t* values;       // [tokens, spilled_stride(problem)]
-    uint16_t* scales;      // in bf16, [ceil(d_ff / 128), tokens], rows scale_stride apart
-    int64_t scale_stride;  // a multiple of 8
+    float* scales;         // [ceil(d_ff / 128), tokens], rows scale_stride apart
+    int64_t scale_stride;  // a multiple of 4
 };
 
 // A piece of memory for it.
 inline HiddenBytes take_hidden_bytes(twell_problem const& problem, unsigned char*& memory) {
-    constexpr int64_t kMultiple = 8;
+    constexpr int64_t kMultiple = 4;
     HiddenBytes h = {};
     if (has_scales(problem)) {
         h.scale_stride = ceil_div(problem.tokens, kMultiple) * kMultiple;
         h.values = take<uint8_t>(memory, problem.tokens * spilled_stride(problem));
-        h.scales = take<uint16_t>(memory, ceil_div(problem.d_ff, matmul_sm90::BLOCK_M) * h.scale_stride);
+        h.scales = take<float>(memory, ceil_div(problem.d_ff, matmul_sm90::BLOCK_M) * h.scale_stride);
     }
     return h;
 }

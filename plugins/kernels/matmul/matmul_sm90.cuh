@@ -94,7 +94,7 @@ struct Config {
     static constexpr int kBytesStage = kBytesA + kBytesB + kBytesScales;
     static constexpr int kBytesLoaded =  // into a stage
         kProducts * kBytesMatrix + (kSharesTokens ? kClusterSize : 1) * kRowsLoaded * BLOCK_K * 2 +
-        (kHasTokenScales ? kTokens * 2 : 0);
+        (kHasTokenScales ? kTokens * 4 : 0);
     static constexpr int kBytesResultPart = BLOCK_N * kBytesRow;
     static constexpr int kBytesWarp = 2 * 2 * kRowsPerSwizzle * kBytesWarpRow;
     static constexpr int kBytesResult = kResultInShared ? kConsumers * kBytesResultPart : kConsumerWarps * kBytesWarp;
@@ -161,7 +161,7 @@ struct Tokens {
     template <class Cfg>
     __device__ __forceinline__ static Tokens of(Tile const& tile, int rank, int num_tokens) {
         // TMA takes scales from multiples of 16 bytes on.
-        return Tokens(tile.token_of<Cfg>(rank), Cfg::kTokens, num_tokens, Cfg::kHasTokenScales ? 8 : 1);
+        return Tokens(tile.token_of<Cfg>(rank), Cfg::kTokens, num_tokens, Cfg::kHasTokenScales ? 4 : 1);
     }
 
     // Whether its i-th token is one of its own.
@@ -457,19 +457,19 @@ __device__ __forceinline__ void multiply_scaled(float (&sums)[Cfg::kAccumulators
     auto const add = [&](int piece, uint32_t scales) {
 #pragma unroll
         for (int i = 0; i < kPieceSums; i += 4) {
-            float2 const pair = Bf16::to_float2(load_shared_word(scales + piece * kPiece * 2 + i * 4));
+            uint2 const pair = load_half_chunk(scales + piece * kPiece * 4 + i * 8);
             float* const to = sums + piece * kPieceSums + i;
             float const* const of = products[piece % 2] + i;
-            to[0] = fmaf(of[0], pair.x, to[0]);
-            to[1] = fmaf(of[1], pair.y, to[1]);
-            to[2] = fmaf(of[2], pair.x, to[2]);
-            to[3] = fmaf(of[3], pair.y, to[3]);
+            to[0] = fmaf(of[0], __uint_as_float(pair.x), to[0]);
+            to[1] = fmaf(of[1], __uint_as_float(pair.y), to[1]);
+            to[2] = fmaf(of[2], __uint_as_float(pair.x), to[2]);
+            to[3] = fmaf(of[3], __uint_as_float(pair.y), to[3]);
         }
     };
     for (int slice = 0; slice < num_slices; ++slice, ring.advance()) {
         load();
         start(0);
-        uint32_t scales = shared.stage_scales(ring.stage) + lane % 4 * 4;
+        uint32_t scales = shared.stage_scales(ring.stage) + lane % 4 * 8;
         if (kPieces != 1) {
             asm volatile("" : "+r"(scales));  // NOTE: else the compiler keeps many sums of parts of it
         }

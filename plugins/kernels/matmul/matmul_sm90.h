@@ -58,9 +58,9 @@ inline cudaError_t encode(Device const& device, CUtensorMap& map, void const* ma
     return encode(device, map, matrix, rows, columns, columns, box_rows, dtype);
 }
 
-// Describes scales in bf16 [rows, tokens], whose rows begin `stride` apart, a multiple of 8, and which TMA moves in
-// boxes of [1, box_tokens].
-inline cudaError_t encode_scales(Device const& device, CUtensorMap& map, uint16_t const* scales, int64_t rows,
+// Describes scales [rows, tokens], whose rows begin `stride` apart, a multiple of 4, and which TMA moves in boxes of
+// [1, box_tokens].
+inline cudaError_t encode_scales(Device const& device, CUtensorMap& map, float const* scales, int64_t rows,
                                  int64_t tokens, int64_t stride, int box_tokens) {
     if (device.trace != nullptr) {
         return cudaSuccess;  // there are no scales
@@ -70,13 +70,12 @@ inline cudaError_t encode_scales(Device const& device, CUtensorMap& map, uint16_
         return cudaErrorSymbolNotFound;
     }
     cuuint64_t const extents[2] = {static_cast<cuuint64_t>(tokens), static_cast<cuuint64_t>(rows)};
-    cuuint64_t const strides[1] = {static_cast<cuuint64_t>(stride) * sizeof(uint16_t)};
+    cuuint64_t const strides[1] = {static_cast<cuuint64_t>(stride) * sizeof(float)};
     cuuint32_t const box[2] = {static_cast<cuuint32_t>(box_tokens), 1};
     cuuint32_t const steps[2] = {1, 1};
-    CUresult const result =
-        encode_tiled(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<uint16_t*>(scales), extents, strides, box,
-                     steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE,
-                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    CUresult const result = encode_tiled(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, const_cast<float*>(scales), extents,
+                                         strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+                                         CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
