@@ -183,9 +183,9 @@ def page(ids: Tensor, shown: list[Shown], contexts: int, title: str) -> str:
 @click.option("--model", type=FilePath(), default=Path(__file__).parents[1] / "bytelm", help="A model of bytes.")
 @click.option("--layer", type=click.IntRange(0), default=2, show_default=True, help="Whose output is read.")
 @click.option("--text", "texts", type=FilePath(), multiple=True, help="What to read; default: the standard library.")
-@click.option("--bytes", "count", type=click.IntRange(1), default=150_000, show_default=True, help="How much of it.")
+@click.option("--bytes", "count", type=click.IntRange(1), default=400_000, show_default=True, help="How much of it.")
 @click.option("--features", type=click.IntRange(8), default=1024, show_default=True, help="Of the autoencoder.")
-@click.option("--steps", type=click.IntRange(1), default=1500, show_default=True)
+@click.option("--steps", type=click.IntRange(1), default=4000, show_default=True)
 @click.option("--batch", type=click.IntRange(1), default=512, show_default=True, help="Bytes in a step.")
 @click.option(
     "--l1", type=click.FloatRange(0), default=4.0, show_default=True, help="The larger, the fewer are active."
