@@ -147,7 +147,7 @@ def test_inspect_shows_plugin_nodes(cli: Cli, tmp_path: Path) -> None:
     found = json.loads(cli("inspect", graph, "--json").stdout)
     assert found["kind"] == "rewritten ONNX file"
     (node,) = found["nodes"]
-    flags = {"gate_bias": 1, "up_bias": 1, "down_bias": 1, "residual": 0, "scales": 0}
+    flags = {"gate_bias": 1, "up_bias": 1, "down_bias": 1, "residual": 0, "scales": 0, "thresholds": 0}
     identity = {"plugin_version": "twellc-3", "plugin_namespace": "twell"}
     options_of_node = {"activation": "relu", "threshold": 0.0, "compression": 4, "hot": 0}
     assert node["fields"] == {**options_of_node, **flags, **identity}
