@@ -62,8 +62,7 @@ inline size_t spilled_bytes(twell_problem const& problem) {
 inline Activation activation_of(twell_problem const& problem, twell_tensors const& tensors) {
     float const cut = problem.activation == TWELL_FATRELU ? problem.threshold : 0.0f;
     uint32_t const bits = problem.dtype == TWELL_BF16 ? Bf16::round_down(cut) : Fp16::round_down(cut);
-    return {bits << 16 | bits, problem.activation == TWELL_RELU2,
-            static_cast<float const*>(tensors.thresholds)};
+    return {bits << 16 | bits, problem.activation == TWELL_RELU2, static_cast<float const*>(tensors.thresholds)};
 }
 
 inline void set_scales(ScalesOf<uint16_t>&, twell_problem const&, twell_tensors const&) {}
