@@ -178,7 +178,7 @@ __device__ __forceinline__ void store_bytes(ParamsOf<E4m3> const& params,
     uint32_t cuts[2];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-        cuts[n] = cut_of<Element>(params.act, neurons[n], params.d_ff);
+        cuts[n] = cut_of<Element>(params.act.cut, params.act.cuts, neurons[n], params.d_ff);
         gate_scales[n] = scale_sum(params, params.gate_scale, 1.0f, neurons[n]);
         if (kGated) {
             up_scales[n] = scale_sum(params, params.up_scale, 1.0f, neurons[n]);
@@ -338,12 +338,14 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                     }
                 };
                 // Likewise cuts: of two neurons of one token, or of one of two tokens.
-                uint32_t const own_cuts[2] = {cut_of<Element>(params.act, neuron, params.d_ff),
-                                              cut_of<Element>(params.act, neuron + 8, params.d_ff)};
+                uint32_t const own_cuts[2] = {
+                    cut_of<Element>(params.act.cut, params.act.cuts, neuron, params.d_ff),
+                    cut_of<Element>(params.act.cut, params.act.cuts, neuron + 8, params.d_ff)};
                 auto const cuts_of = [&](int i) {
-                    return Cfg::kIsTall ? cuts_of_pair<Element>(
-                                              params.act, first_neuron + i / 4 * kVector + lane % 4 * 2, params.d_ff)
-                                        : own_cuts[i % 4 / 2];
+                    return Cfg::kIsTall
+                               ? cuts_of_pair<Element>(params.act.cut, params.act.cuts,
+                                                       first_neuron + i / 4 * kVector + lane % 4 * 2, params.d_ff)
+                               : own_cuts[i % 4 / 2];
                 };
                 bool const leaves_active = kLeavesActive<Cfg> && params.active.masks != nullptr;
                 uint32_t bits[(Cfg::BLOCK_N + 63) / 64] = {};

@@ -150,39 +150,39 @@ __device__ __forceinline__ uint32_t round_cut(float cut) {
 
 // The cut of a neuron, twice.
 template <class Element>
-__device__ __forceinline__ uint32_t cut_of(Activation const& act, int neuron, int num_neurons) {
-    if (act.cuts == nullptr) {
-        return act.cut;
+__device__ __forceinline__ uint32_t cut_of(uint32_t of_all, float const* cuts, int neuron, int num_neurons) {
+    if (cuts == nullptr) {
+        return of_all;
     }
-    uint32_t const cut = round_cut<Element>(act.cuts[min(neuron, num_neurons - 1)]);
+    uint32_t const cut = round_cut<Element>(cuts[min(neuron, num_neurons - 1)]);
     return cut << 16 | cut;
 }
 
 // The cuts of a neuron and the next one.
 template <class Element>
-__device__ __forceinline__ uint32_t cuts_of_pair(Activation const& act, int neuron, int num_neurons) {
-    if (act.cuts == nullptr) {
-        return act.cut;
+__device__ __forceinline__ uint32_t cuts_of_pair(uint32_t of_all, float const* cuts, int neuron, int num_neurons) {
+    if (cuts == nullptr) {
+        return of_all;
     }
-    return round_cut<Element>(act.cuts[min(neuron + 1, num_neurons - 1)]) << 16 |
-           round_cut<Element>(act.cuts[min(neuron, num_neurons - 1)]);
+    return round_cut<Element>(cuts[min(neuron + 1, num_neurons - 1)]) << 16 |
+           round_cut<Element>(cuts[min(neuron, num_neurons - 1)]);
 }
 
 // Bits of act(z) for two elements with these cuts.
 template <class Element>
-__device__ __forceinline__ uint32_t activate_pair(uint32_t z, Activation const& act, uint32_t cuts) {
-    return (act.square ? Element::multiply2(z, z) : z) & Element::not_at_most2(z, cuts);
+__device__ __forceinline__ uint32_t activate_pair(uint32_t z, bool square, uint32_t cuts) {
+    return (square ? Element::multiply2(z, z) : z) & Element::not_at_most2(z, cuts);
 }
 
 // The same for z in fp32, which is first rounded to the element type: what a dense block would have stored.
 template <class Element>
-__device__ __forceinline__ uint32_t activate2(float low, float high, Activation const& act, uint32_t cuts) {
-    return activate_pair<Element>(Element::from_float2(low, high), act, cuts);
+__device__ __forceinline__ uint32_t activate2(float low, float high, bool square, uint32_t cuts) {
+    return activate_pair<Element>(Element::from_float2(low, high), square, cuts);
 }
 
 template <class Element>
-__device__ __forceinline__ uint16_t activate(float pre_activation, Activation const& act, uint32_t cut) {
-    return static_cast<uint16_t>(activate2<Element>(pre_activation, 0.0f, act, cut));
+__device__ __forceinline__ uint16_t activate(float pre_activation, bool square, uint32_t cut) {
+    return static_cast<uint16_t>(activate2<Element>(pre_activation, 0.0f, square, cut));
 }
 
 constexpr uint32_t kSigns = 0x80008000u;  // of a pair

@@ -45,8 +45,9 @@ __device__ __forceinline__ float project(BlockTensors const& block, int64_t row,
 // h of one neuron of a row of a gated block, where only z and g are rounded, by one warp; false if it is inactive.
 template <class Element, int kLoads>
 __device__ __forceinline__ bool compute_h(float& h, BlockTensors const& block, int64_t row, int neuron) {
-    uint16_t const g = activate<Element>(project<Element, kLoads>(block, row, block.w_gate, block.b_gate, neuron),
-                                         block.act, cut_of<Element>(block.act, neuron, block.d_ff));
+    uint16_t const g =
+        activate<Element>(project<Element, kLoads>(block, row, block.w_gate, block.b_gate, neuron), block.act.square,
+                          cut_of<Element>(block.act.cut, block.act.cuts, neuron, block.d_ff));
     if (!is_nonzero(g)) {
         return false;
     }

@@ -184,8 +184,10 @@ __global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(Para
             }
             float const z = params.b_gate == nullptr ? sum : sum + Element::to_float(shared.b_gate[m]);
             g[m * Cfg::kStrideG + n] =
-                valid ? activate<Element>(z, params.act, cut_of<Element>(params.act, neuron_begin + m, params.d_ff))
-                      : static_cast<uint16_t>(0);
+                valid
+                    ? activate<Element>(z, params.act.square,
+                                        cut_of<Element>(params.act.cut, params.act.cuts, neuron_begin + m, params.d_ff))
+                    : static_cast<uint16_t>(0);
         });
 
     // Which neurons are active: one thread for 16 neurons of a token.

@@ -271,8 +271,8 @@ struct Quad {
 
     template <class Element>
     __device__ __forceinline__ void load_cuts(Params const& params) {
-        cuts = make_uint2(cuts_of_pair<Element>(params.act, neuron, params.d_ff),
-                          cuts_of_pair<Element>(params.act, neuron + 2, params.d_ff));
+        cuts = make_uint2(cuts_of_pair<Element>(params.act.cut, params.act.cuts, neuron, params.d_ff),
+                          cuts_of_pair<Element>(params.act.cut, params.act.cuts, neuron + 2, params.d_ff));
     }
 
     __device__ __forceinline__ Quad(Params const& params, int neuron_begin) {
@@ -318,8 +318,8 @@ __device__ __forceinline__ uint2 activate_quad(Params const& params, Stages<Cfg>
     if (params.b_gate != nullptr) {
         z = add_biases<Element>(z, storage.b_gate + quad.first);
     }
-    return exists ? make_uint2(activate2<Element>(z.x, z.y, params.act, quad.cuts.x) & quad.valid.x,
-                               activate2<Element>(z.z, z.w, params.act, quad.cuts.y) & quad.valid.y)
+    return exists ? make_uint2(activate2<Element>(z.x, z.y, params.act.square, quad.cuts.x) & quad.valid.x,
+                               activate2<Element>(z.z, z.w, params.act.square, quad.cuts.y) & quad.valid.y)
                   : make_uint2(0, 0);
 }
 

@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) contribute_kernel(Params
         if (has_neuron && params.b_up != nullptr) {
             b_up = params.b_up[neuron_begin + neuron];
         }
-        cut = cut_of<Element>(params.act, neuron_begin + neuron, params.d_ff);
+        cut = cut_of<Element>(params.act.cut, params.act.cuts, neuron_begin + neuron, params.d_ff);
         if constexpr (ParamsOf<Stored>::kHasScales) {
             if (has_neuron) {
                 scales[0] = scale_sum(params, params.gate_scale, 1.0f, neuron_begin + neuron);
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) contribute_kernel(Params
     if constexpr (ParamsOf<Stored>::kHasScales) {
         z = z * scales[0] + Element::to_float(b_gate);
     }
-    uint16_t const g = has_neuron ? activate<Element>(z, params.act, cut) : static_cast<uint16_t>(0);
+    uint16_t const g = has_neuron ? activate<Element>(z, params.act.square, cut) : static_cast<uint16_t>(0);
     uint32_t const found = __ballot_sync(0xffffffffu, is_nonzero(g));
     uint32_t active[kTokens];
     uint32_t any = 0;

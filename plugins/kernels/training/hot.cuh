@@ -90,7 +90,8 @@ __global__ __launch_bounds__(kHotThreads) void hot_kernel(__grid_constant__ HotP
         }
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
-            uint16_t const bits = static_cast<uint16_t>(activate_pair<Element>(z[i], params.act, params.act.cut));
+            uint16_t const bits =
+                static_cast<uint16_t>(activate_pair<Element>(z[i], params.act.square, params.act.cut));
             bool const active = is_nonzero(bits);
             float const g = Element::to_float(bits);
             float const up = kGated ? up_of(Element::to_float(u[i]), params.relu_on_up) : 0.0f;

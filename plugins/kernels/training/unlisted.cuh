@@ -35,7 +35,7 @@ __device__ __forceinline__ PairGradients compute_pair(UnlistedParams const& para
     int64_t const gate = params.gate_row_of(neuron);
     uint16_t const* const x = params.x + row * params.d_model;
     float const z = dot_row<Element, kUnlistedLoads>(x, params.w_gate + gate * params.d_model, params.d_model);
-    uint16_t const bits = activate<Element>(z + bias_of(params.b_gate, gate), params.act, params.act.cut);
+    uint16_t const bits = activate<Element>(z + bias_of(params.b_gate, gate), params.act.square, params.act.cut);
     if (!is_nonzero(bits)) {
         return {};
     }

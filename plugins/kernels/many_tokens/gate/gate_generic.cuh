@@ -25,14 +25,14 @@ struct Params : BlockTensors {
 // g of this lane's eight columns, of which the first `count` exist. NOTE: a NaN or infinity in x makes even zero-filled
 // weights give NaN, so columns outside are masked by index.
 template <class Element>
-__device__ __forceinline__ Octet activate_octet(uint4 z, Activation const& act, uint4 cuts, int count) {
+__device__ __forceinline__ Octet activate_octet(uint4 z, bool square, uint4 cuts, int count) {
     uint32_t const pairs[kVector / 2] = {z.x, z.y, z.z, z.w};
     uint32_t const cuts_of_pairs[kVector / 2] = {cuts.x, cuts.y, cuts.z, cuts.w};
     Octet octet;
 #pragma unroll
     for (int i = 0; i < kVector / 2; ++i) {
         uint32_t const mask = (2 * i < count ? 0xffffu : 0u) | (2 * i + 1 < count ? 0xffff0000u : 0u);
-        octet.pairs[i] = activate_pair<Element>(pairs[i], act, cuts_of_pairs[i]) & mask;
+        octet.pairs[i] = activate_pair<Element>(pairs[i], square, cuts_of_pairs[i]) & mask;
     }
     octet.mask = find_nonzeros(make_uint4(octet.pairs[0], octet.pairs[1], octet.pairs[2], octet.pairs[3]));
     return octet;
@@ -69,7 +69,9 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) gate_kernel(Params const par
     int const own_begin = static_cast<int>(threadIdx.x) % kWarpSize * kVector;
     int const count = num_columns - own_begin;
     int const column = column_begin + own_begin;
-    auto const cuts_of = [&](int i) { return cuts_of_pair<Element>(params.act, column + 2 * i, params.d_ff); };
+    auto const cuts_of = [&](int i) {
+        return cuts_of_pair<Element>(params.act.cut, params.act.cuts, column + 2 * i, params.d_ff);
+    };
     uint4 const cuts = make_uint4(cuts_of(0), cuts_of(1), cuts_of(2), cuts_of(3));
     constexpr int kWarps = Cfg::kWarps;
     constexpr int kRowsAtOnce = Cfg::kRowsAtOnce;
@@ -77,7 +79,8 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) gate_kernel(Params const par
         Octet octets[kRowsAtOnce];
 #pragma unroll
         for (int r = 0; r < kRowsAtOnce; ++r) {
-            octets[r] = activate_octet<Element>(*result_of<Cfg>(shared, begin + r * kWarps), params.act, cuts, count);
+            octets[r] =
+                activate_octet<Element>(*result_of<Cfg>(shared, begin + r * kWarps), params.act.square, cuts, count);
         }
         pack_rows(octets, (num_rows - begin + kWarps - 1) / kWarps, words + begin * words_per_row,
                   kWarps * words_per_row, spilled == nullptr ? nullptr : spilled + begin * spilled_per_row,

@@ -67,12 +67,12 @@ struct Columns {
 
     // Those that a lane has of the num_columns that a tile has, or more.
     template <class Element>
-    __device__ __forceinline__ static Columns of(Activation const& act, int num_columns, int d_ff) {
+    __device__ __forceinline__ static Columns of(uint32_t cut, float const* cuts, int num_columns, int d_ff) {
         Columns columns(num_columns);
         int const first = d_ff - num_columns + static_cast<int>(threadIdx.x % kWarpSize) * kVector;
 #pragma unroll
         for (int i = 0; i < kVector / 2; ++i) {
-            columns.cuts[i] = cuts_of_pair<Element>(act, first + 2 * i, d_ff);
+            columns.cuts[i] = cuts_of_pair<Element>(cut, cuts, first + 2 * i, d_ff);
         }
         return columns;
     }
@@ -113,7 +113,8 @@ __device__ __forceinline__ uint32_t pack_block(Params const& params, int i, uint
     Tile const tile(params.num_blocks, params.num_tiles, i);
     int const lane = threadIdx.x % kWarpSize;
     int const column_begin = tile.tile_idx * TWELL_TILE;
-    Columns const columns = Columns::of<Element>(params.act, params.d_ff - column_begin, params.d_ff);
+    Columns const columns =
+        Columns::of<Element>(params.act.cut, params.act.cuts, params.d_ff - column_begin, params.d_ff);
     int const words_per_row = params.num_tiles * params.words_per_tile;
     int const spilled_per_row = params.num_tiles * TWELL_TILE;
     Tokens const tokens = Tokens::of<Cfg>(tile, 0, static_cast<int>(params.tokens));
