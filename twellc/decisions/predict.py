@@ -116,7 +116,7 @@ class _Call:
 _EIGHT_BITS_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 768, 1024, 2048, 8192)
 _EIGHT_BITS_SPARSE = (0.78, 0.79, 0.81, 0.94, 1.12, 0.92, 0.89, 0.86, 0.81, 0.72, 0.75, 0.80)
 _EIGHT_BITS_ACTIVE = (0.78, 0.79, 0.81, 0.94, 1.12, 0.92, 0.89, 0.86, 0.81, 1.11, 0.88, 0.83)
-_EIGHT_BITS_DENSE = (1.0, 1.0, 1.0, 1.0, 0.77, 0.78, 0.88, 0.80, 0.77, 0.76, 0.66, 0.66)
+_EIGHT_BITS_DENSE = (1.0, 1.0, 1.0, 1.0, 0.77, 0.78, 0.88, 0.80, 0.77, 0.76, 0.66, 0.63)
 _EIGHT_BITS_DENSITIES = (0.005, 0.02)  # where the first of them ends, and where the second one begins
 
 
