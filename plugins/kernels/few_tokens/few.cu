@@ -174,7 +174,10 @@ cudaError_t launch_gate_up(Call const& call, FewScratch const& scratch, FewConfi
     params.d_out = problem.d_out;
     params.num_mask_words = scratch.num_mask_words;
     params.relu_on_up = problem.activation == TWELL_DRELU;
-    params.act = activation_of(problem, tensors);
+    Activation const act = activation_of(problem, tensors);
+    params.cuts = act.cuts;
+    params.cut = act.cut;
+    params.square = act.square;
     dim3 const grid(static_cast<unsigned>(config.num_gate_ctas));
     Choice const choice = {{}, config.num_gate_ctas, config.may_be_dense ? most_counted(scratch.num_mask_words) : 0};
     return with_config<GateUp8, GateUp16, GateUp8Large, GateUp16Large, GateUp32, GateUp64>(

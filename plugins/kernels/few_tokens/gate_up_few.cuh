@@ -35,18 +35,23 @@ struct ParamsOf : ScalesOf<Stored> {
     uint32_t* masks;         // [tokens, num_mask_words]
     float* h;                // [tokens, d_ff], written where a neuron is active
     int* counters;           // [num_counters], which become 0: see down_few.cuh and down_sm90.cuh
-    int num_counters;
     // For a down projection that may be dense, or null:
     uint16_t* h_rounded;  // [tokens, num_mask_words * kMaskBits], of the element type, 0 where no neuron is active
     int2* counted;        // [CTAs]: see few.h
+    // What Activation has, without a gap.
+    float const* cuts;
+    uint32_t cut;
+    int num_counters;
     int tokens;
     int d_model;
     int d_ff;
     int d_out;
     int num_mask_words;
     bool relu_on_up;  // dReLU
-    Activation act;
+    bool square;
 };
+// NOTE: from 129 bytes on nvcc 13.0 takes a list of tokens (Listed) for the parameters, which begin with x, too.
+static_assert(sizeof(ParamsOf<uint16_t>) <= 128, "wrong results, found by tests on a GPU");
 
 constexpr int kMaxTokens = 64;  // of a CTA
 
@@ -174,27 +179,32 @@ __global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(Para
     };
 
     // Gate projection
-    project<Element, Cfg>(
-        Consecutive<Stored>{params.w_gate, neuron_begin, params.d_ff - neuron_begin},
-        Consecutive<uint16_t>{params.x, 0, params.tokens}, params.d_model, dynamic, begin, end,
-        [&](int m, int n, float sum) {
-            bool const valid = neuron_begin + m < params.d_ff && n < params.tokens;
-            if constexpr (kHasScales) {
-                sum *= gate_scales[m];
-            }
-            float const z = params.b_gate == nullptr ? sum : sum + Element::to_float(shared.b_gate[m]);
-            g[m * Cfg::kStrideG + n] =
-                valid
-                    ? activate<Element>(z, params.act.square,
-                                        cut_of<Element>(params.act.cut, params.act.cuts, neuron_begin + m, params.d_ff))
-                    : static_cast<uint16_t>(0);
-        });
+    project<Element, Cfg>(Consecutive<Stored>{params.w_gate, neuron_begin, params.d_ff - neuron_begin},
+                          Consecutive<uint16_t>{params.x, 0, params.tokens}, params.d_model, dynamic, begin, end,
+                          [&](int m, int n, float sum) {
+                              bool const valid = neuron_begin + m < params.d_ff && n < params.tokens;
+                              if constexpr (kHasScales) {
+                                  sum *= gate_scales[m];
+                              }
+                              float const z =
+                                  params.b_gate == nullptr ? sum : sum + Element::to_float(shared.b_gate[m]);
+                              g[m * Cfg::kStrideG + n] =
+                                  valid ? activate<Element>(z, params.square, params.cut) : static_cast<uint16_t>(0);
+                          });
 
     // Which neurons are active: one thread for 16 neurons of a token.
     if (thread < Cfg::kTilesM * Cfg::kTokens) {
         int const tile = thread / Cfg::kTokens;
         int const token = thread % Cfg::kTokens;
         uint32_t mask = 0;
+        if (params.cuts != nullptr) {
+#pragma unroll 1
+            for (int m = tile * MMA_M; m < (tile + 1) * MMA_M; ++m) {
+                uint32_t const cut = cut_of<Element>(params.cut, params.cuts, neuron_begin + m, params.d_ff);
+                uint16_t& own = g[m * Cfg::kStrideG + token];
+                own = static_cast<uint16_t>(own & Element::not_at_most2(own, cut));
+            }
+        }
 #pragma unroll
         for (int m = 0; m < MMA_M; ++m) {
             mask |= (is_nonzero(g[(tile * MMA_M + m) * Cfg::kStrideG + token]) ? 1u : 0u) << m;

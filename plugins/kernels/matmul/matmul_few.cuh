@@ -84,29 +84,21 @@ template <int kRows, class Stored>
 class LineLoader<kRows, Listed<Stored>> {
   public:
     __device__ __forceinline__ LineLoader(Listed<Stored> const& source, int d_model, int first_vector)
-        : matrix_(source.matrix),
-          list_(source.list),
-          first_(source.first),
-          count_(source.count),
-          d_model_(d_model),
-          first_vector_(first_vector) {}
+        : source_(source), d_model_(d_model), first_vector_(first_vector) {}
 
     __device__ __forceinline__ void load(uint32_t destination, int vector, bool valid) const {
 #pragma unroll
         for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
             int const p = i * kRowsAtOnce + first_row();
-            int64_t const row = first_ + (p < count_ ? list_[p] : 0);
+            int64_t const row = source_.first + (p < source_.count ? source_.list[p] : 0);
             copy_vector_async(destination + i * kBytesLines<Stored>,
-                              matrix_ + row * d_model_ + (first_vector_ + vector) * kVector, valid && p < count_);
+                              source_.matrix + row * d_model_ + (first_vector_ + vector) * kVector,
+                              valid && p < source_.count);
         }
     }
 
   private:
-    // NOTE: not a Listed. nvcc 13.0 took the parameters of gate_up_kernel for one, which begin with x, too.
-    Stored const* matrix_;
-    int const* list_;
-    int64_t first_;
-    int count_;
+    Listed<Stored> source_;
     int d_model_;
     int first_vector_;
 };
