@@ -179,7 +179,9 @@ class CostModel:
         """Return the numbers of hot neurons to try for calls of so many tokens, the fewest first."""
         if self.bits == 8:
             return (0, widths.d_ff) if any(is_packed_scaled(widths, each) for each in tokens) else (0,)
-        return [hot for hot in _HOT_COUNTS if hot < widths.d_ff] if any(is_split(widths, each) for each in tokens) else (0,)
+        if not any(is_split(widths, each) for each in tokens):
+            return (0,)
+        return [hot for hot in _HOT_COUNTS if hot < widths.d_ff]
 
     def _twell_us(self, widths: Widths, tokens: int, rates: Rates, hot: int) -> float:
         call = _Call(widths, tokens, rates, hot)
