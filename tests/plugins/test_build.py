@@ -56,8 +56,8 @@ ENTRIES = {"getCreators", "setLoggerFinder"}
 
 
 def test_exports_are_the_plugin_entry_points_and_the_c_api() -> None:
-    api = declared(INCLUDE / "twell.h", INCLUDE / "twell_train.h")
-    assert {"twell_mlp", "twell_train_forward"} <= api
+    api = declared(*(INCLUDE / f"{name}.h" for name in ("twell", "twell_train", "twell_features")))
+    assert {"twell_mlp", "twell_train_forward", "twell_encode", "twell_linear"} <= api
     internal = declared(ROOT / "plugins" / "kernels" / "internal.h")  # of the source tree: no package has it
     assert all(name.startswith("twell_internal_") for name in internal)
     assert symbols(library_path())[0] - HOOKS == api | internal | ENTRIES | {"initLibTwellPlugins"}
