@@ -13,8 +13,13 @@
 namespace twell::features {
 
 constexpr int kDecodeWarps = 8;
-constexpr int kDecodeBlocks = 3;  // a multiprocessor: the kernel is bound by loads in flight
-constexpr int kRowsAtOnce = 8;    // of w_down, whose loads are issued together
+// A multiprocessor's: the kernel is bound by loads in flight. On 12.0 registers would be spilled with three.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int kDecodeBlocks = 2;
+#else
+constexpr int kDecodeBlocks = 3;
+#endif
+constexpr int kRowsAtOnce = 8;  // of w_down, whose loads are issued together
 
 struct DecodeParams : BlockTensors {
     int32_t const* indices;

@@ -95,6 +95,7 @@ def test_counts_are_those_of_the_model(request: pytest.FixtureRequest, tmp_path:
     assert block.tokens == 60 and [each[:2] for each in block.density_by_position()] == places
 
 
+@pytest.mark.slow
 def test_experts_are_counted_though_they_stay_dense(tmp_path: Path) -> None:
     model = models.nemotron_h()
     folder, rows = models.save(model, tmp_path / "model"), torch.randint(3, 90, (5, 16))
