@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <limits>
 
 namespace twell {
 namespace {
@@ -90,6 +91,21 @@ Dims dims_of(std::initializer_list<int64_t> extents) {
     dims.nbDims = static_cast<int32_t>(extents.size());
     std::copy(extents.begin(), extents.end(), dims.d);
     return dims;
+}
+
+int64_t rows_of(Dims const& x) {
+    int64_t rows = 1;
+    for (int32_t i = 0; i < x.nbDims - 1; ++i) {
+        if (x.d[i] != kAny && __builtin_mul_overflow(rows, x.d[i], &rows)) {
+            rows = std::numeric_limits<int64_t>::max();
+        }
+    }
+    return rows;
+}
+
+int32_t narrow(int64_t extent, int32_t placeholder) {
+    constexpr int64_t kBeyondLimits = std::numeric_limits<int32_t>::max() / 8 * 8;
+    return extent == kAny ? placeholder : static_cast<int32_t>(std::min(extent, kBeyondLimits));
 }
 
 bool may_equal(Dims const& dims, Dims const& expected) {

@@ -4,7 +4,9 @@
 #include <NvInferRuntime.h>
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <initializer_list>
@@ -54,6 +56,21 @@ constexpr size_t kMostInputs = 12;
 using Shapes = std::array<nvinfer1::Dims, kMostInputs>;
 
 nvinfer1::Dims dims_of(std::initializer_list<int64_t> extents);
+
+// The rows of x [..., columns]: extents that are not known count as 1, and what 64 bits do not hold as their largest.
+int64_t rows_of(nvinfer1::Dims const& x);
+
+// An extent in 32 bits: what they do not hold is beyond every limit, too. `placeholder` is for one that is not known.
+int32_t narrow(int64_t extent, int32_t placeholder);
+
+// The input of each role, of which only some are present; -1 for the others.
+template <size_t N>
+std::array<int32_t, N> slots_of(std::array<bool, N> const& present) {
+    std::array<int32_t, N> slots{};
+    int32_t count = 0;
+    std::transform(present.begin(), present.end(), slots.begin(), [&](bool there) { return there ? count++ : -1; });
+    return slots;
+}
 
 // Whether two shapes may be the same; kAny is like any extent.
 bool may_equal(nvinfer1::Dims const& dims, nvinfer1::Dims const& expected);

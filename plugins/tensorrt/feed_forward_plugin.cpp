@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <iterator>
-#include <limits>
 #include <utility>
 #include <vector>
 
@@ -60,13 +59,6 @@ std::vector<Input> inputs_of(twell_variant variant, Options const& options) {
         }
     }
     return inputs;
-}
-
-std::array<int32_t, kRoles> slots_of(std::array<bool, kRoles> const& present) {
-    std::array<int32_t, kRoles> slots{};
-    int32_t count = 0;
-    std::transform(present.begin(), present.end(), slots.begin(), [&](bool there) { return there ? count++ : -1; });
-    return slots;
 }
 
 }  // namespace
@@ -129,21 +121,11 @@ twell_problem FeedForwardPlugin::problem_of(Shapes const& inputs, DataType type)
     if (d_ff != kAny && options_.hot > d_ff) {
         refuse("hot", std::to_string(options_.hot), "0 to d_ff = " + std::to_string(d_ff));
     }
-    int64_t tokens = 1;
-    for (int32_t i = 0; i < x.nbDims - 1; ++i) {
-        if (x.d[i] != kAny && __builtin_mul_overflow(tokens, x.d[i], &tokens)) {
-            tokens = std::numeric_limits<int64_t>::max();
-        }
-    }
 
-    // What 32 bits do not hold is beyond every limit. Placeholders for what is not known are the smallest good values.
-    auto const narrow = [](int64_t extent, int32_t placeholder) {
-        constexpr int64_t kBeyondLimits = std::numeric_limits<int32_t>::max() / 8 * 8;
-        return extent == kAny ? placeholder : static_cast<int32_t>(std::min(extent, kBeyondLimits));
-    };
+    // Placeholders for what is not known are the smallest good values.
     twell_problem problem{};
     problem.struct_bytes = sizeof(problem);
-    problem.tokens = tokens;
+    problem.tokens = rows_of(x);
     problem.d_model = narrow(d_model, 8);
     problem.d_ff = narrow(d_ff, std::max(options_.hot, 1));
     problem.d_out = narrow(d_out, 8);
@@ -204,17 +186,7 @@ void FeedForwardPlugin::set_output_shapes(DimsExprs const* inputs, DimsExprs* ou
 // The problem with the most tokens of the profile: the one with the largest workspace. The weights' extents must be
 // fixed, since the workspace may shrink where these grow.
 twell_problem FeedForwardPlugin::largest_problem(DynamicPluginTensorDesc const* inputs) const {
-    for (int32_t slot = 1; slot < input_count(); ++slot) {
-        DynamicPluginTensorDesc const& weight = inputs[slot];
-        if (slot != slots_[kResidual] && !std::equal(weight.max.d, weight.max.d + weight.max.nbDims, weight.min.d)) {
-            throw Refusal("input " + std::string(input_name(slot)) + " has shapes from " + text_of(weight.min) +
-                          " to " + text_of(weight.max) + "; expected a fixed shape");
-        }
-    }
-    // The largest extents of a residual may be an estimate, other than those of x.
-    Shapes const shapes = shapes_of(
-        [&](size_t i) { return static_cast<int32_t>(i) == slots_[kResidual] ? inputs[i].desc.dims : inputs[i].max; });
-    return problem_of(shapes, inputs[slots_[kX]].desc.type);
+    return problem_of(largest_shapes(inputs, slots_[kResidual]), inputs[slots_[kX]].desc.type);
 }
 
 void FeedForwardPlugin::configure(DynamicPluginTensorDesc const* inputs) { largest_problem(inputs); }

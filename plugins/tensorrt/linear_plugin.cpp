@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <iterator>
-#include <limits>
 #include <utility>
 
 #include "fields.h"
@@ -118,20 +117,12 @@ std::vector<Input> inputs_of(LinearOptions const& options) {
     return inputs;
 }
 
-std::array<int32_t, kLinearRoles> slots_of(LinearOptions const& options) {
-    std::array<int32_t, kLinearRoles> slots{};
-    int32_t count = 0;
-    std::transform(options.has.begin(), options.has.end(), slots.begin(),
-                   [&](bool there) { return there ? count++ : -1; });
-    return slots;
-}
-
 }  // namespace
 
 // ---- constructor ----
 
 LinearPlugin::LinearPlugin(std::string layer, LinearOptions const& options)
-    : PluginBase(kLinearName, std::move(layer), inputs_of(options)), options_(options), slots_(slots_of(options)) {}
+    : PluginBase(kLinearName, std::move(layer), inputs_of(options)), options_(options), slots_(slots_of(options.has)) {}
 
 LinearPlugin::LinearPlugin(LinearPlugin const& other) : LinearPlugin(other.layer(), other.options_) {}
 
@@ -178,20 +169,12 @@ twell_linear_problem LinearPlugin::problem_of(Shapes const& inputs, DataType typ
     if (by_output) {
         check(kLinearScale, dims_of({out, 1}), "none, or [out, 1]");
     }
-    int64_t tokens = 1;
-    for (int32_t i = 0; i < x.nbDims - 1; ++i) {
-        if (x.d[i] != kAny && __builtin_mul_overflow(tokens, x.d[i], &tokens)) {
-            tokens = std::numeric_limits<int64_t>::max();
-        }
-    }
 
-    // What 32 bits do not hold is beyond every limit.
-    constexpr int64_t kBeyondLimits = std::numeric_limits<int32_t>::max() / 8 * 8;
     twell_linear_problem problem{};
     problem.struct_bytes = sizeof(problem);
-    problem.tokens = tokens;
-    problem.in = in == kAny ? 8 : static_cast<int32_t>(std::min(in, kBeyondLimits));
-    problem.out = static_cast<int32_t>(std::min(out, kBeyondLimits));
+    problem.tokens = rows_of(x);
+    problem.in = narrow(in, 8);
+    problem.out = narrow(out, 8);
     problem.dtype = type == DataType::kHALF ? TWELL_FP16 : TWELL_BF16;
     problem.weight_dtype = scaled ? static_cast<int32_t>(TWELL_E4M3) : problem.dtype;
     problem.weight_scale = by_output ? TWELL_SCALE_NEURON : TWELL_SCALE_TENSOR;
@@ -222,19 +205,7 @@ void LinearPlugin::set_output_shapes(DimsExprs const* inputs, DimsExprs* outputs
 // The problem with the most tokens of the profile: the one with the largest workspace. The extents of all but x and
 // the residual must be fixed.
 twell_linear_problem LinearPlugin::largest_problem(DynamicPluginTensorDesc const* inputs) const {
-    for (int32_t slot = 1; slot < input_count(); ++slot) {
-        DynamicPluginTensorDesc const& weight = inputs[slot];
-        if (slot != slots_[kLinearResidual] &&
-            !std::equal(weight.max.d, weight.max.d + weight.max.nbDims, weight.min.d)) {
-            throw Refusal("input " + std::string(input_name(slot)) + " has shapes from " + text_of(weight.min) +
-                          " to " + text_of(weight.max) + "; expected a fixed shape");
-        }
-    }
-    // The largest extents of a residual may be an estimate, other than those of x.
-    Shapes const shapes = shapes_of([&](size_t i) {
-        return static_cast<int32_t>(i) == slots_[kLinearResidual] ? inputs[i].desc.dims : inputs[i].max;
-    });
-    return problem_of(shapes, inputs[slots_[kLinearX]].desc.type);
+    return problem_of(largest_shapes(inputs, slots_[kLinearResidual]), inputs[slots_[kLinearX]].desc.type);
 }
 
 void LinearPlugin::configure(DynamicPluginTensorDesc const* inputs) { largest_problem(inputs); }

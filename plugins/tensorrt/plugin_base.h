@@ -172,6 +172,20 @@ class PluginBase : public nvinfer1::IPluginV3,
         return shapes;
     }
 
+    // Gathers the largest shapes of a profile, in which only the first input and the one in the slot `residual` may
+    // vary; -1: there is none. That one's largest extents may be an estimate, other than those of the first.
+    Shapes largest_shapes(nvinfer1::DynamicPluginTensorDesc const* inputs, int32_t residual) const {
+        return shapes_of([&](size_t i) {
+            bool const is_residual = static_cast<int32_t>(i) == residual;
+            nvinfer1::DynamicPluginTensorDesc const& input = inputs[i];
+            if (i != 0 && !is_residual && !std::equal(input.max.d, input.max.d + input.max.nbDims, input.min.d)) {
+                throw Refusal("input " + std::string(input_name(static_cast<int32_t>(i))) + " has shapes from " +
+                              text_of(input.min) + " to " + text_of(input.max) + "; expected a fixed shape");
+            }
+            return is_residual ? input.desc.dims : input.max;
+        });
+    }
+
   private:
     Plugin const& self() const { return static_cast<Plugin const&>(*this); }
 
