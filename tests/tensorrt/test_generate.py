@@ -1,5 +1,6 @@
 """Plans with a key-value cache answer in real TensorRT, through `LLM` and `twellc generate`."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from tests.processes import at_once
 from tests.tensorrt.plans import twellc
 from twellc import LLM, SamplingParams, UserError
+from twellc.export.tensorrt_host import Host
 
 pytestmark = [pytest.mark.tensorrt, pytest.mark.xdist_group("generate")]
 
@@ -86,6 +88,18 @@ def test_the_command(answering: Path, llm: LLM) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout == llm.generate(TEXTS[0], SamplingParams(max_tokens=40))[0].outputs[0].text + "\n"
     assert "each one CUDA graph" in done.stderr
+
+
+def test_linear_layers_by_the_plugin(tensorrt: Host, bytelm: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "linear.plan"
+    options = ("--kv-cache", "256", "--prefill-chunk", "16", "--batch", "4", "--linear", "twell")
+    done = twellc("compile", bytelm, "-o", plan, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "TwellLinear" in json.loads((tmp_path / "linear.plan.json").read_text())["plugins"]["names"]
+    linear, params = LLM(plan), SamplingParams(max_tokens=128, ignore_eos=True)
+    assert distance(bytelm, linear.generate(TEXTS, params)) < NEAR
+    assert distance(bytelm, linear.generate(TEXTS[0], params)) < NEAR
+    assert linear.stats.graph
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are fewer than two GPUs")
