@@ -103,6 +103,21 @@ def schema(name: str, strict: bool = False) -> dict[str, Any]:
     return schema_of(SCHEMAS[name], f"{name}.json", strict)
 
 
+def written_schema(name: str) -> dict[str, Any]:
+    """Return the schema in docs/: records that the manifest has, too, are referred to in its schema."""
+    found, shared_records = schema(name), schema("manifest")["$defs"]
+    if name == "manifest":
+        return found
+    kept = {kind: form for kind, form in found["$defs"].items() if form != shared_records.get(kind)}
+
+    def refer(reference: re.Match[str]) -> str:
+        return reference[0] if reference[1] in kept else f'"manifest.json#/$defs/{reference[1]}"'
+
+    text = json.dumps(found | {"$defs": kept})
+    referred: dict[str, Any] = json.loads(re.sub(r'"#/\$defs/(\w+)"', refer, text))
+    return referred
+
+
 def schema_file(name: str) -> Path:
     return ROOT / "docs" / "schema" / f"{name}.json"
 
@@ -111,7 +126,7 @@ def write() -> None:
     PAGE.write_text(page(), encoding="utf-8")
     for name in SCHEMAS:
         schema_file(name).parent.mkdir(exist_ok=True)
-        schema_file(name).write_text(_compact(schema(name)) + "\n", encoding="utf-8")
+        schema_file(name).write_text(_compact(written_schema(name)) + "\n", encoding="utf-8")
 
 
 def _compact(content: Any, indent: str = "") -> str:
