@@ -32,8 +32,8 @@ def unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class Gated(nn.Module):
-    """down(between(activation(gate(x)) * up(x)))."""
+class _Block(nn.Module):
+    projections: tuple[str, ...]
 
     def __init__(
         self,
@@ -48,11 +48,17 @@ class Gated(nn.Module):
         between: Function = unchanged,
     ) -> None:
         super().__init__()
-        self.gate = nn.Linear(d_model, d_ff, bias="g" in biases)
-        self.up = nn.Linear(d_model, d_ff, bias="u" in biases)
+        for name in self.projections:
+            setattr(self, name, nn.Linear(d_model, d_ff, bias=name[0] in biases))
         self.down = nn.Linear(d_ff, d_model if d_out is None else d_out, bias="d" in biases)
         self.activation, self.swap, self.before, self.between = activation, swap, before, between
         scale_weights(self)
+
+
+class Gated(_Block):
+    """down(between(activation(gate(x)) * up(x)))."""
+
+    projections = ("gate", "up")
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self.before(x)
@@ -60,25 +66,10 @@ class Gated(nn.Module):
         return self.down(self.between(up * gate if self.swap else gate * up))
 
 
-class Plain(nn.Module):
+class Plain(_Block):
     """down(between(activation(up(x))))."""
 
-    def __init__(
-        self,
-        activation: Function = torch.relu,
-        *,
-        biases: str = "",
-        d_model: int = D_MODEL,
-        d_ff: int = D_FF,
-        d_out: int | None = None,
-        before: Function = unchanged,
-        between: Function = unchanged,
-    ) -> None:
-        super().__init__()
-        self.up = nn.Linear(d_model, d_ff, bias="u" in biases)
-        self.down = nn.Linear(d_ff, d_model if d_out is None else d_out, bias="d" in biases)
-        self.activation, self.before, self.between = activation, before, between
-        scale_weights(self)
+    projections = ("up",)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.between(self.activation(self.up(self.before(x)))))
