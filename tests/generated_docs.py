@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import textwrap
 from dataclasses import fields, make_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -130,11 +131,13 @@ def write() -> None:
 
 
 def _compact(content: Any, indent: str = "") -> str:
-    """Return JSON in which an object or an array that fits a line is on one."""
+    """Return JSON in which an object or an array that fits a line is on one, and words fill lines."""
     line = json.dumps(content)
     if len(indent) + len(line) <= _WIDTH or not isinstance(content, (dict, list)):
         return line
     inner = indent + " "
+    if isinstance(content, list) and all(isinstance(each, str) and " " not in each for each in content):
+        return f"\n{inner}".join(textwrap.wrap(line, _WIDTH - len(inner), break_on_hyphens=False))
     parts = (
         [f"{inner}{json.dumps(key)}: {_compact(each, inner)}" for key, each in content.items()]
         if isinstance(content, dict)
