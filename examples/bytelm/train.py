@@ -276,7 +276,8 @@ def main(
         "baselines_bits_per_byte": {n: ngram_bits(data, held_out, k) for k, n in ((1, "unigram"), (2, "bigram"))},
         "held_out": evaluate(output, held_out[:eval_bytes].to(device), seq),
     }
-    text = json.dumps(report, indent=2) + "\n"
+    lines = [f" {json.dumps(name)}: {json.dumps(each)}" for name, each in report.items()]
+    text = ",\n".join(lines).join(("{\n", "\n}\n"))
     click.echo(text)
     if steps:
         partial = output / ".metrics.json.part"
