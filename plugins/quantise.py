@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from twellc.base.errors import UserError
-from twellc.plugins.block import SCALES, WeightOperands
 from twellc.plugins.meaning import EIGHT_BITS
 
 LARGEST = torch.finfo(EIGHT_BITS).max
@@ -48,17 +47,3 @@ def rounded(wide: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
     scale = (largest / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
     scale = torch.where(largest == 0, torch.ones_like(scale), scale)
     return (wide / scale).clamp(-LARGEST, LARGEST).to(EIGHT_BITS), scale
-
-
-def quantise_block(weights: WeightOperands[Tensor], where: str = "a block") -> WeightOperands[Tensor]:
-    """Return the same block with its matrices in E4M3, a scale for each neuron; biases are as they were.
-
-    Raises:
-        UserError: See `quantise`; `where` names the block.
-    """
-    found = weights.named()
-    for name in SCALES:
-        matrix = name.removesuffix("_scale")
-        if matrix in found:
-            found[matrix], found[name] = quantise(found[matrix], "neuron", f"{where}: {matrix}")
-    return WeightOperands(**found)

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from twellc.base.errors import UserError
-from twellc.plugins.block import WeightOperands
 from twellc.plugins.meaning import EIGHT_BITS
-from twellc.plugins.quantise import LARGEST, quantise, quantise_block
+from twellc.plugins.quantise import LARGEST, quantise
 
 STEP = 2.0**-4  # half of the distance of neighbours of E4M3 with three bits of mantissa, relative to them
 
@@ -39,14 +38,4 @@ def test_weights_that_are_not_finite_are_refused(value: float) -> None:
     weight = torch.ones(4, 8)
     weight[1, 2] = value
     with pytest.raises(UserError, match=r"layer 3: w_up: cannot be quantised: 1 of 32 weights are NaN, or infinite"):
-        quantise_block(WeightOperands(w_up=weight, w_down=torch.ones(4, 2)), "layer 3")
-
-
-def test_a_block_has_a_scale_for_each_neuron_and_keeps_its_biases() -> None:
-    bias = torch.ones(6)
-    block = quantise_block(WeightOperands(w_up=torch.randn(6, 4), b_up=bias, w_down=torch.randn(6, 3)))
-    assert {name: tuple(each.shape) for name, each in block.scales().items()} == {
-        "w_up_scale": (6, 1),
-        "w_down_scale": (6, 1),
-    }
-    assert block.b_up is bias and block.w_up.dtype == block.w_down.dtype == EIGHT_BITS
+        quantise(weight, "neuron", "layer 3: w_up")
