@@ -16,8 +16,8 @@ docs/weights.md.
 
 The CPU implementation is the semantics: it computes in float32 (float64 for float64), and rounds y once. What the norm
 gives is not rounded in it; dense models, and the kernels, may round that once to the element type, and a weight of
-eight bits times its scale as well. So a result of theirs may be off by no more than what dense rounding gives. A NaN in
-a row of x reaches all of that row of y.
+eight bits times its scale as well; with such a weight, what the norm gives may be rounded to eight bits, too. So a
+result of theirs may be off by no more than what dense rounding gives. A NaN in a row of x reaches all of that row of y.
 """
 
 from __future__ import annotations
@@ -100,7 +100,10 @@ def _infer(operands: LinearOperands[Tensor], options: LinearOptions) -> list[Ten
 
 
 def _launch(operands: LinearOperands[Tensor], options: LinearOptions) -> list[Tensor]:
-    """Run the layer on the GPU: few tokens through the C API on the current stream, more by torch's own operations."""
+    """Run the layer on the GPU: through the C API on the current stream, or by torch's own operations.
+
+    Those take many tokens with weights of 16 bits.
+    """
     results = _infer(operands, options)
     check_on_gpu(operands.named())
     (out, inner), scale = operands.weight.shape, operands.weight_scale
@@ -108,7 +111,7 @@ def _launch(operands: LinearOperands[Tensor], options: LinearOptions) -> list[Te
     kind = None if scale is None else "neuron" if scale.dim() else "tensor"
     problem = options.problem(dtype_name(operands.x.dtype), tokens=tokens, inner=inner, out=out, scale=kind)
     check_problem(problem)
-    if tokens > library.FEW_TOKENS_LINEAR:
+    if tokens > library.FEW_TOKENS_LINEAR and scale is None:
         return _by_torch(operands, options)
     read = operands.map(as_read)  # kept until the kernels are launched
     # NOTE: a kernel reads weights before launches before it have ended, so no copy that was just made.

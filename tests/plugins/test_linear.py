@@ -1,5 +1,6 @@
 """A linear layer with its norm and its residual: what it means, what is refused, its node, its kernels."""
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -24,7 +25,7 @@ from twellc.plugins import library
 from twellc.plugins.linear import ATTRIBUTES, TENSORS, LinearOperands, LinearOptions, call_of
 from twellc.plugins.linear_op import LINEAR, run_linear
 from twellc.plugins.onnx_node import linear_attributes, read_linear
-from twellc.plugins.quantise import quantise
+from twellc.plugins.quantise import quantise, rounded
 
 __all__ = ["host"]
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -64,8 +65,11 @@ def make(case: Case, device: str = "cpu") -> tuple[LinearOperands[Tensor], Linea
     return LinearOperands(x=x, **tensors), LinearOptions(norm=case.norm, eps=EPS, splits=case.splits)
 
 
-def dense(operands: LinearOperands[Tensor], norm: str, dtype: torch.dtype) -> Tensor:
-    """Compute a layer by torch's own functions, each of which rounds its result to `dtype`."""
+def dense(operands: LinearOperands[Tensor], norm: str, dtype: torch.dtype, *, in_bytes: bool = False) -> Tensor:
+    """Compute a layer by torch's own functions, each of which rounds its result to `dtype`.
+
+    `in_bytes`: the product is one of eight bits, but for its sums.
+    """
     x, weight, rest = operands.x.to(dtype), operands.weight.to(dtype), operands.map(lambda each: each.to(dtype))
     if operands.weight_scale is not None:
         weight = (operands.weight.double() * operands.weight_scale.double()).to(dtype)
@@ -73,7 +77,13 @@ def dense(operands: LinearOperands[Tensor], norm: str, dtype: torch.dtype) -> Te
         x = torch.nn.functional.rms_norm(x, x.shape[-1:], rest.norm_weight, EPS)
     elif norm == "layer":
         x = torch.nn.functional.layer_norm(x, x.shape[-1:], rest.norm_weight, rest.norm_bias, EPS)
-    y = torch.nn.functional.linear(x, weight, rest.bias)
+    if in_bytes:
+        assert operands.weight_scale is not None
+        q, scale = rounded(x.float(), 1)
+        product = (q.double() * scale) @ (operands.weight.double() * operands.weight_scale).t()
+        y = (product if rest.bias is None else product + rest.bias).to(dtype)
+    else:
+        y = torch.nn.functional.linear(x, weight, rest.bias)
     return y if rest.residual is None else y + rest.residual
 
 
@@ -291,27 +301,46 @@ def test_validate(changes: dict[str, Any], message: str | None) -> None:
     assert fault is None if message is None else message in fault.decode()
 
 
-def described(problem: library.LinearProblem, device: library.Device) -> list[str]:
+def described(problem: library.LinearProblem, device: library.Device | None) -> list[str]:
     lib = library.load()
     return library.read_text(functools.partial(lib.twell_linear_describe, problem, device)).splitlines()
 
 
-def kernels_of(case: Case, device: str) -> list[str]:
-    return [line.partition(" | ")[0] for line in described(problem_of(case), library.GPUS[device])]
+def kernels_of(case: Case, device: str = "") -> list[str]:
+    """Return what runs on a GPU, by default the one that is here."""
+    gpu = library.GPUS[device] if device else None
+    return [line.partition(" | ")[0] for line in described(problem_of(case), gpu)]
+
+
+def cublas_lt_version() -> int:
+    """Return which cuBLASLt the library finds: torch has loaded it, if it has one; else 0."""
+    for name in ("libcublasLt.so.13", "libcublasLt.so.12"):
+        with contextlib.suppress(OSError):
+            return int(ctypes.CDLL(name).cublasLtGetVersion())
+    return 0
 
 
 def test_which_kernels_run() -> None:
+    found = cublas_lt_version()
+    many = "cublas_lt bits=16" if found else "linear_many"
+    in_bytes = ["linear_round", "cublas_lt bits=8"] if found >= 120900 else ["widen", many]
     assert kernels_of(Case(tokens=8, inner=2048, out=6144), "H100") == ["linear_few tokens=8 queue=48"]
     assert kernels_of(Case(tokens=16, inner=4096, out=6144), "H100") == ["linear_few tokens=16 queue=32"]
     assert kernels_of(Case(tokens=8, inner=8192), "H100") == ["linear_few tokens=8 queue=32"]
-    assert kernels_of(Case(tokens=9, inner=8192, norm="none"), "H100") == ["linear_many"]
+    assert kernels_of(Case(tokens=9, inner=8192, norm="none"), "H100") == [many]
     assert kernels_of(Case(tokens=16, inner=8192, scale="tensor"), "H100") == ["linear_few tokens=8 queue=32"] * 2
-    assert kernels_of(Case(tokens=17, inner=2048, out=64), "H100") == ["linear_norm", "linear_many"]
-    assert kernels_of(Case(tokens=17, inner=2048, out=64, norm="none"), "H100") == ["linear_many"]
-    assert kernels_of(Case(tokens=1, inner=32000, out=64), "H100") == ["linear_norm", "linear_many"]
+    assert kernels_of(Case(tokens=17, inner=2048, out=64), "H100") == ["linear_norm", many]
+    assert kernels_of(Case(tokens=17, inner=2048, out=64, norm="none"), "H100") == [many]
+    assert kernels_of(Case(tokens=1, inner=32000, out=64), "H100") == ["linear_norm", many]
     assert kernels_of(Case(tokens=8, scale="neuron"), "H100") == ["linear_few tokens=8 queue=48"]
     assert kernels_of(Case(tokens=8, inner=72, scale="neuron"), "H100") == ["widen", "linear_few tokens=8 queue=48"]
-    assert kernels_of(Case(tokens=99, scale="tensor", norm="none"), "H100") == ["widen", "linear_many"]
+    assert kernels_of(Case(tokens=99, scale="tensor", norm="none"), "H100") == in_bytes
+    assert kernels_of(Case(tokens=9, inner=120000, scale="tensor", norm="none"), "H100") == ["widen", many]
+    assert kernels_of(Case(tokens=99, scale="tensor", norm="none"), "RTX-4090") == ["widen", many]
+    for odd in ({"inner": 72}, {"out": 56}, {"splits": (40, 8)}):
+        assert kernels_of(Case(**{"tokens": 99, "scale": "tensor", "norm": "none"} | odd), "H100")[0] == "widen"
+    split = kernels_of(Case(tokens=99, scale="neuron", splits=(16, 32)), "H100")
+    assert split == [*in_bytes, in_bytes[-1]] if found >= 120900 else split[0] == "widen"
     assert kernels_of(Case(tokens=8, inner=2048), "RTX-4090") == ["linear_few tokens=8 queue=16"]
     assert kernels_of(Case(tokens=0), "H100") == []
 
@@ -323,14 +352,17 @@ def test_every_configuration_is_known_and_launches_fit() -> None:
             for scale in ("", "neuron"):
                 case = Case(tokens=tokens, inner=inner, scale=scale)
                 for line in described(problem_of(case), gpu):
-                    shared = re.search(r" shared=(\d+)", line)
-                    assert shared is not None and int(shared[1]) <= gpu.shared_bytes
-                    found.add(line.partition(" | ")[0])
+                    kernel, _, launch = line.partition(" | ")
+                    if not kernel.startswith("cublas_lt"):
+                        shared = re.search(r" shared=(\d+)", launch)
+                        assert shared is not None and int(shared[1]) <= gpu.shared_bytes
+                        found.add(kernel)
                 assert kernels_of(case, device)
     function: Any = library.load().twell_internal_configurations
     function.restype, function.argtypes = ctypes.c_size_t, [ctypes.c_char_p, ctypes.c_size_t]
     known = {line for line in library.read_text(function).splitlines() if line.startswith("linear")}
-    assert found - {"widen"} == known
+    of_cublas_lt = {"linear_many", "linear_round"}  # in its place, and before it
+    assert known - of_cublas_lt <= found - {"widen"} <= known
 
 
 def test_the_workspace_does_not_shrink() -> None:
@@ -392,6 +424,23 @@ def gpu_cases() -> Iterator[Case]:
         )
 
 
+IN_BYTES = [
+    Case(17, 2048, 6144, "rms", (2048, 2048, 2048), BF16, "neuron", biases=False),
+    Case(17, 2048, 2048, "none", (), FP16, "tensor", residual=True),
+    Case(64, 2048, 2048, "none", (), BF16, "neuron", biases=False, residual=True),
+    Case(64, 4096, 6144, "rms", (4096, 1024, 1024), BF16, "tensor"),
+    Case(300, 1040, 528, "layer", (272, 256), BF16, "neuron"),
+    Case(301, 16, 16, "layer", (), FP16, "neuron", residual=True),
+    Case(2048, 2048, 6144, "rms", (), FP16, "tensor", residual=True),
+    Case(2048, 31008, 80, "rms", (), BF16, "neuron"),
+    Case(9, 40000, 64, "none", (), BF16, "tensor", biases=False),
+]
+
+
+def relative(y: Tensor, other: Tensor) -> float:
+    return float((y.double() - other).norm() / other.double().norm())
+
+
 def run_kernels(case: Case, operands: LinearOperands[Tensor], *, generic: bool = False) -> list[Tensor]:
     """Run the C function, whatever the number of tokens; memory holds NaN before.
 
@@ -418,14 +467,33 @@ def run_kernels(case: Case, operands: LinearOperands[Tensor], *, generic: bool =
 @pytest.mark.parametrize("case", gpu_cases(), ids=str)
 @pytest.mark.sampled(120)
 def test_kernels(case: Case) -> None:
+    check_kernels(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", IN_BYTES, ids=str)
+def test_products_of_eight_bits(case: Case) -> None:
+    if "cublas_lt bits=8" not in kernels_of(case):
+        pytest.skip("neither this GPU nor this cuBLASLt has products with a scale for each row")
+    check_kernels(case)
+
+
+def check_kernels(case: Case) -> None:
+    """Check accuracy, that bits stay the same, and that a NaN reaches its row alone."""
     operands, _ = make(case, "cuda")
-    plain, truth = dense(operands, case.norm, case.dtype), dense(operands, case.norm, torch.float64)
+    truth = dense(operands, case.norm, torch.float64)
     whole = operands.x.clone()
-    for generic in (False, True) if "linear_many" in kernels_of(case, "H100") else (False,):
+    kernels = kernels_of(case)
+    for generic in (True, False) if kernels[-1].startswith(("linear_many", "cublas_lt")) else (False,):
+        in_bytes = not generic and "cublas_lt bits=8" in kernels
+        plain = dense(operands, case.norm, case.dtype, in_bytes=in_bytes)
         operands.x.copy_(whole)
         results = run_kernels(case, operands, generic=generic)
         y = torch.cat(results, -1)
         assert_as_accurate(y, plain, truth)
+        if in_bytes:  # this product it was, and no widened one; where it is its own error is little larger
+            assert relative(y, plain) < 0.3 * relative(plain, truth)
+            assert relative(y, truth) < 1.05 * relative(plain, truth)
         for result, again in zip(results, run_kernels(case, operands, generic=generic), strict=True):
             assert torch.equal(result, again)
         operands.x[-1, -1] = torch.nan

@@ -11,6 +11,32 @@ constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr float kLargest = 448.0f;
 
+// A row's largest magnitude becomes E4M3's largest number. A row of zeros, or nearly, has a scale, too.
+__device__ __forceinline__ float scale_of(float most) { return fmaxf(most / kLargest, 1e-30f); }
+
+template <class Element>
+__device__ __forceinline__ float largest_of(float most, uint4 vector) {
+    float values[kVector];
+    unpack<Element>(values, vector);
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) {
+        most = fmaxf(most, fabsf(values[k]));  // of a NaN the other one
+    }
+    return most;
+}
+
+template <class Element>
+__device__ __forceinline__ void round_vector(uint8_t* place, uint4 vector, float inverse) {
+    float values[kVector];
+    unpack<Element>(values, vector);
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) {
+        values[k] *= inverse;
+    }
+    *reinterpret_cast<uint2*>(place) = make_uint2(to_e4m3(values[0], values[1], values[2], values[3]),
+                                                  to_e4m3(values[4], values[5], values[6], values[7]));
+}
+
 struct Params {
     uint16_t const* x;  // [tokens, d_model]
     uint8_t* rounded;   // the same
@@ -33,14 +59,6 @@ __global__ void __launch_bounds__(kThreads) quantise_kernel(Params const params)
     constexpr int kKept = 4;  // vectors that stay in registers
     uint4 kept[kKept];
     float most = 0.0f;
-    auto const visit = [&](uint4 vector) {
-        float values[kVector];
-        unpack<Element>(values, vector);
-#pragma unroll
-        for (int k = 0; k < kVector; ++k) {
-            most = fmaxf(most, fabsf(values[k]));  // of a NaN the other one
-        }
-    };
     int const first = static_cast<int>(threadIdx.x) * kVector;
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
@@ -49,10 +67,10 @@ __global__ void __launch_bounds__(kThreads) quantise_kernel(Params const params)
     }
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
-        visit(kept[i]);
+        most = largest_of<Element>(most, kept[i]);
     }
     for (int column = first + kKept * kStep; column < params.d_model; column += kStep) {
-        visit(load_written_vector(params.x + begin + column));
+        most = largest_of<Element>(most, load_written_vector(params.x + begin + column));
     }
 #pragma unroll
     for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
@@ -67,31 +85,20 @@ __global__ void __launch_bounds__(kThreads) quantise_kernel(Params const params)
     for (int w = 0; w < kWarps; ++w) {
         most = fmaxf(most, largest[w]);
     }
-    // A row of zeros, or nearly, has a scale, too.
-    float const scale = fmaxf(most / kLargest, 1e-30f);
+    float const scale = scale_of(most);
     float const inverse = 1.0f / scale;
     if (threadIdx.x == 0) {
         params.scale[blockIdx.x] = scale;
     }
-    auto const round = [&](uint4 vector, int column) {
-        float values[kVector];
-        unpack<Element>(values, vector);
-#pragma unroll
-        for (int k = 0; k < kVector; ++k) {
-            values[k] *= inverse;
-        }
-        *reinterpret_cast<uint2*>(params.rounded + begin + column) = make_uint2(
-            to_e4m3(values[0], values[1], values[2], values[3]), to_e4m3(values[4], values[5], values[6], values[7]));
-    };
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
         int const column = first + i * kStep;
         if (column < params.d_model) {
-            round(kept[i], column);
+            round_vector<Element>(params.rounded + begin + column, kept[i], inverse);
         }
     }
     for (int column = first + kKept * kStep; column < params.d_model; column += kStep) {
-        round(load_written_vector(params.x + begin + column), column);
+        round_vector<Element>(params.rounded + begin + column, load_written_vector(params.x + begin + column), inverse);
     }
 }
 

@@ -16,7 +16,17 @@ using Handle = void*;
 using Status = int;  // 0: success
 enum Compute { kCompute32F = 68 };
 enum Transpose : int32_t { kTransposed = 1 };
-enum Attribute { kTransposeA = 3, kEpilogue = 7, kBiasPointer = 8 };
+enum Attribute {
+    kTransposeA = 3,
+    kEpilogue = 7,
+    kBiasPointer = 8,
+    kScaleOfA = 17,
+    kScaleOfB = 18,
+    kFastSums = 25,
+    kScalesOfA = 31,
+    kScalesOfB = 32,
+};
+enum Scales : int32_t { kOfEachRow = 3 };
 enum Epilogue : uint32_t { kPlain = 1, kBias = 4 };
 enum Preference { kMostWorkspace = 1, kReductions = 3, kFirstAlignment = 5, kLastAlignment = 8 };
 constexpr uint32_t kSumsInFp32 = 2;  // of parts of a sum; none is allowed as well
@@ -34,6 +44,7 @@ struct Found {
 };
 
 struct Library {
+    size_t (*version)();
     Status (*create)(Handle*);
     Status (*create_operation)(void**, int compute_type, int scale_type);
     Status (*set_operation)(void*, int attribute, void const*, size_t);
@@ -70,6 +81,7 @@ Library const* library() {
             return nullptr;
         }
         auto* const library = new Library{};
+        bind(*library, handle, library->version, "cublasLtGetVersion");
         bind(*library, handle, library->create, "cublasLtCreate");
         bind(*library, handle, library->create_operation, "cublasLtMatmulDescCreate");
         bind(*library, handle, library->set_operation, "cublasLtMatmulDescSetAttribute");
@@ -107,7 +119,7 @@ class Descriptor {
 
 // Handles by device, and algorithms by device and problem: asking takes longer than launching.
 struct Known {
-    using Key = std::array<int64_t, 7>;
+    using Key = std::array<int64_t, 8>;
     static constexpr size_t kMost = 4096;
     std::mutex mutex;
     std::map<int, Handle> handles;
@@ -119,7 +131,23 @@ Known& known() {
     return all;
 }
 
+// Sets attributes of a product in E4M3; true: it failed.
+bool set_scales(Library const& lt, void* operation, Product const& product) {
+    int32_t const scales = kOfEachRow;
+    int8_t const fast = 1;  // as dense FP8 mostly does: sums are rounded to fewer bits than fp32 has
+    return lt.set_operation(operation, kScalesOfA, &scales, sizeof(scales)) != 0 ||
+           lt.set_operation(operation, kScalesOfB, &scales, sizeof(scales)) != 0 ||
+           lt.set_operation(operation, kScaleOfA, &product.weight_scale, sizeof(product.weight_scale)) != 0 ||
+           lt.set_operation(operation, kScaleOfB, &product.x_scale, sizeof(product.x_scale)) != 0 ||
+           lt.set_operation(operation, kFastSums, &fast, sizeof(fast)) != 0;
+}
+
 }  // namespace
+
+size_t version() {
+    Library const* const lt = library();
+    return lt == nullptr ? 0 : lt->version();
+}
 
 // In the column-major words of cuBLASLt: y^T [out, tokens] = W x^T, W stored as its transpose.
 cudaError_t multiply(Product const& product, void* workspace, cudaStream_t stream) {
@@ -136,16 +164,18 @@ cudaError_t multiply(Product const& product, void* workspace, cudaStream_t strea
     int32_t const transposed = kTransposed;
     uint32_t const epilogue = product.bias == nullptr ? kPlain : kBias;
     int const type = product.is_bf16 ? CUDA_R_16BF : CUDA_R_16F;
+    bool const scaled = product.x_scale != nullptr;
+    int const type_in = scaled ? CUDA_R_8F_E4M3 : type;
     bool failed = lt->create_operation(operation.out(), kCompute32F, CUDA_R_32F) != 0 ||
                   lt->set_operation(operation, kTransposeA, &transposed, sizeof(transposed)) != 0 ||
                   lt->set_operation(operation, kEpilogue, &epilogue, sizeof(epilogue)) != 0 ||
-                  lt->create_layout(weight.out(), type, product.in, product.out, product.in) != 0 ||
-                  lt->create_layout(x.out(), type, product.in, product.tokens, product.in) != 0 ||
+                  lt->create_layout(weight.out(), type_in, product.in, product.out, product.in) != 0 ||
+                  lt->create_layout(x.out(), type_in, product.in, product.tokens, product.in) != 0 ||
                   lt->create_layout(y.out(), type, product.out, product.tokens, product.out) != 0;
     if (!failed && product.bias != nullptr) {
         failed = lt->set_operation(operation, kBiasPointer, &product.bias, sizeof(product.bias)) != 0;
     }
-    if (failed) {
+    if (failed || (scaled && set_scales(*lt, operation, product))) {
         return cudaErrorNotSupported;
     }
 
@@ -159,8 +189,8 @@ cudaError_t multiply(Product const& product, void* workspace, cudaStream_t strea
             return cudaErrorNotSupported;
         }
         handle = of_device;
-        Known::Key const key = {
-            device, type, product.tokens, product.in, product.out, epilogue, product.residual != nullptr};
+        Known::Key const key = {device,     type,        type_in,  product.tokens,
+                                product.in, product.out, epilogue, product.residual != nullptr};
         auto const place = all.algorithms.find(key);
         if (place != all.algorithms.end()) {
             found = place->second;

@@ -11,13 +11,22 @@ namespace twell::cublas_lt {
 // Bytes of workspace that a product may take.
 constexpr size_t kWorkspaceBytes = size_t{32} << 20;
 
-// y = x W^T + bias + residual, rounded once. All tensors are bf16 or fp16, aligned to 16 bytes.
+// Of the library, as it counts them; 0: there is none.
+size_t version();
+
+// The first one with a scale for each row of both operands, on compute capability 9.0.
+constexpr size_t kFirstWithScales = 120900;
+
+// y = x W^T + bias + residual, rounded once. All tensors are bf16 or fp16, aligned to 16 bytes. With scales x and W are
+// E4M3, and in and out multiples of 16.
 struct Product {
-    void const* x;         // [tokens, in]
-    void const* weight;    // [out, in]
-    void const* bias;      // [out] or null
-    void const* residual;  // [tokens, out] or null
-    void* y;               // [tokens, out]
+    void const* x;              // [tokens, in]
+    void const* weight;         // [out, in]
+    float const* x_scale;       // [tokens] or null
+    float const* weight_scale;  // [out] or null
+    void const* bias;           // [out] or null
+    void const* residual;       // [tokens, out] or null
+    void* y;                    // [tokens, out]
     int64_t tokens;
     int64_t in;
     int64_t out;

@@ -41,14 +41,23 @@ bool is_few(twell_linear_problem const& problem) {
            (is_scaled(problem) || problem.tokens * row_bytes <= kSharedBytes - rest);
 }
 
-// Whether weights of eight bits become 16 first. linear_few reads them as they are, 16 bytes at once.
+// Whether weights of eight bits become 16 first, unless cuBLASLt reads them. linear_few reads 16 bytes at once.
 bool widens(twell_linear_problem const& problem) {
     return is_scaled(problem) && !(is_few(problem) && problem.in % (2 * kVector) == 0);
+}
+
+// Of a row in the shared memory of the kernel that rounds it.
+int most_row_bytes(Device const& device) {
+    constexpr int kBytesBeside = 1024;
+    return device.max_shared_bytes - kBytesBeside;
 }
 
 struct Scratch {
     uint16_t* widened;     // [out, in]: weights of eight bits in 16
     uint16_t* normalised;  // [tokens, in]
+    uint8_t* rounded;      // [tokens, in]: x, normalised, in eight bits
+    float* scale;          // [tokens], of them
+    float* weight_scales;  // [out]
     void* of_cublas_lt;
 };
 
@@ -58,6 +67,10 @@ Scratch take_scratch(twell_linear_problem const& problem, unsigned char*& memory
     bool const writes_rows = !is_few(problem) && problem.norm != TWELL_NORM_NONE;
     scratch.widened = take<uint16_t>(memory, widens(problem) ? problem.out * in : 0);
     scratch.normalised = take<uint16_t>(memory, writes_rows ? problem.tokens * in : 0);
+    bool const rounds_rows = !is_few(problem) && is_scaled(problem);
+    scratch.rounded = take<uint8_t>(memory, rounds_rows ? problem.tokens * in : 0);
+    scratch.scale = take<float>(memory, rounds_rows ? problem.tokens : 0);
+    scratch.weight_scales = take<float>(memory, rounds_rows ? problem.out : 0);
     scratch.of_cublas_lt = take<unsigned char>(memory, is_few(problem) ? 0 : cublas_lt::kWorkspaceBytes);
     return scratch;
 }
@@ -136,16 +149,73 @@ cudaError_t launch_few(LinearCall const& call, void const* weight, bool weight_i
 }
 
 // All outputs by cuBLASLt, each from its rows of the weight; cudaErrorNotSupported where it cannot.
-cudaError_t multiply_by_cublas_lt(LinearCall const& call, Scratch const& scratch, linear_many::Params const& params) {
-    for (int i = 0; i < TWELL_MAX_SPLITS && params.outputs.widths[i] != 0; ++i) {
-        int64_t const begin = params.outputs.begins[i];
-        TWELL_TRY(cublas_lt::multiply(
-            {params.x, params.weight + begin * params.in, params.bias == nullptr ? nullptr : params.bias + begin,
-             params.residual, params.outputs.y[i], params.tokens, params.in, params.outputs.widths[i],
-             call.problem.dtype == TWELL_BF16},
-            scratch.of_cublas_lt, call.stream));
+cudaError_t multiply_by_cublas_lt(LinearCall const& call, void* workspace, cublas_lt::Product const& operands) {
+    if (call.kernels != Kernels::kBest || cublas_lt::version() == 0) {
+        return cudaErrorNotSupported;
+    }
+    twell_linear_problem const& problem = call.problem;
+    int64_t const element_bytes = operands.x_scale == nullptr ? 2 : 1;
+    linear::Outputs const outputs = outputs_of(call, 0);
+    for (int i = 0; i < TWELL_MAX_SPLITS && outputs.widths[i] != 0; ++i) {
+        if (call.device.trace != nullptr) {
+            add_line(*call.device.trace, {"cublas_lt", {{"bits", 8 * element_bytes}}});
+            continue;
+        }
+        int64_t const begin = outputs.begins[i];
+        auto const* const bias = static_cast<uint16_t const*>(call.tensors.bias);
+        cublas_lt::Product product = operands;
+        product.weight = static_cast<unsigned char const*>(operands.weight) + begin * problem.in * element_bytes;
+        product.weight_scale = operands.weight_scale == nullptr ? nullptr : operands.weight_scale + begin;
+        product.bias = bias == nullptr ? nullptr : bias + begin;
+        product.residual = call.tensors.residual;
+        product.y = outputs.y[i];
+        product.tokens = problem.tokens;
+        product.in = problem.in;
+        product.out = outputs.widths[i];
+        product.is_bf16 = problem.dtype == TWELL_BF16;
+        TWELL_TRY(cublas_lt::multiply(product, workspace, call.stream));
     }
     return cudaSuccess;
+}
+
+template <class Element, bool kInBytes>
+cudaError_t launch_norm(LinearCall const& call, linear_many::NormParams const& params) {
+    int64_t const bytes = kInBytes ? int64_t{2} * params.in : 0;
+    return launch_dependent({kInBytes ? "linear_round" : "linear_norm"}, linear_many::norm_kernel<Element, kInBytes>,
+                            params, dim3(static_cast<unsigned>(call.problem.tokens)), linear_many::kNormThreads,
+                            static_cast<int>(bytes), call.device, call.stream, {},
+                            kInBytes ? most_row_bytes(call.device) : 0);
+}
+
+// The layer as a product of eight bits: x, normalised, is rounded, a scale a token. cudaErrorNotSupported: elsewhere.
+template <class Element>
+cudaError_t launch_in_bytes(LinearCall const& call, Scratch const& scratch) {
+    constexpr int kMultiple = 16;  // of all sizes but tokens
+    twell_linear_problem const& problem = call.problem;
+    bool good = is_sm90(call.device) && call.kernels == Kernels::kBest &&
+                cublas_lt::version() >= cublas_lt::kFirstWithScales && problem.in % kMultiple == 0 &&
+                problem.out % kMultiple == 0 && int64_t{2} * problem.in <= most_row_bytes(call.device);
+    for (int32_t const width : problem.splits) {
+        good = good && width % kMultiple == 0;
+    }
+    if (!good) {
+        return cudaErrorNotSupported;
+    }
+    auto const* const scale = static_cast<float const*>(call.tensors.weight_scale);
+    bool const has_one = problem.weight_scale == TWELL_SCALE_TENSOR;
+    linear_many::NormParams params = {};
+    params.x = static_cast<uint16_t const*>(call.tensors.x);
+    params.norm = norm_of(call);
+    params.in = problem.in;
+    params.rounded = scratch.rounded;
+    params.scale = scratch.scale;
+    params.weight_scale = scale;
+    params.weight_scales = scratch.weight_scales;
+    params.out = has_one ? problem.out : 0;
+    TWELL_TRY(launch_norm<Element, true>(call, params));
+    return multiply_by_cublas_lt(
+        call, scratch.of_cublas_lt,
+        {scratch.rounded, call.tensors.weight, scratch.scale, has_one ? scratch.weight_scales : scale});
 }
 
 template <class Element>
@@ -155,10 +225,7 @@ cudaError_t launch_many(LinearCall const& call, Scratch const& scratch, void con
     linear_many::Params params = {};
     params.x = static_cast<uint16_t const*>(tensors.x);
     if (problem.norm != TWELL_NORM_NONE) {
-        linear_many::NormParams const norm = {params.x, scratch.normalised, norm_of(call), problem.in};
-        TWELL_TRY(launch_dependent({"linear_norm"}, linear_many::norm_kernel<Element>, norm,
-                                   dim3(static_cast<unsigned>(problem.tokens)), linear_many::kNormThreads, 0,
-                                   call.device, call.stream));
+        TWELL_TRY(launch_norm<Element, false>(call, {params.x, scratch.normalised, norm_of(call), problem.in}));
         params.x = scratch.normalised;
     }
     params.weight = static_cast<uint16_t const*>(weight);
@@ -168,11 +235,9 @@ cudaError_t launch_many(LinearCall const& call, Scratch const& scratch, void con
     params.tokens = problem.tokens;
     params.in = problem.in;
     params.out = problem.out;
-    if (call.kernels == Kernels::kBest && call.device.trace == nullptr) {
-        cudaError_t const status = multiply_by_cublas_lt(call, scratch, params);
-        if (status != cudaErrorNotSupported) {
-            return status;
-        }
+    cudaError_t const status = multiply_by_cublas_lt(call, scratch.of_cublas_lt, {params.x, weight});
+    if (status != cudaErrorNotSupported) {
+        return status;
     }
     params.num_tiles = static_cast<int>(ceil_div(problem.out, linear_many::BLOCK_N));
     int64_t const tiles = ceil_div(problem.tokens, Many::BLOCK_M) * params.num_tiles;
@@ -190,6 +255,12 @@ cudaError_t launch(LinearCall const& call, Scratch const& scratch) {
     }
     void const* weight = tensors.weight;
     if (widens(problem)) {
+        if (!is_few(problem)) {
+            cudaError_t const status = launch_in_bytes<Element>(call, scratch);
+            if (status != cudaErrorNotSupported) {
+                return status;
+            }
+        }
         TWELL_TRY(launch_widen(tensors.weight, scratch.widened, tensors.weight_scale, problem.weight_scale, problem.out,
                                problem.in, problem.dtype, call.device, call.stream));
         weight = scratch.widened;
@@ -212,6 +283,7 @@ size_t linear_bytes(twell_linear_problem const& problem) {
 void list_linear(Text& text) {
     list_few(text, Few8Long(), Few8(), Few8Small(), Few16Long(), Few16(), Few16Small());
     add_line(text, {"linear_norm"});
+    add_line(text, {"linear_round"});
     add_line(text, {"linear_many"});
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device/dependent_launch.cuh"
+#include "eight_bits/quantise.cuh"
 #include "linear/layer.cuh"
 #include "matmul/matmul_generic.cuh"
 
@@ -15,43 +16,74 @@ constexpr int kNormThreads = 256;
 
 struct NormParams {
     uint16_t const* x;     // [tokens, in]
-    uint16_t* normalised;  // the same
+    uint16_t* normalised;  // the same; not in eight bits
     Norm norm;
     int in;
+    // Of eight bits: the rows, each with a scale, and the weight's scale for each of its rows, if it has one for all.
+    uint8_t* rounded;           // [tokens, in]
+    float* scale;               // [tokens]
+    float const* weight_scale;  // 1
+    float* weight_scales;       // [out]
+    int out;                    // 0: it has one for each
 };
 
-// A CTA has a row.
-template <class Element>
+// A CTA has a row. kInBytes: it stays in shared memory, and is written in eight bits.
+template <class Element, bool kInBytes>
 __global__ void __launch_bounds__(kNormThreads) norm_kernel(NormParams const params) {
+    extern __shared__ __align__(128) unsigned char shared[];
     constexpr int kWarps = kNormThreads / kWarpSize;
-    __shared__ float sums[2][kWarps];
+    __shared__ float results[2][kWarps];
     wait_for_previous_launch();
     allow_dependent_launch();
     int buffer = 0;
-    auto const sum_of_row = [&](float value) {
-        float* const mine = sums[buffer];
+    auto const of_row = [&](float value, auto combine) {
+        float* const mine = results[buffer];
         buffer ^= 1;
-        float const sum = sum_of_warp(value);
+#pragma unroll
+        for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+            value = combine(value, __shfl_xor_sync(0xffffffffu, value, distance));
+        }
         if (threadIdx.x % kWarpSize == 0) {
-            mine[threadIdx.x / kWarpSize] = sum;
+            mine[threadIdx.x / kWarpSize] = value;
         }
         __syncthreads();
-        float total = 0.0f;
+        float all = mine[0];
 #pragma unroll
-        for (int i = 0; i < kWarps; ++i) {
-            total += mine[i];
+        for (int i = 1; i < kWarps; ++i) {
+            all = combine(all, mine[i]);
         }
-        return total;
+        return all;
     };
-    int64_t const row = int64_t{blockIdx.x} * params.in;
+    auto const sum_of_row = [&](float value) { return of_row(value, [](float a, float b) { return a + b; }); };
+    int64_t const begin = int64_t{blockIdx.x} * params.in;
+    uint16_t* const row = kInBytes ? reinterpret_cast<uint16_t*>(shared) : params.normalised + begin;
     int const vectors = params.in / kVector;
     int const first = static_cast<int>(threadIdx.x);
-    linear::Moments const moments = linear::copy_row<Element>(params.normalised + row, params.x + row, params.norm,
-                                                              vectors, first, kNormThreads, sum_of_row);
+    linear::Moments const moments =
+        linear::copy_row<Element>(row, params.x + begin, params.norm, vectors, first, kNormThreads, sum_of_row);
+    float most = 0.0f;
 #pragma unroll 2
     for (int v = first; v < vectors; v += kNormThreads) {
-        linear::normalise<Element>(params.normalised + row + int64_t{v} * kVector, params.norm,
-                                   linear::load_norm(params.norm, v, vectors), moments);
+        uint16_t* const place = row + int64_t{v} * kVector;
+        linear::normalise<Element>(place, params.norm, linear::load_norm(params.norm, v, vectors), moments);
+        if constexpr (kInBytes) {
+            most = quantise::largest_of<Element>(most, *reinterpret_cast<uint4 const*>(place));
+        }
+    }
+    if constexpr (kInBytes) {
+        float const scale = quantise::scale_of(of_row(most, [](float a, float b) { return fmaxf(a, b); }));
+        float const inverse = 1.0f / scale;
+        for (int v = first; v < vectors; v += kNormThreads) {
+            quantise::round_vector<Element>(params.rounded + begin + int64_t{v} * kVector,
+                                            reinterpret_cast<uint4 const*>(row)[v], inverse);
+        }
+        if (threadIdx.x == 0) {
+            params.scale[blockIdx.x] = scale;
+        }
+        int const step = static_cast<int>(gridDim.x) * kNormThreads;
+        for (int i = static_cast<int>(blockIdx.x) * kNormThreads + first; i < params.out; i += step) {
+            params.weight_scales[i] = *params.weight_scale;
+        }
     }
 }
 
