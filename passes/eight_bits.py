@@ -305,18 +305,17 @@ def linear_in_eight_bits(layer: FoundLinear, stored: Stored, tensor: Callable[[W
     """Return the weight [out, in] of linear layers that are to be read in eight bits, with a scale for each output.
 
     Args:
-        layer: The layers, see `judge_linear`.
-        stored: What is known of their weights in eight bits; if not all is, they are quantised.
+        layer: The layers.
+        stored: Returns a weight that is to be kept; None of one that is to be quantised.
         tensor: Returns a constant of the program.
 
     Raises:
         UserError: It cannot be quantised; see `quantise`.
     """
-    keep = judge_linear(layer, stored, Wish()) == KEPT
-    known = []
-    for each in layer.linears:
-        own = (stored(each.weight) if keep else None) or quantised_linear(each.weight, tensor)
-        known.append(_as_linear_reads(each.weight, own))
+    known = [
+        _as_linear_reads(each.weight, stored(each.weight) or quantised_linear(each.weight, tensor))
+        for each in layer.linears
+    ]
     q = torch.cat([each.q.contiguous().view(torch.uint8) for each in known]).view(EIGHT_BITS)
     return EightBits(q, torch.cat([each.scale.expand(len(each.q), 1) for each in known]).contiguous())
 

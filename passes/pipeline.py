@@ -41,6 +41,7 @@ from twellc.passes.decide import Advise, decide, decide_linear, options_of
 from twellc.passes.decompose import decompose
 from twellc.passes.dump import NOWHERE, GraphDump
 from twellc.passes.eight_bits import (
+    KEPT,
     EightBits,
     Wish,
     dequantise,
@@ -167,10 +168,20 @@ class Passed:
         return [(block, layer) for block, layer in pairs if layer.decision == "twell"]
 
     @property
-    def narrow_linears(self) -> list[FoundLinear]:
-        """The linear layers that TwELL is to run with weights in eight bits."""
+    def narrow_linears(self) -> dict[FoundLinear, Weights]:
+        """The linear layers that TwELL is to run with weights in eight bits, and why these are."""
         pairs = zip(self.linears, self.linear, strict=True)
-        return [found for found, layer in pairs if layer.weights is not None and layer.weights.bits == 8]
+        return {each: row.weights for each, row in pairs if row.weights is not None and row.weights.bits == 8}
+
+    def in_eight_bits(self, layer: FoundLinear) -> EightBits | None:
+        """Return the weight [out, in] of linear layers that are to be read in eight bits; None of others."""
+        weights = self.narrow_linears.get(layer)
+        if weights is None:
+            return None
+        known = self.eight_bits if weights == KEPT else {}
+        return linear_in_eight_bits(
+            layer, lambda each: known.get(each.name), lambda each: tensor_of(self.program, each.name)
+        )
 
     @property
     def dequantised(self) -> list[str]:
@@ -319,14 +330,7 @@ def _find_linear(passed: Passed, options: PassOptions) -> Passed:
 def _rewrite_linear(passed: Passed, options: PassOptions) -> Passed:
     pairs = zip(passed.linears, passed.linear, strict=True)
     chosen = [found for found, decided in pairs if decided.decision == "twell"]
-    narrow = passed.narrow_linears
-
-    def in_eight_bits(layer: FoundLinear) -> EightBits | None:
-        if layer not in narrow:
-            return None
-        return linear_in_eight_bits(layer, _stored(passed), lambda each: tensor_of(passed.program, each.name))
-
-    return replace(passed, program=rewrite_linear(passed.program, chosen, in_eight_bits))
+    return replace(passed, program=rewrite_linear(passed.program, chosen, passed.in_eight_bits))
 
 
 STEPS: dict[Stage, tuple[Step, ...]] = {
