@@ -1,8 +1,8 @@
-"""What `twellc check` compares blocks with whose weights are read in eight bits: dense FP8, and those of 16 bits."""
+"""What `twellc check` compares blocks and linear layers in eight bits with: dense FP8, and weights of 16 bits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,8 @@ from torch.export import ExportedProgram
 from twellc.passes.eight_bits import QUANTISED, EightBits, eight_bits_of
 from twellc.passes.graph.program import editable, finish, stored_tensors, tensor_of
 from twellc.passes.match.find_ffn import FfnBlock
-from twellc.passes.match.linear import Weight
+from twellc.passes.match.linear import Linear, Weight, width
+from twellc.passes.pipeline import Passed
 from twellc.passes.rewrite_ffn import arranged_view, weights_of
 from twellc.plugins.block import FLOAT32, BlockOptions, Operands, WeightOperands
 from twellc.plugins.meaning import EIGHT_BITS, activate
@@ -59,6 +60,32 @@ class NarrowBlock:
         x = x.cpu().double()
         y8, y = (run_block(Operands(**_widened(form), x=x), self.options) for form in (self.weights, self.wide))
         return float((y8 - y).square().sum()), float(y.square().sum())
+
+
+@dataclass(frozen=True)
+class NarrowLinear:
+    """A linear layer of the model whose weight the candidate reads in eight bits, [out, in], and its bias."""
+
+    weight: EightBits
+    bias: Tensor | None
+
+    def by_dense_fp8(self, x: Tensor, residual: None = None) -> Tensor:
+        """Return y [..., out] as dense FP8 computes it; see `NarrowBlock`."""
+        weight = (self.weight.q.float() * self.weight.scale).to(x.device)
+        bias = None if self.bias is None else self.bias.float()
+        return torch.nn.functional.linear(_rows_in_eight_bits(x.float()), weight, bias).to(x.dtype)
+
+
+def narrow_linears(found: Passed) -> Iterator[tuple[Linear, NarrowLinear]]:
+    """Yield the linear layers that are read in eight bits, as they are compared."""
+    for layer in found.narrow_linears:
+        joined = found.in_eight_bits(layer)
+        assert joined is not None
+        widths = [width(each.node) for each in layer.linears]
+        parts = zip(joined.q.view(torch.uint8).split(widths), joined.scale.split(widths), strict=True)
+        for each, (q, scale) in zip(layer.linears, parts, strict=True):
+            bias = None if each.bias is None else tensor_of(found.program, each.bias.name).detach()
+            yield each, NarrowLinear(EightBits(q.view(EIGHT_BITS), scale), bias)
 
 
 def _widened(weights: WeightOperands[Tensor]) -> dict[str, Tensor]:

@@ -19,7 +19,15 @@ from torch.export import ExportedProgram
 
 from twellc.base.dtypes import DTYPES, torch_dtype
 from twellc.base.errors import UserError
-from twellc.checks.eight_bits import NarrowBlock, is_quantised, narrow_block, quantised_constants, with_worth
+from twellc.checks.eight_bits import (
+    NarrowBlock,
+    NarrowLinear,
+    is_quantised,
+    narrow_block,
+    narrow_linears,
+    quantised_constants,
+    with_worth,
+)
 from twellc.checks.evaluator import OnnxEvaluator, PluginNode
 from twellc.decisions.advise import repeat
 from twellc.export.profiles import ModelInputs, program_inputs
@@ -211,9 +219,10 @@ class TorchReference(Reference):
         for block, _ in chosen:
             if is_quantised(block):
                 self._eight_bits |= quantised_constants(before, block)
-        quantised = _quantised_linears(decided, options, settings)
-        self._eight_bits |= quantised
-        if quantised or any(self._narrow):
+        found = _with_linears(decided, options, settings)
+        self._eight_bits |= _quantised_linears(found)
+        self._narrow_linears = list(narrow_linears(found))
+        if self._narrow_linears or any(self._narrow):
             # Weights are those of eight bits, whose places only the program with blocks in their form tells.
             self._source = with_worth(arranged.program, self._eight_bits)
             self._with_blocks = with_worth(before, self._eight_bits)
@@ -238,7 +247,10 @@ class TorchReference(Reference):
         count = _counter(progress, "low precision", 2 * len(samples) * len(blocks))
         run_blocks = Runner(self._with_blocks)
         run_plain = run_blocks if runs.exact else Runner(self._plain)
-        narrow = [(ends, form) for ends, form in zip(self._ends, self._narrow, strict=True) if form is not None]
+        narrow: list[tuple[Ends, NarrowBlock | NarrowLinear]] = [
+            (ends, form) for ends, form in zip(self._ends, self._narrow, strict=True) if form is not None
+        ]
+        narrow += [(Ends(each.x.name, None, each.node.name), form) for each, form in self._narrow_linears]
         for sample in samples:
             visitor = _Visitor(blocks, count, narrow=narrow)
             visits = narrow or (graph and runs.exact)
@@ -314,7 +326,7 @@ class _Visitor:
         count: Callable[[], None],
         splice: bool = False,
         given: Sample | None = None,
-        narrow: Sequence[tuple[Ends, NarrowBlock]] = (),
+        narrow: Sequence[tuple[Ends, NarrowBlock | NarrowLinear]] = (),
     ) -> None:
         """Prepare a run.
 
@@ -323,7 +335,7 @@ class _Visitor:
             count: Is called when a block is done.
             splice: Whether the plugin nodes give the output of the blocks.
             given: What blocks read instead of what the program computes.
-            narrow: Blocks that are computed by dense FP8 instead.
+            narrow: Blocks and linear layers that are computed by dense FP8 instead.
         """
         self._blocks, self._count, self._splice, self._given = blocks, count, splice, given
         self._forms = {ends.y: (ends, form) for ends, form in narrow}
@@ -336,7 +348,8 @@ class _Visitor:
     def __call__(self, name: str, value: Any) -> Any:
         if name in self._forms:
             ends, form = self._forms[name]
-            value = form.by_dense_fp8(self.read[ends.x], None if ends.residual is None else self.read[ends.residual])
+            x, residual = self.read[ends.x], None if ends.residual is None else self.read[ends.residual]
+            value = form.by_dense_fp8(x, residual).reshape(value.shape)
         writer = self._writers.get(name)
         if writer is not None:
             self.y[writer] = value
@@ -369,19 +382,22 @@ def _wish(settings: dict[str, Any]) -> Wish:
     return Wish(settings.get("weights") in (FP8, FP8_BLOCKS), most, errors, settings.get("weights") == FP8)
 
 
-def _quantised_linears(decided: Passed, options: PassOptions, settings: dict[str, Any]) -> dict[str, EightBits]:
-    """Return the weights of linear layers that a compilation has quantised, by the names of their constants."""
+def _with_linears(decided: Passed, options: PassOptions, settings: dict[str, Any]) -> Passed:
+    """Return it with the linear layers that a compilation has rewritten, if it says which."""
     taken = settings.get("linear_taken")
-    if not isinstance(taken, list) or not options.weights.linear:
-        return {}
+    if not isinstance(taken, list):
+        return decided
     without = [stage for stage in Stage if Stage.DECIDE < stage < Stage.FIND_LINEAR]
-    found = run_until(decided, replace(options, taken=taken), Stage.FIND_LINEAR, without)
+    return run_until(decided, replace(options, taken=taken), Stage.FIND_LINEAR, without)
+
+
+def _quantised_linears(found: Passed) -> dict[str, EightBits]:
+    """Return the weights of linear layers that a compilation has quantised, by the names of their constants."""
 
     def tensor(weight: Weight) -> torch.Tensor:
         return tensor_of(found.program, weight.name)
 
-    pairs = zip(found.linears, found.linear, strict=True)
-    quantised = [layer for layer, row in pairs if row.weights is not None and row.weights.reason == QUANTISED]
+    quantised = [layer for layer, weights in found.narrow_linears.items() if weights.reason == QUANTISED]
     weights = [each.weight for layer in quantised for each in layer.linears]
     return {weight.name: quantised_linear(weight, tensor) for weight in weights}
 
