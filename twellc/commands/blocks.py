@@ -61,12 +61,15 @@ _FORMS = {
 }
 
 
-def print_linear(layers: list[Linear]) -> None:
-    """Say how many linear layers outside of blocks are rewritten, what comes with them, and why others are not."""
-    if not layers:
+def print_linear(layers: list[Linear], asked: bool) -> None:
+    """Say how many linear layers outside of blocks are rewritten, what comes with them, and why others are not.
+
+    Nothing is said where none is, unless the user has `asked` for it.
+    """
+    taken = [each for each in layers if each.decision == "twell"]
+    if not layers or not (taken or asked):
         return
     console = open_console()
-    taken = [each for each in layers if each.decision == "twell"]
     ends = Counter(end for each in taken for end in _ends(each) if end)
     counts = [len([name for each in group for name in each.modules]) for group in (taken, layers)]
     joined = f" as {len(taken)}" if len(taken) < counts[0] else ""

@@ -38,17 +38,17 @@ def compile(as_json: bool, **options: Any) -> None:
         if as_json:
             click.echo(json.dumps(manifest.to_json(), indent=2))
         else:
-            _print_manifest(manifest, written)
+            _print_manifest(manifest, written, options["linear"] != "auto")
 
 
-def _print_manifest(manifest: Manifest, written: Path) -> None:
+def _print_manifest(manifest: Manifest, written: Path, asked_linear: bool) -> None:
     for warning in manifest.warnings:
         say("Warning:", f"{warning}.", "bold yellow")
     for note in manifest.notes:
         say("Note:", f"{note}.")
     print_layers(manifest.layers)
     print_attention(manifest.attention)
-    print_linear(manifest.linear or [])
+    print_linear(manifest.linear or [], asked_linear)
     dtype = manifest.settings.dtype
     if manifest.plan is not None and manifest.backend is not None:
         plans = [each.plan for each in manifest.ranks or [] if each.plan is not None] or [manifest.plan]

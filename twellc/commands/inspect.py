@@ -52,7 +52,7 @@ def inspect(model: Path, as_json: bool, **options: Any) -> None:
         say("Note:", f"{note}.")
     print_layers(description.layers)
     print_attention(description.attention or [])
-    print_linear(description.linear or [])
+    print_linear(description.linear or [], asked=True)
     if description.manifest is not None:
         _print_libraries(description.manifest)
         if description.manifest.cache is not None:
