@@ -7,10 +7,11 @@ python benchmarks/generate.py --smoke
 The model is that of model.py, 1.5 billion parameters, and every contestant keeps its keys and values in the static
 cache that `twellc generate` has, and attends to it with torch's scaled_dot_product_attention. A step is one new token
 of each sequence in the last place of a full cache, the greedy choice included, as a CUDA graph. Contestants are the
-dense model, eager, compiled, and compiled with gate and up in one product; that with blocks in FP8 and in INT4; the
-blocks by the `twell` ops, eager and compiled, and with weights in eight bits; and with --plans a dense plan of `twellc
-compile --kv-cache`, a rewritten one, and one with --weights fp8, which need full TensorRT. All take turns, in a new
-order in each repetition. Before that, the logits of each are compared with float64. Plans that are in the folder
+dense model, eager, compiled, and compiled with gate and up in one product; that with blocks in FP8 and in INT4, and
+with all linear layers but the logits' in FP8; the blocks by the `twell` ops, eager and compiled, and with weights in
+eight bits; and with --plans a dense plan of `twellc compile --kv-cache`, and rewritten ones, of blocks alone and of
+linear layers, too, in bf16 and in eight bits, which need full TensorRT. All take turns, in a new order in each
+repetition. Before that, the logits of each are compared with float64. Plans that are in the folder
 already are used again, so that building and timing may be two calls.
 
 By the contestants of twellc a whole answer is decoded, too, which gives tokens a second as a user has them, and the gap
@@ -54,6 +55,8 @@ from twellc.benchmarking.forms import (
     PACKED,
     Block,
     Fp8,
+    Fp8Linear,
+    Fp8Rows,
     Int4,
     Packed,
     takes_fp8,
@@ -67,18 +70,24 @@ from twellc.generation.directory import TorchBackend
 from twellc.generation.plan import load_plan
 from twellc.generation.steps import Decoder
 
+FP8_LINEAR = f"{FP8} all linear"
 TWELL_COMPILED_FP8, PLAN_TWELL_FP8 = f"{TWELL_COMPILED} FP8", f"{PLAN_TWELL} FP8"
+PLAN_LINEAR, PLAN_LINEAR_FP8 = f"{PLAN_TWELL} linear", f"{PLAN_TWELL} linear FP8"
 # Where these stand among the contestants, the first one is the yardstick of errors.
 LABELS = (
-    *(EAGER, COMPILED, PACKED, FP8, INT4),
-    *(TWELL_EAGER, TWELL_COMPILED, TWELL_COMPILED_FP8, PLAN_DENSE, PLAN_TWELL, PLAN_TWELL_FP8),
+    *(EAGER, COMPILED, PACKED, FP8, FP8_LINEAR, INT4),
+    *(TWELL_EAGER, TWELL_COMPILED, TWELL_COMPILED_FP8),
+    *(PLAN_DENSE, PLAN_TWELL, PLAN_TWELL_FP8, PLAN_LINEAR, PLAN_LINEAR_FP8),
 )
-_ROUNDED = (*LOSSY, TWELL_COMPILED_FP8, PLAN_TWELL_FP8)  # more than the model's dtype does
+# More than the model's dtype does.
+_ROUNDED = (*LOSSY, FP8_LINEAR, TWELL_COMPILED_FP8, PLAN_TWELL_FP8, PLAN_LINEAR_FP8)
 # Options of twellc compile.
 _PLANS = {
-    PLAN_DENSE: ("--layers", "none"),
-    PLAN_TWELL: ("--layers", "all"),
-    PLAN_TWELL_FP8: ("--layers", "all", "--weights", "fp8"),
+    PLAN_DENSE: ("--layers", "none", "--linear", "tensorrt"),
+    PLAN_TWELL: ("--layers", "all", "--linear", "tensorrt"),
+    PLAN_TWELL_FP8: ("--layers", "all", "--linear", "tensorrt", "--weights", "fp8:blocks"),
+    PLAN_LINEAR: ("--layers", "all", "--linear", "twell"),
+    PLAN_LINEAR_FP8: ("--layers", "all", "--linear", "twell", "--weights", "fp8"),
 }
 _CHECKED_ROWS = 2
 _COUNTED = (4, 512)  # sequences and tokens in which active neurons are counted
@@ -86,14 +95,14 @@ _PROMPT, _ANSWER = 64, 96
 
 
 class _Form(nn.Module):
-    """A dense form of a block in the place of a model's own."""
+    """A dense form of a block, or of linear layers, in the place of a model's own."""
 
     def __init__(self, form: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.form = form
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute y [..., d_model] of x [..., d_model]."""
+        """Compute y [..., out] of x [..., in]."""
         return self.form(x)
 
 
@@ -113,12 +122,39 @@ def with_forms(model: Any, make: Callable[[Block, Tensor], Callable[[Tensor], Te
     model(input_ids=ids, use_cache=False)
     for hook in hooks:
         hook.remove()
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    changed = copy.deepcopy(model, shared)
+    changed = _copy_of(model)
     for number, layer in enumerate(changed.model.layers):
-        mlp = layer.mlp
-        layer.mlp = _Form(make(Block(mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight), read[number]))
+        layer.mlp = _Form(make(_block_of(layer), read[number]))
     return changed
+
+
+def with_fp8_linears(model: Any) -> Any:
+    """Return the model with the linear layers of all its layers in FP8.
+
+    Queries, keys and values are one product, which comes behind the norm, so that attention gets its result and takes
+    parts of it; gate and up are another.
+    """
+    changed = _copy_of(model)
+    for layer in changed.model.layers:
+        attention, begin = layer.self_attn, 0
+        parts = {name: getattr(attention, name).weight for name in ("q_proj", "k_proj", "v_proj")}
+        joined = Fp8Linear(torch.cat(list(parts.values())))
+        layer.input_layernorm = nn.Sequential(layer.input_layernorm, _Form(joined))
+        for name, weight in parts.items():
+            setattr(attention, name, _Form(functools.partial(torch.narrow, dim=-1, start=begin, length=len(weight))))
+            begin += len(weight)
+        attention.o_proj = _Form(Fp8Linear(attention.o_proj.weight))
+        layer.mlp = _Form(Fp8Rows(_block_of(layer)))
+    return changed
+
+
+def _copy_of(model: Any) -> Any:
+    """Return a copy that shares all tensors."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+
+
+def _block_of(layer: Any) -> Block:
+    return Block(layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight, layer.mlp.down_proj.weight)
 
 
 def make_contestants(model: Any, cache: int, labels: set[str], prefill: bool) -> dict[str, Callable[[], Backend]]:
@@ -141,10 +177,10 @@ def make_contestants(model: Any, cache: int, labels: set[str], prefill: bool) ->
         TWELL_COMPILED: ours,
         TWELL_COMPILED_FP8: lambda: ours("fp8"),
     }
-    layer = model.model.layers[0].mlp
-    block = Block(layer.gate_proj.weight, layer.up_proj.weight, layer.down_proj.weight)
+    block = _block_of(model.model.layers[0])
     if takes_fp8(block):
         made[FP8] = lambda: with_forms(model, Fp8, calibration)
+        made[FP8_LINEAR] = lambda: with_fp8_linears(model)
     if takes_int4(block):
         made[INT4] = lambda: with_forms(model, lambda block, _: Int4(block), calibration)
     chosen = [label for label in LABELS if label in made and label in labels]
@@ -283,7 +319,8 @@ def page_of(report: dict[str, Any]) -> str:
         f"{report['arguments']}"
     ]
     blocks.append("Milliseconds, median:\n\n" + table(["", *results], rows))
-    rivals = {"the fastest dense form in bf16": BASELINES, FP8: (FP8,), INT4: (INT4,), "the dense plan": (PLAN_DENSE,)}
+    rivals: dict[str, tuple[str, ...]] = {"the fastest dense form in bf16": BASELINES}
+    rivals |= {FP8: (FP8,), FP8_LINEAR: (FP8_LINEAR,), INT4: (INT4,), "the dense plan": (PLAN_DENSE,)}
     rows = []
     for ours in (label for label in labels if "twell" in label):
         for name, theirs in rivals.items():

@@ -5,7 +5,8 @@ python benchmarks/linear.py --layers 4096:4096:none --tokens 1,16
 python benchmarks/linear.py --smoke
 
 A layer is inputs:outputs:norm; without a norm it has a residual. Dense torch stands there as compiled, with norm and
-residual, and as its product alone, which for eight bits reads rows that were rounded beforehand. Times are of one call
+residual, in eight bits with rows that are rounded behind the norm, too, and as its product alone, which for eight bits
+reads rows that were rounded beforehand. Times are of one call
 within a CUDA graph over more weights than a cache holds, in turns (see block.py). Every size is checked
 against float64 before it is timed.
 """
@@ -31,17 +32,19 @@ from twellc.plugins.quantise import quantise, rounded
 
 EPS = 1e-5
 ROTATED_BYTES = 200e6  # of weights, several times the largest L2 cache
-TWELL, TWELL_FP8, COMPILED, PRODUCT, PRODUCT_FP8 = "twell", "twell FP8", "compiled", "F.linear", "scaled_mm"
+TWELL, TWELL_FP8, COMPILED, COMPILED_FP8 = "twell", "twell FP8", "compiled", "compiled FP8"
+PRODUCT, PRODUCT_FP8 = "F.linear", "scaled_mm"
 
 
 def dense(operands: LinearOperands[Tensor], norm: str) -> Tensor:
-    """Compute a layer with torch's own functions."""
+    """Compute a layer with torch's own functions, in eight bits if its weight is."""
     x = operands.x
     if norm == "rms":
         x = functional.rms_norm(x, x.shape[-1:], operands.norm_weight, EPS)
     elif norm == "layer":
         x = functional.layer_norm(x, x.shape[-1:], operands.norm_weight, None, EPS)
-    y = functional.linear(x, operands.weight)
+    narrow = operands.weight_scale is not None
+    y = by_scaled_mm(rounded(x.float(), 1), operands) if narrow else functional.linear(x, operands.weight)
     return y if operands.residual is None else operands.residual + y
 
 
@@ -74,12 +77,13 @@ def measure(tokens: int, inner: int, out: int, norm: str, repeats: int) -> dict[
     """Check and time one size."""
     layers, options = make(tokens, inner, out, norm), LinearOptions(norm=norm, eps=EPS)
     narrow = [in_eight_bits(each) for each in layers]
-    base = relative_error(dense(layers[0], norm), dense(layers[0].map(Tensor.double), norm))
     for name, operands in ((TWELL, layers[0]), (TWELL_FP8, narrow[0])):
-        worth = operands.map(Tensor.double)
+        worth = operands.map(Tensor.double).named()
         if operands.weight_scale is not None:
-            worth = LinearOperands(**{**worth.named(), "weight": operands.weight.double() * operands.weight_scale})
-        error = relative_error(run_linear(operands, options)[0], dense(worth, norm))
+            worth["weight"] *= worth.pop("weight_scale")
+        exact = dense(LinearOperands(**worth), norm)
+        base = relative_error(dense(operands, norm), exact)
+        error = relative_error(run_linear(operands, options)[0], exact)
         refuse_error(f"{name}, {tokens} tokens of {inner} -> {out}", error, base)
     torch._dynamo.reset()
     compiled = torch.compile(dense, fullgraph=True, dynamic=False)
@@ -88,6 +92,7 @@ def measure(tokens: int, inner: int, out: int, norm: str, repeats: int) -> dict[
         TWELL: [functools.partial(run_linear, each, options) for each in layers],
         TWELL_FP8: [functools.partial(run_linear, each, options) for each in narrow],
         COMPILED: [functools.partial(compiled, each, norm) for each in layers],
+        COMPILED_FP8: [functools.partial(compiled, each, norm) for each in narrow],
         PRODUCT: [functools.partial(functional.linear, each.x, each.weight) for each in layers],
         PRODUCT_FP8: [functools.partial(by_scaled_mm, x8, each) for each in narrow],
     }
@@ -95,7 +100,8 @@ def measure(tokens: int, inner: int, out: int, norm: str, repeats: int) -> dict[
     return {**size, "times": time_rotated(contestants, repeats)}
 
 
-HEADER = "| layer | tokens | twell | GB/s | twell FP8 | GB/s | compiled | F.linear | scaled_mm |\n|" + " ---: |" * 9
+HEADER = "| layer | tokens | twell | GB/s | twell FP8 | GB/s | compiled | compiled FP8 | F.linear | scaled_mm |\n"
+HEADER += "|" + " ---: |" * 10
 
 
 def table_row(found: dict[str, Any]) -> str:
@@ -107,14 +113,14 @@ def table_row(found: dict[str, Any]) -> str:
         f"{found['tokens']}",
         *(f"{median[TWELL]:.1f}", f"{2 * elements / median[TWELL] / 1e3:.0f}"),
         *(f"{median[TWELL_FP8]:.1f}", f"{elements / median[TWELL_FP8] / 1e3:.0f}"),
-        *(f"{median[name]:.1f}" for name in (COMPILED, PRODUCT, PRODUCT_FP8)),
+        *(f"{median[name]:.1f}" for name in (COMPILED, COMPILED_FP8, PRODUCT, PRODUCT_FP8)),
     ]
     return "| " + " | ".join(cells) + " |"
 
 
 @click.command()
 @click.option("--layers", default="2048:6144:rms,2048:2048:none,4096:6144:rms", show_default=True)
-@click.option("--tokens", default="1,4,8,16", show_default=True, help="Row counts.")
+@click.option("--tokens", default="1,4,8,16,17,32,512,2048,8192", show_default=True, help="Row counts.")
 @click.option("--repeats", default=20, show_default=True)
 @session.json_option
 @session.smoke_option(layers="128:384:layer,128:128:none", tokens="1,20", repeats=2)

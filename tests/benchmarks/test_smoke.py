@@ -154,7 +154,9 @@ SMOKES = {
         ("--trained", "--d-ff", "5632", "--energy-seconds", "0.1"),
     ),
     "model": Smoke("model.py", "setting", ("prefill 2x64", "decode 2"), BOTH),
-    "generate": Smoke("generate.py", "setting", ("prefill", "decode-2"), (*BOTH, "twell compiled FP8")),
+    "generate": Smoke(
+        "generate.py", "setting", ("prefill", "decode-2"), (*BOTH, "dense FP8 all linear", "twell compiled FP8")
+    ),
     "tensor_parallel": Smoke(
         "tensor_parallel.py", "shape", ("1x16", "2x40"), ("dense", "twell", "dense, 2 ranks", "twell, 2 ranks")
     ),
@@ -162,8 +164,8 @@ SMOKES = {
 # In full TensorRT.
 PLANS = {
     "generate": Smoke(
-        *("generate.py", "setting", ("prefill", "decode-2"), ("dense eager", "plan dense", "plan twell FP8")),
-        ("--plans", "PLANS", "--contestants", "dense eager,plan dense,plan twell,plan twell FP8"),
+        *("generate.py", "setting", ("prefill", "decode-2"), ("dense eager", "plan dense", "plan twell linear FP8")),
+        ("--plans", "PLANS", "--contestants", "dense eager,plan dense,plan twell linear,plan twell linear FP8"),
     ),
     "engine": Smoke(
         *("engine.py", "shape", ("1x1", "2x32")),

@@ -28,6 +28,7 @@ from torch.nn import functional
 
 from twellc.base.torch_private import dynamo, scaled_mm
 from twellc.plugins.meaning import activate
+from twellc.plugins.quantise import quantise
 
 EAGER, COMPILED, PACKED, FP8 = "dense eager", "dense compiled", "dense packed", "dense FP8"
 FP8_TUNED, INT4 = "dense FP8 tuned", "dense INT4"
@@ -211,6 +212,36 @@ class Fp8:
         h8 = _fused(_combine_fp8, gate_up, block.up is not None, block.activation, block.threshold, self._h_per_unit)
         y = _product(h8, self._down, self._h_scale, self._down_scale, block.down_bias, x.dtype)
         return y[: len(rows)].reshape(*x.shape[:-1], y.shape[-1])
+
+
+class Fp8Linear:
+    """A linear layer in FP8, a scale for each row of its weight and of x, for a model that is compiled as a whole."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Quantise the weight [out, in]."""
+        self._weight, self._scale = quantise(weight, "neuron")
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute y [..., out] of x [..., in]."""
+        rows = x.reshape(-1, x.shape[-1])
+        scale = (rows.abs().amax(-1, keepdim=True).float() / _FP8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
+        y = _product(_to_fp8(rows, 1 / scale), self._weight, scale, self._scale.t(), self._bias, x.dtype)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+class Fp8Rows:
+    """A block of two such layers, gate and up in one."""
+
+    def __init__(self, block: Block) -> None:
+        """Quantise the weights."""
+        self._block = block
+        self._first, self._down = Fp8Linear(*packed_weights(block)), Fp8Linear(block.down, block.down_bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute y [..., d_out] of x [..., d_model]."""
+        block = self._block
+        return self._down(_combine_packed(self._first(x), block.up is not None, block.activation, block.threshold))
 
 
 def takes_fp8(block: Block) -> bool:
