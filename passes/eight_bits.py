@@ -28,7 +28,7 @@ from twellc.passes.graph.program import editable, finish
 from twellc.passes.match.activations import arguments, packet
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.find_linear import FoundLinear
-from twellc.passes.match.linear import CASTS, Weight, operand
+from twellc.passes.match.linear import CASTS, VALUE_PRESERVING, Weight, operand
 from twellc.passes.report import Weights
 from twellc.passes.rewrite_ffn import arranged_view, weights_of
 from twellc.plugins.block import SCALES, TensorField
@@ -298,7 +298,16 @@ def judge_linear(layer: FoundLinear, stored: Stored, wish: Wish) -> Weights | No
         return Weights(16, "what eight bits change is measured of blocks alone")
     if any(len(each.weight.node.users) > 1 for each in layer.linears):
         return Weights(16, "another layer reads one of them, too")
+    if any(map(_is_returned, layer.outputs)):
+        return Weights(16, "the model returns its result, as logits are")
     return Weights(8, QUANTISED)
+
+
+def _is_returned(node: Node) -> bool:
+    """Whether a program returns a node as it is, but for its shape and its type."""
+    return any(
+        user.op == "output" or (packet(user) in VALUE_PRESERVING | CASTS and _is_returned(user)) for user in node.users
+    )
 
 
 def linear_in_eight_bits(layer: FoundLinear, stored: Stored, tensor: Callable[[Weight], Tensor]) -> EightBits:

@@ -242,13 +242,13 @@ def test_linear_layers_are_quantised(conv1d: bool) -> None:
     module, x = nn.Module(), torch.randn(3, D_MODEL).to(BF16)
     weight = torch.randn(16, D_MODEL).to(BF16) * torch.logspace(-2, 2, 16, dtype=BF16)[:, None]
     module.weight = nn.Parameter(weight.t().contiguous() if conv1d else weight)
-    module.forward = lambda x: x @ module.weight if conv1d else nn.functional.linear(x, module.weight)
+    module.forward = lambda x: (x @ module.weight if conv1d else nn.functional.linear(x, module.weight)).sin()
     found = run_passes(export(module, x), PassOptions(BF16, linear="twell", weights=Wish(True, linear=True)))
     assert [str(row.weights) for row in found.linear] == ["weights in 8 bits, quantised"]
     q, scale = quantise(weight, "neuron")
     state = found.program.state_dict
     assert torch.equal(state["weight_e4m3"].float(), q.float()) and torch.equal(state["weight_scale"], scale)
-    expected = (x.float() @ (q.float() * scale).T).to(BF16)
+    expected = (x.float() @ (q.float() * scale).T).to(BF16).sin()
     torch.testing.assert_close(run(found.program, x)[0], expected)
     for wish, said in (
         (Wish(True), "None"),
@@ -256,3 +256,11 @@ def test_linear_layers_are_quantised(conv1d: bool) -> None:
     ):
         left = run_passes(export(module, x), PassOptions(BF16, linear="twell", weights=wish))
         assert [str(row.weights) for row in left.linear] == [said]
+
+
+def test_logits_stay_in_16_bits() -> None:
+    module, x = nn.Sequential(nn.Linear(D_MODEL, 16), nn.Tanh(), nn.Linear(16, 24)).to(BF16), torch.randn(3, D_MODEL)
+    module.forward = lambda x: nn.Sequential.forward(module, x).unsqueeze(0).float()
+    found = run_passes(export(module, x.to(BF16)), PassOptions(BF16, linear="twell", weights=Wish(True, linear=True)))
+    said = ["weights in 8 bits, quantised", "weights in 16 bits, the model returns its result, as logits are"]
+    assert [str(row.weights) for row in found.linear] == said
