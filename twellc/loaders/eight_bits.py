@@ -27,7 +27,7 @@ from torch import Tensor
 from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_few
 from twellc.eager.eight_bits import EightBitLinear
-from twellc.eager.module_blocks import Operand, called_otherwise, find_blocks, matrices_of
+from twellc.eager.module_blocks import called_otherwise, find_blocks, matrices_of
 from twellc.plugins.meaning import EIGHT_BITS
 
 _SIDE = 128
@@ -257,8 +257,10 @@ def _scale_of(where: str, weight: Tensor, scale: Tensor) -> Tensor:
 # ---- what the model keeps ----
 
 
-def kept_by_blocks(model_class: Any, config: Any, scaled: Mapping[str, Scaled]) -> dict[str, str]:
-    """Return the linear layers of feed-forward blocks that keep their eight bits: the names of their weights, by path.
+def kept_layers(model_class: Any, config: Any, scaled: Mapping[str, Scaled]) -> dict[str, str]:
+    """Return the linear layers that keep their eight bits: the names of their weights, by path.
+
+    They are all that have such weights, but of a feed-forward block all or none.
 
     Args:
         model_class: The class of transformers.
@@ -269,6 +271,12 @@ def kept_by_blocks(model_class: Any, config: Any, scaled: Mapping[str, Scaled]) 
         empty = model_class(copy.deepcopy(config)).eval()
     same, prefix = _without_repetitions(empty), f"{model_class.base_model_prefix}."
     kept: dict[str, str] = {}
+    of_blocks: set[str] = set()
+
+    def name_of(path: str) -> str | None:
+        names = (f"{path}.weight", f"{prefix}{path}.weight", f"{path}.weight".removeprefix(prefix))
+        return next((each for each in names if each in scaled), None)
+
     for found in find_blocks(empty, ranks=(3,)):
         if found.block.refusal or found.weights is None or called_otherwise(found):
             continue
@@ -276,20 +284,23 @@ def kept_by_blocks(model_class: Any, config: Any, scaled: Mapping[str, Scaled]) 
             layers: dict[str, str | None] = {}
             for operand in matrices_of(found.weights).values():
                 path, parameter = ".".join(filter(None, (module, operand.layer))), operand.parameter(found.module)
-                names = (f"{path}.weight", f"{prefix}{path}.weight", f"{path}.weight".removeprefix(prefix))
-                name = next((each for each in names if each in scaled), None)
-                fits = name is not None and parameter is not None and _fits(scaled[name], operand, parameter)
+                name = name_of(path)
+                fits = name is not None and parameter is not None and _fits(scaled[name], parameter, operand.transposed)
                 layers[path] = name if fits else None
             if None not in layers.values():
                 kept |= {path: name for path, name in layers.items() if name is not None}
+            of_blocks |= layers.keys()
+    for first, layer in empty.named_modules():
+        for path in same(first) if type(layer) is torch.nn.Linear else ():
+            name = name_of(path)
+            if path not in of_blocks and name is not None and _fits(scaled[name], layer.weight):
+                kept[path] = name
     return kept
 
 
-def _fits(scaled: Scaled, operand: Operand, parameter: Tensor) -> bool:
-    """Whether the op reads a matrix in eight bits in the place of a parameter: scales by input are for w_down alone."""
-    return (
-        scaled.weight.shape == parameter.shape and not scaled.has_blocks and (operand.transposed or not scaled.by_input)
-    )
+def _fits(scaled: Scaled, parameter: Tensor, is_down: bool = False) -> bool:
+    """Whether an op reads a matrix in eight bits in the place of a parameter: scales by input are for w_down alone."""
+    return scaled.weight.shape == parameter.shape and not scaled.has_blocks and (is_down or not scaled.by_input)
 
 
 def _without_repetitions(model: torch.nn.Module) -> Callable[[str], list[str]]:
@@ -323,11 +334,11 @@ def put_eight_bits(model: Any, kept: Mapping[str, str], scaled: Mapping[str, Sca
 
 
 def notes_on(scaled: Mapping[str, Scaled], kept: Mapping[str, str], dtype: torch.dtype) -> list[str]:
-    """Say which of the matrices in eight bits stay that if the op runs their blocks, and which are dequantised."""
+    """Say which of the matrices in eight bits stay that if an op reads them, and which are dequantised."""
     names = set(kept.values())
     blocks = [name for name, each in scaled.items() if each.has_blocks]
     others = [name for name, each in scaled.items() if name not in names and not each.has_blocks]
-    what = "matrices of feed-forward blocks keep their eight bits, E4M3, where the op runs the block"
+    what = "matrices keep their eight bits, E4M3, where an op of twellc reads them"
     notes = [f"{len(names)} {what}"] if names else []
     if others:
         what = f"{len(others)} other matrices in E4M3" if names else f"all {len(others)} matrices in E4M3"

@@ -20,7 +20,7 @@ from twellc.export.shapes import FixedSizes
 from twellc.loaders import sparselm
 from twellc.loaders.attention import traced_attention
 from twellc.loaders.checkpoint import activations, read_checkpoint
-from twellc.loaders.eight_bits import Scaled, kept_by_blocks, notes_on, put_eight_bits
+from twellc.loaders.eight_bits import Scaled, kept_layers, notes_on, put_eight_bits
 from twellc.loaders.huggingface_inputs import Input, at_sizes, inputs_of, longest_text, vocabulary_of, written_sizes
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.tracing import keep_tensor_outputs, trace
@@ -142,7 +142,7 @@ def _make_model(
     own = config.dtype if isinstance(config.dtype, torch.dtype) else stored
     dtype = in_dtype(own) if in_dtype else own
     try:
-        kept = kept_by_blocks(model_class, config, scaled) if scaled else {}
+        kept = kept_layers(model_class, config, scaled) if scaled else {}
         eight_bits = {
             # Those that stay are put in afterwards.
             name: each.stand_in(dtype) if name in kept.values() else each.dequantised(dtype)

@@ -122,8 +122,8 @@ def test_blocks_keep_their_bytes(form: str, folder: Path) -> None:
     model, config, notes = open_directory(folder)
     assert "quantization_config" not in config and not hasattr(model.config, "quantization_config")
     layers = {path: each for path, each in model.named_modules() if isinstance(each, EightBitLinear)}
-    kept = 0 if form == "blocks" else 6
-    assert len(layers) == kept and all(".mlp." in path for path in layers)
+    kept = 8 if form == "blocks" else 14  # attention's are not larger than a block, which has one scale then
+    assert len(layers) == kept
     for path, layer in layers.items():
         assert torch.equal(layer.weight.float(), stored[f"{path}.weight"].float())
         assert layer.scale.dtype == torch.float32
@@ -133,9 +133,9 @@ def test_blocks_keep_their_bytes(form: str, folder: Path) -> None:
     }
     assert all(torch.equal(found[name], tensor) for name, tensor in worth.items())
     said = "; ".join(notes)
-    assert ("6 matrices of feed-forward blocks keep their eight bits" in said) == bool(kept)
-    expected = "8 other matrices in E4M3" if kept else "6 matrices in E4M3 with scales for blocks of 128 x 128"
-    assert f"{expected} are dequantised to bfloat16: model.layers.0." in said
+    assert f"{kept} matrices keep their eight bits" in said
+    dequantised = "6 matrices in E4M3 with scales for blocks of 128 x 128 are dequantised to bfloat16: model.layers.0."
+    assert (dequantised in said) == (form == "blocks")
 
 
 def test_generation_runs_blocks_in_eight_bits(folder: Path) -> None:
@@ -145,7 +145,7 @@ def test_generation_runs_blocks_in_eight_bits(folder: Path) -> None:
     gate = backend.model.get_submodule(GATE)
     assert gate.weight.dtype == EIGHT_BITS
     backend = load_directory(folder, "cpu", layers="layers.1")
-    assert any("3 layers in E4M3 that no block by the op reads are dequantised" in note for note in backend.notes)
+    assert any("11 layers in E4M3 that no block by the op reads are dequantised" in note for note in backend.notes)
     assert type(backend.model.get_submodule(GATE)) is torch.nn.Linear
 
 
@@ -162,24 +162,28 @@ def test_blocks_are_moved_in_eight_bits(
 
 def test_a_program_has_the_bytes(folder: Path) -> None:
     write(folder, "FP8_DYNAMIC")
-    stored, rewritten = load_file(folder / "model.safetensors"), twellc.rewrite(folder)
+    stored, rewritten = load_file(folder / "model.safetensors"), twellc.rewrite(folder, linear="twell")
     assert [layer.weights and layer.weights.bits for layer in rewritten.layers] == [8, 8]
-    said = "6 weights that the model has in eight bits are dequantised: "
-    for layers in ("all", "none"):
-        notes = twellc.inspect(folder, layers=layers).description.notes
-        assert any(note.startswith(said) for note in notes) == (layers == "none")
+    narrow = [row.weights is not None and row.weights.bits == 8 for row in rewritten.linear]
+    assert narrow == [True] * 4 + [False] and rewritten.linear[-1].modules == ["lm_head"]
+    said = "{} weights that the model has in eight bits are dequantised: "
+    for options, count in (({"layers": "none"}, 14), ({"layers": "all"}, 8), ({"linear": "twell"}, 0)):
+        notes = twellc.inspect(folder, **options).description.notes
+        assert any(note.startswith(said.format(count)) for note in notes) == (count > 0)
     held = [each for each in rewritten.program.state_dict.values() if each.dtype == EIGHT_BITS]
     for name in ("gate_proj.weight", "up_proj.weight", "down_proj.weight"):
         weight = stored[f"model.layers.1.mlp.{name}"].float()
         matrix = weight.T if name.startswith("down") else weight
         assert any(each.shape == matrix.shape and torch.equal(each.float(), matrix) for each in held)
+    joined = torch.cat([stored[f"model.layers.1.self_attn.{each}_proj.weight"].float() for each in "qkv"])
+    assert any(torch.equal(each.float(), joined) for each in held)
 
 
 def test_what_was_quantised_here_is_read_again(folder: Path) -> None:
     model, _, _ = open_directory(folder)
     twellc.restore(twellc.optimize(model, weights="fp8")).save_pretrained(folder)
     again, _, notes = open_directory(folder)
-    assert notes == ["6 matrices of feed-forward blocks keep their eight bits, E4M3, where the op runs the block"]
+    assert notes == ["6 matrices keep their eight bits, E4M3, where an op of twellc reads them"]
     ids = torch.arange(7)[None]
     assert torch.equal(again(ids).logits, model(ids).logits)
     assert again.get_submodule("model.layers.1.mlp.down_proj").scale.shape == (1, 320)
@@ -202,5 +206,6 @@ def test_a_block_with_a_matrix_in_16_bits(folder: Path) -> None:
     tensors |= {f"{GATE}.weight": worth[f"{GATE}.weight"], "model.layers.0.self_attn.k_proj.k_scale": torch.ones(())}
     save_file(tensors, folder / "model.safetensors")
     model, _, notes = open_directory(folder)
-    assert {path[:14] for path, each in model.named_modules() if isinstance(each, EightBitLinear)} == {"model.layers.1"}
+    layers = [path for path, each in model.named_modules() if isinstance(each, EightBitLinear) and ".mlp." in path]
+    assert {path[:14] for path in layers} == {"model.layers.1"}
     assert any(note.startswith("1 scales of activations and caches are not used") for note in notes)

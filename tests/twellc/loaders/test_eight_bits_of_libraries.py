@@ -58,7 +58,7 @@ def undone(folder: Path) -> Any:
 def worth(model: Any) -> Worth:
     """Return the parameters of a model, and of layers in eight bits what they are worth."""
     layers = {path: each for path, each in model.named_modules() if isinstance(each, EightBitLinear)}
-    assert len(layers) in (0, 6)
+    assert len(layers) in (0, 14)
     found = {f"{path}.weight": each.worth(torch.bfloat16) for path, each in layers.items()}
     return {**{name: each for name, each in model.state_dict().items() if not name.endswith("scale")}, **found}
 
@@ -66,8 +66,8 @@ def worth(model: Any) -> Worth:
 @pytest.mark.parametrize(
     ("preset", "kept", "sizes"),
     [
-        ("FP8_DYNAMIC", 6, {}),
-        ("FP8", 6, {}),
+        ("FP8_DYNAMIC", 14, {}),
+        ("FP8", 14, {}),
         ("FP8_BLOCK", 0, {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 2}),
     ],
 )
