@@ -8,6 +8,7 @@ import pytest
 import twellc
 from tests.conftest import Cli
 from twellc.base.errors import UserError
+from twellc.checks.accuracy import OutputAccuracy
 from twellc.compiling.compiler import compile_model
 from twellc.options.commands import CompileOptions
 from twellc.plugins.library import LINEAR_NAME
@@ -39,8 +40,8 @@ def test_compile_and_inspect(cli: Cli, llama: Path, tmp_path: Path) -> None:
 
 
 def test_auto_leaves_them(cli: Cli, llama: Path, tmp_path: Path) -> None:
-    manifest = twellc.compile(llama, backend="none", onnx=tmp_path / "m.onnx")
-    assert manifest.settings.linear_taken is None and LINEAR_NAME not in manifest.plugins.names
+    shown = cli("compile", llama, "--backend", "none", "--onnx", tmp_path / "m.onnx").output
+    assert "feed-forward blocks rewritten" in shown and "linear layers" not in shown
     assert not nodes_in(tmp_path / "m.onnx")
     assert "0 of 9 linear layers outside of blocks rewritten" in cli("inspect", llama).output
 
@@ -63,15 +64,18 @@ def test_with_a_cache(cli: Cli, opt: Path, tmp_path: Path) -> None:
     assert not twellc.check(opt, graph).within
 
 
-@pytest.mark.parametrize(("weights", "count"), [("fp8", 4), ("fp8:blocks", 0)])
-def test_eight_bits(weights: str, count: int, cli: Cli, opt: Path, tmp_path: Path) -> None:
-    """The logits' weight is the embedding's, which stays in 16 bits."""
+@pytest.mark.parametrize(("weights", "layers", "count"), [("fp8", "none", 4), ("fp8:blocks", "all", 0)])
+def test_eight_bits(weights: str, layers: str, count: int, cli: Cli, opt: Path, tmp_path: Path) -> None:
+    """The logits' weight is the embedding's, which stays in 16 bits. The yardstick is dense FP8."""
     graph = tmp_path / "m.onnx"
-    manifest = twellc.compile(opt, backend="none", onnx=graph, linear="twell", weights=weights)
-    assert {layer.weights and layer.weights.bits for layer in manifest.layers} == {8}
+    manifest = twellc.compile(opt, backend="none", onnx=graph, layers=layers, linear="twell", weights=weights)
+    assert {layer.weights and layer.weights.bits for layer in manifest.layers} == {None if layers == "none" else 8}
     narrow = [row for row in manifest.linear or () if row.weights is not None and row.weights.bits == 8]
     assert len(narrow) == count and not any("lm_head" in row.modules for row in narrow)
-    assert twellc.check(opt, graph).within
+    report = twellc.check(opt, graph)
+    (logits,) = report.outputs
+    assert report.within and isinstance(logits, OutputAccuracy)
+    assert logits.plain.relative > 2 * logits.candidate.relative
     shown = cli("inspect", opt, "--linear", "twell", "--weights", weights).output
     assert ("4 with weights in 8 bits" in shown) == (count > 0)
     assert ("another layer reads one of them, too: lm_head" in shown) == (count > 0)
