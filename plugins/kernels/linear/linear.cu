@@ -149,12 +149,14 @@ cudaError_t launch_few(LinearCall const& call, void const* weight, bool weight_i
 }
 
 // All outputs by cuBLASLt, each from its rows of the weight; cudaErrorNotSupported where it cannot.
-cudaError_t multiply_by_cublas_lt(LinearCall const& call, void* workspace, cublas_lt::Product const& operands) {
+// With scales x and W have eight bits.
+cudaError_t multiply_by_cublas_lt(LinearCall const& call, void* workspace, void const* x, void const* weight,
+                                  float const* x_scale = nullptr, float const* weight_scale = nullptr) {
     if (call.kernels != Kernels::kBest || cublas_lt::version() == 0) {
         return cudaErrorNotSupported;
     }
     twell_linear_problem const& problem = call.problem;
-    int64_t const element_bytes = operands.x_scale == nullptr ? 2 : 1;
+    int64_t const element_bytes = x_scale == nullptr ? 2 : 1;
     linear::Outputs const outputs = outputs_of(call, 0);
     for (int i = 0; i < TWELL_MAX_SPLITS && outputs.widths[i] != 0; ++i) {
         if (call.device.trace != nullptr) {
@@ -163,9 +165,11 @@ cudaError_t multiply_by_cublas_lt(LinearCall const& call, void* workspace, cubla
         }
         int64_t const begin = outputs.begins[i];
         auto const* const bias = static_cast<uint16_t const*>(call.tensors.bias);
-        cublas_lt::Product product = operands;
-        product.weight = static_cast<unsigned char const*>(operands.weight) + begin * problem.in * element_bytes;
-        product.weight_scale = operands.weight_scale == nullptr ? nullptr : operands.weight_scale + begin;
+        cublas_lt::Product product = {};
+        product.x = x;
+        product.weight = static_cast<unsigned char const*>(weight) + begin * problem.in * element_bytes;
+        product.x_scale = x_scale;
+        product.weight_scale = weight_scale == nullptr ? nullptr : weight_scale + begin;
         product.bias = bias == nullptr ? nullptr : bias + begin;
         product.residual = call.tensors.residual;
         product.y = outputs.y[i];
@@ -213,9 +217,8 @@ cudaError_t launch_in_bytes(LinearCall const& call, Scratch const& scratch) {
     params.weight_scales = scratch.weight_scales;
     params.out = has_one ? problem.out : 0;
     TWELL_TRY(launch_norm<Element, true>(call, params));
-    return multiply_by_cublas_lt(
-        call, scratch.of_cublas_lt,
-        {scratch.rounded, call.tensors.weight, scratch.scale, has_one ? scratch.weight_scales : scale});
+    return multiply_by_cublas_lt(call, scratch.of_cublas_lt, scratch.rounded, call.tensors.weight, scratch.scale,
+                                 has_one ? scratch.weight_scales : scale);
 }
 
 template <class Element>
@@ -235,7 +238,7 @@ cudaError_t launch_many(LinearCall const& call, Scratch const& scratch, void con
     params.tokens = problem.tokens;
     params.in = problem.in;
     params.out = problem.out;
-    cudaError_t const status = multiply_by_cublas_lt(call, scratch.of_cublas_lt, {params.x, weight});
+    cudaError_t const status = multiply_by_cublas_lt(call, scratch.of_cublas_lt, params.x, weight);
     if (status != cudaErrorNotSupported) {
         return status;
     }

@@ -20,11 +20,11 @@ struct NormParams {
     Norm norm;
     int in;
     // Of eight bits: the rows, each with a scale, and the weight's scale for each of its rows, if it has one for all.
-    uint8_t* rounded;           // [tokens, in]
-    float* scale;               // [tokens]
-    float const* weight_scale;  // 1
-    float* weight_scales;       // [out]
-    int out;                    // 0: it has one for each
+    uint8_t* rounded = nullptr;           // [tokens, in]
+    float* scale = nullptr;               // [tokens]
+    float const* weight_scale = nullptr;  // 1
+    float* weight_scales = nullptr;       // [out]
+    int out = 0;                          // 0: it has one for each
 };
 
 // A CTA has a row. kInBytes: it stays in shared memory, and is written in eight bits.
