@@ -266,10 +266,11 @@ def _linear(
     norm: str = "none",
     eps: float = 0.0,
     splits: Sequence[int] = (),
+    choose: bool = False,
     weight_scale: Any = None,
 ) -> Any:
     tensors = (x, weight, bias, norm_weight, norm_bias, residual)
-    operands, options = linear.call_of((*tensors, norm, eps, splits), {"weight_scale": weight_scale})
+    operands, options = linear.call_of((*tensors, norm, eps, splits, choose), {"weight_scale": weight_scale})
     attributes = linear_attributes(operands, options, weight.shape[0])
     outputs = [f"y{index}" for index in range(len(attributes["splits"]))]
     results = _node(LINEAR_NAME, *outputs)(*operands.named().values(), **attributes)

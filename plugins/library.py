@@ -107,6 +107,7 @@ class LinearProblem(_Sized):
         *_each(_I32, "out dtype weight_dtype weight_scale norm"),
         *_each(ctypes.c_float, "eps"),
         *_each(_I32 * MAX_SPLITS, "splits"),
+        *_each(_I32, "choose reserved"),
     )
 
 

@@ -3,7 +3,8 @@
     y = residual + norm(x) W^T + b, norm one of none, rms and layer
 
 Several weights that read the same x, such as those of queries, keys and values, stand in W one below the other, and
-`splits` says how many rows each has: every one of them has an output.
+`splits` says how many rows each has: every one of them has an output. With `choose` the output is int64 [...] instead:
+the index of the largest element of y, as it would be rounded.
 
 `TENSORS` and `LinearOptions` are two tables, as those of `block.py`: the torch op, the node in ONNX files, its
 evaluator and the calls of the C API take names, types, defaults and order from here.
@@ -34,7 +35,9 @@ TENSORS = (
     TensorField("weight_scale", ("out", "1"), "what multiplies a weight of eight bits", SCALES_FLAG),
 )
 # Attributes of a node, and their types.
-ATTRIBUTES: dict[str, type] = {"norm": str, "eps": float, "splits": list} | {each.flag: int for each in TENSORS[2:]}
+ATTRIBUTES: dict[str, type] = {"norm": str, "eps": float, "splits": list, "choose": int} | {
+    each.flag: int for each in TENSORS[2:]
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +73,13 @@ class LinearOptions:
         norm: What is done to x first.
         eps: What the norm adds to the mean of squares, or to the variance.
         splits: The widths of the outputs, which `out` is the sum of; empty for one output.
+        choose: Whether the output is the index of the largest element of each row of y, as `torch.argmax` finds it.
     """
 
     norm: str = "none"
     eps: float = 0.0
     splits: tuple[int, ...] = ()
+    choose: bool = False
 
     def check(self, operands: LinearOperands[Any], out: int) -> None:
         """Raise ValueError if one of them has a value that it cannot have beside these operands."""
@@ -85,6 +90,7 @@ class LinearOptions:
             "splits": ""
             if len(widths) <= most and min(widths) > 0 and sum(widths) == out
             else f"at most {most} positive widths whose sum is {out}",
+            "choose": "False with several outputs" if self.choose and len(self.splits) > 1 else "",
         }
         for name, fault in expected.items():
             if fault:
@@ -118,6 +124,7 @@ class LinearOptions:
             norm=library.NORMS[self.norm],
             eps=self.eps,
             splits=(ctypes.c_int32 * library.MAX_SPLITS)(*self.splits),
+            choose=self.choose,
         )
 
     def widths(self, out: int) -> tuple[int, ...]:
@@ -125,10 +132,10 @@ class LinearOptions:
         return self.splits or (out,)
 
 
-_OPTIONS = ("norm", "eps", "splits")
+_OPTIONS = ("norm", "eps", "splits", "choose")
 ARGUMENTS = (*(each.name for each in TENSORS[:-1]), *_OPTIONS)  # of the op, by position
 _TENSORS = ", ".join(f"Tensor{'?' if each.flag else ''} {each.name}" for each in TENSORS[:-1])
-_SETTINGS = 'str norm="none", float eps=0.0, int[] splits=[], *, Tensor? weight_scale=None'
+_SETTINGS = 'str norm="none", float eps=0.0, int[] splits=[], bool choose=False, *, Tensor? weight_scale=None'
 SCHEMA = f"linear({_TENSORS}, {_SETTINGS}) -> Tensor[]"
 
 

@@ -10,9 +10,10 @@ Shapes: x [..., in], weight [out, in] (`torch.nn.Linear`'s), bias [out], norm_we
     layer   (x - mean(x)) / sqrt(var(x) + eps) * norm_weight + norm_bias
 
 over the last dimension, with ones and zeros where these are None. `splits` are the widths of the outputs, of which
-there is then one for each piece of the weight's rows; with more than one there can be no residual. All tensors share
-one dtype; or the weight is float8_e4m3fn, and `weight_scale`, float32 [] or [out, 1], says what it is worth: see
-docs/weights.md.
+there is then one for each piece of the weight's rows; with more than one there can be no residual. With `choose` the
+output is int64 [...] instead, `y.argmax(-1)`: of equals the first one, and the first NaN where there is one. All
+tensors share one dtype; or the weight is float8_e4m3fn, and `weight_scale`, float32 [] or [out, 1], says what it is
+worth: see docs/weights.md.
 
 The CPU implementation is the semantics: it computes in float32 (float64 for float64), and rounds y once. What the norm
 gives is not rounded in it; dense models, and the kernels, may round that once to the element type, and a weight of
@@ -88,14 +89,18 @@ def _compute(operands: LinearOperands[Tensor], options: LinearOptions) -> list[T
     y = torch.nn.functional.linear(x, weight, bias)
     if operands.residual is not None:
         y = y + operands.residual
-    widths = options.widths(weight.shape[0])
-    return [each.to(operands.x.dtype, memory_format=torch.contiguous_format, copy=True) for each in y.split(widths, -1)]
+    widths, dtype = options.widths(weight.shape[0]), operands.x.dtype
+    if options.choose:
+        return [y.to(dtype).argmax(-1)]
+    return [each.to(dtype, memory_format=torch.contiguous_format, copy=True) for each in y.split(widths, -1)]
 
 
 def _infer(operands: LinearOperands[Tensor], options: LinearOptions) -> list[Tensor]:
     """Give the shapes and dtype of the results, for tracing."""
     _check(operands, options)
     x, widths = operands.x, options.widths(operands.weight.shape[0])
+    if options.choose:
+        return [x.new_empty(x.shape[:-1], dtype=torch.int64)]
     return [x.new_empty((*x.shape[:-1], width)) for width in widths]
 
 
@@ -137,6 +142,8 @@ def _by_torch(operands: LinearOperands[Tensor], options: LinearOptions) -> list[
         weight = (weight.float() * operands.weight_scale).to(x.dtype)
     y = functional.linear(x, weight, operands.bias)
     y = y if operands.residual is None else y + operands.residual
+    if options.choose:
+        return [y.argmax(-1)]
     return [each.contiguous() for each in y.split(options.widths(weight.shape[0]), -1)]
 
 
@@ -148,6 +155,6 @@ LINEAR: OpOverload = define(
 
 def run_linear(operands: LinearOperands[Tensor], options: LinearOptions) -> list[Tensor]:
     """Call the op."""
-    arguments = (options.norm, options.eps, list(options.splits))
+    arguments = (options.norm, options.eps, list(options.splits), options.choose)
     results: list[Tensor] = LINEAR(*operands.arguments(), *arguments, weight_scale=operands.weight_scale)
     return results

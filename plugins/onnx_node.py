@@ -105,6 +105,7 @@ def linear_attributes(operands: LinearOperands[Any], options: LinearOptions, out
         "norm": options.norm,
         "eps": float(options.eps),
         "splits": list(options.widths(out)),
+        "choose": int(options.choose),
         **flags,
         **IDENTITY,
     }
@@ -121,7 +122,9 @@ def read_linear(inputs: Sequence[T], attributes: Mapping[str, Any]) -> tuple[Lin
         operands = LinearOperands(**dict(zip(present, inputs, strict=True)))
         splits = tuple(map(int, attributes["splits"]))
         norm, eps = str(_text(attributes["norm"])), float(attributes["eps"])
-        return operands, LinearOptions(norm=norm, eps=eps, splits=splits if len(splits) > 1 else ())
+        choose = bool(attributes.get("choose", 0))  # which older graphs lack
+        options = LinearOptions(norm=norm, eps=eps, splits=splits if len(splits) > 1 else (), choose=choose)
+        return operands, options
     except (KeyError, ValueError) as error:
         raise ValueError("it has not the fields and inputs of one") from error
 

@@ -70,6 +70,15 @@ char const* find_fault(twell_linear_problem const& problem) {
     if (!(problem.eps >= 0.0f && isfinite(problem.eps))) {
         return "eps must be finite and at least 0";
     }
+    if (problem.choose != 0 && problem.choose != 1) {
+        return "choose must be 0 or 1";
+    }
+    if (problem.reserved != 0) {
+        return "reserved must be 0";
+    }
+    if (problem.choose == 1 && num_outputs(problem) > 1) {
+        return "choose must be 0 with several outputs";
+    }
     return are_splits(problem) ? nullptr : "splits must be multiples of 8 whose sum is out, or all 0";
 }
 
@@ -115,7 +124,7 @@ cudaError_t read(twell_linear_tensors& copy, twell_linear_tensors const* tensors
         if (reinterpret_cast<uintptr_t>(copy.y[i]) % kAlignment != 0) {
             return cudaErrorMisalignedAddress;
         }
-        int64_t const y_bytes = problem.tokens * width_of(problem, i) * 2;
+        int64_t const y_bytes = problem.tokens * (problem.choose != 0 ? 8 : int64_t{width_of(problem, i)} * 2);
         if (copy.y[i] != nullptr && (overlap(copy.x, problem.tokens * problem.in * 2, copy.y[i], y_bytes) ||
                                      overlap(copy.residual, problem.tokens * problem.out * 2, copy.y[i], y_bytes))) {
             return cudaErrorInvalidValue;

@@ -55,6 +55,8 @@ bool may_be(InputType input, DataType type, DataType first) {
     switch (input) {
         case InputType::kInt32:
             return type == DataType::kINT32;
+        case InputType::kInt64:
+            return type == DataType::kINT64;
         case InputType::kFloat32:
             return type == DataType::kFLOAT;
         case InputType::kFp8:
@@ -68,6 +70,8 @@ char const* text_of(InputType type) {
     switch (type) {
         case InputType::kInt32:
             return text_of(DataType::kINT32);
+        case InputType::kInt64:
+            return text_of(DataType::kINT64);
         case InputType::kFloat32:
             return text_of(DataType::kFLOAT);
         case InputType::kFp8:

@@ -23,6 +23,7 @@ using nvinfer1::TensorRTPhase;
 constexpr char const* kNorm = "norm";
 constexpr char const* kEps = "eps";
 constexpr char const* kSplits = "splits";
+constexpr char const* kChoose = "choose";  // which older graphs and plans lack
 // In plans only: raised whenever the meaning of the plan fields changes.
 constexpr char const* kSchema = "schema";
 constexpr int32_t kSchemaVersion = 1;
@@ -46,7 +47,8 @@ static_assert(std::size(kRolesOfLayer) == kLinearRoles && kLinearRoles <= static
 std::vector<PluginField> field_names() {
     std::vector<PluginField> fields{{kNorm, nullptr, PluginFieldType::kCHAR, 1},
                                     {kEps, nullptr, PluginFieldType::kFLOAT32, 1},
-                                    {kSplits, nullptr, PluginFieldType::kINT32, 1}};
+                                    {kSplits, nullptr, PluginFieldType::kINT32, 1},
+                                    {kChoose, nullptr, PluginFieldType::kINT32, 1}};
     for (Role const& role : kRolesOfLayer) {
         if (role.flag != nullptr) {
             fields.emplace_back(role.flag, nullptr, PluginFieldType::kINT32, 1);
@@ -91,6 +93,10 @@ LinearOptions read_fields(PluginFieldCollection const* collection, TensorRTPhase
         if (width <= 0 || width % 8 != 0 || width > TWELL_MAX_WIDTH) {
             refuse(kSplits, std::to_string(width), allowed);
         }
+    }
+    options.choose = fields.has(kChoose) && fields.integer(kChoose, {0, 1}) == 1;
+    if (options.choose && options.splits.size() > 1) {
+        refuse(kChoose, "1", "0 with several outputs");
     }
     for (size_t i = 0; i < kLinearRoles; ++i) {
         char const* const flag = kRolesOfLayer[i].flag;
@@ -181,6 +187,7 @@ twell_linear_problem LinearPlugin::problem_of(Shapes const& inputs, DataType typ
     problem.norm = options_.norm;
     problem.eps = options_.eps;
     std::copy(options_.splits.begin(), options_.splits.end(), problem.splits);
+    problem.choose = options_.choose ? 1 : 0;
     if (char const* const complaint = twell_linear_validate(&problem); complaint != nullptr) {
         throw Refusal(std::string(complaint) + " (x " + text_of(x) + ", weight " +
                       text_of(inputs[slots_[kLinearWeight]]) + ")");
@@ -198,6 +205,10 @@ void LinearPlugin::set_output_shapes(DimsExprs const* inputs, DimsExprs* outputs
                                      nvinfer1::IExprBuilder& builder) const {
     for (size_t i = 0; i < options_.splits.size(); ++i) {
         outputs[i] = inputs[slots_[kLinearX]];
+        if (options_.choose) {
+            --outputs[i].nbDims;
+            continue;
+        }
         outputs[i].d[outputs[i].nbDims - 1] = builder.constant(options_.splits[i]);
     }
 }
@@ -243,17 +254,18 @@ void LinearPlugin::run(PluginTensorDesc const* descs, void const* const* inputs,
 // ---- serialisation ----
 
 PluginFieldCollection const* LinearPlugin::plan_fields() {
-    integers_ = {kSchemaVersion, options_.norm};
+    integers_ = {kSchemaVersion, options_.norm, options_.choose ? 1 : 0};
     for (bool const there : options_.has) {
         integers_.push_back(there ? 1 : 0);
     }
     fields_ = {{kSchema, integers_.data(), PluginFieldType::kINT32, 1},
                {kNorm, integers_.data() + 1, PluginFieldType::kINT32, 1},
                {kEps, &options_.eps, PluginFieldType::kFLOAT32, 1},
-               {kSplits, options_.splits.data(), PluginFieldType::kINT32, output_count()}};
+               {kSplits, options_.splits.data(), PluginFieldType::kINT32, output_count()},
+               {kChoose, integers_.data() + 2, PluginFieldType::kINT32, 1}};
     for (size_t i = 0; i < kLinearRoles; ++i) {
         if (kRolesOfLayer[i].flag != nullptr) {
-            fields_.emplace_back(kRolesOfLayer[i].flag, &integers_[2 + i], PluginFieldType::kINT32, 1);
+            fields_.emplace_back(kRolesOfLayer[i].flag, &integers_[3 + i], PluginFieldType::kINT32, 1);
         }
     }
     collection_ = {static_cast<int32_t>(fields_.size()), fields_.data()};

@@ -37,6 +37,7 @@ struct LinearOptions {
     int32_t norm = TWELL_NORM_NONE;  // twell_norm
     float eps = 0.0F;
     std::vector<int32_t> splits;           // the width of each output
+    bool choose = false;                   // the index of the largest element instead of all
     std::array<bool, kLinearRoles> has{};  // which inputs are present
 };
 
@@ -47,6 +48,7 @@ class LinearPlugin final : public PluginBase<LinearPlugin> {
 
   private:
     int32_t output_count() const override;
+    bool chooses() const override { return options_.choose; }
     std::string allowed_types(nvinfer1::DataType first) const override;
     void check_shapes(Shapes const& inputs) const override;
     void set_output_shapes(nvinfer1::DimsExprs const* inputs, nvinfer1::DimsExprs* outputs,

@@ -17,7 +17,7 @@
 namespace twell {
 
 // `Plugin` is the class that derives from this one; clone() copies it. `Build` is the interface that it is built by.
-// All inputs and outputs have the element type of the first input, but for inputs that have a fixed one.
+// All inputs and outputs have the element type of the first input, but for those that have a fixed one.
 template <class Plugin, class Build = nvinfer1::IPluginV3OneBuild, int32_t OUTPUTS = 1>
 class PluginBase : public nvinfer1::IPluginV3,
                    public nvinfer1::IPluginV3OneCore,
@@ -54,7 +54,7 @@ class PluginBase : public nvinfer1::IPluginV3,
         return status_of([&] {
             check_input_count(inputs_, input_count);
             check_types([&](size_t i) { return input_types[i]; });
-            std::fill_n(output_types, output_count, input_types[0]);
+            std::fill_n(output_types, output_count, chooses() ? nvinfer1::DataType::kINT64 : input_types[0]);
         });
     }
 
@@ -77,7 +77,10 @@ class PluginBase : public nvinfer1::IPluginV3,
         if (desc.format != nvinfer1::TensorFormat::kLINEAR) {
             return false;
         }
-        return may_be(pos < input_count ? inputs_[pos].type : InputType::kElement, desc.type, in_out[0].desc.type);
+        return may_be(pos < input_count ? inputs_[pos].type
+                      : chooses()       ? InputType::kInt64
+                                        : InputType::kElement,
+                      desc.type, in_out[0].desc.type);
     }
 
     int32_t configurePlugin(nvinfer1::DynamicPluginTensorDesc const* in, int32_t input_count,
@@ -133,6 +136,8 @@ class PluginBase : public nvinfer1::IPluginV3,
     // ---- what a plugin has: each may throw, which becomes a message in the host's log and a failure ----
 
     virtual int32_t output_count() const { return OUTPUTS; }
+    // Whether the outputs are int64: indices of elements.
+    virtual bool chooses() const { return false; }
     // What is allowed instead of an input's type, to follow "; ".
     virtual std::string allowed_types(nvinfer1::DataType first) const = 0;
     // Holds the inputs against each other. Extents may be kAny: then only what is known is checked.

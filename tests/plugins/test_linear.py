@@ -43,6 +43,7 @@ class Case:
     scale: str = ""
     biases: bool = True
     residual: bool = False
+    choose: bool = False
 
 
 def make(case: Case, device: str = "cpu") -> tuple[LinearOperands[Tensor], LinearOptions]:
@@ -62,7 +63,8 @@ def make(case: Case, device: str = "cpu") -> tuple[LinearOperands[Tensor], Linea
     if case.residual:
         tensors["residual"] = draw(case.tokens, case.out)
     x = draw(case.tokens, case.inner, scale=3.0, mean=0.5)
-    return LinearOperands(x=x, **tensors), LinearOptions(norm=case.norm, eps=EPS, splits=case.splits)
+    options = LinearOptions(norm=case.norm, eps=EPS, splits=case.splits, choose=case.choose)
+    return LinearOperands(x=x, **tensors), options
 
 
 def dense(operands: LinearOperands[Tensor], norm: str, dtype: torch.dtype, *, in_bytes: bool = False) -> Tensor:
@@ -138,12 +140,51 @@ def test_nan_reaches_its_row(norm: str) -> None:
         assert y[3].isnan().all() and int(y.isnan().any(-1).sum()) == 1
 
 
+# Elements of a row, of which the others are lower; and which one is chosen.
+CHOICES: dict[str, tuple[dict[int, float], int]] = {
+    "the first of equals": ({3: 2.0, 7: 2.0, 40: 2.0}, 3),
+    "equal when rounded": ({5: 1.0, 6: 1.0001}, 5),
+    "negative": ({9: -2.0, 30: -1.0}, 30),
+    "an infinity": ({1: 7.0, 20: torch.inf}, 20),
+    "a NaN": ({1: torch.inf, 33: torch.nan, 47: torch.nan}, 33),
+    "none above the rest": ({}, 0),
+}
+
+
+def to_choose_from(elements: dict[int, float], tokens: int, dtype: torch.dtype) -> LinearOperands[Tensor]:
+    """Return a layer of 48 outputs with these elements in each row: a sum of two, which is no element of 16 bits."""
+    wide = torch.full((48,), -100.0)
+    for index, element in elements.items():
+        wide[index] = element
+    high = wide.to(dtype)
+    x, weight = torch.zeros(tokens, 64), torch.zeros(48, 64)
+    x[:, 0], weight[:, 0] = 1.0, (wide - high.float()).nan_to_num()
+    return LinearOperands(x=x.to(dtype), weight=weight.to(dtype), bias=high)
+
+
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_choice(name: str, dtype: torch.dtype) -> None:
+    elements, expected = CHOICES[name]
+    (chosen,) = run_linear(to_choose_from(elements, 2, dtype), LinearOptions(choose=True))
+    assert chosen.dtype == torch.int64 and chosen.tolist() == [expected] * 2
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if len(case.splits) < 2], ids=str)
+def test_choice_of_random_elements(case: Case) -> None:
+    operands, options = make(case)
+    (y,), (chosen,) = (run_linear(operands, dataclasses.replace(options, choose=each)) for each in (False, True))
+    assert torch.equal(chosen, y.argmax(-1))
+
+
 @pytest.mark.parametrize("shape", [(64,), (0, 64), (2, 1, 3, 64)])
 def test_leading_dimensions(shape: tuple[int, ...]) -> None:
     operands, options = make(Case(dtype=torch.float32))
     operands = dataclasses.replace(operands, x=torch.randn(shape))
     (y,) = run_linear(operands, options)
     assert y.shape == (*shape[:-1], 48)
+    (chosen,) = run_linear(operands, dataclasses.replace(options, choose=True))
+    assert chosen.shape == shape[:-1]
     assert_same(y, dense(operands, "rms", torch.float64).float())
 
 
@@ -152,7 +193,9 @@ def test_opcheck(case: Case) -> None:
     operands, options = make(case)
     arguments = (*operands.arguments(), options.norm, options.eps, list(options.splits))
     utilities = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(LINEAR, arguments, {"weight_scale": operands.weight_scale}, test_utils=utilities)
+    for choose in {False, len(case.splits) < 2}:
+        named = {"weight_scale": operands.weight_scale, "choose": choose}
+        torch.library.opcheck(LINEAR, arguments, named, test_utils=utilities)
 
 
 # ---- refusals ----
@@ -178,6 +221,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "nan": ({"eps": float("nan")}, "eps must be finite and at least 0, got nan"),
     "sum": ({"splits": (24, 16)}, "splits must be at most 4 positive widths whose sum is 48, got (24, 16)"),
     "negative": ({"splits": (56, -8)}, "splits must be at most 4 positive widths"),
+    "a choice of two": ({"splits": (24, 24), "choose": True}, "choose must be False with several outputs, got True"),
     "many": ({"splits": (8,) * 6}, "splits must be at most 4 positive widths"),
     "two residuals": (
         {"splits": (24, 24), "residual": torch.zeros(5, 48)},
@@ -204,8 +248,8 @@ def test_refusals(name: str, device: str) -> None:
 
 def test_a_call_is_read_as_it_was_written() -> None:
     operands = LinearOperands(x="x", weight="w", residual="r", weight_scale="s")
-    options = LinearOptions(norm="rms", eps=0.5, splits=(1, 2))
-    assert call_of([*operands.arguments(), "rms", 0.5, [1, 2]], {"weight_scale": "s"}) == (operands, options)
+    options = LinearOptions(norm="rms", eps=0.5, splits=(1, 2), choose=True)
+    assert call_of([*operands.arguments(), "rms", 0.5, [1, 2], True], {"weight_scale": "s"}) == (operands, options)
     assert call_of(["x", "w", None, None, None, "r"], {"weight_scale": "s"})[1] == LinearOptions()
 
 
@@ -213,8 +257,8 @@ def test_a_call_is_read_as_it_was_written() -> None:
 def test_nodes_are_read_as_they_are_written(absent: str) -> None:
     names = [each.name for each in dataclasses.fields(LinearOperands) if each.name != absent]
     operands = LinearOperands(**{name: name for name in names})
-    for splits in ((), (16, 32)):
-        options = LinearOptions(norm="layer", eps=0.25, splits=splits)
+    for splits, choose in (((), False), ((16, 32), False), ((), True)):
+        options = LinearOptions(norm="layer", eps=0.25, splits=splits, choose=choose)
         attributes = linear_attributes(operands, options, 48)
         assert attributes.keys() == {*ATTRIBUTES, "plugin_version", "plugin_namespace"}
         stored = attributes | {"norm": b"layer"}
@@ -225,7 +269,7 @@ def test_nodes_are_read_as_they_are_written(absent: str) -> None:
 
 
 class Two(torch.nn.Module):
-    """A layer with two outputs, and one that adds a residual."""
+    """A layer with two outputs, one that adds a residual, and its choice."""
 
     def __init__(self, *layers: tuple[LinearOperands[Tensor], LinearOptions]) -> None:
         super().__init__()
@@ -238,9 +282,11 @@ class Two(torch.nn.Module):
         known = self.layers[index][0].named()
         return LinearOperands(**{name: getattr(self, f"{name}_{index}") for name in known} | given)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         first, second = run_linear(self.operands(0, x=x), self.layers[0][1])
-        return run_linear(self.operands(1, x=first, residual=x), self.layers[1][1])[0], second
+        added, options = self.operands(1, x=first, residual=x), self.layers[1][1]
+        (chosen,) = run_linear(added, dataclasses.replace(options, choose=True))
+        return *run_linear(added, options), second, chosen
 
 
 @pytest.mark.parametrize("scale", ["", "neuron"])
@@ -249,7 +295,7 @@ def test_a_program_as_onnx_gives_the_same(scale: str, tmp_path: Path) -> None:
     second = make(Case(dtype=torch.float32, inner=40, out=64, norm="none", residual=True, scale=scale))
     module, x = Two(first, second).eval(), first[0].x
     program = torch.export.export(module, (x,), dynamic_shapes=({0: torch.export.Dim("tokens")},))
-    save_onnx(export_onnx(program, ["x"], ["y", "z"], {}), tmp_path / "model.onnx")
+    save_onnx(export_onnx(program, ["x"], ["y", "z", "chosen"], {}), tmp_path / "model.onnx")
     results = OnnxEvaluator(tmp_path / "model.onnx").run({"x": x})
     for result, expected in zip(results, module(x), strict=True):
         assert torch.equal(result, expected)
@@ -260,7 +306,7 @@ def test_a_program_as_onnx_gives_the_same(scale: str, tmp_path: Path) -> None:
 
 def problem_of(case: Case) -> library.LinearProblem:
     dtype = str(case.dtype).removeprefix("torch.")
-    options = LinearOptions(norm=case.norm, eps=EPS, splits=case.splits)
+    options = LinearOptions(norm=case.norm, eps=EPS, splits=case.splits, choose=case.choose)
     return options.problem(dtype, tokens=case.tokens, inner=case.inner, out=case.out, scale=case.scale or None)
 
 
@@ -292,6 +338,10 @@ def changed(**changes: Any) -> library.LinearProblem:
         ({"splits": (48, 8)}, "splits"),
         ({"splits": (44, 4)}, "splits"),
         ({"splits": (24, 0, 24)}, "splits"),
+        ({"choose": 1}, None),
+        ({"choose": 2}, "choose must be 0 or 1"),
+        ({"choose": 1, "splits": (24, 24)}, "choose must be 0 with several outputs"),
+        ({"reserved": 1}, "reserved"),
         ({"struct_bytes": 48}, "struct_bytes"),
     ],
     ids=str,
@@ -343,14 +393,17 @@ def test_which_kernels_run() -> None:
     assert split == [*in_bytes, in_bytes[-1]] if found >= 120900 else split[0] == "widen"
     assert kernels_of(Case(tokens=8, inner=2048), "RTX-4090") == ["linear_few tokens=8 queue=16"]
     assert kernels_of(Case(tokens=0), "H100") == []
+    assert kernels_of(Case(tokens=8, choose=True), "H100") == ["linear_few tokens=8 queue=48", "linear_choose"]
+    many = ["linear_norm", "linear_many", "linear_choose"]
+    assert kernels_of(Case(tokens=17, inner=2048, out=64, choose=True), "H100") == many
 
 
 def test_every_configuration_is_known_and_launches_fit() -> None:
     found = set()
     for device, gpu in library.GPUS.items():
         for tokens, inner in itertools.product((1, 5, 8, 11, 16, 17), (8, 2048, 4096, 8192, 20000, 31000, 40000)):
-            for scale in ("", "neuron"):
-                case = Case(tokens=tokens, inner=inner, scale=scale)
+            for scale, choose in itertools.product(("", "neuron"), (False, True)):
+                case = Case(tokens=tokens, inner=inner, scale=scale, choose=choose)
                 for line in described(problem_of(case), gpu):
                     kernel, _, launch = line.partition(" | ")
                     if not kernel.startswith("cublas_lt"):
@@ -367,11 +420,11 @@ def test_every_configuration_is_known_and_launches_fit() -> None:
 
 def test_the_workspace_does_not_shrink() -> None:
     lib = library.load()
-    for inner, norm, scale in itertools.product((64, 72, 40000), ("none", "rms"), ("", "neuron")):
-        sizes = [
-            lib.twell_linear_workspace_bytes(problem_of(Case(tokens=tokens, inner=inner, norm=norm, scale=scale)))
-            for tokens in range(40)
-        ]
+    kinds = itertools.product((64, 72, 40000), ("none", "rms"), ("", "neuron"), (False, True))
+    for inner, norm, scale, choose in kinds:
+        case = Case(inner=inner, norm=norm, scale=scale, choose=choose)
+        cases = [dataclasses.replace(case, tokens=tokens) for tokens in range(40)]
+        sizes = [lib.twell_linear_workspace_bytes(problem_of(each)) for each in cases]
         assert sizes == sorted(sizes)
 
 
@@ -449,6 +502,8 @@ def run_kernels(case: Case, operands: LinearOperands[Tensor], *, generic: bool =
     lib, problem = library.load(), problem_of(case)
     widths = case.splits or (case.out,)
     results = [operands.x.new_full((case.tokens, width), float("nan")) for width in widths]
+    if case.choose:
+        results = [torch.full((case.tokens,), -1, device="cuda")]
     size = lib.twell_linear_workspace_bytes(problem)
     workspace = torch.full((size,), 255, dtype=torch.uint8, device="cuda")
     pointers = (ctypes.c_void_p * library.MAX_SPLITS)(*map(Tensor.data_ptr, results))
@@ -496,9 +551,35 @@ def check_kernels(case: Case) -> None:
             assert relative(y, truth) < 1.05 * relative(plain, truth)
         for result, again in zip(results, run_kernels(case, operands, generic=generic), strict=True):
             assert torch.equal(result, again)
+        choosing = dataclasses.replace(case, splits=(), choose=True)
+        assert torch.equal(run_kernels(choosing, operands, generic=generic)[0], y.argmax(-1))
         operands.x[-1, -1] = torch.nan
         broken = torch.cat(run_kernels(case, operands, generic=generic), -1)
         assert broken[-1].isnan().all() and torch.equal(broken[:-1], y[:-1])
+        assert torch.equal(run_kernels(choosing, operands, generic=generic)[0], broken.argmax(-1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_choice_by_the_kernels(name: str, dtype: torch.dtype) -> None:
+    elements, expected = CHOICES[name]
+    for tokens in (1, 16, 17):
+        operands = to_choose_from(elements, tokens, dtype).map(Tensor.cuda)
+        case = Case(tokens=tokens, norm="none", dtype=dtype, choose=True)
+        for generic in (False, True):
+            assert run_kernels(case, operands, generic=generic)[0].tolist() == [expected] * tokens
+        assert run_linear(operands, LinearOptions(choose=True))[0].tolist() == [expected] * tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("out", [8, 24, 32000, 50264])
+@pytest.mark.parametrize(("dtype", "scale"), [(BF16, ""), (FP16, ""), (BF16, "neuron"), (FP16, "tensor")])
+def test_choice_of_a_vocabulary(out: int, dtype: torch.dtype, scale: str) -> None:
+    for tokens in (1, 3, 16, 17):
+        operands, options = make(Case(tokens=tokens, out=out, dtype=dtype, scale=scale), "cuda")
+        (y,), (chosen,) = (run_linear(operands, dataclasses.replace(options, choose=each)) for each in (False, True))
+        assert torch.equal(chosen, y.argmax(-1))
 
 
 @pytest.mark.gpu
@@ -521,7 +602,12 @@ def test_the_op_on_a_gpu(case: Case) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "case",
-    [Case(splits=(16, 8, 24)), Case(tokens=40, norm="layer", residual=True, dtype=FP16), Case(scale="neuron")],
+    [
+        Case(splits=(16, 8, 24)),
+        Case(tokens=40, norm="layer", residual=True, dtype=FP16),
+        Case(scale="neuron"),
+        Case(choose=True),
+    ],
     ids=str,
 )
 def test_the_plugin_runs_the_kernels(host: ctypes.CDLL, case: Case) -> None:
@@ -531,7 +617,7 @@ def test_the_plugin_runs_the_kernels(host: ctypes.CDLL, case: Case) -> None:
     }
     plugin = plugin_host.create_plugin(host, library.library_path(), 2, fields)
     expected = run_kernels(case, operands)
-    results = [torch.full_like(each, torch.nan) for each in expected]
+    results = [torch.full_like(each, -1) for each in expected]
     size = library.load().twell_linear_workspace_bytes(problem_of(case))
     workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
     inputs = list(operands.named().values())
@@ -579,3 +665,5 @@ def test_sanitize(tokens: int, scale: str) -> None:
         case = Case(tokens=tokens, inner=inner, out=out, norm=norm, splits=splits, scale=scale, residual=not splits)
         operands, _ = make(case, "cuda")
         assert not torch.cat(run_kernels(case, operands, generic=True), -1).isnan().any()
+        (chosen,) = run_kernels(dataclasses.replace(case, splits=(), choose=True), operands, generic=True)
+        assert ((chosen >= 0) & (chosen < out)).all()

@@ -188,7 +188,9 @@ TWELL_API size_t twell_describe(twell_problem const* problem, twell_device const
 //   y = residual + norm(x) W^T + b
 //
 // for steps of few tokens, where the time is that of reading W: up to 16 tokens one kernel does all of it. Several
-// weights that read the same x stand in W one below the other, and each has an output: see `splits`.
+// weights that read the same x stand in W one below the other, and each has an output: see `splits`. With `choose` the
+// result is the index of the largest element of each row of y as y would be written, rounded: of equals the first one,
+// and the first NaN where there is one. Up to 16 tokens y itself is written nowhere.
 
 // The most outputs.
 #define TWELL_MAX_SPLITS 4
@@ -212,6 +214,8 @@ typedef struct {
     int32_t norm;           // twell_norm
     float eps;              // >= 0
     int32_t splits[TWELL_MAX_SPLITS];  // columns of each output, multiples of 8 whose sum is out; all 0: one output
+    int32_t choose;         // 1: of each row of y the index of the largest element instead; 0 with several outputs
+    int32_t reserved;       // 0
 } twell_linear_problem;
 
 // Device pointers, 16-byte aligned; what may be missing is null. Inputs may overlap each other, none may overlap y.
@@ -225,7 +229,7 @@ typedef struct {
     void const* norm_bias;      // [in] or null: zeros; null but in a layer norm
     void const* residual;       // [tokens, out] or null: added in fp32; null with several outputs
     void const* weight_scale;   // of TWELL_E4M3, in fp32: 1 or [out]; else null
-    void* y[TWELL_MAX_SPLITS];  // [tokens, splits[i]] each
+    void* y[TWELL_MAX_SPLITS];  // [tokens, splits[i]] each; with choose int64 [tokens]
 } twell_linear_tensors;
 
 // As twell_validate, twell_workspace_bytes, twell_mlp and twell_describe, for a linear layer. twell_linear promises

@@ -4,6 +4,7 @@
 
 #include "eight_bits/eight_bits.h"
 #include "host/problem.h"
+#include "linear/choose.cuh"
 #include "linear/cublas_lt.h"
 #include "linear/linear.h"
 #include "linear/linear_few.cuh"
@@ -59,6 +60,8 @@ struct Scratch {
     float* scale;          // [tokens], of them
     float* weight_scales;  // [out]
     void* of_cublas_lt;
+    uint64_t* keys;  // [tokens, kMostKeys], of linear_few
+    uint16_t* y;     // [tokens, out], of other kernels, where only the choice is stored
 };
 
 Scratch take_scratch(twell_linear_problem const& problem, unsigned char*& memory) {
@@ -72,6 +75,11 @@ Scratch take_scratch(twell_linear_problem const& problem, unsigned char*& memory
     scratch.scale = take<float>(memory, rounds_rows ? problem.tokens : 0);
     scratch.weight_scales = take<float>(memory, rounds_rows ? problem.out : 0);
     scratch.of_cublas_lt = take<unsigned char>(memory, is_few(problem) ? 0 : cublas_lt::kWorkspaceBytes);
+    if (problem.choose != 0 && is_few(problem)) {
+        scratch.keys = take<uint64_t>(memory, problem.tokens * linear_choose::kMostKeys);
+    } else if (problem.choose != 0) {
+        scratch.y = take<uint16_t>(memory, problem.tokens * problem.out);
+    }
     return scratch;
 }
 
@@ -94,12 +102,17 @@ linear::Outputs outputs_of(LinearCall const& call, int64_t token) {
     return outputs;
 }
 
+int64_t num_ctas_few(LinearCall const& call) {
+    int64_t const most = call.problem.choose != 0 ? linear_choose::kMostKeys : INT_MAX;
+    return std::min({ceil_div(call.problem.out, MMA_M), int64_t{call.device.num_multiprocessors}, most});
+}
+
 template <class Element, class Stored, class Cfg>
-cudaError_t launch_few(LinearCall const& call, void const* weight, bool weight_is_final, int64_t tokens) {
+cudaError_t launch_few(LinearCall const& call, void const* weight, bool weight_is_final, uint64_t* keys,
+                       int64_t tokens) {
     twell_linear_problem const& problem = call.problem;
     twell_linear_tensors const& tensors = call.tensors;
-    int64_t const blocks = ceil_div(problem.out, MMA_M);
-    dim3 const grid(static_cast<unsigned>(std::min<int64_t>(blocks, call.device.num_multiprocessors)));
+    dim3 const grid(static_cast<unsigned>(num_ctas_few(call)));
     for (int64_t begin = 0; begin < problem.tokens; begin += tokens) {
         linear_few::Params<Stored> params = {};
         params.x = static_cast<uint16_t const*>(tensors.x) + begin * problem.in;
@@ -112,6 +125,7 @@ cudaError_t launch_few(LinearCall const& call, void const* weight, bool weight_i
         params.scale_step = problem.weight_scale == TWELL_SCALE_TENSOR ? 0 : 1;
         params.norm = norm_of(call);
         params.outputs = outputs_of(call, begin);
+        params.keys = keys == nullptr ? nullptr : keys + begin * linear_choose::kMostKeys;
         params.tokens = static_cast<int>(std::min(tokens, problem.tokens - begin));
         params.in = problem.in;
         params.out = problem.out;
@@ -134,18 +148,18 @@ int64_t launches(LinearCall const& call) {
 
 // The configuration of the fewest launches, of equals the first one.
 template <class Element, class Stored, class... Configs>
-cudaError_t launch_one_of(LinearCall const& call, void const* weight, bool weight_is_final) {
+cudaError_t launch_one_of(LinearCall const& call, void const* weight, bool weight_is_final, uint64_t* keys) {
     int64_t const fewest = std::min({launches<Stored, Configs>(call)...});
     int64_t const tokens = ceil_div(call.problem.tokens, fewest);
     return with_config<Configs...>(
         [&](auto c) { return launches<Stored, decltype(c)>(call) == fewest; },
-        [&](auto c) { return launch_few<Element, Stored, decltype(c)>(call, weight, weight_is_final, tokens); });
+        [&](auto c) { return launch_few<Element, Stored, decltype(c)>(call, weight, weight_is_final, keys, tokens); });
 }
 
 template <class Element, class Stored>
-cudaError_t launch_few(LinearCall const& call, void const* weight, bool weight_is_final) {
-    return launch_one_of<Element, Stored, Few8Long, Few8, Few8Small, Few16Long, Few16, Few16Small>(call, weight,
-                                                                                                   weight_is_final);
+cudaError_t launch_few(LinearCall const& call, void const* weight, bool weight_is_final, uint64_t* keys) {
+    return launch_one_of<Element, Stored, Few8Long, Few8, Few8Small, Few16Long, Few16, Few16Small>(
+        call, weight, weight_is_final, keys);
 }
 
 // All outputs by cuBLASLt, each from its rows of the weight; cudaErrorNotSupported where it cannot.
@@ -235,6 +249,9 @@ cudaError_t launch_many(LinearCall const& call, Scratch const& scratch, void con
     params.bias = static_cast<uint16_t const*>(tensors.bias);
     params.residual = static_cast<uint16_t const*>(tensors.residual);
     params.outputs = outputs_of(call, 0);
+    if (problem.choose != 0) {
+        params.outputs.y[0] = scratch.y;
+    }
     params.tokens = problem.tokens;
     params.in = problem.in;
     params.out = problem.out;
@@ -250,11 +267,11 @@ cudaError_t launch_many(LinearCall const& call, Scratch const& scratch, void con
 }
 
 template <class Element>
-cudaError_t launch(LinearCall const& call, Scratch const& scratch) {
+cudaError_t launch_product(LinearCall const& call, Scratch const& scratch) {
     twell_linear_problem const& problem = call.problem;
     twell_linear_tensors const& tensors = call.tensors;
     if (is_scaled(problem) && !widens(problem)) {
-        return launch_few<Element, E4m3>(call, tensors.weight, true);
+        return launch_few<Element, E4m3>(call, tensors.weight, true, scratch.keys);
     }
     void const* weight = tensors.weight;
     if (widens(problem)) {
@@ -268,8 +285,21 @@ cudaError_t launch(LinearCall const& call, Scratch const& scratch) {
                                problem.in, problem.dtype, call.device, call.stream));
         weight = scratch.widened;
     }
-    return is_few(problem) ? launch_few<Element, uint16_t>(call, weight, !is_scaled(problem))
+    return is_few(problem) ? launch_few<Element, uint16_t>(call, weight, !is_scaled(problem), scratch.keys)
                            : launch_many<Element>(call, scratch, weight);
+}
+
+template <class Element>
+cudaError_t launch(LinearCall const& call, Scratch const& scratch) {
+    TWELL_TRY(launch_product<Element>(call, scratch));
+    if (call.problem.choose == 0) {
+        return cudaSuccess;
+    }
+    linear_choose::Params const params = {scratch.keys, scratch.y, static_cast<int64_t*>(call.tensors.y[0]),
+                                          static_cast<int>(num_ctas_few(call)), call.problem.out};
+    return launch_dependent({"linear_choose"}, linear_choose::choose_kernel<Element>, params,
+                            dim3(static_cast<unsigned>(call.problem.tokens)), linear_choose::kThreads, 0, call.device,
+                            call.stream);
 }
 
 template <class... Configs>
@@ -288,6 +318,7 @@ void list_linear(Text& text) {
     add_line(text, {"linear_norm"});
     add_line(text, {"linear_round"});
     add_line(text, {"linear_many"});
+    add_line(text, {"linear_choose"});
 }
 
 cudaError_t launch_linear(LinearCall const& call, void* workspace) {

@@ -9,6 +9,7 @@
 
 #include "device/cp_async.cuh"
 #include "device/dependent_launch.cuh"
+#include "linear/choose.cuh"
 #include "linear/layer.cuh"
 #include "matmul/matmul_few.cuh"
 
@@ -62,6 +63,7 @@ struct Params {
     float const* scale;        // of output n at n * scale_step; null of weights of the element type
     Norm norm;
     Outputs outputs;
+    uint64_t* keys;  // [tokens, kMostKeys], a CTA's at its number: see choose.cuh; null: y is stored instead
     int scale_step;
     int tokens;  // up to Config::kTokens
     int in;
@@ -264,6 +266,7 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kMinBlocks) linear_kernel(
     // What this thread adds up and stores of each block.
     int const token = static_cast<int>(threadIdx.x) / MMA_M;
     int const output = static_cast<int>(threadIdx.x) % MMA_M;
+    uint64_t best = 0;
     uint32_t stage = queue;
 #pragma unroll 1
     for (int block = static_cast<int>(blockIdx.x); block < blocks; block += static_cast<int>(gridDim.x)) {
@@ -309,11 +312,22 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kMinBlocks) linear_kernel(
             for (int w = 1; w < Cfg::kWarps; ++w) {
                 sum += mine[w * Cfg::kTokens * kTokenStride];
             }
-            *params.outputs.place(token, column) =
+            uint16_t const y =
                 Element::from_float(fmaf(sum, scale, Element::to_float(bias) + Element::to_float(residual)));
+            if (params.keys == nullptr) {
+                *params.outputs.place(token, column) = y;
+            } else {
+                best = max(best, linear_choose::key_of(Element::to_float(y), column));
+            }
         }
     }
     wait_async<0>();
+    if (params.keys != nullptr) {
+        best = linear_choose::largest_of_lanes<MMA_M>(best);
+        if (threadIdx.x < Cfg::kOutputs && token < params.tokens && output == 0) {
+            params.keys[token * linear_choose::kMostKeys + static_cast<int>(blockIdx.x)] = best;
+        }
+    }
 }
 
 }  // namespace twell::linear_few
