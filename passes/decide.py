@@ -107,6 +107,7 @@ def decide_linear(
                 widths=each.widths,
                 norm="none" if reason or each.norm is None else each.norm.kind,
                 residual=not reason and each.residual is not None,
+                choose=not reason and each.choice is not None,
                 matched=not limit,
                 decision="tensorrt" if reason else "twell",
                 reason=reason or ("matches" if bits is None else f"matches; {bits}"),

@@ -217,6 +217,7 @@ class Linear(Record):
         widths: Widths of the outputs.
         norm: Which norm of the input they compute, too, if TwELL runs them: `none`, `rms` or `layer`.
         residual: Whether they also add the result to what this was added to, if TwELL runs them.
+        choose: Whether they compute of the result only which element is the largest, if TwELL runs them.
         matched: Whether TwELL can run them.
         decision: `twell` or `tensorrt`.
         reason: Why.
@@ -231,4 +232,5 @@ class Linear(Record):
     matched: bool
     decision: Annotated[str, OneOf(("twell", "tensorrt"))]
     reason: str
+    choose: bool = False
     weights: Weights | None = field(default=None, metadata=OPTIONAL)

@@ -5,6 +5,9 @@
                        └─ linear(Wv, bv) ─ v
     after    x ─ twell.linear(W, b, norm) ─ q, k, v   x ─ twell.linear(Wo, bo, residual other) ─ sum
 
+    before   x ─ norm ─ linear(W, b) ─ argmax ─ token
+    after    x ─ twell.linear(W, b, norm, choose) ─ token
+
 W [out, in] and b [out] are new parameters where several products are joined, a weight is stored [in, out], or is to be
 read in eight bits; else the model's own. So are a norm's weight and bias that are computed from others, as Gemma's
 1 + w, or are in another dtype: they are rounded once to that of x. What stands between a norm and a product comes
@@ -81,10 +84,11 @@ class _Writer:
             )
             splits = layer.widths if len(layer.outputs) > 1 else []
             options = ("none", 0.0) if norm is None else (norm.kind, norm.eps)
+            chooses = layer.choice is not None
             scales = {} if scale is None else {"weight_scale": scale}
-            call = add_call(graph, LINEAR, *operands.arguments(), *options, splits, like=like, **scales)
-            parts = [add_call(graph, operator.getitem, call, index, like=like) for index in range(len(layer.outputs))]
-        for output, part in zip(layer.outputs, parts, strict=True):
+            call = add_call(graph, LINEAR, *operands.arguments(), *options, splits, chooses, like=like, **scales)
+            parts = [add_call(graph, operator.getitem, call, index, like=like) for index in range(len(layer.results))]
+        for output, part in zip(layer.results, parts, strict=True):
             replace_node(self._program, self._nodes[output.name], part)
             self._nodes[output.name] = part  # what a later layer may read
 

@@ -11,7 +11,7 @@
 several outputs; so are the parts of one that is sliced, if these are all of it, one beside the other. `norm.py` says
 what a norm is: it belongs to a layer if nothing but such layers reads it, directly, through views, or where rows are
 selected: selecting comes first then, as for the logits behind the last token. `residual.py` finds what the result of a
-layer with one output is added to.
+layer with one output is added to. An argmax over the last dimension belongs to a layer whose output nothing else reads.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from twellc.passes.match.linear import (
     PRODUCTS,
     SPLITS,
     VALUE_PRESERVING,
+    WIDENING,
     Linear,
     LinearReader,
     operand,
@@ -60,6 +61,7 @@ class FoundLinear:
         norm: The norm before them; None where there is none that belongs to them.
         way: What stands between that norm and x, the last one first: views, and what selects rows.
         residual: What the result is added to, if the sum belongs to them.
+        choice: The argmax of their one output, if it belongs to them: all that they compute then.
     """
 
     linears: tuple[Linear, ...]
@@ -68,6 +70,12 @@ class FoundLinear:
     norm: Norm | None = None
     way: tuple[Node, ...] = ()
     residual: Residual | None = None
+    choice: Node | None = None
+
+    @property
+    def results(self) -> tuple[Node, ...]:
+        """What they give to the rest of the program."""
+        return self.outputs if self.choice is None else (self.choice,)
 
     @property
     def modules(self) -> list[str]:
@@ -165,6 +173,8 @@ class _Finder:
             if residual is not None and residual.sum.name not in self._without and residual.sum not in self._sums:
                 self._sums.add(residual.sum)
                 found = replace(found, outputs=(residual.sum,), x=residual.x, residual=residual)
+        if len(found.outputs) == 1:
+            found = replace(found, choice=_choice(found.outputs[0]))
         norm, way = self._norm(found.x)
         is_of_dtype = norm is not None and norm.x.meta["val"].dtype == first.weight.node.meta["val"].dtype
         return replace(found, norm=norm, way=way) if is_of_dtype else found
@@ -195,6 +205,20 @@ def _is_read_by(norm: Node, readers: dict[Node, FoundLinear]) -> bool:
                 return False
             pending.append(user)
     return True
+
+
+def _choice(output: Node) -> Node | None:
+    """Return the argmax over the last dimension, if that alone reads an output, as it is or in a wider dtype."""
+    dtype, node = output.meta["val"].dtype, output
+    while len(node.users) == 1:
+        source, (node,) = node, node.users
+        if packet(node) is aten.argmax:
+            _, dim, keeps_dim = (*arguments(node), None, False)[:3]
+            last = source.meta["val"].dim() - 1
+            return node if dim in (-1, last) and not keeps_dim else None
+        if packet(node) not in CASTS or node.meta["val"].dtype not in (dtype, *WIDENING.get(dtype, ())):
+            return None
+    return None
 
 
 def _read_for(linear: Linear, outputs: Sequence[Node]) -> Node | None:

@@ -20,6 +20,7 @@ from twellc.passes.match.shared_axis import Part
 from twellc.passes.pipeline import PassOptions, run_for_ranks, run_passes
 from twellc.passes.report import Linear
 from twellc.passes.rewrite_linear import rewrite_linear
+from twellc.plugins.linear import call_of
 from twellc.plugins.linear_op import LINEAR
 
 QKV, OUT, LOGITS = [32, 16, 16], [32], [96]
@@ -119,6 +120,31 @@ def test_values(name: str, norm: type[nn.Module]) -> None:
     dense = after.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
     assert ops_in(after) and len(dense) == 3 * name.startswith("beside")
     assert_same(run(after, larger)[0], eager(module, larger)[0])
+
+
+CHOICES: dict[str, tuple[Callable[[Any, Tensor], Tensor], bool]] = {
+    "behind a norm": (lambda m, x: m.o(m.norm(x)).argmax(-1), True),
+    "of one row, in float64": (lambda m, x: m.o(m.norm(x)[:, -1:]).double().argmax(2)[:, 0], True),
+    "of a sum": (lambda m, x: (x + m.o(torch.tanh(x))).argmax(-1), True),
+    "of something else": (lambda m, x: torch.tanh(m.o(x)).argmax(-1), False),
+    "beside its reader": (lambda m, x: (y := m.o(x)).argmax(-1) + y.sum(-1).long(), False),
+    "over another dimension": (lambda m, x: m.o(x).argmax(1), False),
+    "over all": (lambda m, x: m.o(x).argmax(), False),
+    "with the dimension kept": (lambda m, x: m.o(x).argmax(-1, keepdim=True), False),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_choices(name: str) -> None:
+    function, is_taken = CHOICES[name]
+    dtype = torch.float32 if name.endswith("float64") else torch.float64
+    module = Written(function, norm=nn.RMSNorm(16), o=nn.Linear(16, 16)).to(dtype)
+    x = torch.randn(2, 3, 16, dtype=dtype)
+    after = rewritten(canonical(module, x))
+    (call,) = ops_in(after)
+    assert call_of(call.args, call.kwargs)[1].choose == is_taken
+    assert len(after.graph.find_nodes(op="call_function", target=torch.ops.aten.argmax.default)) == 1 - is_taken
+    assert torch.equal(run(after, x)[0], eager(module, x)[0])
 
 
 def test_nan_reaches_its_row() -> None:

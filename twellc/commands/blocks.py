@@ -90,7 +90,7 @@ def print_linear(layers: list[Linear], asked: bool) -> None:
 def _ends(layer: Linear) -> list[str]:
     """Return what comes with linear layers."""
     narrow = layer.weights is not None and layer.weights.bits == 8
-    return [_NORM_NAMES[layer.norm], "residual" * layer.residual, "weights in 8 bits" * narrow]
+    return [_NORM_NAMES[layer.norm], "residual" * layer.residual, "argmax" * layer.choose, "weights in 8 bits" * narrow]
 
 
 _NORM_NAMES = {"none": "", "rms": "an RMSNorm", "layer": "a layer norm"}

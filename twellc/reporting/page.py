@@ -500,7 +500,8 @@ def _owner(module: str, parents: dict[str, list[Fields]]) -> str:
 def _linear_step(layer: Linear) -> Fields:
     norm = "" if layer.norm == "none" else f"{layer.norm} norm → "
     names = " | ".join(module.rpartition(".")[2] for module in layer.modules)
-    before = f"{norm}{names}{' + residual' * layer.residual}, {layer.d_in} → {' | '.join(map(str, layer.widths))}"
+    ends = " + residual" * layer.residual + " → argmax" * layer.choose
+    before = f"{norm}{names}{ends}, {layer.d_in} → {' | '.join(map(str, layer.widths))}"
     return {"kind": "linear", "before": before, "after": f"plugin {LINEAR_NAME}", "plugin": True, "why": ""}
 
 
