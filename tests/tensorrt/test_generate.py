@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.processes import at_once
-from tests.tensorrt.plans import twellc
+from tests.tensorrt.plans import compiled, twellc
 from twellc import LLM, SamplingParams, UserError
 from twellc.export.tensorrt_host import Host
 
@@ -49,6 +49,18 @@ def test_greedy_answers_are_likeliest_in_float64(llm: LLM, bytelm: Path) -> None
     # One at a time, and in another order: rows do not know of each other.
     for output in (llm.generate(text, params)[0] for text in reversed(TEXTS)):
         assert distance(bytelm, [output]) < NEAR
+
+
+@pytest.mark.parametrize("linear", ["twell", "tensorrt"])
+def test_plans_that_give_tokens(linear: str, bytelm: Path, tmp_path: Path) -> None:
+    """Four sequences and one, by two profiles: with `twell` by the plugin that chooses, else by TensorRT's argmax."""
+    options = ("--kv-cache", "256", "--prefill-chunk", "16", "--batch", "4", "--logits", "greedy", "--linear", linear)
+    greedy = LLM(compiled(bytelm, tmp_path / "m.plan", *options))
+    params = SamplingParams(max_tokens=128, ignore_eos=True)
+    outputs = greedy.generate(TEXTS, params) + greedy.generate(TEXTS[0], params)
+    assert greedy.stats.graph and distance(bytelm, outputs) < NEAR
+    with pytest.raises(UserError, match="the plan gives tokens and no logits"):
+        greedy.generate(TEXTS, SamplingParams(temperature=1.0))
 
 
 def test_a_cache_filled_to_its_last_place(llm: LLM, bytelm: Path) -> None:

@@ -6,10 +6,11 @@
     past_key_values.N.key, .value           [batch, kv_heads, length, head_dim], of layer N
     logits       [batch, vocabulary]        behind the last real token of each sequence, or
                  [batch, tokens, vocabulary]    behind each token: `logits` says which
+    next_tokens  int64 [batch]              or in their place the likeliest token behind each sequence
     present.N.key, .value                   the caches with the new tokens in them, in the same memory
 
 Token i of a row has the position write_index + i, and its key and value stand there in the caches. A row with no real
-token leaves its caches as they are, and its logits have no meaning; neither have those of padding.
+token leaves its caches as they are, and its logits or next token have no meaning; neither have logits of padding.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from twellc.base.dtypes import DTYPES
 from twellc.base.records import LARGEST, Count, OneOf, Range, Record, Size
 
 INPUT_IDS, WRITE_INDEX, TOKEN_COUNT = "input_ids", "write_index", "token_count"
-LOGITS_OF = ("last", "all")
+LOGITS_OF = _, ALL, GREEDY = ("last", "all", "greedy")
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,14 @@ class KeyValueCache(Record):
         length: The most tokens of a sequence.
         batch: The most sequences of a call.
         prefill_chunk: The most tokens of a sequence in a call: longer prompts are fed in several.
-        logits: `last` if the logits are those behind the last real token of each sequence, else `all`.
+        logits: `last` if the logits are those behind the last real token of each sequence, `greedy` if only the token
+            with the largest of these comes out, else `all`.
         pairs: The caches, of which each goes in and comes out.
         layers: How many layers have one of keys and one of values.
         kv_heads: The heads of keys and values, of the first layer.
         head_dim: The width of a head, likewise.
         dtype: The element type of the caches: `bf16` or `fp16`.
-        vocabulary: How many logits there are.
+        vocabulary: How many tokens there are to choose from.
         end_tokens: The tokens that end a text.
         position_limit: How many positions the model was made for; None where it sets no limit.
         text: The folder beside the plan with what turns text into tokens and back: the model's config.json, tokenizer,
@@ -67,3 +69,8 @@ class KeyValueCache(Record):
     end_tokens: list[Count]
     position_limit: Size | None
     text: str | None = None
+
+    @property
+    def output(self) -> str:
+        """The name of the first output."""
+        return "next_tokens" if self.logits == GREEDY else "logits"

@@ -37,7 +37,7 @@ from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.options.commands import CheckOptions
-from twellc.options.source import ALL_LOGITS, LOGITS, PADDINGS, NoChoiceError, TracingOptions
+from twellc.options.source import ALL_LOGITS, GREEDY_LOGITS, LOGITS, PADDINGS, NoChoiceError, TracingOptions
 from twellc.passes.report import Layer, Neurons
 from twellc.samples.samples import Limits, Sample, draw_samples, load_npz, places_of_tokens, read_arrays, read_text
 
@@ -221,6 +221,9 @@ def _does_not_belong(
 def _check_generation(options: CheckOptions, candidate: Candidate, progress: Callable[[str], None]) -> CheckResult:
     """Compare a candidate with a key-value cache with the model that it was made from, which gets none; see `check`."""
     path, steps = str(options.candidate), candidate.steps
+    if candidate.settings.get("logits") == GREEDY_LOGITS:
+        what, fix = "gives tokens, and check compares logits", "Compile the model with --logits last, and check that."
+        raise UserError(path, what, got=f"--logits {GREEDY_LOGITS}", fix=fix)
     try:
         cache = of_json(CacheSettings, candidate.settings["cache"])
     except ValueError as error:

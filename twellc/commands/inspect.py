@@ -91,7 +91,11 @@ def _print_cache(cache: KeyValueCache) -> None:
     console.print(table)
 
 
-_LOGITS = {"last": "logits behind the last token of a sequence", "all": "logits behind each token"}
+_LOGITS = {
+    "last": "logits behind the last token of a sequence",
+    "all": "logits behind each token",
+    "greedy": "the likeliest token behind a sequence",
+}
 
 
 def _print_cost(cost: CostTable) -> None:

@@ -78,7 +78,7 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
     errors = options.fp8_errors
     if options.fp8_error is not None and errors is None:
         # A model with a cache has other inputs than samples; its blocks are those of the model without one.
-        plain = model if options.cache is None else load_model(options)
+        plain = model if options.cache is None else load_model(replace(options, logits=None))
         errors = measure_errors(plain, dtype, read_samples(options, plain), progress)
     wanted = PassOptions(
         attention=forms,

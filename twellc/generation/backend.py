@@ -20,6 +20,7 @@ class Backend(Protocol):
         largest_batch: How many rows it takes at most; None for any number.
         chunk: How many tokens of a row one call of `fill` takes.
         vocabulary: The number of token ids.
+        chooses: Whether it computes the likeliest next tokens, int64 [batch], in the place of logits.
         device: Where tokens and logits are.
     """
 
@@ -28,6 +29,7 @@ class Backend(Protocol):
     largest_batch: int | None
     chunk: int
     vocabulary: int
+    chooses: bool
     device: torch.device
 
     def begin(self, batch: int, places: int) -> bool:

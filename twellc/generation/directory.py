@@ -71,6 +71,7 @@ class TorchBackend:
             raise UserError("max_model_len", what, got=str(length), expected=expected)
         self.longest = length or limit
         self.largest_batch: int | None = None
+        self.chooses = False
         self.chunk = 1 << 20
         self._fixed = length is not None
         self._taken = inspect.signature(model.forward).parameters

@@ -12,15 +12,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from twellc.base.caches import INPUT_IDS, TOKEN_COUNT, WRITE_INDEX, KeyValueCache
+from twellc.base.caches import ALL, GREEDY, INPUT_IDS, TOKEN_COUNT, WRITE_INDEX, KeyValueCache
 from twellc.base.devices import choose_device
 from twellc.base.dtypes import BY_NAME, DTYPES
 from twellc.base.errors import UserError
 from twellc.compiling.manifest import Manifest, read_manifest, refuse_other_plugins
 from twellc.export.runner import Execution, OpenPlan, open_plan, prepare
 from twellc.export.tensorrt_host import load_host, why_not_here
-
-_LOGITS = "logits"
 
 
 class PlanCalls(Protocol):
@@ -36,7 +34,7 @@ class PlanCalls(Protocol):
         """Take the caches, by the names of inputs and by those of outputs: each tensor has two names."""
 
     def run(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Run the plan for `input_ids`, `write_index` and `token_count`; return the logits, the next call's to keep."""
+        """Run the plan for `input_ids`, `write_index` and `token_count`; return its output, the next call's to keep."""
 
 
 class PlanBackend:
@@ -53,6 +51,7 @@ class PlanBackend:
         self.name, self.device, self.vocabulary = name, calls.device, cache.vocabulary
         self.longest, self.chunk = cache.length, cache.prefill_chunk
         self.largest_batch: int | None = cache.batch
+        self.chooses = cache.logits == GREEDY
         self._cache, self._calls, self._rows = cache, calls, 0
         self._ones = torch.empty(0)
 
@@ -84,10 +83,10 @@ class PlanBackend:
         return self._run(tokens[:, None], places, 1)
 
     def _run(self, input_ids: Tensor, starts: Tensor, real: int) -> Tensor:
-        """Run the plan for tokens of which each row has `real` before its padding; return the logits behind these."""
+        """Run the plan for tokens of which each row has `real` before its padding; return what is behind these."""
         counts = self._ones if real == 1 else real * self._ones
-        logits = self._calls.run({INPUT_IDS: input_ids, WRITE_INDEX: starts, TOKEN_COUNT: counts})
-        return logits if self._cache.logits == "last" else logits[:, real - 1]
+        found = self._calls.run({INPUT_IDS: input_ids, WRITE_INDEX: starts, TOKEN_COUNT: counts})
+        return found[:, real - 1] if self._cache.logits == ALL else found
 
 
 def _size(tokens: int) -> int:
@@ -102,7 +101,8 @@ class TensorRTCalls:
     def __init__(self, plan: OpenPlan, manifest: Manifest) -> None:
         self.device = plan.device
         self._plan = plan
-        self._largest = [profile[INPUT_IDS].max for profile in manifest.profiles]
+        assert manifest.cache is not None
+        self._largest, self._output = [profile[INPUT_IDS].max for profile in manifest.profiles], manifest.cache.output
         self._executions: dict[bool, Execution] = {}
         self._caches: dict[str, Tensor] = {}
 
@@ -124,12 +124,12 @@ class TensorRTCalls:
             profile = profile_for(rows, tokens, self._largest)
             execution = prepare(self._plan, {**inputs, **self._caches}, profile, self._caches)
         elif any(not _same(execution.tensors[name], tensor) for name, tensor in inputs.items()):
-            logits = execution.tensors[_LOGITS]
-            fits = len(logits) == len(inputs[INPUT_IDS]) and logits.dim() == 2
-            execution.bind({**inputs, **self._caches}, {**self._caches, **({_LOGITS: logits} if fits else {})})
+            found = execution.tensors[self._output]
+            fits = len(found) == len(inputs[INPUT_IDS]) and found.dim() < 3
+            execution.bind({**inputs, **self._caches}, {**self._caches, **({self._output: found} if fits else {})})
         self._executions[decodes] = execution
         execution.enqueue()
-        return execution.tensors[_LOGITS]
+        return execution.tensors[self._output]
 
 
 def profile_for(rows: int, tokens: int, largest: list[tuple[int, ...]]) -> int:

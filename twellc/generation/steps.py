@@ -91,8 +91,11 @@ class Decoder:
 
         Raises:
             UserError: The cache does not hold a prompt, there are more rows than the backend takes, or another call
-                has taken the cache meanwhile.
+                has taken the cache meanwhile; or logits are needed, and the backend gives tokens alone.
         """
+        asked = ["tokens that are drawn"] * draws
+        for each in asked + [type(each).__name__ for prompt in prompts for each in prompt.processors]:
+            self._refuse_without_logits(each)
         began = time.perf_counter()
         rows = [row for prompt in prompts for row in prompt.tokens]
         most = [prompt.most for prompt in prompts for _ in prompt.tokens]
@@ -133,10 +136,16 @@ class Decoder:
     @torch.no_grad()
     def logits(self, rows: Sequence[Tensor]) -> Tensor:
         """Return the logits behind prompts, each int64 [tokens]: float32 [batch, vocabulary]."""
+        self._refuse_without_logits("logits")
         with self.lock:
             self._begin(rows, [1] * len(rows), None, [])
             with self._on_device():
                 return self.backend.decode(self._tokens, self._places).float().clone()
+
+    def _refuse_without_logits(self, asked: str) -> None:
+        if self.backend.chooses:
+            what, fix = "the plan gives tokens and no logits", "Compile the model with --logits last."
+            raise UserError("--logits greedy", what, got=asked, expected="greedy answers", fix=fix)
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """Let streams, events and graphs be those of the backend's device, whichever is the thread's."""
@@ -207,7 +216,8 @@ class Decoder:
         """Compute the next tokens in place of those that were."""
 
         def model() -> Tensor:
-            return self.backend.decode(self._tokens, self._places).float()
+            found = self.backend.decode(self._tokens, self._places)
+            return found if self.backend.chooses else found.float()
 
         def whole() -> Tensor:
             logits = model()
@@ -259,7 +269,8 @@ class Decoder:
         return found if isinstance(found, tuple) else None
 
     def _choose(self, choice: Choice, logits: Tensor) -> None:
-        self._tokens.copy_(choice.tokens(logits, self._values, self._generator))
+        tokens = logits if self.backend.chooses else choice.tokens(logits, self._values, self._generator)
+        self._tokens.copy_(tokens)
         # A row that has ended goes on; in the last place of its own cache it changes no other row.
         self._places.copy_(torch.minimum(self._places + 1, self._last))
 

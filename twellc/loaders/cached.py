@@ -31,7 +31,7 @@ from twellc.loaders.huggingface import cache_argument, cached_length, open_direc
 from twellc.loaders.huggingface_inputs import text_config
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.tracing import trace
-from twellc.options.source import LAST_LOGITS, CacheOptions, refuse_missing
+from twellc.options.source import ALL_LOGITS, GREEDY_LOGITS, CacheOptions, refuse_missing
 from twellc.passes.graph.program import user_inputs
 from twellc.plugins.cache_op import APPEND
 
@@ -48,7 +48,8 @@ def load_with_cache(path: Path, options: CacheOptions, logits: str, dtype: torch
     Args:
         path: A Hugging Face directory.
         options: The sizes of the cache.
-        logits: `last` computes the logits behind the last real token of each sequence only, `all` those of each token.
+        logits: `last` computes the logits behind the last real token of each sequence only, `all` those of each token,
+            `greedy` the token with the largest of the last ones.
         dtype: `bf16` or `fp16`; None takes the model's own, or bf16 where that is neither. A dtype of torch for tests.
 
     Raises:
@@ -84,32 +85,33 @@ def load_with_cache(path: Path, options: CacheOptions, logits: str, dtype: torch
     inputs = [INPUT_IDS, WRITE_INDEX, TOKEN_COUNT, *(pair.input for pair in pairs)]
     placeholders = list(user_inputs(traced))
     batch, tokens = (str(size) for size in placeholders[0].meta["val"].shape)
+    cache = KeyValueCache(
+        length=options.length,
+        batch=options.batch,
+        prefill_chunk=options.chunk,
+        logits=logits,
+        pairs=pairs,
+        layers=len(sizes) // 2,
+        kv_heads=sizes[0][0],
+        head_dim=sizes[0][1],
+        dtype=option_of(dtype_name(precision)),
+        vocabulary=trial.logits.shape[-1],
+        end_tokens=end_tokens(path, model.config),
+        position_limit=limit or None,
+    )
     return LoadedModel(
         path=path,
         kind="Hugging Face directory",
         program=traced,
         input_names={node.name: name for node, name in zip(placeholders, inputs, strict=True)},
-        output_names=["logits", *(pair.output for pair in pairs)],
+        output_names=[cache.output, *(pair.output for pair in pairs)],
         dimension_names={batch: "batch", tokens: "tokens"},
         vocabulary=getattr(text_config(model), "vocab_size", None),
         declared_activation=str(config.get("hidden_act") or config.get("activation_function") or ""),
-        language_model=True,
+        language_model=logits != GREEDY_LOGITS,
         notes=notes,
         settings={"logits": logits},
-        cache=KeyValueCache(
-            length=options.length,
-            batch=options.batch,
-            prefill_chunk=options.chunk,
-            logits=logits,
-            pairs=pairs,
-            layers=len(sizes) // 2,
-            kv_heads=sizes[0][0],
-            head_dim=sizes[0][1],
-            dtype=option_of(dtype_name(precision)),
-            vocabulary=_vocabulary(traced),
-            end_tokens=end_tokens(path, model.config),
-            position_limit=limit or None,
-        ),
+        cache=cache,
     )
 
 
@@ -160,7 +162,7 @@ def _take_caches(model: Any, cache_name: str, logits: str) -> None:
     """
     forward = model.forward
     last: list[Tensor] = []  # the place of each row's last real token, in a call
-    if logits == LAST_LOGITS:
+    if logits != ALL_LOGITS:
         # No argument of transformers' models says so, row by row.
         model.get_output_embeddings().register_forward_pre_hook(lambda module, given: _row_by_row(given[0], last[0]))
 
@@ -170,6 +172,7 @@ def _take_caches(model: Any, cache_name: str, logits: str) -> None:
         token_count: Tensor,
         past_key_values: list[Tensor],
         made_up: MadeUpKeys | None = None,
+        chooses: bool = logits == GREEDY_LOGITS,
     ) -> list[Tensor]:
         starts, counts = write_index.to(torch.int32), token_count.to(torch.int32)
         last[:] = [token_count.clamp(min=1) - 1]
@@ -183,7 +186,8 @@ def _take_caches(model: Any, cache_name: str, logits: str) -> None:
             given = {"input_ids": input_ids, "position_ids": positions, cache_name: cache_over(layers)}
             result = forward(**given, use_cache=True, return_dict=True)
         last.clear()
-        kept = result.logits[:, 0] if logits == LAST_LOGITS else result.logits
+        found = result.logits.argmax(-1) if chooses else result.logits
+        kept = found if logits == ALL_LOGITS else found[:, 0]
         return [kept, *(tensor for layer in layers for tensor in (layer.keys, layer.values))]
 
     model.forward = step
@@ -203,7 +207,7 @@ def _refuse_other_logits(model: Any, sizes: _Sizes, trial: CacheTrial) -> None:
         return at_ends(ids, places, torch.ones_like(places), caches, made_up)
 
     def at_ends(*given: Any) -> Tensor:
-        logits: Tensor = model.forward(*given)[0]
+        logits: Tensor = model.forward(*given, chooses=False)[0]
         return logits if logits.dim() == 2 else logits[:, -1]
 
     trial.refuse_others(whole, at_places)
@@ -304,7 +308,3 @@ def _trace(path: Path, model: Any, sizes: _Sizes, options: CacheOptions, dtype: 
     }
     fix = "Compile it without a cache."
     return trace(str(path), model, (), kwargs, shapes, fix, fix)
-
-
-def _vocabulary(program: ExportedProgram) -> int:
-    return int(program.graph.output_node().args[0][0].meta["val"].shape[-1])

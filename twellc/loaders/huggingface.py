@@ -24,7 +24,7 @@ from twellc.loaders.eight_bits import Scaled, kept_layers, notes_on, put_eight_b
 from twellc.loaders.huggingface_inputs import Input, at_sizes, inputs_of, longest_text, vocabulary_of, written_sizes
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.tracing import keep_tensor_outputs, trace
-from twellc.options.source import PADDINGS, NoChoiceError, refuse_choices
+from twellc.options.source import GREEDY_LOGITS, PADDINGS, NoChoiceError, refuse_choices
 from twellc.passes.graph.size_assertions import failing_assertions
 
 ATTENTION_MODELS = "a decoder of attention layers, such as LlamaForCausalLM"
@@ -240,6 +240,9 @@ def _settings(path: Path, model: Any, padding: str | None, logits: str) -> dict[
     if not is_causal(model):
         refuse_choices(padding, logits, f"{path}, a {name}")
         return {}
+    if logits == GREEDY_LOGITS:
+        what = "only a model with a key-value cache computes tokens"
+        raise UserError(f"--logits {logits}", what, fix="Leave it out, or compile the model with --kv-cache.")
     settings = {"logits": logits}
     if "attention_mask" in taken:
         settings["padding"] = padding or PADDINGS[0]

@@ -12,7 +12,7 @@ from twellc.options.declared_inputs import InputDeclaration, parse_input
 from twellc.options.option import SEED, option
 
 PADDINGS = ("none", "mask")
-LOGITS = ALL_LOGITS, LAST_LOGITS = ("all", "last")
+LOGITS = ALL_LOGITS, LAST_LOGITS, GREEDY_LOGITS = ("all", "last", "greedy")
 # The most tokens of a sequence in a call of a model with a cache, unless --prefill-chunk says it.
 DEFAULT_CHUNK = 2048
 
@@ -75,7 +75,8 @@ class TracingOptions(SourceOptions):
         logits: Of a causal Hugging Face model. all, the default without --kv-cache: compute the logits of each place.
             last: of the last place of the sequence axis only, [batch, 1, vocabulary], where a prompt padded on the
             right has padding. With --kv-cache last is the default: the logits behind the last real token of each
-            sequence, [batch, vocabulary].
+            sequence, [batch, vocabulary]. greedy, with --kv-cache only: of these just which one is the largest, the
+            next token of each sequence, [batch]; nothing can be drawn from that.
     """
 
     _: KW_ONLY

@@ -1,14 +1,17 @@
 """`--linear`: what is written and said of linear layers outside of the blocks, and what is refused."""
 
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
+import torch
 
 import twellc
 from tests.conftest import Cli
 from twellc.base.errors import UserError
 from twellc.checks.accuracy import OutputAccuracy
+from twellc.checks.evaluator import OnnxEvaluator
 from twellc.compiling.compiler import compile_model
 from twellc.options.commands import CompileOptions
 from twellc.plugins.library import LINEAR_NAME
@@ -62,6 +65,30 @@ def test_with_a_cache(cli: Cli, opt: Path, tmp_path: Path) -> None:
     weight.CopyFrom(onnx.numpy_helper.from_array(values, weight.name))
     onnx.save(model, graph)
     assert not twellc.check(opt, graph).within
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("linear", ["twell", "tensorrt"])
+def test_the_next_token(linear: str, llama: Path, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"kv_cache": 24, "batch": 2, "prefill_chunk": 8}
+    results = []
+    for logits in ("last", "greedy"):
+        graph = tmp_path / f"{logits}.onnx"
+        manifest = twellc.compile(llama, backend="none", onnx=graph, linear=linear, logits=logits, **sizes)
+        evaluator = OnnxEvaluator(graph)
+        given = {"input_ids": torch.arange(3, 9).view(2, 3), "write_index": torch.zeros(2, dtype=torch.int64)}
+        given["token_count"] = torch.tensor([3, 2])
+        shapes = dict.fromkeys(evaluator.inputs[3:], (2, 2, 24, 8))
+        results.append(evaluator.run(given | {name: torch.zeros(shape).bfloat16() for name, shape in shapes.items()}))
+    assert evaluator.outputs[0] == "next_tokens"
+    assert torch.equal(results[1][0], results[0][0].argmax(-1))
+    chosen = [each.name for node in nodes_in(graph) for each in node.attribute if each.name == "choose" and each.i]
+    assert len(chosen) == (linear == "twell")
+    assert [row.choose for row in manifest.linear or ()][-1] == (linear == "twell")
+    with pytest.raises(UserError, match="gives tokens, and check compares logits; got --logits greedy"):
+        twellc.check(llama, graph)
+    with pytest.raises(UserError, match="--logits greedy: only a model with a key-value cache computes tokens"):
+        twellc.inspect(llama, logits="greedy")
 
 
 @pytest.mark.parametrize(("weights", "layers", "count"), [("fp8", "none", 4), ("fp8:blocks", "all", 0)])

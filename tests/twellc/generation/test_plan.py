@@ -53,6 +53,27 @@ def test_tokens_are_those_of_transformers(backend: PlanBackend, talker: Path) ->
         assert torch.equal(ours.generate(input_ids, **given, **drawn, seed=2), expected)
 
 
+@pytest.mark.parametrize("loaded", ["greedy"], indirect=True)
+def test_a_plan_that_gives_tokens(backend: PlanBackend, talker: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    model: Any = LlamaForCausalLM.from_pretrained(talker)
+    settings = GenerationConfig(eos_token_id=0, pad_token_id=0)
+    model.generation_config = settings
+    ours = CausalModel(backend, PreTrainedConfig(), settings)
+    input_ids, seen = prompts(7, 12, 1)
+    given: dict[str, Any] = {"attention_mask": seen, "max_new_tokens": 20}
+    assert torch.equal(ours.generate(input_ids, **given), model.generate(input_ids, **given))
+    for asked, got in (
+        ({"do_sample": True}, "tokens that are drawn"),
+        ({"repetition_penalty": 1.5}, "RepetitionPenaltyLogitsProcessor"),
+    ):
+        with pytest.raises(UserError, match=f"--logits greedy: the plan gives tokens and no logits; got {got}"):
+            ours.generate(input_ids, **given, **asked)
+    with pytest.raises(UserError, match="got logits; expected greedy answers"):
+        ours(input_ids, seen)
+
+
 def test_chunks_of_prompts(backend: PlanBackend) -> None:
     """All tokens but the last in chunks, then a step for each new one."""
     ours = CausalModel(backend, PreTrainedConfig(), GenerationConfig())
