@@ -336,8 +336,8 @@ def linear(dtype: str = "bf16", *, splits: tuple[int, ...] = (64,), norm: str = 
     given = {"x": [dtype, [*LEADING, 128]], "weight": [dtype, [out, 128]]} | inputs
     said = {flag: int((flag if flag != "scales" else "weight_scale") in given) for flag in FLAGS} | {"choose": 0}
     case = node(LINEAR, given, norm=norm, eps=1e-5, splits=list(splits), **said | attributes)
-    chosen = [["int64", [*LEADING]]] if attributes.get("choose") else []
-    return case | {"outputs": chosen or [[dtype, [*LEADING, width]] for width in splits]}
+    outputs: list[Input] = [[dtype, [*LEADING, width]] for width in splits]
+    return case | {"outputs": [["int64", [*LEADING]]] if attributes.get("choose") else outputs}
 
 
 def attention(

@@ -63,7 +63,7 @@ struct Params {
     float const* scale;        // of output n at n * scale_step; null of weights of the element type
     Norm norm;
     Outputs outputs;
-    uint64_t* keys;  // [tokens, kMostKeys], a CTA's at its number: see choose.cuh; null: y is stored instead
+    uint64_t* keys;  // [tokens, kMostKeys], a CTA's at its number: see choose.cuh; only of CHOOSES
     int scale_step;
     int tokens;  // up to Config::kTokens
     int in;
@@ -226,7 +226,7 @@ __device__ __forceinline__ void load_rows(Params<Stored> const& params, linear::
     __syncthreads();
 }
 
-template <class Element, class Stored, class Cfg>
+template <class Element, class Stored, class Cfg, bool CHOOSES>
 __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kMinBlocks) linear_kernel(Params<Stored> const params) {
     extern __shared__ __align__(128) unsigned char shared[];
     int const lane = static_cast<int>(threadIdx.x) % kWarpSize;
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kMinBlocks) linear_kernel(
     // What this thread adds up and stores of each block.
     int const token = static_cast<int>(threadIdx.x) / MMA_M;
     int const output = static_cast<int>(threadIdx.x) % MMA_M;
-    uint64_t best = 0;
+    [[maybe_unused]] uint64_t best = 0;
     uint32_t stage = queue;
 #pragma unroll 1
     for (int block = static_cast<int>(blockIdx.x); block < blocks; block += static_cast<int>(gridDim.x)) {
@@ -314,15 +314,15 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kMinBlocks) linear_kernel(
             }
             uint16_t const y =
                 Element::from_float(fmaf(sum, scale, Element::to_float(bias) + Element::to_float(residual)));
-            if (params.keys == nullptr) {
-                *params.outputs.place(token, column) = y;
-            } else {
+            if constexpr (CHOOSES) {
                 best = max(best, linear_choose::key_of(Element::to_float(y), column));
+            } else {
+                *params.outputs.place(token, column) = y;
             }
         }
     }
     wait_async<0>();
-    if (params.keys != nullptr) {
+    if constexpr (CHOOSES) {
         best = linear_choose::largest_of_lanes<MMA_M>(best);
         if (threadIdx.x < Cfg::kOutputs && token < params.tokens && output == 0) {
             params.keys[token * linear_choose::kMostKeys + static_cast<int>(blockIdx.x)] = best;
