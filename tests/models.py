@@ -236,6 +236,17 @@ def llama(activation: str = "relu", **changes: Any) -> Any:
     return family("Llama", **{**WIDE, "intermediate_size": 320})(hidden_act=activation, **changes)
 
 
+class Logits(nn.Module):
+    """A causal model as a function from token ids to logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.model(input_ids=input_ids, use_cache=False).logits
+
+
 opt = family("OPT", **SMALL, ffn_dim=96, word_embed_proj_dim=32, max_position_embeddings=64, pad_token_id=1)
 t5 = family(
     "T5",

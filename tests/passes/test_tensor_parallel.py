@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from tests import models
-from tests.models import Gated, Plain, Residual, calls, eager, export, run
+from tests.models import Gated, Logits, Plain, Residual, calls, eager, export, run
 from tests.ranks import run_ranks
 from tests.tolerance import assert_as_accurate, assert_same
 from twellc.base.errors import UserError
@@ -28,18 +28,6 @@ from twellc.plugins.ops import GATED_MLP, MLP
 
 X = torch.randn(2, 5, models.D_MODEL).bfloat16()
 FORMS = {"as written": (), "operator": ("operator",), "matmul": ("matmul",)}
-
-
-class Logits(nn.Module):
-    """A causal Hugging Face model as a function from ids to logits."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
-        return logits
 
 
 def split(

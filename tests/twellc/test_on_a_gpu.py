@@ -61,17 +61,6 @@ class Placed(nn.Module):
         return x + self.ffn(x * self.scale + places)
 
 
-class Logits(nn.Module):
-    """A model of transformers as a function of tensors alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = models.llama()
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.model(input_ids=input_ids, use_cache=False).logits
-
-
 @dataclass(frozen=True)
 class Case:
     """A model on the GPU, what it is called with, and what comes out in float64."""
@@ -106,7 +95,10 @@ def make(variant: str, dtype: torch.dtype) -> Case:
     module: nn.Module
     if variant == "llama":
         requires("transformers")
-        module, inputs = Logits(), {"input_ids": torch.randint(0, 96, (2, TOKENS // 2), device=DEVICE)}
+        module, inputs = (
+            models.Logits(models.llama()),
+            {"input_ids": torch.randint(0, 96, (2, TOKENS // 2), device=DEVICE)},
+        )
         dynamic: Any = ({0: Dim("batch", min=1, max=8), 1: Dim("tokens", min=1, max=64)},)
     else:
         module, inputs = Placed(variant), {"x": torch.randn(TOKENS, D_MODEL, device=DEVICE).to(dtype)}
