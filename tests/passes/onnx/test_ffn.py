@@ -16,7 +16,7 @@ from tests.onnx_graphs import D_FF, D_MODEL, D_OUT, GraphMaker, gated
 from tests.tolerance import assert_as_accurate
 from twellc.base.errors import UserError
 from twellc.checks.evaluator import OnnxEvaluator
-from twellc.passes.onnx.ffn import find_onnx_blocks, lower_onnx, rewrite_onnx
+from twellc.passes.onnx.ffn import OnnxBlocks, find_onnx_blocks, lower_onnx, rewrite_onnx
 from twellc.passes.onnx.precision import widen_onnx
 from twellc.passes.report import Layer
 from twellc.plugins.ops import MLP
@@ -542,22 +542,26 @@ def test_sum_of_a_float32_graph_keeps_its_precision() -> None:
     assert model.graph.node[-1].op_type == "Add"
 
 
+def assert_lowered(model: onnx.ModelProto) -> tuple[OnnxBlocks, onnx.ModelProto]:
+    """Check the results of a model whose one block folds constants, rewritten, and written as plain operators again."""
+    found = find_onnx_blocks(model, torch.bfloat16, "auto")
+    assert found.folds
+    lowered, x = lower_onnx(found), torch.randn(2, 3, D_MODEL).bfloat16()
+    truth = evaluate(widen_onnx(model), x.double())
+    for made in (lowered, rewrite_onnx(found)):
+        assert_as_accurate(evaluate(made, x), evaluate(model, x), truth)
+    return found, lowered
+
+
 def test_lowering_writes_folded_blocks() -> None:
     """So that `check` can tell what folding rounds from what the kernels do, also behind a residual."""
     make = GraphMaker("bf16")
     hidden = make.node("Relu", make.linear(make.node("Neg", "x"), "mlp.up", D_MODEL, D_FF, True))
     scaled = make.node("Mul", hidden, make.constant(np.linspace(0.5, 2, D_FF)))
-    model = make.model(make.node("Add", "x", make.linear(scaled, "mlp.down", D_FF, D_MODEL)))
-    found = find_onnx_blocks(model, torch.bfloat16, "auto")
-    assert (found.casts, found.folds, found.layers[0].residual) == (False, True, True)
-    lowered = lower_onnx(found)
-    assert sorted(node.op_type for node in lowered.graph.node) == [
-        "Add", "Add", "MatMul", "MatMul", "Neg", "Relu", "Transpose",
-    ]  # fmt: skip
-    x = torch.randn(2, 3, D_MODEL).bfloat16()
-    truth = evaluate(widen_onnx(model), x.double())
-    assert_as_accurate(evaluate(lowered, x), evaluate(model, x), truth)
-    assert_as_accurate(evaluate(rewrite_onnx(found), x), evaluate(model, x), truth)
+    found, lowered = assert_lowered(make.model(make.node("Add", "x", make.linear(scaled, "mlp.down", D_FF, D_MODEL))))
+    assert not found.casts and found.layers[0].residual
+    operators = sorted(node.op_type for node in lowered.graph.node)
+    assert operators == ["Add", "Add", "MatMul", "MatMul", "Neg", "Relu", "Transpose"]
     assert not find_onnx_blocks(gated(), torch.bfloat16, "auto").folds
 
 
@@ -565,9 +569,5 @@ def test_lowering_writes_both_factors_of_drelu() -> None:
     make = GraphMaker("bf16")
     gate, up = (make.node("Relu", make.linear("x", name, D_MODEL, D_FF)) for name in ("m.gate", "m.up"))
     scaled = make.node("Mul", make.node("Mul", gate, up), make.constant(np.linspace(0.5, 2, D_FF)))
-    model = make.model(make.linear(scaled, "m.down", D_FF, D_OUT))
-    found = find_onnx_blocks(model, torch.bfloat16, "auto")
-    assert (found.folds, found.layers[0].activation) == (True, "drelu")
-    x = torch.randn(2, 3, D_MODEL).bfloat16()
-    truth = evaluate(widen_onnx(model), x.double())
-    assert_as_accurate(evaluate(lower_onnx(found), x), evaluate(model, x), truth)
+    found, _ = assert_lowered(make.model(make.linear(scaled, "m.down", D_FF, D_OUT)))
+    assert found.layers[0].activation == "drelu"

@@ -289,20 +289,8 @@ def test_compile_writes_a_page(cli: Cli, archive: Path, tmp_path: Path) -> None:
 def test_compile_shows_its_calibration(cli: Cli, llama: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "ids.npy", np.arange(64).reshape(4, 16) + 3)
     twellc.profile(llama, tmp_path / "ids.npy", tmp_path / "p", device="cpu")
-    result = cli(
-        "compile",
-        llama,
-        "--backend",
-        "none",
-        "--onnx",
-        tmp_path / "m.onnx",
-        "--calibration",
-        tmp_path / "p",
-        "--layers",
-        "all",
-        "--html",
-        tmp_path / "m.html",
-    )
+    outputs = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--html", tmp_path / "m.html"]
+    result = cli("compile", llama, *outputs, "--calibration", tmp_path / "p", "--layers", "all")
     assert result.exit_code == 0, result.output
     page = Page((tmp_path / "m.html").read_text())
     assert "Density by layer" in page.text and "The rewritten graph" in page.text and "expected" in page.text
