@@ -77,15 +77,6 @@ def test_rows_keep_their_bits_at_another_place() -> None:
     assert_same_bits(run(block), expected[shuffled])
 
 
-@pytest.mark.parametrize(("full", "density"), [(0.0, 0.005), (0.04, 0.01), (0.0, 0.05)])
-def test_bitwise_repeatable(full: float, density: float) -> None:
-    """Also where the chunks do not hold all rows."""
-    block = unequal_block(4096, full, density)
-    block.x[7, 3] = float("nan")
-    call = Call(block, 8)
-    calls.assert_repeatable(lambda: run_poisoned(call, 0, SM90))
-
-
 def test_blocks_of_neurons_without_pairs() -> None:
     """CTAs whose first weights, loaded before it is known, multiply nothing, and others afterwards do."""
     block = make_block(Case(rows=4096, d_model=4096, d_ff=7000, d_out=8, density=0.01))

@@ -16,7 +16,6 @@ from tests.plugins.calls import (
     Call,
     assert_chain_agrees,
     assert_guards,
-    assert_repeatable,
     assert_same_bits,
     chain,
     run_dense,
@@ -129,29 +128,7 @@ def test_residual_may_be_x(rows: int) -> None:
     reference.assert_close(Call(block, 8).run(), block)
 
 
-@pytest.mark.parametrize("density", [0.005, 0.3])
-@pytest.mark.parametrize("rows", [1, 3, 16, 40, 100, 200, 2100])
-def test_bitwise_repeatable(rows: int, density: float) -> None:
-    call = Call(make_block(Case(rows=rows, d_model=1088, d_ff=2816, d_out=1032, density=density, residual=True)), 8)
-    assert_repeatable(lambda: call.poisoned(call.mlp), times=50)
-
-
 @pytest.mark.parametrize("rows", [1, 7, 40, 100])
 def test_residual_that_the_call_before_writes(rows: int) -> None:
     block = make_block(Case(rows=rows, d_model=512, d_ff=2000, d_out=512, density=0.1, biases=""))
     assert_chain_agrees(chain(block, reads="residual"), Call.mlp)
-
-
-@pytest.mark.parametrize("gated", [True, False], ids=("gated", "plain"))
-def test_the_torch_op_passes_it_on(gated: bool) -> None:
-    from twellc.plugins.ops import GATED_MLP, MLP
-
-    block = make_block(Case(gated=gated, residual=True))
-    gate = [block.w_gate, block.b_gate]
-    up = [block.w_up, block.b_up] if gated else []
-    op = GATED_MLP if gated else MLP
-    shape = (5, 13)
-    leading = [None if t is None else t.view(*shape, -1) for t in (block.x, block.residual)]
-    y = op(leading[0], *gate, *up, block.w_down, block.b_down, leading[1], "relu", 0.0, 8)
-    assert y.shape == (*shape, 136)
-    reference.assert_close(y.view(65, 136), block)

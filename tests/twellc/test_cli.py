@@ -264,16 +264,6 @@ def test_existing_outputs_need_a_word(cli: Cli, archive: Path, tmp_path: Path, n
     assert files_in(tmp_path) == {name: b"precious"}
 
 
-def test_overwrite(cli: Cli, archive: Path, tmp_path: Path) -> None:
-    for name in ("m.plan", "m.plan.json", "m.onnx"):
-        (tmp_path / name).write_text("old")
-    arguments = ["-o", tmp_path / "m.plan", "--onnx", tmp_path / "m.onnx", "--overwrite"]
-    assert cli("compile", archive, *arguments).exit_code == 0
-    after = files_in(tmp_path)
-    assert sorted(after) == ["m.onnx", "m.plan", "m.plan.json"]
-    assert b"old" not in after.values()
-
-
 @pytest.mark.parametrize(
     "name",
     ["model.safetensors", "config.json", "README.md", "link/model.safetensors", "folder/params.json", "folder/link"],

@@ -171,16 +171,6 @@ def test_bad_files(bytelm: Path, tmp_path: Path, name: str, content: bytes, mess
     failed(generate(bytelm, "--prompts-file", tmp_path / name), message)
 
 
-def test_bad_models(t5: Path, llama: Path, archive: Path, tmp_path: Path) -> None:
-    for model, message in (
-        (t5, "t5, a T5ForConditionalGeneration: is not a causal language model; expected"),
-        (llama, "has no tokenizer; expected tokenizer.json"),
-        (tmp_path / "nothing", "nothing"),
-        (archive, "gated.pt2"),
-    ):
-        failed(generate(model, "--prompt", "a"), message)
-
-
 def test_in_eight_bits(bytelm: Path, answer: str) -> None:
     done = generate(bytelm, "--weights", "fp8", "--fp8-error", 0.5, "--prompt", DEF, "--stats")
     assert done.exit_code == 0 and done.stdout

@@ -500,7 +500,6 @@ def with_adapter(block: Any, x: Tensor) -> Any:
 ORIGINAL: dict[str, Callable[[Any, Tensor], Any]] = {
     "autocast": under_autocast,
     "a child that was replaced": with_adapter,
-    "training mode": lambda block, x: ops_of(block.train(), x)[1],
     "a wider input": lambda block, x: ops_of(block, x[None, None])[1],
 }
 
