@@ -70,9 +70,10 @@ def make(case: Case, device: str = "cpu") -> tuple[LinearOperands[Tensor], Linea
 def dense(operands: LinearOperands[Tensor], norm: str, dtype: torch.dtype, *, in_bytes: bool = False) -> Tensor:
     """Compute a layer by torch's own functions, each of which rounds its result to `dtype`.
 
-    `in_bytes`: the product is one of eight bits, but for its sums.
+    `in_bytes`: what the norm gives is rounded once, then to eight bits, and the result once.
     """
-    x, weight, rest = operands.x.to(dtype), operands.weight.to(dtype), operands.map(lambda each: each.to(dtype))
+    wide = torch.float64 if in_bytes else dtype
+    x, weight, rest = operands.x.to(wide), operands.weight.to(dtype), operands.map(lambda each: each.to(wide))
     if operands.weight_scale is not None:
         weight = (operands.weight.double() * operands.weight_scale.double()).to(dtype)
     if norm == "rms":
@@ -81,12 +82,10 @@ def dense(operands: LinearOperands[Tensor], norm: str, dtype: torch.dtype, *, in
         x = torch.nn.functional.layer_norm(x, x.shape[-1:], rest.norm_weight, rest.norm_bias, EPS)
     if in_bytes:
         assert operands.weight_scale is not None
-        q, scale = rounded(x.float(), 1)
-        product = (q.double() * scale) @ (operands.weight.double() * operands.weight_scale).t()
-        y = (product if rest.bias is None else product + rest.bias).to(dtype)
-    else:
-        y = torch.nn.functional.linear(x, weight, rest.bias)
-    return y if rest.residual is None else y + rest.residual
+        q, scale = rounded(x.to(dtype).float(), 1)
+        x, weight = q.double() * scale, operands.weight.double() * operands.weight_scale
+    y = torch.nn.functional.linear(x, weight, rest.bias)
+    return (y if rest.residual is None else y + rest.residual).to(dtype)
 
 
 # ---- meaning ----
@@ -483,7 +482,7 @@ IN_BYTES = [
     Case(64, 2048, 2048, "none", (), BF16, "neuron", biases=False, residual=True),
     Case(64, 4096, 6144, "rms", (4096, 1024, 1024), BF16, "tensor"),
     Case(300, 1040, 528, "layer", (272, 256), BF16, "neuron"),
-    Case(301, 16, 16, "layer", (), FP16, "neuron", residual=True),
+    Case(301, 64, 80, "layer", (), FP16, "neuron", residual=True),
     Case(2048, 2048, 6144, "rms", (), FP16, "tensor", residual=True),
     Case(2048, 31008, 80, "rms", (), BF16, "neuron"),
     Case(9, 40000, 64, "none", (), BF16, "tensor", biases=False),

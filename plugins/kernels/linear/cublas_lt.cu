@@ -131,10 +131,14 @@ Known& known() {
     return all;
 }
 
+// Tensor cores drop the last bits of sums of E4M3, the more the longer these are. An H100 makes the error of rounded
+// rows 0.02655 in the place of 0.02653 with 2048 inputs. Beyond so many, parts of a sum are added in fp32.
+constexpr int64_t kMostFastInputs = 8192;
+
 // Sets attributes of a product in E4M3; true: it failed.
 bool set_scales(Library const& lt, void* operation, Product const& product) {
     int32_t const scales = kOfEachRow;
-    int8_t const fast = 1;  // as dense FP8 mostly does: sums are rounded to fewer bits than fp32 has
+    int8_t const fast = product.in <= kMostFastInputs;
     return lt.set_operation(operation, kScalesOfA, &scales, sizeof(scales)) != 0 ||
            lt.set_operation(operation, kScalesOfB, &scales, sizeof(scales)) != 0 ||
            lt.set_operation(operation, kScaleOfA, &product.weight_scale, sizeof(product.weight_scale)) != 0 ||
