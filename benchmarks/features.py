@@ -7,12 +7,14 @@ python benchmarks/features.py --smoke
 A size is d_model x d_ff x active neurons of a token. Rivals: the dense formula under torch.compile, and what sae-lens
 does with sparse activations: a dense encoder, a COO tensor of float32, torch.sparse.mm; left out where w_dec in float32
 takes too much memory. "block" is the `twell` op, which gives y alone. Times are of a call among others, with what the
-host needs for it, in turns, the median; memory is what a call takes beside weights and x. Some tokens are compared with
-float64 before anything is timed.
+host needs for it, in turns, the median; and behind a slash that of a CUDA graph of it, which of features has a capacity
+of twice what is active. Memory is what a call takes beside weights and x. Some tokens are compared with float64 before
+anything is timed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import statistics
@@ -33,6 +35,7 @@ CHECKED_TOKENS = 8
 CALLS = 4  # that are timed together
 MOST_BYTES_OF_FLOAT32 = 8e9
 TWELL, BLOCK, DENSE, COO = "twell", "block", "dense", "COO"
+IN_GRAPH = " in a graph"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,13 +60,13 @@ class Sae:
         w_enc = normal(d_ff, d_model).mul_(d_model**-0.5)
         return cls(w_enc, normal(d_ff).mul_(0.01), thresholds, normal(d_ff, d_model), normal(d_model))
 
-    def encode(self, x: Tensor) -> Features:
+    def encode(self, x: Tensor, capacity: int | None = None) -> Features:
         """Return the features of x [tokens, d_model]."""
-        return encode(x, self.w_enc, self.b_enc, activation="fatrelu", thresholds=self.thresholds)
+        return encode(x, self.w_enc, self.b_enc, activation="fatrelu", thresholds=self.thresholds, capacity=capacity)
 
-    def by_features(self, x: Tensor) -> Tensor:
+    def by_features(self, x: Tensor, capacity: int | None = None) -> Tensor:
         """Return y [tokens, d_model], as are those below."""
-        return decode(self.encode(x), self.w_dec, self.b_dec)
+        return decode(self.encode(x, capacity), self.w_dec, self.b_dec)
 
     def by_block(self, x: Tensor) -> Tensor:
         """Compute it by the op of a plain block."""
@@ -120,8 +123,21 @@ def check(sae: Sae, x: Tensor) -> float:
     return len(found.indices) / len(x)
 
 
-def measure(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, dict[str, float]]:
-    """Return of each call the median time in microseconds and the most memory in bytes; not of what finds none."""
+def captured(call: Callable[[], object]) -> Callable[[], object]:
+    """Return what replays a CUDA graph of a call that has been made before."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def measure(
+    calls: dict[str, Callable[[], object]], in_graphs: dict[str, Callable[[], object]], repeats: int
+) -> dict[str, dict[str, float]]:
+    """Return of each call the median time in microseconds and the most memory in bytes; not of what finds none.
+
+    Those in graphs have the time alone, under the name of a call with IN_GRAPH behind it.
+    """
     taken: dict[str, int] = {}
     for name, call in list(calls.items()):
         before = torch.cuda.memory_allocated()
@@ -135,9 +151,15 @@ def measure(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, d
         else:
             taken[name] = torch.cuda.max_memory_allocated() - before
         torch.cuda.empty_cache()
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    timed = dict(calls)
+    for name in in_graphs.keys() & calls.keys():
+        in_graphs[name]()
+        with contextlib.suppress(torch.OutOfMemoryError):
+            timed[name + IN_GRAPH] = captured(in_graphs[name])
+        torch.cuda.empty_cache()
+    times: dict[str, list[float]] = {name: [] for name in timed}
     for _ in range(repeats):
-        for name, call in calls.items():
+        for name, call in timed.items():
             call()
             events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
@@ -147,7 +169,10 @@ def measure(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, d
             events[1].record()
             torch.cuda.synchronize()
             times[name].append(events[0].elapsed_time(events[1]) * 1000 / CALLS)
-    return {name: {"us": statistics.median(found), "bytes": taken[name]} for name, found in times.items()}
+    return {
+        name: {"us": statistics.median(found)} | ({"bytes": taken[name]} if name in taken else {})
+        for name, found in times.items()
+    }
 
 
 HEADER = (
@@ -163,9 +188,14 @@ def table_row(found: dict[str, Any]) -> str:
     def cell(name: str, value: str, unit: float, digits: int = 0) -> str:
         return f"{results[name][value] / unit:.{digits}f}" if name in results else ""
 
+    def both(name: str, unit: float, unit_in_graph: float, digits: int) -> str:
+        parts = cell(name, "us", unit, digits), cell(name + IN_GRAPH, "us", unit_in_graph, digits)
+        return " / ".join(filter(None, parts))
+
     cells = [f"{found['d_model']} / {found['d_ff']}", f"{found['active']:.0f}", str(found["tokens"])]
-    cells += [cell(name, "us", 1) for name in (TWELL, BLOCK, DENSE, COO)]
-    cells += [cell(name, "us", results[TWELL]["us"], 2) for name in (DENSE, COO)]
+    cells += [both(name, 1, 1, 0) for name in (TWELL, BLOCK, DENSE, COO)]
+    captured_us = results.get(TWELL + IN_GRAPH, {"us": 1})["us"]
+    cells += [both(name, results[TWELL]["us"], captured_us, 2) for name in (DENSE, COO)]
     cells += [cell(name, "bytes", 1e6, 1) for name in (TWELL, DENSE, COO)]
     return "| " + " | ".join(cells) + " |"
 
@@ -183,7 +213,11 @@ def measure_size(d_model: int, d_ff: int, active: int, tokens: list[int], repeat
         if d_model * d_ff * 4 <= MOST_BYTES_OF_FLOAT32:
             calls[COO] = functools.partial(sae.by_coo, x, sae.w_dec.float())
         found = {"d_model": d_model, "d_ff": d_ff, "tokens": count, "active": check(sae, x)}
-        yield {**found, "results": measure(calls, repeats)}
+        in_graphs: dict[str, Callable[[], object]] = {
+            **{name: calls[name] for name in (BLOCK, DENSE)},
+            TWELL: functools.partial(sae.by_features, x, round(2 * found["active"] * count)),
+        }
+        yield {**found, "results": measure(calls, in_graphs, repeats)}
 
 
 @click.command()

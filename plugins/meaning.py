@@ -179,7 +179,7 @@ def check_status(status: int) -> None:
         raise RuntimeError(f"twell: the kernels failed with CUDA error {status}")
 
 
-def launch(function: Callable[..., int], workspace_bytes: int, *arguments: ctypes.Structure) -> None:
+def launch(function: Callable[..., int], workspace_bytes: int, *arguments: ctypes.Structure | int) -> None:
     """Call a function of the C API that takes a workspace and a stream: those of the current GPU."""
     workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device="cuda")
     stream = torch.cuda.current_stream().cuda_stream

@@ -107,6 +107,45 @@ def test_sparse_csr(device: str) -> None:
     assert empty.to_sparse_csr().shape == (0, 300) and decode(empty, w_enc).shape == (0, 64)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("tokens", "density"), [(7, 0.02), (300, 0.02), (300, 1.0)])
+def test_a_capacity(tokens: int, density: float, device: str) -> None:
+    """With room for all the same features; with less those that there is room for, and NaN for the tokens cut off."""
+    x, w_enc, b_enc, thresholds, w_dec, _ = autoencoder(tokens, 64, 1000, density, device)
+    exact = encode(x, w_enc, b_enc, activation="fatrelu", thresholds=thresholds)
+    y, total = decode(exact, w_dec), len(exact.indices)
+    for capacity in (total + 5, total, total - total // 3, 1):
+        found = encode(x, w_enc, b_enc, activation="fatrelu", thresholds=thresholds, capacity=capacity)
+        kept = min(capacity, total)
+        assert len(found.indices) == len(found.values) == capacity and torch.equal(found.offsets, exact.offsets)
+        assert torch.equal(found.indices[:kept], exact.indices[:kept])
+        assert torch.equal(found.values[:kept], exact.values[:kept])
+        expected = y.masked_fill((exact.offsets[1:] > capacity)[:, None], math.nan)
+        assert_equal(decode(found, w_dec), expected)
+    with pytest.raises(ValueError, match=f"must have a capacity of {total} at least, got 1"):
+        found.to_sparse_csr()
+    assert_equal(replace(found, indices=exact.indices, values=exact.values).to_sparse_csr().values(), exact.values)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_holds_features_with_a_capacity() -> None:
+    x, w_enc, b_enc, thresholds, w_dec, b_dec = autoencoder(300, 64, 70_000, 0.02, "cuda")
+
+    def call(capacity: int | None) -> Tensor:
+        found = encode(x, w_enc, b_enc, activation="fatrelu", thresholds=thresholds, capacity=capacity)
+        return decode(found, w_dec, b_dec)
+
+    capacity = 300 * 7000
+    call(capacity)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = call(capacity)
+    for _ in range(2):
+        x.copy_(x.roll(1, 0))
+        graph.replay()
+        assert_equal(y, call(None))
+
+
 def test_what_does_not_fit() -> None:
     x, w_enc, b_enc, thresholds, w_dec, b_dec = autoencoder(6, 64, 300, 0.02, "cpu")
     with pytest.raises(TypeError, match=r"x must be torch.bfloat16 like the weights, got torch.float32"):
@@ -118,14 +157,14 @@ def test_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="thresholds are for fatrelu"):
         encode(x, w_enc, thresholds=thresholds)
     found = encode(x, w_enc, b_enc)
-    with pytest.raises(ValueError, match=r"w_down must have shape \(300, 64\), got \(299, 64\)"):
+    with pytest.raises(ValueError, match=r"w_dec must have shape \(300, 64\), got \(299, 64\)"):
         decode(found, w_dec[1:])
     with pytest.raises(TypeError, match="like the weights, got"):
         decode(found, w_dec.float(), b_dec.float())
     with pytest.raises(ValueError, match=r"must have one shape \[..., k\], got \(6, 3\) of torch.int64 and \(6, 2\)"):
         decode((torch.zeros(6, 3, dtype=torch.int64), torch.zeros(6, 2, dtype=BF16)), w_dec)
     wrong = replace(found, d_ff=301)
-    with pytest.raises(ValueError, match="w_down must have shape"):
+    with pytest.raises(ValueError, match="w_dec must have shape"):
         decode(wrong, w_dec)
 
 

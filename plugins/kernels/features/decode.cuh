@@ -25,8 +25,9 @@ struct DecodeParams : BlockTensors {
     int32_t const* indices;
     uint16_t const* values;
     int64_t const* offsets;  // [tokens + 1]: a row's list is from its offset up to the next one's; or null:
-    int64_t const* counts;   // [tokens]: its length, from row * stride on; or null: that is `stride`
+    uint32_t const* counts;  // [tokens]: its length, from row * stride on; or null: that is `stride`
     int64_t stride;
+    int64_t capacity;  // entries that there are: a row whose list ends behind them becomes NaN
     // In the place of y, which the last of several calls computes: what others have added up, and where it goes.
     float const* sums_before;  // [tokens, d_out] or null
     float* sums_after;         // the same
@@ -78,14 +79,16 @@ __global__ void __launch_bounds__(kDecodeWarps* kWarpSize, kDecodeBlocks) decode
     int const column = static_cast<int>(item / params.tokens) * kWarpColumns + lane * kVector;
     bool const exists = item < params.tokens * params.num_slices;
     float sums[kVector] = {};
+    bool is_cut = false;
     if (exists) {
         int64_t const begin = params.offsets == nullptr ? row * params.stride : params.offsets[row];
         int64_t const count = params.offsets != nullptr  ? params.offsets[row + 1] - begin
                               : params.counts != nullptr ? params.counts[row]
                                                          : params.stride;
+        is_cut = begin + count > params.capacity;
         // Lanes past the last column read the last vector and store nothing.
         uint16_t const* const w_down = params.w_down + min(column, params.d_out - kVector);
-        for (int64_t i = share * kWarpSize; i < count; i += params.warps_of_row * kWarpSize) {
+        for (int64_t i = share * kWarpSize; i < count && !is_cut; i += params.warps_of_row * kWarpSize) {
             int const listed = static_cast<int>(min(count - i, int64_t{kWarpSize}));
             int64_t const place = begin + i + min(lane, listed - 1);
             add_entries<Element>(sums, params, w_down, params.indices[place], params.values[place], listed);
@@ -108,6 +111,12 @@ __global__ void __launch_bounds__(kDecodeWarps* kWarpSize, kDecodeBlocks) decode
         return;
     }
     int64_t const place = row * params.d_out + column;
+    if (is_cut) {
+#pragma unroll
+        for (int k = 0; k < kVector; ++k) {
+            sums[k] = NAN;
+        }
+    }
     if (params.sums_before != nullptr) {
 #pragma unroll
         for (int k = 0; k < kVector; ++k) {

@@ -12,7 +12,7 @@ namespace {
 constexpr Label kListLabel = {"list_features"};
 constexpr Label kDecodeLabel = {"decode_features"};
 
-// The neurons of one gate: what 16 bits count.
+// The neurons of a group of a row's list.
 constexpr int kPiece = TWELL_MAX_PACKED_D_FF;
 static_assert(kPiece == features::kTilesOfGroup * TWELL_TILE, "a piece is a group");
 
@@ -59,16 +59,17 @@ int64_t packed_words(twell_problem const& problem, int64_t rows) {
     return rows * num_tiles(problem) * words_per_tile(problem);
 }
 
-features::Pieces pieces_at(twell_problem const& problem, int tiles_of_piece, uint32_t const* packed,
-                           uint16_t const* spilled) {
-    return {packed, spilled, problem.tokens, num_tiles(problem), tiles_of_piece, words_per_tile(problem)};
+PackedGate gate_at(twell_problem const& problem, uint32_t const* packed, uint16_t* spilled) {
+    return {packed, spilled, num_tiles(problem), words_per_tile(problem)};
 }
 
+int num_groups(twell_problem const& problem) { return static_cast<int>(ceil_div(problem.d_ff, kPiece)); }
+
 cudaError_t launch_lists(Call const& call, features::ListParams params) {
-    params.num_groups = num_feature_groups(call.problem);
-    int const tiles = std::min(params.pieces.num_tiles, features::kTilesOfGroup);
+    params.num_groups = num_groups(call.problem);
+    int const tiles = std::min(params.gate.num_tiles, features::kTilesOfGroup);
     int const threads = static_cast<int>(ceil_div(tiles, kWarpSize)) * kWarpSize;
-    dim3 const grid(static_cast<unsigned>(params.pieces.tokens * params.num_groups));
+    dim3 const grid(static_cast<unsigned>(call.problem.tokens * params.num_groups));
     return launch_dependent(kListLabel, features::list_kernel, params, grid, threads, 0, call.device, call.stream);
 }
 
@@ -90,23 +91,36 @@ cudaError_t launch_sums(Call const& call, features::DecodeParams params) {
                             call.stream, {{"warps", params.warps_of_row}});
 }
 
-struct Encoded {
-    uint32_t* packed;
-    uint16_t* spilled;  // null if not all is kept
-};
+// An encoder has the packed tiles of a part of the rows at a time: of a fifth of them, but of kFewestRows at least, and
+// of kMostEncoded pairs of a row and a neuron at most. Where all is kept, which takes five times the memory, a part is
+// a fifth of that.
+constexpr int64_t kParts = 5;
+constexpr int64_t kMemoryOfAll = 5;
+constexpr int64_t kFewestRows = 128;
+constexpr int64_t kMostEncoded = int64_t{1} << 30;
 
-Encoded take_encoded(twell_problem const& problem, bool keeps_all, unsigned char*& next) {
-    Encoded encoded = {};
-    encoded.packed = take<uint32_t>(next, packed_words(problem, problem.tokens));
-    if (keeps_all) {
-        encoded.spilled = take<uint16_t>(next, problem.tokens * spilled_stride(problem));
-    }
-    return encoded;
+int64_t rows_of_part(twell_problem const& problem, bool keeps_all) {
+    int64_t const factor = keeps_all ? kMemoryOfAll : 1;
+    int64_t const wanted = std::min(ceil_div(problem.tokens, kParts * factor), kMostEncoded / factor / problem.d_ff);
+    int64_t const parts = ceil_div(problem.tokens, std::max(wanted, kFewestRows));
+    return ceil_div(problem.tokens, std::max(parts, int64_t{1}));
 }
 
-Encoded encoded_at(twell_problem const& problem, bool keeps_all, void* workspace) {
-    unsigned char* next = static_cast<unsigned char*>(workspace);
-    return take_encoded(problem, keeps_all, next);
+struct EncodeMemory {
+    uint32_t* packed;
+    uint16_t* spilled;  // null if not all is kept
+    uint32_t* counts;
+};
+
+EncodeMemory take_encode(twell_problem const& problem, bool keeps_all, unsigned char*& next) {
+    int64_t const rows = rows_of_part(problem, keeps_all);
+    EncodeMemory memory = {};
+    memory.packed = take<uint32_t>(next, packed_words(problem, rows));
+    if (keeps_all) {
+        memory.spilled = take<uint16_t>(next, rows * spilled_stride(problem));
+    }
+    memory.counts = take<uint32_t>(next, rows * num_groups(problem));
+    return memory;
 }
 
 struct WideMemory {
@@ -114,7 +128,7 @@ struct WideMemory {
     uint16_t* spilled;
     int32_t* indices;  // of each row a piece
     uint16_t* values;
-    int64_t* counts;
+    uint32_t* counts;
     float* sums;
 };
 
@@ -126,47 +140,46 @@ WideMemory take_wide(twell_problem const& problem, unsigned char*& next) {
     memory.spilled = take<uint16_t>(next, pairs);
     memory.indices = take<int32_t>(next, pairs);
     memory.values = take<uint16_t>(next, pairs);
-    memory.counts = take<int64_t>(next, rows);
+    memory.counts = take<uint32_t>(next, rows);
     memory.sums = take<float>(next, rows * problem.d_out);
     return memory;
 }
 
 }  // namespace
 
-int num_feature_groups(twell_problem const& problem) { return static_cast<int>(ceil_div(problem.d_ff, kPiece)); }
-
 size_t encode_bytes(twell_problem const& problem, bool keeps_all) {
-    return bytes_taken([&](unsigned char*& next) { take_encoded(problem, keeps_all, next); });
+    return bytes_taken([&](unsigned char*& next) { take_encode(problem, keeps_all, next); });
 }
 
-cudaError_t launch_encode(Call const& call, bool keeps_all, int64_t* counts, void* workspace) {
+cudaError_t launch_encode(Call const& call, bool keeps_all, EncodedLists const& lists, void* workspace) {
     twell_problem const& problem = call.problem;
-    Encoded const encoded = encoded_at(problem, keeps_all, workspace);
-    for (int first = 0; first < problem.d_ff; first += kPiece) {
-        twell_problem const piece = piece_of(problem, problem.tokens, first, kPiece);
+    unsigned char* next = static_cast<unsigned char*>(workspace);
+    EncodeMemory const memory = take_encode(problem, keeps_all, next);
+    int64_t const rows = rows_of_part(problem, keeps_all);
+    for (int64_t row = 0; row < problem.tokens; row += rows) {
+        twell_problem const part = piece_of(problem, std::min(rows, problem.tokens - row), 0, problem.d_ff);
+        twell_tensors const tensors = tensors_of(problem, call.tensors, row, 0);
+        Call const of_part = {part, tensors, call.device, call.stream};
         GateOutput output;
-        output.packed =
-            encoded.packed + packed_words(problem, problem.tokens) / num_tiles(problem) * (first / TWELL_TILE);
-        output.spilled = encoded.spilled == nullptr ? nullptr : encoded.spilled + problem.tokens * int64_t{first};
-        twell_tensors const tensors = tensors_of(problem, call.tensors, 0, first);
-        TWELL_TRY(launch_gate({piece, tensors, call.device, call.stream}, output,
-                              choose_gate(piece, call.device, Kernels::kBest)));
+        output.packed = memory.packed;
+        output.spilled = memory.spilled;
+        TWELL_TRY(launch_gate(of_part, output, choose_gate(part, call.device, Kernels::kBest)));
+        features::ListParams params = {};
+        params.gate = gate_at(problem, memory.packed, memory.spilled);
+        params.counts = memory.counts;
+        params.offsets = lists.offsets + row;
+        params.missing = lists.offsets + problem.tokens + 1;
+        params.is_first = row == 0;
+        TWELL_TRY(launch_lists(of_part, params));
+        params.counts = nullptr;
+        params.is_first = false;
+        params.before = memory.counts;
+        params.indices = lists.indices;
+        params.values = lists.values;
+        params.capacity = lists.capacity;
+        TWELL_TRY(launch_lists(of_part, params));
     }
-    features::ListParams params = {};
-    params.pieces = pieces_at(problem, features::kTilesOfGroup, encoded.packed, encoded.spilled);
-    params.counts = counts;
-    return launch_lists(call, params);
-}
-
-cudaError_t launch_list(Call const& call, bool keeps_all, int64_t const* begins, int32_t* indices, uint16_t* values,
-                        void* workspace) {
-    Encoded const encoded = encoded_at(call.problem, keeps_all, workspace);
-    features::ListParams params = {};
-    params.pieces = pieces_at(call.problem, features::kTilesOfGroup, encoded.packed, encoded.spilled);
-    params.begins = begins;
-    params.indices = indices;
-    params.values = values;
-    return launch_lists(call, params);
+    return cudaSuccess;
 }
 
 cudaError_t launch_decode(Call const& call, FeatureLists const& lists) {
@@ -174,7 +187,8 @@ cudaError_t launch_decode(Call const& call, FeatureLists const& lists) {
     params.indices = lists.indices;
     params.values = lists.values;
     params.offsets = lists.offsets;
-    params.stride = lists.per_row;
+    params.stride = lists.offsets == nullptr ? lists.capacity / call.problem.tokens : 0;
+    params.capacity = lists.capacity;
     return launch_sums(call, params);
 }
 
@@ -200,18 +214,20 @@ cudaError_t launch_wide(Call const& call, void* workspace) {
             output.spilled = memory.spilled;
             TWELL_TRY(launch_gate(of_piece, output, choose_gate(piece, call.device, Kernels::kBest)));
             features::ListParams lists = {};
-            lists.pieces = pieces_at(piece, num_tiles(piece), memory.packed, memory.spilled);
+            lists.gate = gate_at(piece, memory.packed, memory.spilled);
             lists.first_neuron = first;
             lists.counts = memory.counts;
             lists.stride = extent.neurons;
             lists.indices = memory.indices;
             lists.values = memory.values;
+            lists.capacity = INT64_MAX;
             TWELL_TRY(launch_lists(of_piece, lists));
             features::DecodeParams sums = {};
             sums.indices = memory.indices;
             sums.values = memory.values;
             sums.counts = memory.counts;
             sums.stride = extent.neurons;
+            sums.capacity = INT64_MAX;
             sums.sums_before = first == 0 ? nullptr : memory.sums;
             sums.sums_after = first + piece.d_ff == problem.d_ff ? nullptr : memory.sums;
             twell_problem whole = problem;  // indices are of all neurons

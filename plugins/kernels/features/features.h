@@ -10,26 +10,25 @@
 
 namespace twell {
 
-// Parts of a row that are listed apart, in order: up to TWELL_MAX_PACKED_D_FF neurons each.
-int num_feature_groups(twell_problem const& problem);
-
-// What launch_encode leaves. keeps_all: no tile overflows.
+// Bytes of workspace of launch_encode. keeps_all: no tile overflows.
 size_t encode_bytes(twell_problem const& problem, bool keeps_all);
 
-// Enqueues the gate, and how many features each group of each row has: [tokens, groups], -1 where a tile has
-// overflowed.
-cudaError_t launch_encode(Call const& call, bool keeps_all, int64_t* counts, void* workspace);
+// Where lists go: of row r from offsets[r] up to offsets[r + 1], and behind the offsets how many entries are missing.
+struct EncodedLists {
+    int32_t* indices;  // [capacity]
+    uint16_t* values;
+    int64_t* offsets;  // [tokens + 2]
+    int64_t capacity;
+};
 
-// Enqueues the lists, each group's from its place in `begins` on. The workspace is that of launch_encode.
-cudaError_t launch_list(Call const& call, bool keeps_all, int64_t const* begins, int32_t* indices, uint16_t* values,
-                        void* workspace);
+cudaError_t launch_encode(Call const& call, bool keeps_all, EncodedLists const& lists, void* workspace);
 
-// Where lists are: of row r from offsets[r] up to offsets[r + 1], or of no offsets per_row entries from r * per_row on.
+// Where lists are: as above, or without offsets as many entries of each row, one row behind the other.
 struct FeatureLists {
-    int32_t const* indices;
+    int32_t const* indices;  // [capacity]
     uint16_t const* values;
-    int64_t const* offsets;
-    int64_t per_row;
+    int64_t const* offsets;  // [tokens + 1] or null
+    int64_t capacity;
 };
 
 cudaError_t launch_decode(Call const& call, FeatureLists const& lists);

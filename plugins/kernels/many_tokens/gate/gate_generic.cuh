@@ -84,7 +84,8 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) gate_kernel(Params const par
         }
         pack_rows(octets, (num_rows - begin + kWarps - 1) / kWarps, words + begin * words_per_row,
                   kWarps * words_per_row, spilled == nullptr ? nullptr : spilled + begin * spilled_per_row,
-                  kWarps * spilled_per_row, column_begin, params.words_per_tile - 1, [](uint32_t const*, int) {});
+                  kWarps * spilled_per_row, column_begin & (TWELL_MAX_PACKED_D_FF - 1), params.words_per_tile - 1,
+                  [](uint32_t const*, int) {});
     }
 }
 

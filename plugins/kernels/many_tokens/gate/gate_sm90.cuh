@@ -155,7 +155,8 @@ __device__ __forceinline__ uint32_t pack_block(Params const& params, int i, uint
         counted += pack_rows(
             octets, (tokens.end - begin + kStep - 1) / kStep, block_words + begin * words_per_row,
             kStep * words_per_row, block_spilled == nullptr ? nullptr : block_spilled + begin * spilled_per_row,
-            kStep * spilled_per_row, column_begin, params.words_per_tile - 1, [&](uint32_t const* words, int count) {
+            kStep * spilled_per_row, column_begin & (TWELL_MAX_PACKED_D_FF - 1), params.words_per_tile - 1,
+            [&](uint32_t const* words, int count) {
                 if (params.counts_bias != 0) {
                     *reinterpret_cast<uint16_t*>(params.counts_bias +
                                                  (reinterpret_cast<uint64_t>(words) >> params.counts_shift)) =
