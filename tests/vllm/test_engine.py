@@ -30,6 +30,8 @@ FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "arcee": (models.arcee, {"hidden_size": 128}),
     "nemotron": (models.nemotron, {"hidden_size": 128, "head_dim": 32}),
     "nemotron of 99 neurons": (models.nemotron, {"hidden_size": 128, "head_dim": 32, "intermediate_size": 99}),
+    "jais2": (models.jais2, {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128}),
+    "persimmon": (models.persimmon, {"hidden_size": 128}),
     "gpt-neox": (models.gpt_neox, {"hidden_size": 128, "intermediate_size": 400}),
     "phi3": (models.phi3, {"hidden_size": 128, "intermediate_size": 336}),
     "opt": (models.opt, {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 320}),
