@@ -1,14 +1,15 @@
 """Time encoding and decoding of sparse autoencoders (JumpReLU, bf16) against dense torch, and the memory of each.
 
 python benchmarks/features.py --tokens 8,8192 --json results.json
-python benchmarks/features.py --sizes 2304x16384x60
+python benchmarks/features.py --sizes 2304x16384x60 --weights fp8
 python benchmarks/features.py --smoke
 
 A size is d_model x d_ff x active neurons of a token. Rivals: the dense formula under torch.compile, and what sae-lens
 does with sparse activations: a dense encoder, a COO tensor of float32, torch.sparse.mm; left out where w_dec in float32
 takes too much memory. "block" is the `twell` op, which gives y alone. Times are of a call among others, with what the
 host needs for it, in turns, the median; and behind a slash that of a CUDA graph of it, which of features has a capacity
-of twice what is active. Memory is what a call takes beside weights and x. Some tokens are compared with float64 before
+of twice what is active. With --weights fp8 the encoder's are of E4M3, and all of those of the dense rival, which has a
+scale for each row of what it multiplies; there is no block. Memory is what a call takes beside weights and x. Some tokens are compared with float64 before
 anything is timed.
 """
 
@@ -27,9 +28,12 @@ import session
 import torch
 from torch import Tensor
 
+from twellc.base.torch_private import scaled_mm
 from twellc.features import Features, decode, encode
 from twellc.plugins.block import BlockOptions, Operands
+from twellc.plugins.meaning import EIGHT_BITS
 from twellc.plugins.ops import run_block
+from twellc.plugins.quantise import LARGEST, quantise
 
 CHECKED_TOKENS = 8
 CALLS = 4  # that are timed together
@@ -40,17 +44,22 @@ IN_GRAPH = " in a graph"
 
 @dataclasses.dataclass(frozen=True)
 class Sae:
-    """An autoencoder: w_enc [d_ff, d_model], b_enc and thresholds [d_ff], w_dec [d_ff, d_model], b_dec [d_model]."""
+    """An autoencoder: w_enc [d_ff, d_model], b_enc and thresholds [d_ff], w_dec [d_ff, d_model], b_dec [d_model].
+
+    If w_enc is of E4M3, it has a scale for each neuron, and the dense rival another w_dec, [d_model, d_ff], with scales.
+    """
 
     w_enc: Tensor
     b_enc: Tensor
     thresholds: Tensor
     w_dec: Tensor
     b_dec: Tensor
+    w_enc_scale: Tensor | None = None
+    narrow_dec: tuple[Tensor, Tensor] | None = None
 
     @classmethod
-    def draw(cls, d_model: int, d_ff: int, active: int) -> Sae:
-        """Draw one of which about so many neurons are active for x of variance 1."""
+    def draw(cls, d_model: int, d_ff: int, active: int, narrow: bool = False) -> Sae:
+        """Draw one of which about so many neurons are active for x of variance 1; narrow: in E4M3."""
 
         def normal(*sizes: int) -> Tensor:
             return torch.randn(*sizes, dtype=torch.bfloat16, device=session.DEVICE)
@@ -58,11 +67,21 @@ class Sae:
         cut = statistics.NormalDist().inv_cdf(1 - active / d_ff)
         thresholds = cut + 0.05 * torch.rand(d_ff, device=session.DEVICE)
         w_enc = normal(d_ff, d_model).mul_(d_model**-0.5)
-        return cls(w_enc, normal(d_ff).mul_(0.01), thresholds, normal(d_ff, d_model), normal(d_model))
+        others = normal(d_ff).mul_(0.01), thresholds, normal(d_ff, d_model), normal(d_model)
+        if not narrow:
+            return cls(w_enc, *others)
+        w_enc, scale = quantise(w_enc, "neuron")
+        return cls(w_enc, *others, scale, quantise(others[2].t(), "neuron"))
+
+    def rows(self, which: Tensor | slice) -> Tensor:
+        """Return what rows of w_enc are worth, in float32."""
+        rows = self.w_enc[which].float()
+        return rows if self.w_enc_scale is None else rows * self.w_enc_scale[which]
 
     def encode(self, x: Tensor, capacity: int | None = None) -> Features:
         """Return the features of x [tokens, d_model]."""
-        return encode(x, self.w_enc, self.b_enc, activation="fatrelu", thresholds=self.thresholds, capacity=capacity)
+        cut: dict[str, Any] = {"activation": "fatrelu", "thresholds": self.thresholds}
+        return encode(x, self.w_enc, self.b_enc, w_enc_scale=self.w_enc_scale, capacity=capacity, **cut)
 
     def by_features(self, x: Tensor, capacity: int | None = None) -> Tensor:
         """Return y [tokens, d_model], as are those below."""
@@ -84,8 +103,10 @@ class Sae:
 
     def by_dense(self, x: Tensor) -> Tensor:
         """Compute it by dense products, between which torch.compile fuses all."""
-        y: Tensor = _compiled()(x, self.w_enc, self.b_enc, self.thresholds, self.w_dec, self.b_dec)
-        return y
+        if self.narrow_dec is not None:
+            enc, dec = (self.w_enc, self.w_enc_scale), self.narrow_dec
+            return _compiled(_dense_fp8)(x, *enc, self.b_enc, self.thresholds, *dec, self.b_dec)
+        return _compiled(_dense)(x, self.w_enc, self.b_enc, self.thresholds, self.w_dec, self.b_dec)
 
 
 def _dense(x: Tensor, w_enc: Tensor, b_enc: Tensor, thresholds: Tensor, w_dec: Tensor, b_dec: Tensor) -> Tensor:
@@ -93,9 +114,25 @@ def _dense(x: Tensor, w_enc: Tensor, b_enc: Tensor, thresholds: Tensor, w_dec: T
     return torch.addmm(b_dec, torch.relu(z) * (z > thresholds), w_dec)
 
 
+def _rows_in_eight_bits(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = (x.float().abs().amax(1, keepdim=True) / LARGEST).clamp(min=1e-30)
+    return (x.float() / scale).to(EIGHT_BITS), scale
+
+
+def _dense_fp8(
+    x: Tensor, w_enc: Tensor, enc_scale: Tensor, b_enc: Tensor, thresholds: Tensor, w_dec: Tensor, dec_scale: Tensor,
+    b_dec: Tensor,
+) -> Tensor:  # fmt: skip
+    fast: dict[str, Any] = {"out_dtype": x.dtype, "use_fast_accum": True}
+    x8, x_scale = _rows_in_eight_bits(x)
+    z = scaled_mm(x8, w_enc.t(), x_scale, enc_scale.t(), bias=b_enc, **fast)
+    h8, h_scale = _rows_in_eight_bits(torch.relu(z) * (z > thresholds))
+    return scaled_mm(h8, w_dec.t(), h_scale, dec_scale.t(), bias=b_dec, **fast)
+
+
 @functools.cache
-def _compiled() -> Callable[..., Tensor]:
-    return torch.compile(_dense, fullgraph=True, dynamic=True)  # its products are cuBLAS's, whatever the sizes
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(function, fullgraph=True, dynamic=True)  # its products are cuBLAS's, whatever the sizes
 
 
 def check(sae: Sae, x: Tensor) -> float:
@@ -104,19 +141,21 @@ def check(sae: Sae, x: Tensor) -> float:
     Raises:
         click.ClickException: They differ by more than rounding.
     """
+    most_off = 0.05 if sae.w_enc_scale is None else 0.2  # x is rounded to E4M3, too
     found = sae.encode(x)
     y = decode(found, sae.w_dec, sae.b_dec)
     for token in torch.randint(len(x), (CHECKED_TOKENS,)).tolist():
         own = slice(*found.offsets[token : token + 2].tolist())
         indices, values = found.indices[own].long(), found.values[own].double()
-        z = torch.mv(sae.w_enc, x[token]).float() + sae.b_enc.float()
-        exact = sae.w_enc[indices].double() @ x[token].double() + sae.b_enc[indices].double()
+        z = torch.cat([sae.rows(slice(i, i + 65536)) @ x[token].float() for i in range(0, len(sae.w_enc), 65536)])
+        z += sae.b_enc.float()
+        exact = sae.rows(indices).double() @ x[token].double() + sae.b_enc[indices].double()
         expected = int((z > sae.thresholds).sum())
         off = float((values - exact).abs().max()) if len(values) else 0.0
         truth = values @ sae.w_dec[indices].double() + sae.b_dec.double()
         error = float((y[token].double() - truth).norm() / truth.norm())
         # Those beside their threshold may be rounded to either side of it.
-        if abs(len(values) - expected) > 2 + 0.1 * expected or not off <= 0.05 or not error <= 2**-7:
+        if abs(len(values) - expected) > 2 + 0.1 * expected or not off <= most_off or not error <= 2**-7:
             raise click.ClickException(
                 f"token {token}: {len(values)} neurons for {expected}, off by {off:.2e}, y by {error:.2e}"
             )
@@ -200,9 +239,9 @@ def table_row(found: dict[str, Any]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def measure_size(d_model: int, d_ff: int, active: int, tokens: list[int], repeats: int) -> Iterator[dict[str, Any]]:
+def measure_size(sae: Sae, tokens: list[int], repeats: int) -> Iterator[dict[str, Any]]:
     """Check and time one autoencoder."""
-    sae = Sae.draw(d_model, d_ff, active)
+    d_ff, d_model = sae.w_enc.shape
     for count in tokens:
         x = torch.randn(count, d_model, dtype=torch.bfloat16, device=session.DEVICE)
         calls: dict[str, Callable[[], object]] = {
@@ -210,11 +249,13 @@ def measure_size(d_model: int, d_ff: int, active: int, tokens: list[int], repeat
             BLOCK: functools.partial(sae.by_block, x),
             DENSE: functools.partial(sae.by_dense, x),
         }
-        if d_model * d_ff * 4 <= MOST_BYTES_OF_FLOAT32:
+        if sae.w_enc_scale is not None:
+            del calls[BLOCK]
+        elif d_model * d_ff * 4 <= MOST_BYTES_OF_FLOAT32:
             calls[COO] = functools.partial(sae.by_coo, x, sae.w_dec.float())
         found = {"d_model": d_model, "d_ff": d_ff, "tokens": count, "active": check(sae, x)}
         in_graphs: dict[str, Callable[[], object]] = {
-            **{name: calls[name] for name in (BLOCK, DENSE)},
+            **{name: calls[name] for name in (BLOCK, DENSE) if name in calls},
             TWELL: functools.partial(sae.by_features, x, round(2 * found["active"] * count)),
         }
         yield {**found, "results": measure(calls, in_graphs, repeats)}
@@ -223,10 +264,11 @@ def measure_size(d_model: int, d_ff: int, active: int, tokens: list[int], repeat
 @click.command()
 @click.option("--sizes", default="2304x16384x60,3584x131072x100,5120x1048576x150", show_default=True)
 @click.option("--tokens", default="8,8192", show_default=True)
+@click.option("--weights", default="bf16", type=click.Choice(["bf16", "fp8"]), show_default=True)
 @click.option("--repeats", default=10, show_default=True)
 @session.json_option
 @session.smoke_option(sizes="64x300x10,64x70000x20", tokens="3,40", repeats=2)
-def main(sizes: str, tokens: str, repeats: int, json_path: Path | None) -> None:
+def main(sizes: str, tokens: str, weights: str, repeats: int, json_path: Path | None) -> None:
     """Print a Markdown table of times and memory."""
     session.refuse_without_gpu()
     report = session.new_report()
@@ -234,9 +276,10 @@ def main(sizes: str, tokens: str, repeats: int, json_path: Path | None) -> None:
     counts = [int(count) for count in tokens.split(",")]
     for size in sizes.split(","):
         d_model, d_ff, active = (int(part) for part in size.split("x"))
-        for found in measure_size(d_model, d_ff, active, counts, repeats):
+        sae = Sae.draw(d_model, d_ff, active, weights == "fp8")
+        for found in measure_size(sae, counts, repeats):
             click.echo(table_row(found))
-            report["results"].append(found)
+            report["results"].append({**found, "weights": weights})
             session.write_results(json_path, report)
 
 

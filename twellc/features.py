@@ -19,7 +19,7 @@ from torch import Tensor
 
 from twellc.base.dtypes import dtype_name
 from twellc.plugins import library
-from twellc.plugins.block import PLAIN, BlockOptions, Operands, problem_of, tensors_of
+from twellc.plugins.block import PLAIN, BlockOptions, Operands, problem_of, set_scales, tensors_of
 from twellc.plugins.meaning import (
     activate,
     as_read,
@@ -29,6 +29,7 @@ from twellc.plugins.meaning import (
     check_status,
     launch,
     math_dtype,
+    scale_kinds,
     widths_of,
 )
 
@@ -79,6 +80,7 @@ def encode(
     w_enc: Tensor,
     b_enc: Tensor | None = None,
     *,
+    w_enc_scale: Tensor | None = None,
     activation: str = "relu",
     threshold: float = 0.0,
     thresholds: Tensor | None = None,
@@ -89,9 +91,10 @@ def encode(
     On a GPU it waits for the number of active neurons, unless a capacity is given: then a CUDA graph can hold it.
 
     Args:
-        x: [..., d_model], in the dtype of the weights.
-        w_enc: [d_ff, d_model], up to 2^20 neurons.
+        x: [..., d_model], in the dtype of w_enc and b_enc.
+        w_enc: [d_ff, d_model], up to 2^20 neurons; or in float8_e4m3fn.
         b_enc: [d_ff], or None.
+        w_enc_scale: What float8_e4m3fn is multiplied with, float32: [], or [d_ff, 1], as docs/weights.md says.
         activation: relu, relu2 or fatrelu.
         threshold: Of fatrelu, which keeps what is above it.
         thresholds: Of fatrelu (JumpReLU), float32 [d_ff]: one for each neuron. Below 0 counts as 0.
@@ -102,7 +105,8 @@ def encode(
         TypeError: A dtype does not fit; on a GPU, one other than bfloat16 and float16.
     """
     # A block whose w_down nobody reads.
-    operands = Operands(x=x, w_up=w_enc, b_up=b_enc, w_down=w_enc, thresholds=thresholds)
+    scales = {"w_up_scale": w_enc_scale, "w_down_scale": w_enc_scale}
+    operands = Operands(x=x, w_up=w_enc, b_up=b_enc, w_down=w_enc, **scales, thresholds=thresholds)
     options = BlockOptions(activation=activation, threshold=threshold)
     check_call(operands, options)
     if capacity is not None and capacity < 1:
@@ -157,6 +161,8 @@ def _encode_on_cpu(
     for first in range(0, len(operands.w_up), _NEURONS):
         own = slice(first, first + _NEURONS)
         weight = operands.w_up[own].to(wide)
+        if operands.w_up_scale is not None:
+            weight *= operands.w_up_scale.expand(len(operands.w_up), 1)[own]
         bias = None if operands.b_up is None else operands.b_up[own].to(wide)
         threshold = options.threshold if operands.thresholds is None else operands.thresholds[own]
         for begin in range(0, len(x), _TOKENS):
@@ -204,14 +210,18 @@ def _encode_on_gpu(
     operands: Operands[Tensor], x: Tensor, options: BlockOptions, capacity: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `_encode_on_cpu` does."""
-    named = operands.named()
+    named, kinds = operands.named(), scale_kinds(operands)
     check_on_gpu(named)
+    if kinds is not None and (torch.cuda.get_device_capability(x.device) != (9, 0) or x.shape[1] % 128):
+        raise ValueError("twell: w_enc of eight bits needs compute capability 9.0 and a d_model of a multiple of 128")
     read = {name: as_read(each) for name, each in named.items()} | {"x": as_read(x)}
     problem = problem_of(PLAIN, options, dtype_name(x.dtype), tokens=len(x), **widths_of(operands))
     tensors = tensors_of(Operands(**{name: each.data_ptr() for name, each in read.items()}), 0)
     offsets = x.new_empty(len(x) + 2, dtype=torch.int64)
     with torch.cuda.device(x.device):
         check_problem(problem)
+        if kinds is not None:
+            set_scales(problem, *kinds)
         if not len(x):
             return x.new_empty(0, dtype=torch.int32), x.new_empty(0), offsets.zero_()[:1]
 

@@ -15,7 +15,7 @@ Refusal invalid(char const* text) { return {cudaErrorInvalidValue, text}; }
 
 bool is_aligned(void const* pointer, size_t alignment) { return reinterpret_cast<uintptr_t>(pointer) % alignment == 0; }
 
-char const* find_fault(twell_problem const& problem) {
+char const* find_fault(twell_problem const& problem, bool encodes) {
     if (problem.tokens < 0 || problem.tokens > TWELL_MAX_TOKENS) {
         return "tokens must be 0 to 536870912 (2^29)";
     }
@@ -55,7 +55,7 @@ char const* find_fault(twell_problem const& problem) {
     if (problem.variant != TWELL_GATED && problem.variant != TWELL_PLAIN) {
         return "variant must be gated (0) or plain (1)";
     }
-    if (problem.d_ff > TWELL_MAX_PACKED_D_FF && (scaled || problem.variant == TWELL_GATED)) {
+    if (problem.d_ff > TWELL_MAX_PACKED_D_FF && ((scaled && !encodes) || problem.variant == TWELL_GATED)) {
         return "d_ff must be 1 to 65536 in a gated block, and with e4m3 weights";
     }
     if (problem.activation < TWELL_RELU || problem.activation > TWELL_DRELU) {
@@ -141,7 +141,7 @@ Refusal check_scales(twell_problem const& problem, twell_tensors const& tensors)
 
 }  // namespace
 
-Refusal read_problem(twell_problem& copy, twell_problem const* problem) {
+Refusal read_problem(twell_problem& copy, twell_problem const* problem, bool encodes) {
     if (problem == nullptr) {
         return invalid("problem is null");
     }
@@ -155,7 +155,7 @@ Refusal read_problem(twell_problem& copy, twell_problem const* problem) {
         default:
             break;
     }
-    char const* const fault = find_fault(copy);
+    char const* const fault = find_fault(copy, encodes);
     return fault == nullptr ? Refusal{} : invalid(fault);
 }
 

@@ -11,9 +11,8 @@ namespace {
 using twell::Device;
 
 cudaError_t read_problem(twell_problem& copy, twell_problem const* problem) {
-    TWELL_TRY(twell::read_problem(copy, problem).error);
-    bool const is_known = copy.variant == TWELL_PLAIN && !twell::has_scales(copy);
-    return is_known ? cudaSuccess : cudaErrorInvalidValue;
+    TWELL_TRY(twell::read_problem(copy, problem, true).error);
+    return copy.variant == TWELL_PLAIN ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 bool is_flag(int32_t value) { return value == 0 || value == 1; }
@@ -41,6 +40,9 @@ cudaError_t twell_encode(twell_problem const* problem, twell_tensors const* tens
         return cudaSuccess;
     }
     TWELL_TRY(twell::read_gate_tensors(tensors_copy, tensors, problem_copy).error);
+    if (twell::has_scales(problem_copy) != (tensors_copy.w_gate_scale != nullptr)) {
+        return cudaErrorInvalidValue;
+    }
     TWELL_TRY(twell::check_memory(workspace, twell::kWorkspaceAlignment).error);
     Device device = {};
     TWELL_TRY(twell::find_device(device));
@@ -53,7 +55,8 @@ cudaError_t twell_decode(twell_problem const* problem, twell_tensors const* tens
     twell_problem problem_copy;
     twell_tensors tensors_copy;
     TWELL_TRY(read_problem(problem_copy, problem));
-    if (capacity < 0 || (capacity > 0 && (indices == nullptr || values == nullptr))) {
+    if (twell::has_scales(problem_copy) || capacity < 0 ||
+        (capacity > 0 && (indices == nullptr || values == nullptr))) {
         return cudaErrorInvalidValue;
     }
     if (problem_copy.tokens == 0) {

@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.tolerance import assert_as_accurate
 from twellc.features import Features, decode, encode
 from twellc.plugins.meaning import activate
+from twellc.plugins.quantise import quantise
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BF16 = torch.bfloat16
@@ -46,8 +47,9 @@ def assert_equal(actual: Tensor, expected: Tensor) -> None:
 
 def as_dense(found: Features) -> Tensor:
     rows = torch.arange(len(found.offsets) - 1, device=found.offsets.device).repeat_interleave(found.offsets.diff())
+    total = len(rows)
     result = found.values.new_zeros(len(found.offsets) - 1, found.d_ff)
-    result[rows, found.indices.long()] = found.values
+    result[rows, found.indices[:total].long()] = found.values[:total]
     return result
 
 
@@ -105,6 +107,19 @@ def test_sparse_csr(device: str) -> None:
     assert_equal(matrix.to_dense(), as_dense(found))
     empty = encode(x[:0], w_enc, b_enc)
     assert empty.to_sparse_csr().shape == (0, 300) and decode(empty, w_enc).shape == (0, 64)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["neuron", "tensor"])
+@pytest.mark.parametrize(("tokens", "d_ff", "density"), [(3, 300, 0.02), (40, 70_000, 0.001), (700, 4096, 0.02)])
+def test_weights_in_eight_bits(tokens: int, d_ff: int, density: float, kind: str, device: str) -> None:
+    """Those of x, which fit into E4M3, are not rounded, and the largest of a row is worth 448."""
+    x, w_enc, b_enc, thresholds, *_ = autoencoder(tokens, 128, d_ff, density, device)
+    narrow, scale = quantise(w_enc, kind)
+    found = encode(
+        x, narrow, b_enc, w_enc_scale=scale, activation="fatrelu", thresholds=thresholds, capacity=tokens * d_ff
+    )
+    assert_equal(as_dense(found), dense(x, w_enc, b_enc, thresholds))
 
 
 @pytest.mark.parametrize("device", DEVICES)

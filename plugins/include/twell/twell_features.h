@@ -11,7 +11,8 @@
 extern "C" {
 #endif
 
-// Problems are of TWELL_PLAIN with 16-bit weights.
+// Problems are of TWELL_PLAIN. twell_encode takes w_gate of TWELL_E4M3, too, with w_gate_scale, on compute capability
+// 9.0 if d_model is a multiple of 128: else it returns cudaErrorNotSupported. It rounds x to E4M3, as twell_mlp may.
 
 // Bytes of workspace of twell_encode: the tiles of twell.h's packed format of a part of the rows, and if keeps_all is 1
 // a dense matrix for those that overflow, with a fifth of the rows at once. 0 for a problem that is none.

@@ -110,6 +110,7 @@ struct EncodeMemory {
     uint32_t* packed;
     uint16_t* spilled;  // null if not all is kept
     uint32_t* counts;
+    Quantised rounded;  // x, if weights have scales
 };
 
 EncodeMemory take_encode(twell_problem const& problem, bool keeps_all, unsigned char*& next) {
@@ -120,6 +121,7 @@ EncodeMemory take_encode(twell_problem const& problem, bool keeps_all, unsigned 
         memory.spilled = take<uint16_t>(next, rows * spilled_stride(problem));
     }
     memory.counts = take<uint32_t>(next, rows * num_groups(problem));
+    memory.rounded = take_quantised(piece_of(problem, rows, 0, problem.d_ff), next);
     return memory;
 }
 
@@ -163,7 +165,12 @@ cudaError_t launch_encode(Call const& call, bool keeps_all, EncodedLists const& 
         GateOutput output;
         output.packed = memory.packed;
         output.spilled = memory.spilled;
-        TWELL_TRY(launch_gate(of_part, output, choose_gate(part, call.device, Kernels::kBest)));
+        // One kernel alone reads weights with scales.
+        Kernels const kernels = has_scales(problem) ? Kernels::kSm90 : Kernels::kBest;
+        if (has_scales(problem)) {
+            TWELL_TRY(launch_quantise(of_part, memory.rounded));
+        }
+        TWELL_TRY(launch_gate(of_part, output, choose_gate(part, call.device, kernels), memory.rounded));
         features::ListParams params = {};
         params.gate = gate_at(problem, memory.packed, memory.spilled);
         params.counts = memory.counts;
