@@ -9,8 +9,8 @@ does with sparse activations: a dense encoder, a COO tensor of float32, torch.sp
 takes too much memory. "block" is the `twell` op, which gives y alone. Times are of a call among others, with what the
 host needs for it, in turns, the median; and behind a slash that of a CUDA graph of it, which of features has a capacity
 of twice what is active. With --weights fp8 the encoder's are of E4M3, and all of those of the dense rival, which has a
-scale for each row of what it multiplies; there is no block. Memory is what a call takes beside weights and x. Some tokens are compared with float64 before
-anything is timed.
+scale for each row of what it multiplies; there is no block. Memory is what a call takes beside weights and x. Some
+tokens are compared with float64 before anything is timed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ IN_GRAPH = " in a graph"
 class Sae:
     """An autoencoder: w_enc [d_ff, d_model], b_enc and thresholds [d_ff], w_dec [d_ff, d_model], b_dec [d_model].
 
-    If w_enc is of E4M3, it has a scale for each neuron, and the dense rival another w_dec, [d_model, d_ff], with scales.
+    A w_enc of E4M3 has a scale for each neuron, and the dense rival another w_dec, [d_model, d_ff], with scales.
     """
 
     w_enc: Tensor
@@ -103,10 +103,12 @@ class Sae:
 
     def by_dense(self, x: Tensor) -> Tensor:
         """Compute it by dense products, between which torch.compile fuses all."""
-        if self.narrow_dec is not None:
-            enc, dec = (self.w_enc, self.w_enc_scale), self.narrow_dec
-            return _compiled(_dense_fp8)(x, *enc, self.b_enc, self.thresholds, *dec, self.b_dec)
-        return _compiled(_dense)(x, self.w_enc, self.b_enc, self.thresholds, self.w_dec, self.b_dec)
+        enc, dec = [self.w_enc], [self.w_dec]
+        if self.w_enc_scale is not None and self.narrow_dec is not None:
+            enc, dec = [self.w_enc, self.w_enc_scale], list(self.narrow_dec)
+        function = _dense if len(enc) == 1 else _dense_fp8
+        y: Tensor = _compiled(function)(x, *enc, self.b_enc, self.thresholds, *dec, self.b_dec)
+        return y
 
 
 def _dense(x: Tensor, w_enc: Tensor, b_enc: Tensor, thresholds: Tensor, w_dec: Tensor, b_dec: Tensor) -> Tensor:
@@ -127,7 +129,8 @@ def _dense_fp8(
     x8, x_scale = _rows_in_eight_bits(x)
     z = scaled_mm(x8, w_enc.t(), x_scale, enc_scale.t(), bias=b_enc, **fast)
     h8, h_scale = _rows_in_eight_bits(torch.relu(z) * (z > thresholds))
-    return scaled_mm(h8, w_dec.t(), h_scale, dec_scale.t(), bias=b_dec, **fast)
+    y: Tensor = scaled_mm(h8, w_dec.t(), h_scale, dec_scale.t(), bias=b_dec, **fast)
+    return y
 
 
 @functools.cache
