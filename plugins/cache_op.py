@@ -1,6 +1,7 @@
 """The torch ops of a key-value cache.
 
     torch.ops.twell.append_caches      the caches with new keys and values in them
+    torch.ops.twell.append_caches_     the same in place, as a plan does it
     torch.ops.twell.cached_attention   attention of new queries over caches that hold their keys and values already
     torch.ops.twell.cache_mask         which places of a cache each new query sees, as a mask
 
@@ -231,6 +232,12 @@ APPEND: OpOverload = define(
     _copied(_write),
     _copied(_launch_write),
     _infer_append,
+)
+APPEND_IN_PLACE: OpOverload = define(
+    f"append_caches_(Tensor(a!) keys, Tensor(b!) values, {_OPERANDS}) -> ()",
+    _write,
+    _launch_write,
+    lambda keys, values, *new: _check_append((keys, values), new[:2], *new[2:]),
 )
 _ATTENTION = "Tensor q, Tensor keys, Tensor values, Tensor query_counts, Tensor key_counts, float scale"
 CACHED_ATTENTION: OpOverload = define(f"cached_attention({_ATTENTION}) -> Tensor", _compute, _launch, _infer)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.tolerance import assert_as_accurate, assert_same
 from twellc.plugins import cache_op
-from twellc.plugins.cache_op import APPEND, CACHE_MASK, CACHED_ATTENTION
+from twellc.plugins.cache_op import APPEND, APPEND_IN_PLACE, CACHE_MASK, CACHED_ATTENTION
 
 SCALE = 0.17
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -62,6 +62,9 @@ def test_append(name: str, dtype: torch.dtype, device: str) -> None:
         assert torch.equal(result.cpu(), right)
     for tensor, old in zip(on_device, before, strict=True):
         assert torch.equal(tensor, old)
+    APPEND_IN_PLACE(*on_device)
+    for tensor, right in zip(on_device, [*expected, *new], strict=True):
+        assert torch.equal(tensor.cpu(), right)
 
 
 @pytest.mark.gpu
@@ -226,6 +229,7 @@ def test_mask_and_counts_agree() -> None:
 def test_ops_are_well_formed() -> None:
     new = operands("chunk", torch.float32)
     torch.library.opcheck(APPEND, tuple(new))
+    torch.library.opcheck(APPEND_IN_PLACE, tuple(new))
     torch.library.opcheck(CACHED_ATTENTION, tuple(attention_operands("chunk", torch.float32)))
     torch.library.opcheck(CACHE_MASK, (int32(0, 3), int32(1, 2), 2, 5))
 
