@@ -525,6 +525,21 @@ def assert_choice(case: Case, operands: LinearOperands[Tensor], *, generic: bool
     assert torch.equal(chosen, y.argmax(-1))
 
 
+def random_cases() -> Iterator[Case]:
+    """Yield cases of any size, 64 to 8192 wide and with outputs of odd multiples of 8."""
+    generator = random.Random(7)
+    for tokens in (1, 2, 3, 5, 7, 8, 9, 12, 15, 16, 17, 23):
+        inner, out = 8 * generator.randint(8, 1024), 16 * generator.randint(0, 200) + 8
+        norm, scale = generator.choice(["none", "rms", "layer"]), generator.choice(["", "", "neuron"])
+        yield Case(tokens, inner, out, norm, scale=scale, residual=generator.random() < 0.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", random_cases(), ids=str)
+def test_random_sizes(case: Case) -> None:
+    test_kernels(case)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", gpu_cases(), ids=str)
 @pytest.mark.sampled(120)
@@ -657,7 +672,7 @@ def test_launches_that_overlap(tokens: int, scale: str) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = chain(alone=False)
-    for _ in range(5):
+    for _ in range(1000):
         y.fill_(torch.nan)
         graph.replay()
         assert torch.equal(y, expected)
