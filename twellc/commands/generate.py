@@ -56,7 +56,7 @@ def generate(model: Path, template: bool | None, **options: Any) -> None:
         progress("loading the model")
         from twellc.generation.llm import LLM, joined
 
-        with _as_typed("device", "max_model_len", "compiled", "weights", "fp8_error"):
+        with _as_typed("device", "max_model_len", "compiled", "weights", "fp8_error", "linear"):
             llm = LLM(
                 model,
                 device=given.device,
@@ -64,6 +64,7 @@ def generate(model: Path, template: bool | None, **options: Any) -> None:
                 compiled=given.compiled,
                 weights=given.weights,
                 fp8_error=given.fp8_error,
+                linear=given.linear,
             )
     for note in llm.notes:
         say("Note:", f"{note}.")

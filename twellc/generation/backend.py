@@ -7,6 +7,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+_STEP = 256
+
+
+def places_for(places: int, longest: int) -> int:
+    """Return how many places a cache gets that is made as it is needed: calls of about one size share it."""
+    return min(longest, -(-places // _STEP) * _STEP)
+
 
 class Backend(Protocol):
     """A causal language model with a key-value cache.

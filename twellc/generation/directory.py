@@ -16,6 +16,7 @@ from twellc.base.errors import UserError, first_few
 from twellc.base.torch_private import dynamo
 from twellc.base.transformers_private import nothing_fetched
 from twellc.eager.optimization import dequantise_others, optimize, optimized_blocks, refuse_other_weights
+from twellc.generation.backend import places_for
 from twellc.generation.rows import RowCache
 from twellc.loaders.attention import NextCall, row_attention
 from twellc.loaders.cache_trial import CacheTrial, MadeUpKeys
@@ -25,8 +26,6 @@ from twellc.options.weights import FP8, KEEP
 from twellc.passes.graph.program import quiet_torch
 from twellc.plugins.cache_op import attends_by_cudnn
 
-# Cache growth step, in tokens: calls of about one size share a cache.
-_STEP = 256
 # Numbers of rows, and sizes of prompts and caches, that a model is compiled for; torch would go on without compiling
 # after the eighth, and say little.
 _MOST_SIZES = 256
@@ -65,18 +64,15 @@ class TorchBackend:
         self.device = model.device
         self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
         limit = cached_length(model)
-        if length is not None and not 1 <= length <= limit:
-            what = "is out of range for this model's cache"
-            expected = f"1 to {limit}, the positions of {type(model).__name__}"
-            raise UserError("max_model_len", what, got=str(length), expected=expected)
+        refuse_other_length(length, limit)
         self.longest = length or limit
         self.largest_batch: int | None = None
         self.chooses = False
         self.chunk = 1 << 20
         self._fixed = length is not None
         self._taken = inspect.signature(model.forward).parameters
-        self._decode = _compiled(self._logits, dynamic=False) if compiled else self._logits
-        self._fill = _compiled(self._logits, dynamic=compiled_fill == "dynamic") if compiled_fill else self._logits
+        self._decode = compiled_call(self._logits, dynamic=False) if compiled else self._logits
+        self._fill = compiled_call(self._logits, dynamic=compiled_fill == "dynamic") if compiled_fill else self._logits
         self._call = NextCall(torch.zeros(1, dtype=torch.int64, device=self.device), True, False)
         self._attention = row_attention(model, self._call)
         self.by_lengths = self._attention.dispatches and self.device.type == "cuda" and attends_by_cudnn()
@@ -88,7 +84,7 @@ class TorchBackend:
         cache = self._cache
         if cache is not None and len(self._call.index) == batch and cache.length >= places:
             return False
-        length = self.longest if self._fixed else min(self.longest, -(-places // _STEP) * _STEP)
+        length = self.longest if self._fixed else places_for(places, self.longest)
         config = self.model.config.get_text_config(decoder=True)
         self._cache = None  # and its memory, before there is another
         self._at(torch.zeros(batch, dtype=torch.int64, device=self.device), True)
@@ -164,12 +160,20 @@ class TorchBackend:
         return logits[:, -1]
 
 
-def _compiled(function: Callable[[Tensor, Tensor], Tensor], dynamic: bool) -> Callable[[Tensor, Tensor], Tensor]:
+def refuse_other_length(length: int | None, limit: int) -> None:
+    """Raise a UserError if a cache cannot have as many places as are asked for."""
+    if length is not None and not 1 <= length <= limit:
+        what, expected = "is out of range for this model's cache", f"1 to {limit}, the positions of the model"
+        raise UserError("max_model_len", what, got=str(length), expected=expected)
+
+
+def compiled_call(function: Callable[..., Tensor], dynamic: bool) -> Callable[..., Tensor]:
+    """Return a function as torch.compile compiles it, for many sizes."""
     compiled = torch.compile(function, dynamic=dynamic)
 
-    def call(input_ids: Tensor, places: Tensor) -> Tensor:
+    def call(*tensors: Tensor) -> Tensor:
         with dynamo.config.patch(recompile_limit=_MOST_SIZES):  # of this thread
-            return compiled(input_ids, places)
+            return compiled(*tensors)
 
     return call
 
@@ -199,22 +203,13 @@ def load_directory(
     Raises:
         UserError: There is no causal language model, no such device, or see `TorchBackend`.
     """
-    if dtype is not None and dtype not in tuple(_DTYPES):
-        raise UserError("dtype", "no such choice", got=repr(dtype), expected=" or ".join(_DTYPES))
     refuse_other_weights(weights, fp8_error)
     chosen = choose_device("auto" if device is None else device)
-    found: list[torch.dtype] = []
-
-    def in_dtype(own: torch.dtype) -> torch.dtype:
-        found.append(own)
-        wide = chosen.type == "cuda" and own == torch.float32
-        return _DTYPES[dtype] if dtype else torch.bfloat16 if wide else own
-
+    in_dtype, dtype_notes = precision_for(dtype, chosen)
     with nothing_fetched():
         model, _, notes = open_directory(path, in_dtype)
     cache_argument(model, f"{path}, a {type(model).__name__}")
-    if dtype is None and found != [model.dtype]:
-        notes.append("the model is in float32; on the GPU it runs in bfloat16")
+    notes += dtype_notes
     if weights != FP8 or fp8_error is not None:
         model.to(chosen)
     with quiet_torch():
@@ -235,11 +230,32 @@ def load_directory(
     if not blocks and layers != "none":
         notes.append("no feed-forward block is one that twellc.optimize takes: the dense model runs")
     by_ops = f"{blocks} feed-forward blocks by the twell ops{f', {eight_bits} in eight bits' if eight_bits else ''}"
-    name = f"torch on {_named(chosen)}, {by_ops}{', compiled' * compiled}"
+    name = f"torch on {device_name(chosen)}, {by_ops}{', compiled' * compiled}"
     backend = TorchBackend(model, name, length, compiled, "dynamic" if compiled else "")
     backend.refuse_other_logits(str(path))
     backend.notes = notes
     return backend
+
+
+def precision_for(dtype: str | None, device: torch.device) -> tuple[Callable[[torch.dtype], torch.dtype], list[str]]:
+    """Return what says in which precision a model runs, given its own, and notes on that, which are there then.
+
+    Raises:
+        UserError: There is no such `dtype`.
+    """
+    if dtype is not None and dtype not in tuple(_DTYPES):
+        raise UserError("dtype", "no such choice", got=repr(dtype), expected=" or ".join(_DTYPES))
+    notes = list[str]()
+
+    def in_dtype(own: torch.dtype) -> torch.dtype:
+        if dtype is not None:
+            return _DTYPES[dtype]
+        if device.type != "cuda" or own != torch.float32:
+            return own
+        notes.append("the model is in float32; on the GPU it runs in bfloat16")
+        return torch.bfloat16
+
+    return in_dtype, notes
 
 
 def _random_tokens(model: Any) -> dict[str, Any]:
@@ -249,5 +265,6 @@ def _random_tokens(model: Any) -> dict[str, Any]:
     return {"input_ids": ids.to(model.device), "use_cache": False}
 
 
-def _named(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """Return what people call a device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"

@@ -20,8 +20,10 @@ from twellc.generation.model import CausalModel
 from twellc.generation.plan import load_plan
 from twellc.generation.sampling import CompletionOutput, GenerationStats, PromptError, RequestOutput, SamplingParams
 from twellc.generation.text import Answer, Messages, load_codec
+from twellc.generation.traced import load_traced
 from twellc.generation.vllm_names import CALL, ENGINE, PROMPT, refuse_others
 from twellc.loaders.checkpoint import end_tokens, pad_token
+from twellc.options.commands import LINEARS_IN_TORCH as LINEARS
 from twellc.options.source import refuse_missing
 from twellc.options.weights import KEEP
 
@@ -63,6 +65,7 @@ class LLM:
         layers: str = "auto",
         weights: str = KEEP,
         fp8_error: float | None = None,
+        linear: str = "auto",
         **others: Any,
     ) -> None:
         """Load a model.
@@ -81,13 +84,26 @@ class LLM:
             weights: `keep`: as a directory has them; `fp8`: these blocks are quantised to eight bits.
             fp8_error: With `fp8`: leave a block as it is where, on random tokens, eight bits change its output by more
                 than this: the norm of the difference over the norm of the output.
+            linear: `twell`: the linear layers of a directory outside of these blocks run by the `twell` ops, too, each
+                with its norm and its sum: the ops are those of a plan, and loading takes as long as its tracing.
+                `auto`: where that was measured faster, which is nowhere yet.
             others: Other arguments of vLLM, with values that ask for nothing that is not there.
 
         Raises:
             UserError: There is no causal language model, no tokenizer, or no such device; or an argument is of another
                 kind, or asks for what is not there.
         """
-        known = ("tokenizer", "device", "dtype", "max_model_len", "compiled", "layers", "weights", "fp8_error")
+        known = (
+            "tokenizer",
+            "device",
+            "dtype",
+            "max_model_len",
+            "compiled",
+            "layers",
+            "weights",
+            "fp8_error",
+            "linear",
+        )
         idle = refuse_others("twellc.LLM", ENGINE, known, others)
         precision: Any = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
         if isinstance(precision, str):
@@ -98,8 +114,14 @@ class LLM:
         backend: Backend
         settings: Any = GenerationConfig
         plan_config: Any = PreTrainedConfig
-        if path.is_dir():
-            loaded = load_directory(path, device, precision, max_model_len, compiled, layers, weights, fp8_error)
+        if linear not in LINEARS:
+            raise UserError("linear", "no such choice", got=repr(linear), expected=" or ".join(LINEARS))
+        options = (path, device, precision, max_model_len, compiled, layers, weights, fp8_error)
+        if path.is_dir() and linear == "twell":
+            backend, cache, notes = load_traced(*options)
+            config, ends, folder = plan_config(vocab_size=backend.vocabulary), cache.end_tokens, path
+        elif path.is_dir():
+            loaded = load_directory(*options)
             backend, config, notes, folder = loaded, loaded.model.config, loaded.notes, path
             # Its own: how the model's makers would draw is not how it answers unless told otherwise.
             ends = end_tokens(path, config)
@@ -108,7 +130,8 @@ class LLM:
             config, notes, ends = plan_config(vocab_size=backend.vocabulary), [], cache.end_tokens
             folder = path.with_name(cache.text or path.name)
             quantises = {"weights": weights != KEEP, "fp8_error": fp8_error is not None}
-            _refuse_of_a_plan(dtype=precision, compiled=compiled, layers=layers != "auto", **quantises)
+            asked = {"compiled": compiled, "layers": layers != "auto", "linear": linear != "auto"}
+            _refuse_of_a_plan(dtype=precision, **asked, **quantises)
             if max_model_len is not None and max_model_len != backend.longest:
                 what = "is not that of the plan"
                 fix = "Leave it out, or compile the model with another --kv-cache."

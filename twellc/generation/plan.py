@@ -19,6 +19,7 @@ from twellc.base.errors import UserError
 from twellc.compiling.manifest import Manifest, read_manifest, refuse_other_plugins
 from twellc.export.runner import Execution, OpenPlan, open_plan, prepare
 from twellc.export.tensorrt_host import load_host, why_not_here
+from twellc.generation.backend import places_for
 
 
 class PlanCalls(Protocol):
@@ -40,31 +41,35 @@ class PlanCalls(Protocol):
 class PlanBackend:
     """A plan as a `Backend`."""
 
-    def __init__(self, name: str, cache: KeyValueCache, calls: PlanCalls) -> None:
+    def __init__(self, name: str, cache: KeyValueCache, calls: PlanCalls, growing: bool = False) -> None:
         """Take a plan.
 
         Args:
             name: What computes, for people.
             cache: What its manifest says of the cache.
             calls: What runs it.
+            growing: Whether caches have as many places as are needed, and not always all that they may have.
         """
         self.name, self.device, self.vocabulary = name, calls.device, cache.vocabulary
         self.longest, self.chunk = cache.length, cache.prefill_chunk
         self.largest_batch: int | None = cache.batch
         self.chooses = cache.logits == GREEDY
-        self._cache, self._calls, self._rows = cache, calls, 0
+        self._cache, self._calls, self._growing = cache, calls, growing
+        self._rows = self._places = 0
         self._ones = torch.empty(0)
 
     def begin(self, batch: int, places: int) -> bool:
         """Make room; see `Backend`."""
-        if batch == self._rows:
+        if batch == self._rows and places <= self._places:
             return False
         self._rows = 0  # where memory ends midway there is no cache
+        self._places = places_for(places, self.longest) if self._growing else self.longest
         dtype = BY_NAME[DTYPES.get(self._cache.dtype, self._cache.dtype)].torch
         caches: dict[str, Tensor] = {}
         self._calls.bind(caches)  # and give back the memory of the others, before there are new ones
         for pair in self._cache.pairs:
-            memory = torch.zeros(batch, *pair.shape[1:], dtype=dtype, device=self.device)
+            _, heads, _, width = pair.shape
+            memory = torch.zeros(batch, heads, self._places, width, dtype=dtype, device=self.device)
             caches |= {pair.input: memory, pair.output: memory}
         self._calls.bind(caches)
         self._ones = torch.ones(batch, dtype=torch.int64, device=self.device)

@@ -55,12 +55,14 @@ class CacheStep:
         counts: How many of the new tokens are real, likewise.
         positions: The position of each new token, int64 [batch, tokens].
         length: How many keys a cache holds.
+        longest: How many it may hold in any call.
     """
 
     starts: Tensor
     counts: Tensor
     positions: Tensor
     length: int
+    longest: int
 
 
 @dataclass(eq=False)
@@ -214,7 +216,7 @@ def _cached_mask(step: CacheStep, causal_is_optional: bool, request: Request) ->
     if request.get("use_vmap"):
         raise NotImplementedError("the model's own masks are not known to be comparisons of positions")
     causal, seen, window = plain_masks().causal, request["mask_function"], request.get("local_size")
-    fits = window is not None and step.length <= window and request.get("allow_is_causal_skip", True)
+    fits = window is not None and step.longest <= window and request.get("allow_is_causal_skip", True)
     if fits or seen is causal:
         mask: Tensor = CACHE_MASK(step.starts, step.counts, step.positions.shape[1], step.length)
         return mask

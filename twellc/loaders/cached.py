@@ -10,7 +10,8 @@ and returns the whole caches; masks and attention over them are in `attention.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,14 +36,18 @@ from twellc.options.source import ALL_LOGITS, GREEDY_LOGITS, CacheOptions, refus
 from twellc.passes.graph.program import user_inputs
 from twellc.plugins.cache_op import APPEND
 
-_TRACED_BATCH, _TRACED_TOKENS, _LARGEST_BATCH = 2, 3, 65536
+_TRACED_BATCH, _TRACED_TOKENS, _TRACED_LENGTH, _LARGEST_BATCH = 2, 3, 5, 65536
 
 
 # What layers cache of a token: [heads, width] of the key of the first, of its value, of the key of the second, …
 _Sizes = list[tuple[int, int]]
+# A precision by its name or as torch has it; or what returns one, given that of the model.
+_Precision = torch.dtype | str | Callable[[torch.dtype], torch.dtype] | None
 
 
-def load_with_cache(path: Path, options: CacheOptions, logits: str, dtype: torch.dtype | str | None) -> LoadedModel:
+def load_with_cache(
+    path: Path, options: CacheOptions, logits: str, dtype: _Precision, growing: bool = False
+) -> LoadedModel:
     """Load a causal language model with a key-value cache, and trace it in the precision that it is to have.
 
     Args:
@@ -51,6 +56,8 @@ def load_with_cache(path: Path, options: CacheOptions, logits: str, dtype: torch
         logits: `last` computes the logits behind the last real token of each sequence only, `all` those of each token,
             `greedy` the token with the largest of the last ones.
         dtype: `bf16` or `fp16`; None takes the model's own, or bf16 where that is neither. A dtype of torch for tests.
+        growing: Whether caches may have fewer places in a call than `options` say, and these may be more than the
+            model has positions: it is these then.
 
     Raises:
         UserError: It is another kind of model, or one that cannot be traced or takes no cache of that length.
@@ -64,18 +71,20 @@ def load_with_cache(path: Path, options: CacheOptions, logits: str, dtype: torch
         messages: list[str] = []
         model, config, notes = open_directory(path, partial(_in_dtype, dtype, messages))
         notes = notes + messages
-        where = f"--kv-cache: {path}"
+        where = str(path) if growing else f"--kv-cache: {path}"
         taken = cache_argument(model, f"{where}, a {type(model).__name__}", "use_cache")
         limit = cached_length(model)
-        limit = limit if limit < _NO_LIMIT else 0
+        if growing:
+            options = replace(options, length=min(options.length, limit))
+        limit = limit if limit < NO_LIMIT else 0
         _refuse_length(path, options, limit)
         _refuse_infinite_weights(model)
         sizes = _probe(where, model, taken)
         precision: torch.dtype = model.dtype
         trial = CacheTrial(where, model, options.length, taken)
-        _take_caches(model, taken, logits)
+        _take_caches(model, taken, logits, options.length)
         _refuse_other_logits(model, sizes, trial)
-        traced = _trace(path, model, sizes, options, precision)
+        traced = _trace(path, model, sizes, options, precision, growing)
         refuse_experts(path, traced, "Its experts would stay dense.")
     names = [f"{number // 2}.{('key', 'value')[number % 2]}" for number in range(len(sizes))]
     pairs = [
@@ -115,7 +124,7 @@ def load_with_cache(path: Path, options: CacheOptions, logits: str, dtype: torch
     )
 
 
-_NO_LIMIT = 1 << 20  # see longest_text
+NO_LIMIT = 1 << 20  # see longest_text
 _EXPECTED = "the Hugging Face directory of a causal language model, with config.json and safetensors"
 
 
@@ -132,10 +141,12 @@ def _refuse_length(path: Path, options: CacheOptions, limit: int) -> None:
         raise UserError(f"--kv-cache {options.length}", what, got=str(path), expected=expected)
 
 
-def _in_dtype(asked: torch.dtype | str | None, messages: list[str], own: torch.dtype) -> torch.dtype:
+def _in_dtype(asked: _Precision, messages: list[str], own: torch.dtype) -> torch.dtype:
     """Return the dtype to compile a model in whose own is given; add what to tell the user about the choice."""
     if isinstance(asked, torch.dtype):
         return asked
+    if callable(asked):
+        return asked(own)
     if asked is None and own in map(torch_dtype, DTYPES):
         return own
     wanted = torch_dtype(asked or "bf16")
@@ -155,8 +166,8 @@ def _refuse_infinite_weights(model: Any) -> None:
 # ---- tracing ----
 
 
-def _take_caches(model: Any, cache_name: str, logits: str) -> None:
-    """Let the model's forward take caches and return them, as the program is to do.
+def _take_caches(model: Any, cache_name: str, logits: str, longest: int) -> None:
+    """Let the model's forward take caches of at most `longest` places and return them, as the program is to do.
 
     It is replaced rather than wrapped: modules keep their paths, which profiles and reports name.
     """
@@ -182,7 +193,7 @@ def _take_caches(model: Any, cache_name: str, logits: str) -> None:
         length = past_key_values[0].shape[2]
         pairs = zip(past_key_values[::2], past_key_values[1::2], strict=True)
         layers = [_Appending(*pair, starts, counts, made_up) for pair in pairs]
-        with cached_attention(model, CacheStep(starts, counts, positions, length)):
+        with cached_attention(model, CacheStep(starts, counts, positions, length, longest)):
             given = {"input_ids": input_ids, "position_ids": positions, cache_name: cache_over(layers)}
             result = forward(**given, use_cache=True, return_dict=True)
         last.clear()
@@ -288,11 +299,14 @@ def _probe(where: str, model: Any, cache_name: str) -> _Sizes:
     return [size for layer in layers for size in layer.sizes or ()]
 
 
-def _trace(path: Path, model: Any, sizes: _Sizes, options: CacheOptions, dtype: torch.dtype) -> ExportedProgram:
+def _trace(
+    path: Path, model: Any, sizes: _Sizes, options: CacheOptions, dtype: torch.dtype, growing: bool
+) -> ExportedProgram:
     batch = torch.export.Dim("batch", min=1, max=_LARGEST_BATCH)
-    tokens = torch.export.Dim("tokens", min=1, max=options.length)
-    example = min(_TRACED_TOKENS, options.length)
-    caches = _empty_caches(sizes, _TRACED_BATCH, options.length, dtype)
+    most = max(options.length, _TRACED_LENGTH) if growing else options.length
+    tokens, length = (torch.export.Dim(name, min=1, max=most) for name in ("tokens", "length"))
+    example = min(_TRACED_TOKENS, most)
+    caches = _empty_caches(sizes, _TRACED_BATCH, _TRACED_LENGTH if growing else options.length, dtype)
     counts = torch.ones(_TRACED_BATCH, dtype=torch.int64)
     kwargs = {
         INPUT_IDS: torch.ones(_TRACED_BATCH, example, dtype=torch.int64),
@@ -304,7 +318,7 @@ def _trace(path: Path, model: Any, sizes: _Sizes, options: CacheOptions, dtype: 
         INPUT_IDS: {0: batch, 1: tokens},
         WRITE_INDEX: {0: batch},
         TOKEN_COUNT: {0: batch},
-        "past_key_values": [{0: batch} for _ in caches],
+        "past_key_values": [{0: batch, **({2: length} if growing else {})} for _ in caches],
     }
     fix = "Compile it without a cache."
     return trace(str(path), model, (), kwargs, shapes, fix, fix)

@@ -22,6 +22,7 @@ BACKENDS = ("auto", "tensorrt", "tensorrt-rtx", "none")
 DEFAULT_DENSITY = 0.005
 DEFAULT_TOKENS = 2048
 DEFAULT_GPU = "H100"
+LINEARS_IN_TORCH = ("auto", "twell")
 # TensorRT tunes a plan for the largest number of sequences of a profile, and this many are 3 % faster when tuned for.
 _FEW_SEQUENCES = 8
 LEAST_LENGTH = 2  # of a key-value cache: torch.export takes a single place for a constant
@@ -232,6 +233,9 @@ class GenerateOptions(WeightOptions):
         compiled: Let torch.compile compile a directory: it takes minutes, then it is faster.
         fp8_error: With --weights fp8: leave a block as it is where, on random tokens, eight bits change its output by
             more than this: the norm of the difference over the norm of the output.
+        linear: Linear layers of a directory outside of the blocks: twell computes each with the norm before it and the
+            sum behind it, and those of one input at once, as a plan does. Loading takes as long as tracing. auto: where
+            that was measured faster, which is nowhere yet.
     """
 
     prompt: str | None = option(None, "TEXT")
@@ -251,6 +255,7 @@ class GenerateOptions(WeightOptions):
     max_model_len: int | None = option(None, "N", COUNT, names=("--max-length",))
     compiled: bool = option(False, names=("--compile",))
     fp8_error: float | None = option(None, "SHARE", SHARE)
+    linear: str = option("auto", kind=LINEARS_IN_TORCH)
 
 
 def compile_options(

@@ -146,6 +146,11 @@ def test_lines_of_standard_input(bytelm: Path, talker: Path, load_once: Callable
         (("--prompt", "a", "--prompts-file", "b"), "--prompts-file: there is a prompt already; got --prompt, too"),
         (("--prompt", "a", "--temperature", "nan"), "Invalid value for '--temperature': nan is not in the range x>=0."),
         (("--prompt", "a", "--device", "tpu"), "--device tpu: is not a device"),
+        (("--prompt", "a", "--linear", "torch"), "Invalid value for '--linear'"),
+        (
+            ("--prompt", "a", "--linear", "twell", "--weights", "fp8", "--fp8-error", 1),
+            "--fp8-error: is not measured where linear layers outside of the blocks run by the ops",
+        ),
         (("--prompts-file", "missing.txt"), "missing.txt"),
     ],
 )

@@ -1,0 +1,112 @@
+"""A directory as the program of its plan, run by torch: `linear="twell"`."""
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import models
+from tests.caches import FAMILIES, SQUARED
+from tests.tolerance import assert_as_accurate
+from tests.twellc.generation.conftest import Family
+from twellc import LLM, SamplingParams, UserError
+from twellc.generation.plan import PlanBackend
+from twellc.generation.traced import load_traced
+
+LENGTH = 144
+PROMPTS = [13, 4, 1]
+BOTH = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+ALL = FAMILIES | SQUARED
+
+
+def feed(backend: PlanBackend, ids: Tensor, prompts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits behind tokens, and the rows and places of these: prompts in chunks, then a token of each row.
+
+    A row stays at its last place until all are there.
+    """
+    backend.begin(len(ids), ids.shape[1])
+    for start in range(0, max(prompts), 8):
+        backend.fill(ids[:, start : min(start + 8, max(prompts))].to(backend.device), start)
+    rows, found = torch.arange(len(ids)), []
+    steps = [(torch.tensor(prompts) + step).clamp(max=ids.shape[1] - 1) for step in range(ids.shape[1] - min(prompts))]
+    for places in steps:
+        found.append(backend.decode(*(each.to(backend.device) for each in (ids[rows, places], places))).cpu())
+    return torch.cat(found), rows.repeat(len(steps)), torch.cat(steps)
+
+
+@pytest.mark.parametrize("device", BOTH)
+@pytest.mark.parametrize("family", ALL)
+@pytest.mark.sampled(2)
+def test_families(family: str, device: str, tmp_path: Path) -> None:
+    """Several rows and one, to the last of 144 places: as accurate as the model in bfloat16 without a cache."""
+    model = ALL[family](**{"n_positions" if family == "gpt2" else "max_position_embeddings": LENGTH})
+    folder = models.save(model, tmp_path / "model", torch.bfloat16)
+    backend, _, notes = load_traced(folder, device)
+    ids = torch.randint(2, 96, (len(PROMPTS), LENGTH))
+    with torch.no_grad():
+        plain = model(input_ids=ids, use_cache=False).logits
+        wide = model.double()(input_ids=ids, use_cache=False).logits
+    assert "0 linear layers" not in backend.name and not any("linear" in note for note in notes)
+    for prompts in (PROMPTS, PROMPTS[:1]):
+        logits, rows, places = feed(backend, ids[: len(prompts)], prompts)
+        assert_as_accurate(logits, plain[rows, places], wide[rows, places])
+
+
+def test_answers(family: Family) -> None:
+    """A cache grows; a window is shorter than some of its lengths. In float32 tokens are transformers' own."""
+    sizes = {"max_position_embeddings": 600, "sliding_window": 270, "vocab_size": models.VOCABULARY}
+    folder, model = family("phi3-window", **sizes)
+    models.make_tokenizer(folder)
+    llm = LLM(folder, device="cpu", linear="twell")
+    limit = "computes in float32; the kernels take bfloat16 and float16"
+    assert f"no linear layers run by the twell ops: {limit}" in llm.notes
+    model.generation_config.eos_token_id = None
+    for length in (5, 290, 20):
+        ids = torch.randint(3, 96, (1, length))
+        tokens = llm.generate([ids[0].tolist()], SamplingParams(max_tokens=9, ignore_eos=True))[0].outputs[0].token_ids
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
+        assert tokens == expected[0, length:].tolist()
+    with pytest.raises(UserError, match="max_model_len: is out of range for this model's cache; got 601"):
+        load_traced(folder, "cpu", length=601)
+    for given, message in (
+        ({"linear": "tensorrt"}, "linear: no such choice; got 'tensorrt'; expected auto or twell"),
+        ({"linear": "twell", "weights": "fp8", "fp8_error": 0.1}, "fp8_error: is not measured where linear layers"),
+    ):
+        with pytest.raises(UserError, match=message):
+            LLM(folder, device="cpu", **given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", BOTH)
+def test_compiled(device: str, bytelm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With weights in eight bits: what torch.compile makes of the program writes caches in place, too."""
+    if device == "cpu":
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    given = (bytelm, device, "bf16", 40)
+    eager, compiled = (load_traced(*given, each, weights="fp8")[0] for each in (False, True))
+    assert "4 feed-forward blocks (4 in eight bits) and 9 linear layers (8 in eight bits)" in compiled.name
+    for rows in (1, 3):
+        ids = torch.randint(3, 96, (rows, 40))
+        (found, *_), (expected, *_) = (feed(each, ids, [20] * rows) for each in (compiled, eager))
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))
+
+
+@pytest.mark.gpu
+def test_a_step_replayed_is_the_same(tmp_path: Path) -> None:
+    """A thousand times, bit for bit."""
+    folder = models.save(ALL["llama"](hidden_size=256, num_attention_heads=4), tmp_path / "model", torch.bfloat16)
+    backend, *_ = load_traced(folder, "cuda")
+    ids = torch.randint(2, 96, (3, 16)).cuda()
+    backend.begin(3, 16)
+    backend.fill(ids[:, :15], 0)
+    tokens, places = ids[:, 15].clone(), torch.full((3,), 15).cuda()
+    expected = backend.decode(tokens, places).clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = backend.decode(tokens, places)
+    for _ in range(1000):
+        logits.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(logits, expected)

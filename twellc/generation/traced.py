@@ -1,0 +1,140 @@
+"""A Hugging Face directory as the program that `twellc compile --kv-cache` makes a plan of, run by torch.
+
+    directory ─ traced with caches ─ passes ─ program with `twell` ops ─ caches written in place ─ torch
+
+So a step has the very ops of a plan, whatever the passes find. What is computed when is `PlanBackend`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+from torch.fx.graph import CodeGen
+
+from twellc.base.caches import KeyValueCache
+from twellc.base.devices import choose_device
+from twellc.base.errors import UserError, first_few
+from twellc.compiling.fp8_errors import wish_of
+from twellc.eager.optimization import refuse_other_weights
+from twellc.generation.directory import compiled_call, device_name, precision_for, refuse_other_length
+from twellc.generation.plan import PlanBackend
+from twellc.loaders.cached import NO_LIMIT, load_with_cache
+from twellc.options.source import LAST_LOGITS, CacheOptions
+from twellc.options.weights import KEEP, WeightOptions
+from twellc.passes.attention import CUDNN, OPERATOR
+from twellc.passes.graph.device import on_device
+from twellc.passes.graph.program import quiet_torch, user_inputs
+from twellc.passes.pipeline import PassOptions, run_passes
+from twellc.plugins.cache_op import APPEND, APPEND_IN_PLACE
+from twellc.plugins.library import load_attention
+
+
+class ProgramCalls:
+    """Runs a program with caches in torch, see `PlanCalls`: steps and longer calls may be compiled apart."""
+
+    def __init__(self, program: ExportedProgram, names: Sequence[str], device: torch.device, compiled: bool) -> None:
+        """Take a program on `device`, and the names of its inputs in order; `compiled`: see `LLM`."""
+        module = in_place(program)
+        self.device, self._names = device, names
+        self._decode = compiled_call(module, dynamic=False) if compiled else module
+        self._fill = compiled_call(module, dynamic=True) if compiled else module
+        self._caches: dict[str, Tensor] = {}
+
+    def bind(self, caches: dict[str, Tensor]) -> None:
+        """Take the caches; see `PlanCalls`."""
+        self._caches = caches
+
+    @torch.no_grad()
+    def run(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Run the program; see `PlanCalls`."""
+        given = {**inputs, **self._caches}
+        call = self._decode if inputs[self._names[0]].shape[1] == 1 else self._fill
+        logits: Tensor = call(*(given[name] for name in self._names))
+        return logits
+
+
+def in_place(program: ExportedProgram) -> GraphModule:
+    """Return a module of a program with caches that writes these in place: it takes its inputs, and returns the logits.
+
+    After an append the caches of its operands are its results: nothing else reads what they were before.
+    """
+    module = program.module(check_guards=False)
+    graph: Any = module.graph
+    for node in graph.find_nodes(op="call_function", target=APPEND):
+        with graph.inserting_before(node):
+            graph.call_function(APPEND_IN_PLACE, node.args)
+        for item in list(node.users):
+            item.replace_all_uses_with(node.args[item.args[1]])
+    output = graph.output_node()
+    logits, *_ = output.args[0]
+    output.args = (logits,)
+    graph.set_codegen(CodeGen())  # inputs and outputs one by one, not as the traced function had them
+    graph.eliminate_dead_code()
+    return GraphModule(module, graph)  # without what checks inputs first
+
+
+def load_traced(
+    path: Path,
+    device: str | torch.device | None = "auto",
+    dtype: str | None = None,
+    length: int | None = None,
+    compiled: bool = False,
+    layers: str = "auto",
+    weights: str = KEEP,
+    fp8_error: float | None = None,
+) -> tuple[PlanBackend, KeyValueCache, list[str]]:
+    """Load a Hugging Face directory, its blocks and the linear layers outside of them by the `twell` ops.
+
+    Args:
+        path: The directory.
+        device: See `load_directory`; so are the others.
+        dtype: Likewise.
+        length: Likewise.
+        compiled: Likewise.
+        layers: Likewise.
+        weights: Likewise; `fp8` means the linear layers, too.
+        fp8_error: Likewise.
+
+    Returns:
+        What computes it, what is known of its cache, and what the user should know.
+
+    Raises:
+        UserError: See `load_directory` and `load_with_cache`.
+    """
+    refuse_other_weights(weights, fp8_error)
+    if fp8_error is not None:
+        what = "is not measured where linear layers outside of the blocks run by the ops"
+        raise UserError("fp8_error", what, got="linear='twell', too", fix="Leave one of them out.")
+    chosen = choose_device("auto" if device is None else device)
+    if chosen.type == "cuda" and load_attention() is None:
+        what = "libtwell_attention.so is not there, which appends to caches on a GPU"
+        raise UserError("linear", what, fix="Leave it out, or build twellc with cuDNN's headers.")
+    in_dtype, notes = precision_for(dtype, chosen)
+    loaded = load_with_cache(path, CacheOptions(length or NO_LIMIT), LAST_LOGITS, in_dtype, growing=True)
+    cache = loaded.cache
+    assert cache is not None
+    refuse_other_length(length, cache.length)
+    wish = wish_of(WeightOptions(weights=weights))
+    wanted = PassOptions(layers=layers, attention=(CUDNN, OPERATOR), weights=wish, linear="twell")
+    with quiet_torch():
+        rewritten = run_passes(loaded.program, wanted)
+    said = []
+    for found, what in ((rewritten.layers, "feed-forward blocks"), (rewritten.linear, "linear layers")):
+        taken = [each for each in found if each.decision == "twell"]
+        narrow = sum(each.weights is not None and each.weights.bits == 8 for each in taken)
+        said.append(f"{len(taken)} {what}{f' ({narrow} in eight bits)' if narrow else ''}")
+        if not taken and (found is not rewritten.layers or layers != "none"):
+            reasons = list(dict.fromkeys(each.reason for each in found))
+            notes.append(f"no {what} run by the twell ops{': ' * bool(reasons)}{first_few(reasons)}")
+    program = on_device(rewritten.program, chosen, {})
+    names = [loaded.input_names[node.name] for node in user_inputs(program)]
+    calls = ProgramCalls(program, names, chosen, compiled)
+    name = f"torch on {device_name(chosen)}, {' and '.join(said)} by the twell ops{', compiled' * compiled}"
+    notes = [*loaded.notes, *notes, *rewritten.notes]
+    return PlanBackend(name, cache, calls, growing=length is None), cache, notes
