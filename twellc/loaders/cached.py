@@ -320,5 +320,5 @@ def _trace(
         TOKEN_COUNT: {0: batch},
         "past_key_values": [{0: batch, **({2: length} if growing else {})} for _ in caches],
     }
-    fix = "Compile it without a cache."
+    fix = "Leave linear out." if growing else "Compile it without a cache."
     return trace(str(path), model, (), kwargs, shapes, fix, fix)
