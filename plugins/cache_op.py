@@ -239,6 +239,8 @@ APPEND_IN_PLACE: OpOverload = define(
     _launch_write,
     lambda keys, values, *new: _check_append((keys, values), new[:2], *new[2:]),
 )
+# Of each op that returns caches, behind its other results: what writes them in place, and returns those.
+IN_PLACE: dict[OpOverload, OpOverload] = {APPEND: APPEND_IN_PLACE}
 _ATTENTION = "Tensor q, Tensor keys, Tensor values, Tensor query_counts, Tensor key_counts, float scale"
 CACHED_ATTENTION: OpOverload = define(f"cached_attention({_ATTENTION}) -> Tensor", _compute, _launch, _infer)
 CACHE_MASK: OpOverload = define(

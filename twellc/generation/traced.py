@@ -20,6 +20,7 @@ from torch.fx.graph import CodeGen
 from twellc.base.caches import KeyValueCache
 from twellc.base.devices import choose_device
 from twellc.base.errors import UserError, first_few
+from twellc.base.torch_private import schema_of
 from twellc.compiling.fp8_errors import wish_of
 from twellc.eager.optimization import refuse_other_weights
 from twellc.generation.directory import compiled_call, device_name, precision_for, refuse_other_length
@@ -31,7 +32,7 @@ from twellc.passes.attention import CUDNN, OPERATOR
 from twellc.passes.graph.device import on_device
 from twellc.passes.graph.program import quiet_torch, user_inputs
 from twellc.passes.pipeline import PassOptions, run_passes
-from twellc.plugins.cache_op import APPEND, APPEND_IN_PLACE
+from twellc.plugins.cache_op import IN_PLACE
 from twellc.plugins.library import load_attention
 
 
@@ -62,15 +63,18 @@ class ProgramCalls:
 def in_place(program: ExportedProgram) -> GraphModule:
     """Return a module of a program with caches that writes these in place: it takes its inputs, and returns the logits.
 
-    After an append the caches of its operands are its results: nothing else reads what they were before.
+    Nothing in the program reads a cache as it was before it is written.
     """
     module = program.module(check_guards=False)
     graph: Any = module.graph
-    for node in graph.find_nodes(op="call_function", target=APPEND):
+    for node in [each for each in graph.nodes if each.target in IN_PLACE]:
+        op = IN_PLACE[node.target]
         with graph.inserting_before(node):
-            graph.call_function(APPEND_IN_PLACE, node.args)
+            call = graph.call_function(op, node.args)
+        written = zip(node.args, schema_of(op).arguments, strict=True)
+        results = [call] * len(schema_of(op).returns) + [cache for cache, argument in written if argument.is_write]
         for item in list(node.users):
-            item.replace_all_uses_with(node.args[item.args[1]])
+            item.replace_all_uses_with(results[item.args[1]])
     output = graph.output_node()
     logits, *_ = output.args[0]
     output.args = (logits,)
