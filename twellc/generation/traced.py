@@ -25,7 +25,7 @@ from twellc.compiling.fp8_errors import wish_of
 from twellc.eager.optimization import refuse_other_weights
 from twellc.generation.directory import compiled_call, device_name, precision_for, refuse_other_length
 from twellc.generation.plan import PlanBackend
-from twellc.loaders.cached import NO_LIMIT, load_with_cache
+from twellc.loaders.cached import LARGEST_BATCH, NO_LIMIT, load_with_cache
 from twellc.options.source import LAST_LOGITS, CacheOptions
 from twellc.options.weights import KEEP, WeightOptions
 from twellc.passes.attention import CUDNN, OPERATOR
@@ -120,7 +120,7 @@ def load_traced(
         what = "libtwell_attention.so is not there, which appends to caches on a GPU"
         raise UserError("linear", what, fix="Leave it out, or build twellc with cuDNN's headers.")
     in_dtype, notes = precision_for(dtype, chosen)
-    loaded = load_with_cache(path, CacheOptions(length or NO_LIMIT), LAST_LOGITS, in_dtype, growing=True)
+    loaded = load_with_cache(path, CacheOptions(length or NO_LIMIT, LARGEST_BATCH), LAST_LOGITS, in_dtype, growing=True)
     cache = loaded.cache
     assert cache is not None
     refuse_other_length(length, cache.length)

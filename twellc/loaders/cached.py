@@ -36,7 +36,7 @@ from twellc.options.source import ALL_LOGITS, GREEDY_LOGITS, CacheOptions, refus
 from twellc.passes.graph.program import user_inputs
 from twellc.plugins.cache_op import APPEND
 
-_TRACED_BATCH, _TRACED_TOKENS, _TRACED_LENGTH, _LARGEST_BATCH = 2, 3, 5, 65536
+_TRACED_BATCH, _TRACED_TOKENS, _TRACED_LENGTH, LARGEST_BATCH = 2, 3, 5, 65536
 
 
 # What layers cache of a token: [heads, width] of the key of the first, of its value, of the key of the second, …
@@ -65,8 +65,8 @@ def load_with_cache(
     refuse_missing(path, _EXPECTED)
     if not path.is_dir():
         raise no_directory(path)
-    if options.batch > _LARGEST_BATCH:
-        raise UserError("--batch", "is too large", got=str(options.batch), expected=f"{_LARGEST_BATCH} at most")
+    if options.batch > LARGEST_BATCH:
+        raise UserError("--batch", "is too large", got=str(options.batch), expected=f"{LARGEST_BATCH} at most")
     with nothing_fetched():
         messages: list[str] = []
         model, config, notes = open_directory(path, partial(_in_dtype, dtype, messages))
@@ -302,7 +302,7 @@ def _probe(where: str, model: Any, cache_name: str) -> _Sizes:
 def _trace(
     path: Path, model: Any, sizes: _Sizes, options: CacheOptions, dtype: torch.dtype, growing: bool
 ) -> ExportedProgram:
-    batch = torch.export.Dim("batch", min=1, max=_LARGEST_BATCH)
+    batch = torch.export.Dim("batch", min=1, max=LARGEST_BATCH)
     most = max(options.length, _TRACED_LENGTH) if growing else options.length
     tokens, length = (torch.export.Dim(name, min=1, max=most) for name in ("tokens", "length"))
     example = min(_TRACED_TOKENS, most)

@@ -64,10 +64,10 @@ def test_answers(family: Family) -> None:
     assert f"no linear layers run by the twell ops: {limit}" in llm.notes
     model.generation_config.eos_token_id = None
     for length in (5, 290, 20):
-        ids = torch.randint(3, 96, (1, length))
-        tokens = llm.generate([ids[0].tolist()], SamplingParams(max_tokens=9, ignore_eos=True))[0].outputs[0].token_ids
+        ids = torch.randint(3, 96, (2, length))
+        answers = llm.generate(ids.tolist(), SamplingParams(max_tokens=9, ignore_eos=True))
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
-        assert tokens == expected[0, length:].tolist()
+        assert [answer.outputs[0].token_ids for answer in answers] == expected[:, length:].tolist()
     with pytest.raises(UserError, match="max_model_len: is out of range for this model's cache; got 601"):
         load_traced(folder, "cpu", length=601)
     for given, message in (
