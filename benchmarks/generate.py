@@ -69,6 +69,7 @@ from twellc.generation.choice import Prompt
 from twellc.generation.directory import TorchBackend
 from twellc.generation.plan import load_plan
 from twellc.generation.steps import Decoder
+from twellc.generation.traced import load_traced
 
 FP8_LINEAR = f"{FP8} all linear"
 TWELL_COMPILED_FP8, PLAN_TWELL_FP8 = f"{TWELL_COMPILED} FP8", f"{PLAN_TWELL} FP8"
@@ -92,6 +93,9 @@ _PLANS = {
 _CHECKED_ROWS = 2
 _COUNTED = (4, 512)  # sequences and tokens in which active neurons are counted
 _PROMPT, _ANSWER = 64, 96
+# The programs of plans with linear layers by the op, as torch runs them, and their weights: in steps alone.
+TRACED, TRACED_FP8 = f"{TWELL_COMPILED} linear", f"{TWELL_COMPILED} linear FP8"
+_TRACED = {TRACED: "keep", TRACED_FP8: "fp8"}
 
 
 class _Form(nn.Module):
@@ -184,7 +188,16 @@ def make_contestants(model: Any, cache: int, labels: set[str], prefill: bool) ->
     if takes_int4(block):
         made[INT4] = lambda: with_forms(model, lambda block, _: Int4(block), calibration)
     chosen = [label for label in LABELS if label in made and label in labels]
-    return {label: functools.partial(backend, made[label], label) for label in chosen}
+    backends: dict[str, Callable[[], Backend]]
+    backends = {label: functools.partial(backend, made[label], label) for label in chosen}
+    traced = [] if prefill else [label for label in _TRACED if label in labels]
+    return backends | {label: functools.partial(_traced, model, cache, _TRACED[label]) for label in traced}
+
+
+def _traced(model: Any, cache: int, weights: str) -> Backend:
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_traced(Path(folder), session.DEVICE, None, cache, True, "all", weights)[0]
 
 
 def _open_plan(path: Path) -> Backend:
@@ -267,7 +280,7 @@ def measure(
         except Exception as error:  # whatever it is, the others go on
             contest.failed[label] = f"{type(error).__name__}: {first_line(error)}"
             continue
-        contest.add(label, call(), backend, lossy=label in _ROUNDED)
+        contest.add(label, call(), backend, lossy=label in (*_ROUNDED, TRACED_FP8))
         if label in contest and not prefill and "twell" in label:
             answers[label] = functools.partial(whole_answer, backend, ids)
     times = {label: each.to_json() for label, each in contest.time(repeats).items()}
@@ -355,7 +368,9 @@ def _speed_up(times: dict[str, Any], ours: str, theirs: tuple[str, ...]) -> str:
 @click.option("--decode", default="1,8,32", show_default=True, help="Sequences to decode at once; empty: none.")
 @click.option("--cache", default=1024, show_default=True, help="Tokens in the key-value cache, the new one included.")
 @click.option("--only", default="", metavar="PART,…", help="Measure these parts alone: prefill, decode-8, …")
-@click.option("--contestants", default=",".join(LABELS), show_default=True, help="Names of those that take part.")
+@click.option(
+    "--contestants", default=",".join((*LABELS, *_TRACED)), show_default=True, help="Names of those that take part."
+)
 @click.option("--plans", type=click.Path(file_okay=False, path_type=Path), help="Where plans are, or are built.")
 @click.option("--layers", default=28, show_default=True)
 @click.option("--d-model", default=2048, show_default=True)
@@ -394,9 +409,9 @@ def main(
         parts["prefill"] = batch, length
     parts |= {f"decode-{count}": (int(count), cache) for count in decode.split(",") if count}
     chosen = [part for part in only.split(",") if part] or list(parts)
-    unknown = sorted(set(chosen) - set(parts)) + sorted(set(contestants.split(",")) - set(LABELS))
+    unknown = sorted(set(chosen) - set(parts)) + sorted(set(contestants.split(",")) - {*LABELS, *_TRACED})
     if unknown:
-        raise click.BadParameter(f"there is no {unknown[0]!r} among {', '.join([*parts, *LABELS])}")
+        raise click.BadParameter(f"there is no {unknown[0]!r} among {', '.join([*parts, *LABELS, *_TRACED])}")
     report = session.new_report()
     report["machine"]["transformers"] = transformers.__version__
     report["parameters"] = sum(parameter.numel() for parameter in model.parameters())

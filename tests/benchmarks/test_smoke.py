@@ -214,9 +214,8 @@ def test_smoke(name: str, tmp_path: Path) -> None:
         assert 0 < found["density"]["mean"] < 0.05 and found["errors"]["twell"] < 0.1
     if name == "generate":
         answers = found["results"][1]["answers"]
-        assert set(answers) == {"twell eager", "twell compiled", "twell compiled FP8"} and all(
-            each["graph"] for each in answers.values()
-        )
+        ours = {"twell eager", *(f"twell compiled{kind}" for kind in ("", " FP8", " linear", " linear FP8"))}
+        assert set(answers) == ours and all(each["graph"] for each in answers.values())
 
 
 @pytest.mark.gpu
