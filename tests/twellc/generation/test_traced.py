@@ -38,7 +38,7 @@ def feed(backend: PlanBackend, ids: Tensor, prompts: list[int]) -> tuple[Tensor,
 
 @pytest.mark.parametrize("device", BOTH)
 @pytest.mark.parametrize("family", ALL)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_families(family: str, device: str, tmp_path: Path) -> None:
     """Several rows and one, to the last of 144 places: as accurate as the model in bfloat16 without a cache."""
     model = ALL[family](**{"n_positions" if family == "gpt2" else "max_position_embeddings": LENGTH})
