@@ -3,6 +3,8 @@
     gated    y = residual + (act(x Wg^T + bg) * (x Wu^T + bu)) Wd + bd
     plain    y = residual +  act(x Wu^T + bu)                  Wd + bd
 
+With a norm, x stands for norm(x) on the right.
+
 `Operands` and `BlockOptions` are two tables. The torch ops, the nodes in ONNX files, their evaluator and the calls of
 the C API take names, types, defaults and order from here. The sources of the TensorRT plugins and `twell.h` spell them
 again, and `tests/plugins/test_block.py` compares them. docs/add-an-option.md says how to add an option.
@@ -11,6 +13,7 @@ again, and `tests/plugins/test_block.py` compares them. docs/add-an-option.md sa
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -55,7 +58,7 @@ class Variant:
     @functools.cached_property
     def by_name(self) -> tuple[str, ...]:
         """Tensors that its op takes by name alone, in order: they came after the options."""
-        return *self.scales, THRESHOLDS.name
+        return *self.scales, THRESHOLDS.name, *_NORM
 
     @functools.cached_property
     def arguments(self) -> tuple[str, ...]:
@@ -126,7 +129,13 @@ SCALES_FLAG = "scales"  # the attribute of a node that says whether they are the
 # Of fatrelu: what stands in the place of the option `threshold`. Float32, as z is compared with the model's numbers.
 THRESHOLDS = TensorField("thresholds", ("d_ff",), "of fatrelu, one for each neuron; below 0 counts as 0", "thresholds")
 FLOAT32 = (*SCALES, THRESHOLDS.name)  # operands of that type, whatever the others have
-_OPERANDS = (*(each.name for each in TENSORS), *FLOAT32)
+# Of a norm, which is one of the options.
+NORM_TENSORS = (
+    TensorField("norm_weight", ("d_model",), "what multiplies normalised inputs; ones without it", "norm_weight"),
+    TensorField("norm_bias", ("d_model",), "what is added to them, in a layer norm", "norm_bias"),
+)
+_NORM = tuple(each.name for each in NORM_TENSORS)
+_OPERANDS = (*(each.name for each in TENSORS), *FLOAT32, *_NORM)
 _WEIGHTS = tuple(name for name in _OPERANDS if name not in ("x", "residual"))
 
 
@@ -135,7 +144,7 @@ class WeightOperands(Generic[T]):
     """The weights and biases of a block, as tensors of torch, nodes of a graph, or whatever stands for them.
 
     `TENSORS` says what each is. Without `w_gate` the block is plain. Weights in eight bits have scales, see `SCALES`;
-    fatrelu may have `THRESHOLDS`.
+    fatrelu may have `THRESHOLDS`, and a norm `NORM_TENSORS`.
     """
 
     w_gate: T | None = None
@@ -148,6 +157,8 @@ class WeightOperands(Generic[T]):
     w_up_scale: T | None = None
     w_down_scale: T | None = None
     thresholds: T | None = None
+    norm_weight: T | None = None
+    norm_bias: T | None = None
 
     @property
     def variant(self) -> Variant:
@@ -159,6 +170,11 @@ class WeightOperands(Generic[T]):
         """The projection whose output is activated, and its bias."""
         return (self.w_up, self.b_up) if self.w_gate is None else (self.w_gate, self.b_gate)
 
+    @property
+    def norm(self) -> tuple[T | None, T | None]:
+        """The weight and the bias of its norm."""
+        return self.norm_weight, self.norm_bias
+
     def named(self) -> dict[str, T]:
         """Return those that are there, by name, in the order of `TENSORS`."""
         return {name: value for name in _WEIGHTS if (value := getattr(self, name)) is not None}
@@ -168,8 +184,8 @@ class WeightOperands(Generic[T]):
         return {name: value for name in SCALES if (value := getattr(self, name)) is not None}
 
     def by_name(self) -> dict[str, T]:
-        """Return what a call of the op takes by name: the scales and thresholds that are there."""
-        return {name: value for name in FLOAT32 if (value := getattr(self, name)) is not None}
+        """Return what a call of the op takes by name: scales, thresholds and those of a norm that are there."""
+        return {name: value for name in (*FLOAT32, *_NORM) if (value := getattr(self, name)) is not None}
 
     def map(self, function: Callable[[T], U]) -> WeightOperands[U]:
         """Return the same with something else in the place of each."""
@@ -264,6 +280,8 @@ class BlockOptions:
         "the TwELL compression factor: speed and memory, never results", 8, choices=library.COMPRESSIONS
     )
     hot: int = _option("neurons, the first ones, that calls with many tokens compute densely", 0, most="d_ff")
+    norm: str = _option("what is done to each row of x first", "none", choices=tuple(library.NORMS))
+    eps: float = _option("what the norm adds to the mean of squares, or to the variance", 0.0)
 
     def named(self) -> dict[str, Any]:
         """Return them by name, in order."""
@@ -305,7 +323,8 @@ def schema_of(variant: Variant) -> str:
     """Return the schema of the variant's op, as `torch.library` reads it."""
     tensors = [f"Tensor{'?' if each.flag else ''} {each.name}" for each in variant.tensors]
     options = [
-        f"{each.kind.__name__} {each.name}{'' if each.default is None else f'={each.default}'}" for each in OPTIONS
+        f"{each.kind.__name__} {each.name}{'' if each.default is None else f'={json.dumps(each.default)}'}"
+        for each in OPTIONS
     ]
     by_name = [f"Tensor? {name}=None" for name in variant.by_name]
     return f"{variant.op}({', '.join([*tensors, *options, '*', *by_name])}) -> Tensor"
@@ -329,7 +348,11 @@ def problem_of(
         d_out=d_out,
         dtype=library.DTYPES[dtype],
         variant=variant.code,
-        **{**options.named(), "activation": library.ACTIVATIONS[options.activation]},
+        **{
+            **options.named(),
+            "activation": library.ACTIVATIONS[options.activation],
+            "norm": library.NORMS[options.norm],
+        },
     )
 
 

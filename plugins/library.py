@@ -81,6 +81,8 @@ class Problem(_Sized):
         *_each(_I32, "d_ff d_out compression dtype weight_dtype variant activation"),
         *_each(ctypes.c_float, "threshold"),
         *_each(_I32, "hot reserved gate_up_scale down_scale"),
+        *_each(_I32, "norm"),
+        *_each(ctypes.c_float, "eps"),
     )
 
     def __init__(self, *, dtype: int = 0, **fields: float) -> None:
@@ -93,7 +95,7 @@ class Tensors(_Sized):
     _fields_ = (
         *_SIZE_OF_POINTERS,
         *_each(_POINTER, "x w_gate b_gate w_up b_up w_down b_down residual y w_gate_scale w_up_scale w_down_scale"),
-        *_each(_POINTER, "thresholds"),
+        *_each(_POINTER, "thresholds norm_weight norm_bias"),
     )
 
 

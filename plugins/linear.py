@@ -95,13 +95,8 @@ class LinearOptions:
         for name, fault in expected.items():
             if fault:
                 raise ValueError(f"twell: {name} must be {fault}, got {getattr(self, name)!r}")
-        for name, misplaced, reason in (
-            ("norm_weight", self.norm == "none", "without a norm"),
-            ("norm_bias", self.norm != "layer", "without a layer norm"),
-            ("residual", len(self.splits) > 1, "with several outputs"),
-        ):
-            if misplaced and getattr(operands, name) is not None:
-                raise ValueError(f"twell: {name} has no meaning {reason}")
+        if len(widths) > 1 and operands.residual is not None:
+            raise ValueError("twell: residual has no meaning with several outputs")
 
     def problem(self, dtype: str, *, tokens: int, inner: int, out: int, scale: str | None) -> library.LinearProblem:
         """Return what the C API is asked to compute.

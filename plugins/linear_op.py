@@ -32,7 +32,16 @@ from twellc.base.dtypes import dtype_name
 from twellc.base.torch_private import OpOverload
 from twellc.plugins import library
 from twellc.plugins.linear import SCHEMA, TENSORS, LinearOperands, LinearOptions, call_of
-from twellc.plugins.meaning import EIGHT_BITS, as_read, check_on_gpu, check_problem, launch, math_dtype
+from twellc.plugins.meaning import (
+    EIGHT_BITS,
+    as_read,
+    check_norm,
+    check_on_gpu,
+    check_problem,
+    launch,
+    math_dtype,
+    normalised,
+)
 from twellc.plugins.torch_library import define
 
 
@@ -62,19 +71,7 @@ def _check(operands: LinearOperands[Tensor], options: LinearOptions) -> None:
         expected, got = f"torch.float32 of shape () or {(sizes['out'], 1)}", f"{scale.dtype} {tuple(scale.shape)}"
         raise ValueError(f"twell: weight_scale must be {expected}, got {got}")
     options.check(operands, sizes["out"])
-
-
-def _normalised(operands: LinearOperands[Tensor], options: LinearOptions) -> Tensor:
-    """Return norm(x), in the type of sums."""
-    x = operands.x.to(math_dtype(operands.x.dtype))
-    if options.norm == "none":
-        return x
-    if options.norm == "layer":
-        x = x - x.mean(-1, keepdim=True)
-    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + options.eps)
-    if operands.norm_weight is not None:
-        x = x * operands.norm_weight
-    return x if operands.norm_bias is None else x + operands.norm_bias
+    check_norm(options.norm, operands.norm_weight, operands.norm_bias)
 
 
 def _compute(operands: LinearOperands[Tensor], options: LinearOptions) -> list[Tensor]:
@@ -84,7 +81,8 @@ def _compute(operands: LinearOperands[Tensor], options: LinearOptions) -> list[T
     if operands.weight_scale is not None:
         weight = weight.double() * operands.weight_scale.double()
     wide = math_dtype(weight.dtype)
-    x, weight = _normalised(operands, options).to(wide), weight.to(wide)
+    x = normalised(operands.x, options.norm, operands.norm_weight, operands.norm_bias, options.eps).to(wide)
+    weight = weight.to(wide)
     bias = None if operands.bias is None else operands.bias.to(wide)
     y = torch.nn.functional.linear(x, weight, bias)
     if operands.residual is not None:

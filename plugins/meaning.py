@@ -10,7 +10,7 @@ from torch import Tensor
 
 from twellc.base.dtypes import dtype_name
 from twellc.plugins import library
-from twellc.plugins.block import SCALES, TENSORS, THRESHOLDS, BlockOptions, Operands
+from twellc.plugins.block import NORM_TENSORS, SCALES, TENSORS, THRESHOLDS, BlockOptions, Operands
 
 EIGHT_BITS = torch.float8_e4m3fn
 
@@ -48,7 +48,7 @@ def check_call(operands: Operands[Tensor], options: BlockOptions) -> None:
         dtype, like = operands.x.dtype, "x"
     scaled = _check_scales(operands)
     leading = operands.x.shape[:-1]
-    for each in TENSORS:
+    for each in (*TENSORS, *NORM_TENSORS):
         tensor = given.get(each.name)
         if tensor is None:
             continue
@@ -62,6 +62,33 @@ def check_call(operands: Operands[Tensor], options: BlockOptions) -> None:
     options.check(operands.variant, widths["d_ff"])
     if operands.thresholds is not None:
         _check_thresholds(operands.thresholds, options, widths["d_ff"])
+    check_norm(options.norm, operands.norm_weight, operands.norm_bias)
+
+
+def check_norm(norm: str, weight: object, bias: object) -> None:
+    """Raise ValueError if there is a weight or a bias of a norm that has none."""
+    if norm == "none" and weight is not None:
+        raise ValueError("twell: norm_weight has no meaning without a norm")
+    if norm != "layer" and bias is not None:
+        raise ValueError("twell: norm_bias has no meaning without a layer norm")
+
+
+def normalised(x: Tensor, norm: str, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Return norm(x), in the type of sums: see `linear_op.py`."""
+    x = x.to(math_dtype(x.dtype))
+    if norm == "none":
+        return x
+    if norm == "layer":
+        x = x - x.mean(-1, keepdim=True)
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        x = x * weight
+    return x if bias is None else x + bias
+
+
+def norm_of(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
+    """Return norm(x) of a block, likewise."""
+    return normalised(operands.x, options.norm, *operands.norm, options.eps)
 
 
 def _check_thresholds(thresholds: Tensor, options: BlockOptions, d_ff: int) -> None:
@@ -139,12 +166,13 @@ def hidden_of(operands: Operands[Tensor], options: BlockOptions) -> tuple[Tensor
 
     z has the element type, the others that of sums; u, of dReLU after its ReLU, is None in a plain block.
     """
-    z = _project(operands.x, *operands.first).to(operands.x.dtype)
+    x = norm_of(operands, options)
+    z = _project(x, *operands.first).to(operands.x.dtype)
     threshold = options.threshold if operands.thresholds is None else operands.thresholds
     g = activate(z, options.activation, threshold).to(math_dtype(z.dtype))
     if operands.w_gate is None:
         return z, g, None, g
-    up = _project(operands.x, operands.w_up, operands.b_up)
+    up = _project(x, operands.w_up, operands.b_up)
     u = torch.relu(up) if options.activation == "drelu" else up
     return z, g, u, torch.where(g == 0, torch.zeros_like(g), g * u)
 

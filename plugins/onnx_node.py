@@ -1,7 +1,8 @@
 """The ONNX form of the plugins: node types, inputs and attributes, as TensorRT's parser takes them.
 
-    twell::TwellGatedMlp(x, w_gate, [b_gate], w_up, [b_up], w_down, [b_down], [residual], [scales], [thresholds])
-    twell::TwellMlp(x, w_up, [b_up], w_down, [b_down], [residual], [scales], [thresholds])
+    twell::TwellGatedMlp(x, w_gate, [b_gate], w_up, [b_up], w_down, [b_down], [residual], [scales], [thresholds],
+                         [norm_weight], [norm_bias])
+    twell::TwellMlp(x, w_up, [b_up], w_down, [b_down], [residual], [scales], [thresholds], [norm_weight], [norm_bias])
     twell::TwellLinear(x, weight, [bias], [norm_weight], [norm_bias], [residual], [weight_scale])  -> an output a split
     twell::TwellAttention(q, k, v, [lengths])
     twell::TwellCachedAttention(q, keys, values, query_counts, key_counts)
@@ -25,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from twellc.plugins import linear
-from twellc.plugins.block import BY_NODE, OPTIONS, SCALES_FLAG, THRESHOLDS, BlockOptions, Operands
+from twellc.plugins.block import BY_NODE, NORM_TENSORS, OPTIONS, SCALES_FLAG, THRESHOLDS, BlockOptions, Operands
 from twellc.plugins.library import (
     APPEND_NAME,
     ATTENTION_NAME,
@@ -39,6 +40,7 @@ from twellc.plugins.linear import LinearOperands, LinearOptions
 T = TypeVar("T")
 ATTENTION, CACHED_ATTENTION, APPEND = ATTENTION_NAME, CACHED_ATTENTION_NAME, APPEND_NAME
 IDENTITY = {"plugin_version": PLUGIN_VERSION, "plugin_namespace": PLUGIN_NAMESPACE}
+_BY_NAME = (THRESHOLDS, *NORM_TENSORS)  # tensors of a block behind its scales
 # Attributes and their types: of the node of each block, and of attention.
 ATTRIBUTES: dict[str, dict[str, type]] = {
     **{
@@ -46,7 +48,7 @@ ATTRIBUTES: dict[str, dict[str, type]] = {
             **{each.name: each.kind for each in OPTIONS},
             **{each.flag: int for each in variant.tensors if each.flag},
             SCALES_FLAG: int,
-            THRESHOLDS.flag: int,
+            **{each.flag: int for each in _BY_NAME},
         }
         for name, variant in BY_NODE.items()
     },
@@ -63,7 +65,7 @@ def node_attributes(operands: Operands[Any], options: BlockOptions) -> dict[str,
     """Return the attributes of a block's node; its inputs are the operands that are there, in their order."""
     given = operands.named()
     flags = {each.flag: int(each.name in given) for each in operands.variant.tensors if each.flag}
-    flags |= {SCALES_FLAG: int(bool(operands.scales())), THRESHOLDS.flag: int(operands.thresholds is not None)}
+    flags |= {SCALES_FLAG: int(bool(operands.scales())), **{each.flag: int(each.name in given) for each in _BY_NAME}}
     return {**{each.name: each.kind(getattr(options, each.name)) for each in OPTIONS}, **flags, **IDENTITY}
 
 
@@ -78,7 +80,7 @@ def read_node(op_type: str, inputs: Sequence[T], attributes: Mapping[str, Any]) 
         present = [each.name for each in variant.tensors if not each.flag or attributes[each.flag]]
         # Graphs of before there were any lack these attributes.
         present += variant.scales if attributes.get(SCALES_FLAG, 0) else ()
-        present += [THRESHOLDS.name] if attributes.get(THRESHOLDS.flag, 0) else ()
+        present += [each.name for each in _BY_NAME if attributes.get(each.flag, 0)]
         operands = Operands(**dict(zip(present, inputs, strict=True)))
         return operands, read_options(attributes)
     except (KeyError, ValueError) as error:
@@ -91,7 +93,8 @@ def read_options(attributes: Mapping[str, Any]) -> BlockOptions:
     Raises:
         KeyError: One is missing.
     """
-    return BlockOptions(**{each.name: each.kind(_text(attributes[each.name])) for each in OPTIONS})
+    given = {"norm": "none", "eps": 0.0, **attributes}  # graphs of before there were norms lack these
+    return BlockOptions(**{each.name: each.kind(_text(given[each.name])) for each in OPTIONS})
 
 
 def _text(value: Any) -> Any:

@@ -17,6 +17,8 @@ the plugin library, so it takes bfloat16 and float16 only.
 (relu of both gate and up). fatrelu may have `thresholds`, float32 [d_ff], one for each neuron, in the place of the one
 threshold (JumpReLU); z is compared in float32, and what is below 0, or NaN, counts as 0. `compression` is the TwELL
 compression factor; it changes speed and memory, never results.
+`norm` and `eps` say what is done to each row of x first, as of `twell.linear` (`linear_op.py`), with `norm_weight` and
+`norm_bias` [d_model]; the residual is not normalised.
 `hot`, 0 to d_ff, is a hint about speed, where the neurons that are active most often come first: calls with many
 tokens compute that many, the first ones, as a dense product. Results stay the same within rounding.
 """

@@ -17,6 +17,7 @@ KERNELS: dict[str, set[str]] = {
     "format": {"device"},
     "matmul": {"device", "host", "format"},
     "eight_bits": {"device", "host"},
+    "norm": {"device", "host"},
     "one_or_two_tokens": BASE,
     "few_tokens": BASE,
     "dense_block": BASE | {"eight_bits"},
@@ -32,7 +33,7 @@ KERNELS: dict[str, set[str]] = {
     "split": BASE | {"dense_block", "many_tokens"},
     "features": BASE | {MANY + "gate"},
     "training": BASE | {MANY + "gate"},
-    "linear": BASE | {"eight_bits"},
+    "linear": BASE | {"eight_bits", "norm"},
 }
 # The files above all folders: the C functions and the table of routes.
 ALLOWED = {**KERNELS, "": {*KERNELS}}

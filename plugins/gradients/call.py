@@ -97,8 +97,8 @@ class Call:
         ]
 
 
-# The step says how many neurons are hot.
-_OPTIONS = tuple(each for each in OPTIONS if each.name not in {each.name for each in fields(Step)})
+# The step says how many neurons are hot. A block with its norm has no gradients.
+_OPTIONS = tuple(each for each in OPTIONS if each.name not in {*(each.name for each in fields(Step)), "norm", "eps"})
 
 
 def call_of(arguments: Sequence[Any]) -> Call:

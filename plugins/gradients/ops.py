@@ -165,6 +165,8 @@ def register_gradients(op: OpOverload, variant: Variant) -> None:
                 raise NotImplementedError("twell: a block with weights in eight bits has no gradients")
             if operands.thresholds is not None:
                 raise NotImplementedError("twell: a block with a threshold for each neuron has no gradients")
+            if options.norm != "none":
+                raise NotImplementedError("twell: a block with its norm has no gradients")
             hot = options.hot if options.hot == operands.w_up.shape[0] else options.hot // 8 * 8
             return train_forward(operands, options, Step(hot=hot))[0]
         with AutoDispatchBelowAutograd():

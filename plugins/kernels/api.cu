@@ -65,15 +65,18 @@ size_t twell_workspace_bytes(twell_problem const* problem) {
     if (twell::read_problem(copy, problem).text != nullptr || copy.tokens == 0) {
         return 0;
     }
-    if (twell::is_wide(copy)) {
-        return twell::wide_bytes(copy);
-    }
-    size_t const eight_bits = twell::bytes_taken([&](unsigned char*& end) {
-        twell::take_widened(copy, end);
-        twell::take_quantised(copy, end);
+    size_t const first = twell::bytes_taken([&](unsigned char*& end) {
+        twell::take_normalised(copy, end);
+        if (!twell::is_wide(copy)) {
+            twell::take_widened(copy, end);
+            twell::take_quantised(copy, end);
+        }
     });
-    return eight_bits + std::max({twell::one_or_two_bytes(copy), twell::few_bytes(copy), twell::dense_block_bytes(copy),
-                                  twell::many_tokens_bytes(copy), twell::split_bytes(copy)});
+    if (twell::is_wide(copy)) {
+        return first + twell::wide_bytes(copy);
+    }
+    return first + std::max({twell::one_or_two_bytes(copy), twell::few_bytes(copy), twell::dense_block_bytes(copy),
+                             twell::many_tokens_bytes(copy), twell::split_bytes(copy)});
 }
 
 cudaError_t twell_gate(twell_problem const* problem, twell_tensors const* tensors, uint32_t* packed,
@@ -81,7 +84,8 @@ cudaError_t twell_gate(twell_problem const* problem, twell_tensors const* tensor
     twell_problem problem_copy;
     twell_tensors tensors_copy;
     TWELL_TRY(twell::read_problem(problem_copy, problem).error);
-    if (tensors == nullptr || twell::has_scales(problem_copy) || twell::is_wide(problem_copy)) {
+    if (tensors == nullptr || twell::has_scales(problem_copy) || twell::has_norm(problem_copy) ||
+        twell::is_wide(problem_copy)) {
         return cudaErrorInvalidValue;
     }
     if (problem_copy.tokens == 0) {

@@ -1,5 +1,7 @@
 #include <math.h>
 
+#include <initializer_list>
+
 #include "check.h"
 #include "device/element.cuh"
 #include "host/problem.h"
@@ -69,6 +71,12 @@ char const* find_fault(twell_problem const& problem, bool encodes) {
     }
     if (problem.hot < 0 || problem.hot > problem.d_ff) {
         return "hot must be 0 to d_ff";
+    }
+    if (problem.norm < TWELL_NORM_NONE || problem.norm > TWELL_NORM_LAYER) {
+        return "norm must be none (0), rms (1) or layer (2)";
+    }
+    if (!(problem.eps >= 0.0f && isfinite(problem.eps))) {
+        return "eps must be finite and at least 0";
     }
     return problem.reserved == 0 ? nullptr : "reserved must be 0";
 }
@@ -179,6 +187,16 @@ Refusal check_output(twell_problem const& problem, twell_tensors const& tensors)
     return refusal.text == nullptr && overlaps_y(problem, tensors) ? invalid("residual must not overlap y") : refusal;
 }
 
+Refusal check_norm(twell_problem const& problem, twell_tensors const& tensors) {
+    if (tensors.norm_weight != nullptr && !has_norm(problem)) {
+        return invalid("norm_weight is for a norm alone");
+    }
+    if (tensors.norm_bias != nullptr && problem.norm != TWELL_NORM_LAYER) {
+        return invalid("norm_bias is for a layer norm alone");
+    }
+    return check_pointers({TWELL_OPTIONAL(tensors, norm_weight), TWELL_OPTIONAL(tensors, norm_bias)});
+}
+
 }  // namespace
 
 Refusal read_decode_tensors(twell_tensors& copy, twell_tensors const* tensors, twell_problem const& problem) {
@@ -188,13 +206,11 @@ Refusal read_decode_tensors(twell_tensors& copy, twell_tensors const* tensors, t
 
 Refusal read_tensors(twell_tensors& copy, twell_tensors const* tensors, twell_problem const& problem) {
     Refusal refusal = read_gate_tensors(copy, tensors, problem);
-    if (refusal.text == nullptr) {
-        refusal = check_output(problem, copy);
+    for (auto const check : {check_output, check_scales, check_norm}) {
+        if (refusal.text == nullptr) {
+            refusal = check(problem, copy);
+        }
     }
-    if (refusal.text != nullptr) {
-        return refusal;
-    }
-    refusal = check_scales(problem, copy);
     if (refusal.text != nullptr) {
         return refusal;
     }

@@ -12,7 +12,7 @@ using twell::Device;
 
 cudaError_t read_problem(twell_problem& copy, twell_problem const* problem) {
     TWELL_TRY(twell::read_problem(copy, problem, true).error);
-    return copy.variant == TWELL_PLAIN ? cudaSuccess : cudaErrorInvalidValue;
+    return copy.variant == TWELL_PLAIN && !twell::has_norm(copy) ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 bool is_flag(int32_t value) { return value == 0 || value == 1; }

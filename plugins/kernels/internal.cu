@@ -8,6 +8,7 @@
 #include "linear/linear.h"
 #include "many_tokens/many_tokens.h"
 #include "many_tokens/schedule/schedule.h"
+#include "norm/norm.h"
 #include "one_or_two_tokens/one_or_two.h"
 #include "routes.h"
 #include "split/split.h"
@@ -100,6 +101,7 @@ size_t twell_internal_configurations(char* text, size_t size) {
     twell::list_dense_block(rows);
     twell::list_many_tokens(rows);
     twell::list_eight_bits(rows);
+    twell::list_norm(rows);
     twell::list_linear(rows);
     twell::list_features(rows);
     return rows.bytes();

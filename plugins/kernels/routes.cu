@@ -6,6 +6,7 @@
 #include "few_tokens/few.h"
 #include "host/problem.h"
 #include "many_tokens/many_tokens.h"
+#include "norm/norm.h"
 #include "one_or_two_tokens/one_or_two.h"
 #include "routes.h"
 #include "split/split.h"
@@ -212,16 +213,8 @@ cudaError_t launch_widened(Call const& call, void* workspace) {
     return launch_route({problem, tensors, call.device, call.stream}, next);
 }
 
-}  // namespace
-
-cudaError_t launch_route(Call const& call, void* workspace) {
-    bool const scaled = has_scales(call.problem);
-    Route const route = is_wide(call.problem) ? Route::kWide
-                        : scaled              ? choose_scaled_route(call.problem, call.device)
-                                              : choose_route(call.problem, call.device);
-    if (call.device.trace != nullptr) {
-        call.device.trace->add("route %s\n", name_of(route));
-    }
+// By a route, which leaves the norm out.
+cudaError_t launch(Route route, Call const& call, void* workspace) {
     switch (route) {
         case Route::kWidened:
             return launch_widened(call, workspace);
@@ -234,9 +227,37 @@ cudaError_t launch_route(Call const& call, void* workspace) {
         case Route::kDenseBlock:
             return launch_dense_block(call, workspace, true);
         default:
-            return is_split(call.problem) && !scaled ? launch_split(call, workspace)
-                                                     : launch_many_tokens(call, workspace);
+            return is_split(call.problem) && !has_scales(call.problem) ? launch_split(call, workspace)
+                                                                       : launch_many_tokens(call, workspace);
     }
+}
+
+}  // namespace
+
+uint16_t* take_normalised(twell_problem const& problem, unsigned char*& memory) {
+    return take<uint16_t>(memory, has_norm(problem) ? problem.tokens * problem.d_model : 0);
+}
+
+cudaError_t launch_route(Call const& call, void* workspace) {
+    Route const route = is_wide(call.problem)      ? Route::kWide
+                        : has_scales(call.problem) ? choose_scaled_route(call.problem, call.device)
+                                                   : choose_route(call.problem, call.device);
+    if (call.device.trace != nullptr) {
+        call.device.trace->add("route %s\n", name_of(route));
+    }
+    if (!has_norm(call.problem)) {
+        return launch(route, call, workspace);
+    }
+    twell_problem problem = call.problem;
+    twell_tensors tensors = call.tensors;
+    unsigned char* next = static_cast<unsigned char*>(workspace);
+    uint16_t* const normalised = take_normalised(problem, next);
+    TWELL_TRY(launch_norm({tensors.x, normalised, tensors.norm_weight, tensors.norm_bias, problem.eps, problem.norm,
+                           problem.dtype, problem.d_model, problem.tokens},
+                          call.device, call.stream));
+    problem.norm = TWELL_NORM_NONE;
+    tensors.x = normalised;
+    return launch(route, {problem, tensors, call.device, call.stream}, next);
 }
 
 void list_routes(Text& text) {

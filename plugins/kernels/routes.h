@@ -25,8 +25,11 @@ Route choose_route(twell_problem const& problem, Device const& device);
 
 char const* name_of(Route route);
 
-// Enqueues the whole block by its route. The problem has been validated, has at least one row, and the pointers have
-// been checked; `workspace` is 256-byte aligned.
+// Rows of x that are normalised by a kernel, [tokens, d_model], in front of all other workspace; without a norm none.
+uint16_t* take_normalised(twell_problem const& problem, unsigned char*& memory);
+
+// Enqueues the whole block by its route, behind its norm. The problem has been validated, has at least one row, and the
+// pointers have been checked; `workspace` is 256-byte aligned.
 cudaError_t launch_route(Call const& call, void* workspace);
 
 // Writes down what launch(call, workspace) launches, instead of launching it: see twell_describe.

@@ -35,7 +35,7 @@ bool are_vectors(std::initializer_list<void const*> pointers) {
 cudaError_t read_problem(twell_problem& copy, twell_problem const* problem) {
     TWELL_TRY(twell::read_problem(copy, problem).error);
     bool const fits = copy.d_model <= TWELL_TRAIN_MAX_WIDTH && copy.d_out <= TWELL_TRAIN_MAX_WIDTH &&
-                      !twell::has_scales(copy) && copy.d_ff <= TWELL_MAX_PACKED_D_FF;
+                      !twell::has_scales(copy) && !twell::has_norm(copy) && copy.d_ff <= TWELL_MAX_PACKED_D_FF;
     return fits ? cudaSuccess : cudaErrorInvalidValue;
 }
 

@@ -52,7 +52,7 @@ bool may_be(InputType input, nvinfer1::DataType type, nvinfer1::DataType first);
 char const* text_of(InputType type);
 
 // The shapes of a plugin's inputs, in order.
-constexpr size_t kMostInputs = 12;
+constexpr size_t kMostInputs = 14;
 using Shapes = std::array<nvinfer1::Dims, kMostInputs>;
 
 nvinfer1::Dims dims_of(std::initializer_list<int64_t> extents);

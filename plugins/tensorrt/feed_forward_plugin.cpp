@@ -21,11 +21,12 @@ using nvinfer1::TensorRTPhase;
 static_assert(kRoles <= kMostInputs);
 
 constexpr char const* kGatedNames[] = {
-    "x",      "w_gate",   "b_gate",       "w_up",       "b_up",         "w_down",
-    "b_down", "residual", "w_gate_scale", "w_up_scale", "w_down_scale", "thresholds"};
+    "x",        "w_gate",       "b_gate",     "w_up",         "b_up",       "w_down",      "b_down",
+    "residual", "w_gate_scale", "w_up_scale", "w_down_scale", "thresholds", "norm_weight", "norm_bias"};
 // The kernels call the only projection before the activation "gate", whatever the block.
 constexpr char const* kPlainNames[] = {
-    "x", "w_up", "b_up", "", "", "w_down", "b_down", "residual", "w_up_scale", "", "w_down_scale", "thresholds"};
+    "x",          "w_up",        "b_up",     "", "", "w_down", "b_down", "residual", "w_up_scale", "", "w_down_scale",
+    "thresholds", "norm_weight", "norm_bias"};
 static_assert(std::size(kGatedNames) == kRoles && std::size(kPlainNames) == kRoles);
 
 char const* role_name(twell_variant variant, int32_t role) {
@@ -45,7 +46,9 @@ std::array<bool, kRoles> present_roles(twell_variant variant, Options const& opt
             options.scales,
             gated && options.scales,
             options.scales,
-            options.thresholds};
+            options.thresholds,
+            options.norm_weight,
+            options.norm_bias};
 }
 
 std::vector<Input> inputs_of(twell_variant variant, Options const& options) {
@@ -55,7 +58,8 @@ std::vector<Input> inputs_of(twell_variant variant, Options const& options) {
         if (present[role]) {
             bool const is_weight = role == kWGate || role == kWUp || role == kWDown;
             InputType const of_weights = options.scales && is_weight ? InputType::kFp8 : InputType::kElement;
-            inputs.push_back({role_name(variant, role), role >= kGateScale ? InputType::kFloat32 : of_weights});
+            bool const is_float32 = role >= kGateScale && role <= kThresholds;
+            inputs.push_back({role_name(variant, role), is_float32 ? InputType::kFloat32 : of_weights});
         }
     }
     return inputs;
@@ -117,6 +121,8 @@ twell_problem FeedForwardPlugin::problem_of(Shapes const& inputs, DataType type)
     Dims y = x;
     y.d[y.nbDims - 1] = d_out;
     check(kThresholds, dims_of({d_ff}), "[d_ff]");
+    check(kNormWeight, dims_of({d_model}), "[d_model]");
+    check(kNormBias, dims_of({d_model}), "[d_model]");
     check(kResidual, y, "that of y, [..., d_out]");
     if (d_ff != kAny && options_.hot > d_ff) {
         refuse("hot", std::to_string(options_.hot), "0 to d_ff = " + std::to_string(d_ff));
@@ -136,6 +142,8 @@ twell_problem FeedForwardPlugin::problem_of(Shapes const& inputs, DataType type)
     problem.activation = options_.activation;
     problem.threshold = options_.threshold;
     problem.hot = options_.hot;
+    problem.norm = options_.norm;
+    problem.eps = options_.eps;
     if (options_.scales) {
         check_scales(inputs, problem);
     }
@@ -221,6 +229,8 @@ void FeedForwardPlugin::run(PluginTensorDesc const* descs, void const* const* in
     tensors.w_up_scale = input(kUpScale);
     tensors.w_down_scale = input(kDownScale);
     tensors.thresholds = input(kThresholds);
+    tensors.norm_weight = input(kNormWeight);
+    tensors.norm_bias = input(kNormBias);
     tensors.y = outputs[0];
     check_launch(twell_mlp(&problem, &tensors, workspace, twell_workspace_bytes(&problem), stream));
 }

@@ -38,6 +38,8 @@ enum Role {
     kUpScale,
     kDownScale,
     kThresholds,
+    kNormWeight,
+    kNormBias,
     kRoles
 };
 

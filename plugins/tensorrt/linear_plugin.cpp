@@ -1,11 +1,10 @@
 #include "linear_plugin.h"
 
 #include <algorithm>
-#include <cmath>
 #include <iterator>
 #include <utility>
 
-#include "fields.h"
+#include "options.h"
 
 namespace twell {
 namespace {
@@ -27,8 +26,6 @@ constexpr char const* kChoose = "choose";  // which older graphs and plans lack
 // In plans only: raised whenever the meaning of the plan fields changes.
 constexpr char const* kSchema = "schema";
 constexpr int32_t kSchemaVersion = 1;
-
-constexpr char const* kNorms[] = {"none", "rms", "layer"};  // in the order of twell_norm
 
 // An input, and the field that says whether it is there; null: it always is.
 struct Role {
@@ -57,25 +54,6 @@ std::vector<PluginField> field_names() {
     return fields;
 }
 
-int32_t read_norm(FieldReader& fields, TensorRTPhase phase) {
-    if (phase == TensorRTPhase::kRUNTIME) {
-        return fields.integer(kNorm, {TWELL_NORM_NONE, TWELL_NORM_RMS, TWELL_NORM_LAYER});
-    }
-    std::vector<std::string> const names(std::begin(kNorms), std::end(kNorms));
-    std::string const name = fields.text(kNorm, one_of(names));
-    auto const found = std::find(names.begin(), names.end(), name);
-    if (found == names.end()) {
-        refuse(kNorm, "'" + printable(name) + "'", one_of(names));
-    }
-    return static_cast<int32_t>(found - names.begin());
-}
-
-void check_place(bool misplaced, LinearRole role, char const* reason) {
-    if (misplaced) {
-        refuse(kRolesOfLayer[role].flag, "1", std::string("0 ") + reason);
-    }
-}
-
 LinearOptions read_fields(PluginFieldCollection const* collection, TensorRTPhase phase) {
     FieldReader fields(collection);
     if (phase == TensorRTPhase::kRUNTIME) {
@@ -83,10 +61,7 @@ LinearOptions read_fields(PluginFieldCollection const* collection, TensorRTPhase
     }
     LinearOptions options;
     options.norm = read_norm(fields, phase);
-    options.eps = fields.number(kEps, "finite and at least 0");
-    if (!std::isfinite(options.eps) || options.eps < 0.0F) {
-        refuse(kEps, std::to_string(options.eps), "finite and at least 0");
-    }
+    options.eps = read_eps(fields);
     std::string const allowed = "1 to " + std::to_string(TWELL_MAX_SPLITS) + " positive multiples of 8";
     options.splits = fields.integers(kSplits, TWELL_MAX_SPLITS, allowed);
     for (int32_t const width : options.splits) {
@@ -102,10 +77,10 @@ LinearOptions read_fields(PluginFieldCollection const* collection, TensorRTPhase
         char const* const flag = kRolesOfLayer[i].flag;
         options.has[i] = flag == nullptr || fields.integer(flag, {0, 1}) == 1;
     }
-    check_place(options.has[kLinearNormWeight] && options.norm == TWELL_NORM_NONE, kLinearNormWeight, "without a norm");
-    check_place(options.has[kLinearNormBias] && options.norm != TWELL_NORM_LAYER, kLinearNormBias,
-                "without a layer norm");
-    check_place(options.has[kLinearResidual] && options.splits.size() > 1, kLinearResidual, "with several outputs");
+    check_norm_inputs(options.norm, options.has[kLinearNormWeight], options.has[kLinearNormBias]);
+    if (options.has[kLinearResidual] && options.splits.size() > 1) {
+        refuse(kRolesOfLayer[kLinearResidual].flag, "1", "0 with several outputs");
+    }
     fields.reject_rest(field_names());
     return options;
 }

@@ -3,9 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <iterator>
 #include <string>
-
-#include "fields.h"
 
 namespace twell {
 namespace {
@@ -26,6 +25,10 @@ constexpr char const* kResidualField = "residual";
 // May be left out, in a plan, too: then there are none. Plans of before there were any have none.
 constexpr char const* kScales = "scales";
 constexpr char const* kThresholds = "thresholds";
+constexpr char const* kNorm = "norm";
+constexpr char const* kEps = "eps";
+constexpr char const* kNormWeight = "norm_weight";
+constexpr char const* kNormBias = "norm_bias";
 // In plans only: raised whenever the meaning of the plan fields changes.
 constexpr char const* kSchema = "schema";
 constexpr int32_t kSchemaVersion = 3;
@@ -40,6 +43,8 @@ constexpr ActivationName kActivations[] = {
     {"fatrelu", TWELL_FATRELU},
     {"drelu", TWELL_DRELU},  // last, because a plain block has all but this one
 };
+
+constexpr char const* kNorms[] = {"none", "rms", "layer"};  // in the order of twell_norm
 
 int32_t activation_count(twell_variant variant) { return variant == TWELL_GATED ? 4 : 3; }
 
@@ -104,11 +109,47 @@ Options read_fields(twell_variant variant, PluginFieldCollection const* collecti
     if (options.thresholds && (options.activation != TWELL_FATRELU || options.threshold != 0.0F)) {
         refuse(kThresholds, "1", "0, because only fatrelu with threshold 0 takes thresholds");
     }
+    options.norm = fields.has(kNorm) ? read_norm(fields, phase) : TWELL_NORM_NONE;
+    options.eps = fields.has(kEps) ? read_eps(fields) : 0.0F;
+    options.norm_weight = fields.has(kNormWeight) && fields.integer(kNormWeight, {0, 1}) == 1;
+    options.norm_bias = fields.has(kNormBias) && fields.integer(kNormBias, {0, 1}) == 1;
+    check_norm_inputs(options.norm, options.norm_weight, options.norm_bias);
     fields.reject_rest(field_names(variant));
     return options;
 }
 
 }  // namespace
+
+int32_t read_norm(FieldReader& fields, TensorRTPhase phase) {
+    if (phase == TensorRTPhase::kRUNTIME) {
+        return fields.integer(kNorm, {TWELL_NORM_NONE, TWELL_NORM_RMS, TWELL_NORM_LAYER});
+    }
+    std::vector<std::string> const names(std::begin(kNorms), std::end(kNorms));
+    std::string const name = fields.text(kNorm, one_of(names));
+    auto const found = std::find(names.begin(), names.end(), name);
+    if (found == names.end()) {
+        refuse(kNorm, "'" + printable(name) + "'", one_of(names));
+    }
+    return static_cast<int32_t>(found - names.begin());
+}
+
+float read_eps(FieldReader& fields) {
+    char const* const allowed = "finite and at least 0";
+    float const eps = fields.number(kEps, allowed);
+    if (!std::isfinite(eps) || eps < 0.0F) {
+        refuse(kEps, std::to_string(eps), allowed);
+    }
+    return eps;
+}
+
+void check_norm_inputs(int32_t norm, bool weight, bool bias) {
+    if (weight && norm == TWELL_NORM_NONE) {
+        refuse(kNormWeight, "1", "0 without a norm");
+    }
+    if (bias && norm != TWELL_NORM_LAYER) {
+        refuse(kNormBias, "1", "0 without a layer norm");
+    }
+}
 
 std::vector<PluginField> field_names(twell_variant variant) {
     std::vector<PluginField> fields{
@@ -116,7 +157,9 @@ std::vector<PluginField> field_names(twell_variant variant) {
         {kCompression, nullptr, PluginFieldType::kINT32, 1},   {kHot, nullptr, PluginFieldType::kINT32, 1},
         {kUpBias, nullptr, PluginFieldType::kINT32, 1},        {kDownBias, nullptr, PluginFieldType::kINT32, 1},
         {kResidualField, nullptr, PluginFieldType::kINT32, 1}, {kScales, nullptr, PluginFieldType::kINT32, 1},
-        {kThresholds, nullptr, PluginFieldType::kINT32, 1},
+        {kThresholds, nullptr, PluginFieldType::kINT32, 1},    {kNorm, nullptr, PluginFieldType::kCHAR, 1},
+        {kEps, nullptr, PluginFieldType::kFLOAT32, 1},         {kNormWeight, nullptr, PluginFieldType::kINT32, 1},
+        {kNormBias, nullptr, PluginFieldType::kINT32, 1},
     };
     if (variant == TWELL_GATED) {
         fields.emplace_back(kGateBias, nullptr, PluginFieldType::kINT32, 1);
@@ -129,7 +172,8 @@ Options read_options(twell_variant variant, PluginFieldCollection const* collect
                             [&] { return read_fields(variant, collection, phase); });
 }
 
-Serialized::Serialized(twell_variant variant, Options const& options) : threshold_(options.threshold) {
+Serialized::Serialized(twell_variant variant, Options const& options)
+    : threshold_(options.threshold), eps_(options.eps) {
     size_t used = 0;
     auto const add = [&](char const* name, int32_t value) {
         integers_[used] = value;
@@ -154,6 +198,12 @@ Serialized::Serialized(twell_variant variant, Options const& options) : threshol
     }
     if (options.thresholds) {
         add(kThresholds, 1);
+    }
+    if (options.norm != TWELL_NORM_NONE) {
+        add(kNorm, options.norm);
+        fields_.emplace_back(kEps, &eps_, PluginFieldType::kFLOAT32, 1);
+        add(kNormWeight, options.norm_weight ? 1 : 0);
+        add(kNormBias, options.norm_bias ? 1 : 0);
     }
     collection_.nbFields = static_cast<int32_t>(fields_.size());
     collection_.fields = fields_.data();

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "fields.h"
+
 namespace twell {
 
 struct Options {
@@ -15,6 +17,8 @@ struct Options {
     float threshold = 0.0F;           // TWELL_FATRELU only
     int32_t compression = 8;          // 1, 2, 4 or 8
     int32_t hot = 0;                  // neurons, the first ones: 0 to d_ff, which only the shapes tell
+    int32_t norm = TWELL_NORM_NONE;   // twell_norm
+    float eps = 0.0F;                 // of the norm
     // Whether these inputs are present. A plain block has no gate: its `b_gate` is the field up_bias, as in twell.h.
     bool b_gate = false;
     bool b_up = false;
@@ -22,7 +26,16 @@ struct Options {
     bool residual = false;
     bool scales = false;      // whether weights are of fp8, each with its scales
     bool thresholds = false;  // of TWELL_FATRELU with threshold 0 only
+    bool norm_weight = false;
+    bool norm_bias = false;
 };
+
+// Read the fields `norm` and `eps`, of any plugin that has them. Throw Refusal, as read_options does.
+int32_t read_norm(FieldReader& fields, nvinfer1::TensorRTPhase phase);
+float read_eps(FieldReader& fields);
+
+// Throws Refusal where a field says that an input of a norm is there, but the norm has none of the kind.
+void check_norm_inputs(int32_t norm, bool weight, bool bias);
 
 // The fields that a node of this variant may have, for IPluginCreatorV3One::getFieldNames.
 std::vector<nvinfer1::PluginField> field_names(twell_variant variant);
@@ -43,8 +56,9 @@ class Serialized {
     nvinfer1::PluginFieldCollection const* collection() const { return &collection_; }
 
   private:
-    std::array<int32_t, 10> integers_{};
+    std::array<int32_t, 13> integers_{};
     float threshold_ = 0.0F;
+    float eps_ = 0.0F;
     std::vector<nvinfer1::PluginField> fields_;
     nvinfer1::PluginFieldCollection collection_{};
 };

@@ -48,7 +48,7 @@ def op_in(program: ExportedProgram) -> Node:
 def assert_operands(program: ExportedProgram, node: Node, expected: list[Any]) -> None:
     """Compare the constants behind the operands between x and residual; None where a bias is absent."""
     names = constants_of(program)
-    for argument, wanted in zip(node.args[1:-5], expected, strict=True):
+    for argument, wanted in zip(node.args[1:-7], expected, strict=True):
         assert (argument is None) == (wanted is None)
         if argument is not None:
             actual = tensor_of(program, names[argument])
@@ -64,7 +64,7 @@ def test_operands_of_gated_mlp(biases: str, swap: bool, compression: int) -> Non
     result = rewrite(canonical(module), compression)
     node, ffn = op_in(result), module.ffn
     assert node.target is GATED_MLP
-    assert node.args[-4:] == ("relu", 0.0, compression, 0)
+    assert node.args[-6:] == ("relu", 0.0, compression, 0, "none", 0.0)
     (add,) = (n for n in result.graph.nodes if n.target is torch.ops.aten.add.Tensor and n.args[1] == 1)
     assert node.args[0] is add
     expected = [ffn.gate.weight, ffn.gate.bias, ffn.up.weight, ffn.up.bias, ffn.down.weight.t(), ffn.down.bias]
@@ -77,7 +77,7 @@ def test_operands_of_mlp(biases: str) -> None:
     result = rewrite(canonical(module), 4)
     node, ffn = op_in(result), module.ffn
     assert node.target is MLP
-    assert node.args[-4:] == ("relu", 0.0, 4, 0)
+    assert node.args[-6:] == ("relu", 0.0, 4, 0, "none", 0.0)
     assert_operands(result, node, [ffn.up.weight, ffn.up.bias, ffn.down.weight.t(), ffn.down.bias])
 
 
@@ -127,7 +127,7 @@ def test_hot_neurons_of_each_block() -> None:
     program = canonical(nn.Sequential(Residual(Gated()), Residual(Plain()), Residual(Gated())))
     blocks = zip(find_ffn_blocks(program), [5, 0, 32], strict=True)
     result = rewrite_ffn(program, [(block, options_of(block, hot=hot)) for block, hot in blocks])
-    assert [n.args[-1] for n in result.graph.nodes if n.target in (GATED_MLP, MLP)] == [5, 0, 32]
+    assert [n.args[-3] for n in result.graph.nodes if n.target in (GATED_MLP, MLP)] == [5, 0, 32]
     assert_same(run(result)[0], run(program)[0])
 
 
@@ -145,7 +145,7 @@ def test_the_decision_says_how_many_are_hot(monkeypatch: pytest.MonkeyPatch) -> 
     calibration = Calibration({layer.module: BlockProfile(layer.module, "gated", "relu", **counts)})
     rewritten = pipeline.run_passes(program, PassOptions(torch.bfloat16, "all", calibration=calibration))
     assert [layer.hot for layer in rewritten.layers] == [0, 16]
-    assert op_in(rewritten.program).args[-1] == 16
+    assert op_in(rewritten.program).args[-3] == 16
 
 
 def test_block_that_reads_the_block_before() -> None:

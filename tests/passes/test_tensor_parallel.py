@@ -274,7 +274,7 @@ def test_hot_neurons_are_the_hottest_of_a_rank_and_come_first() -> None:
     assert set.union(*firsts) == set(range(48, 64)) and not firsts[0] & firsts[1]
     for each in found:
         (node,) = (node for node in each.program.graph.nodes if node.target is GATED_MLP)
-        assert node.args[-1] == 8
+        assert node.args[-3] == 8
 
 
 @pytest.mark.parametrize(("d_ff", "sizes"), [(256, [128, 128]), (40, [24, 16]), (42, [24, 18]), (10, [5, 5])])

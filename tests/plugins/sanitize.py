@@ -24,6 +24,7 @@ NAMES = (
     "gradients_gpu",
     "eight_bits",
     "linear",
+    "norm",
     "autoencoders",
 )
 

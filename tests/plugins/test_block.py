@@ -15,6 +15,7 @@ from tests.processes import captured
 from twellc.plugins import library
 from twellc.plugins.block import (
     GATED,
+    NORM_TENSORS,
     OPTIONS,
     PLAIN,
     SCALES_FLAG,
@@ -36,6 +37,7 @@ from twellc.plugins.ops import OPS
 
 ROOT = Path(__file__).resolve().parents[2]
 TENSORRT = ROOT / "plugins" / "tensorrt"
+NORM_FLAGS = {each.flag for each in NORM_TENSORS}
 C_TYPES = {str: "int32_t", int: "int32_t", float: "float"}  # an activation is a number there
 FIELD_TYPES = {str: "kCHAR", int: "kINT32", float: "kFLOAT32"}
 
@@ -68,7 +70,7 @@ def test_the_schema_takes_the_calls_of_earlier_archives(variant: Variant) -> Non
 def test_a_call_is_read_as_it_was_written() -> None:
     for variant in VARIANTS.values():
         operands = Operands(**{each.name: each.name for each in variant.tensors})
-        options = BlockOptions(activation="fatrelu", threshold=0.5, compression=2, hot=3)
+        options = BlockOptions(activation="fatrelu", threshold=0.5, compression=2, hot=3, norm="rms", eps=0.25)
         arguments = [*operands.arguments(), *options.arguments()]
         for count in (len(arguments), len(variant.tensors), 1):
             named = dict(zip(variant.arguments, arguments, strict=True))
@@ -84,6 +86,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "nan": ({"threshold": float("nan")}, "threshold must be finite and at least 0, got nan"),
     "compression": ({"compression": 3}, "compression must be one of 1, 2, 4, 8, got 3"),
     "hot": ({"hot": 41}, "hot must be 0 to d_ff = 40, got 41"),
+    "norm": ({"norm": "batch"}, "norm must be one of none, rms, layer, got 'batch'"),
+    "eps": ({"eps": float("inf")}, "eps must be finite and at least 0, got inf"),
 }
 
 
@@ -110,7 +114,7 @@ def test_nodes_are_read_as_they_are_written() -> None:
             names = [each.name for each in variant.tensors if each.name != absent]
             names += variant.by_name if absent == "residual" else ()
             operands = Operands(**{name: name for name in names})
-            options = BlockOptions(activation="relu2", compression=4, hot=8)
+            options = BlockOptions(activation="relu2", compression=4, hot=8, norm="layer", eps=0.5)
             attributes = node_attributes(operands, options)
             assert attributes.keys() == {*ATTRIBUTES[variant.node], "plugin_version", "plugin_namespace"}
             stored = {name: value.encode() if isinstance(value, str) else value for name, value in attributes.items()}
@@ -118,7 +122,7 @@ def test_nodes_are_read_as_they_are_written() -> None:
             for broken in (["x"], [*operands.named().values(), "more"]):
                 with pytest.raises(ValueError, match="not the fields and inputs of one"):
                     read_node(variant.node, broken, stored)
-            for name in ATTRIBUTES[variant.node].keys() - {"scales", "thresholds"}:
+            for name in ATTRIBUTES[variant.node].keys() - {"scales", "thresholds", "norm", "eps", *NORM_FLAGS}:
                 rest = {key: value for key, value in stored.items() if key != name}
                 with pytest.raises(ValueError, match="not the fields and inputs of one"):
                     read_node(variant.node, list(operands.named().values()), rest)
@@ -183,7 +187,7 @@ def function(name: str) -> str:
 
 
 FLAGS = {each.flag: each for each in TENSORS if each.flag}
-ALL_FLAGS = {*FLAGS, SCALES_FLAG, THRESHOLDS.flag}
+ALL_FLAGS = {*FLAGS, SCALES_FLAG, THRESHOLDS.flag, *NORM_FLAGS}
 
 
 def test_the_plugins_know_the_names_of_all_fields() -> None:
@@ -254,7 +258,10 @@ def test_the_options_of_the_plugins() -> None:
     for each in OPTIONS:
         kind, default = found[each.name]
         assert kind == C_TYPES[each.kind]
-        assert each.default is None or float(default.removesuffix("F")) == each.default
+        if each.kind is str:
+            assert each.default is None or default.endswith(f"_{str(each.default).upper()}")
+        else:
+            assert float(default.removesuffix("F")) == each.default
 
 
 def test_the_plugins_pass_all_options_on() -> None:
@@ -332,7 +339,7 @@ from twellc.plugins.ops import MLP, run_block
 x, up, down = torch.randn(3, 16), torch.randn(24, 16), torch.randn(24, 16)
 operands = Operands(x=x, w_up=up, w_down=down)
 y = run_block(operands, BlockOptions(activation="relu"))
-assert torch.equal(MLP(x, up, None, down, None, None, "relu", 0.0, 8, 0, 3), y), "op"
+assert torch.equal(MLP(x, up, None, down, None, None, "relu", 0.0, 8, 0, "none", 0.0, 3), y), "op"
 for wrong in (-1, 8):
     try:
         run_block(operands, BlockOptions(activation="relu", spare=wrong))
@@ -348,7 +355,7 @@ class Called(nn.Module):
         self.up, self.down = nn.Parameter(up), nn.Parameter(down)
 
     def forward(self, x):
-        return torch.ops.twell.mlp(x, self.up, None, self.down, None, None, "relu", 0.0, 8, 0, 3)
+        return torch.ops.twell.mlp(x, self.up, None, self.down, None, None, "relu", 0.0, 8, 0, "none", 0.0, 3)
 
 
 class Block(nn.Module):
@@ -390,7 +397,7 @@ def test_an_option_that_is_added_to_the_table_reaches_everything(tmp_path: Path)
     ignored = shutil.ignore_patterns("lib", "kernels", "__pycache__", "*.cpp", "*.h", "*.so")
     shutil.copytree(ROOT / "twellc", package, ignore=ignored)
     table, mirror = package / "plugins" / "block.py", package / "plugins" / "library.py"
-    last = re.findall(r"^    hot: int = _option\(.*\)\n", table.read_text(), flags=re.MULTILINE)[0]
+    last = re.findall(r"^    eps: float = _option\(.*\)\n", table.read_text(), flags=re.MULTILINE)[0]
     table.write_text(table.read_text().replace(last, last + OPTION))
     fields = '(_I32, "hot reserved gate_up_scale down_scale")'
     assert mirror.read_text().count(fields) == 1

@@ -36,6 +36,9 @@ from twellc.plugins.block import set_scales
 __all__ = ["host", "lib", "make_plan"]
 
 
+EPS = 1e-5
+
+
 @dataclass(frozen=True)
 class Block:
     gated: bool
@@ -50,6 +53,8 @@ class Block:
     d_out: int = 32
     scales: tuple[str, str] | None = None  # how many gate and up, and down have, if weights are of fp8
     thresholds: bool = False
+    norm: str = "none"
+    of_norm: tuple[str, ...] = ()
 
     def inputs(self, leading: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """Return the shape of each plugin input, in order, under its name in the C API."""
@@ -69,7 +74,7 @@ class Block:
                 shapes[f"{name}_scale"] = forms[self.scales[name == "w_down"]]
         if self.thresholds:
             shapes["thresholds"] = (self.d_ff,)
-        return shapes
+        return shapes | dict.fromkeys(self.of_norm, (self.d_model,))
 
     def kind(self, name: str, dtype: int) -> int:
         """Return the type of an input, by its name in the C API, of a block of this element type."""
@@ -91,6 +96,8 @@ class Block:
             activation=library.ACTIVATIONS[self.activation],
             threshold=self.threshold,
             hot=self.hot,
+            norm=library.NORMS[self.norm],
+            eps=EPS,
         )
         if self.scales is not None:
             set_scales(problem, *self.scales)
@@ -103,7 +110,8 @@ class Block:
         }
         values |= {"activation": self.activation, "threshold": self.threshold, "residual": int(self.residual)}
         values |= {"compression": self.compression, "hot": self.hot, "scales": int(self.scales is not None)}
-        values["thresholds"] = int(self.thresholds)
+        values |= {"thresholds": int(self.thresholds), "norm": self.norm, "eps": EPS}
+        values |= {name: int(name in self.of_norm) for name in ("norm_weight", "norm_bias")}
         return plugin_host.create_plugin(host, library.library_path(), 0 if self.gated else 1, values)
 
     def tensors(self, leading: Sequence[int], dtype: int = BF16) -> plugin_host.Tensors:
@@ -129,6 +137,9 @@ BLOCKS = [
     Block(gated=False, biases=("down",), scales=("neuron", "tensor")),
     Block(gated=False, biases=("gate", "down"), activation="fatrelu", thresholds=True, d_ff=70_000),
     Block(gated=True, residual=True, activation="fatrelu", thresholds=True, scales=("tensor", "tensor")),
+    Block(gated=True, residual=True, norm="rms", of_norm=("norm_weight",)),
+    Block(gated=False, biases=("gate",), norm="layer", of_norm=("norm_weight", "norm_bias")),
+    Block(gated=True, norm="layer", of_norm=("norm_bias",), scales=("neuron", "tensor")),
 ]
 
 

@@ -378,9 +378,9 @@ def test_which_kernels_run() -> None:
     assert kernels_of(Case(tokens=8, inner=8192), "H100") == ["linear_few tokens=8 queue=32"]
     assert kernels_of(Case(tokens=9, inner=8192, norm="none"), "H100") == [many]
     assert kernels_of(Case(tokens=16, inner=8192, scale="tensor"), "H100") == ["linear_few tokens=8 queue=32"] * 2
-    assert kernels_of(Case(tokens=17, inner=2048, out=64), "H100") == ["linear_norm", many]
+    assert kernels_of(Case(tokens=17, inner=2048, out=64), "H100") == ["norm", many]
     assert kernels_of(Case(tokens=17, inner=2048, out=64, norm="none"), "H100") == [many]
-    assert kernels_of(Case(tokens=1, inner=32000, out=64), "H100") == ["linear_norm", many]
+    assert kernels_of(Case(tokens=1, inner=32000, out=64), "H100") == ["norm", many]
     assert kernels_of(Case(tokens=8, scale="neuron"), "H100") == ["linear_few tokens=8 queue=48"]
     assert kernels_of(Case(tokens=8, inner=72, scale="neuron"), "H100") == ["widen", "linear_few tokens=8 queue=48"]
     assert kernels_of(Case(tokens=99, scale="tensor", norm="none"), "H100") == in_bytes
@@ -393,7 +393,7 @@ def test_which_kernels_run() -> None:
     assert kernels_of(Case(tokens=8, inner=2048), "RTX-4090") == ["linear_few tokens=8 queue=16"]
     assert kernels_of(Case(tokens=0), "H100") == []
     assert kernels_of(Case(tokens=8, choose=True), "H100") == ["linear_few tokens=8 queue=48", "linear_choose"]
-    many = ["linear_norm", "linear_many", "linear_choose"]
+    many = ["norm", "linear_many", "linear_choose"]
     assert kernels_of(Case(tokens=17, inner=2048, out=64, choose=True), "H100") == many
 
 
@@ -414,7 +414,7 @@ def test_every_configuration_is_known_and_launches_fit() -> None:
     function.restype, function.argtypes = ctypes.c_size_t, [ctypes.c_char_p, ctypes.c_size_t]
     known = {line for line in library.read_text(function).splitlines() if line.startswith("linear")}
     of_cublas_lt = {"linear_many", "linear_round"}  # in its place, and before it
-    assert known - of_cublas_lt <= found - {"widen"} <= known
+    assert known - of_cublas_lt <= found - {"widen", "norm"} <= known
 
 
 def test_the_workspace_does_not_shrink() -> None:
@@ -443,7 +443,7 @@ def test_numbers_of_the_sources() -> None:
     source = (plugins / "tensorrt" / "linear_plugin.cpp").read_text()
     table = re.findall(r'\{"(\w+)", (?:nullptr|"(\w+)")\}', source.partition("kRolesOfLayer[] = ")[2].partition(";")[0])
     assert table == [(each.name, each.flag) for each in TENSORS]
-    (norms,) = re.findall(r"kNorms\[\] = \{(.*)\};", source)
+    (norms,) = re.findall(r"kNorms\[\] = \{(.*)\};", (plugins / "tensorrt" / "options.cpp").read_text())
     assert tuple(re.findall(r'"(\w+)"', norms)) == tuple(library.NORMS)
 
 

@@ -21,6 +21,7 @@ SOURCES = {
     "features/features.cu": (GENERIC, 3),
     "few_tokens/few.cu": (GENERIC, 6),
     "linear/linear.cu": (GENERIC, 24),
+    "norm/norm.cu": (GENERIC, 2),
     "one_or_two_tokens/one_or_two.cu": (GENERIC, 3),
     "many_tokens/gate/gate.cu": (GENERIC, 8),
     "many_tokens/chunks/chunk.cu": (GENERIC, 2),

@@ -73,7 +73,7 @@ def fields(plugin: str, phase: str, **changes: Field | None) -> list[Field]:
         biases = ("gate_bias", "up_bias", "residual") if plugin == GATED else ("up_bias", "residual")
         good = {each.name: [kinds[each.kind], each.default] for each in OPTIONS}
         good |= {"activation": ["CHAR", "relu"], "down_bias": ["INT32", 1], **{name: ["INT32", 0] for name in biases}}
-        plan = {"schema": ["INT32", 3], "activation": ["INT32", 0]}
+        plan = {"schema": ["INT32", 3], "activation": ["INT32", 0], "norm": ["INT32", 0]}
     good |= (plan if phase == "RUNTIME" else {}) | changes
     return [[name, *value] for name, value in good.items() if value is not None]
 
@@ -89,6 +89,10 @@ ACCEPTED = [
     *(accepted(plugin, hot=["INT32", 1 << 20]) for plugin in BLOCKS),
     *(accepted(plugin, phase, scales=["INT32", 1]) for plugin in BLOCKS for phase in ("BUILD", "RUNTIME")),
     *(accepted(plugin, activation=["CHAR", "fatrelu"], thresholds=["INT32", 1]) for plugin in BLOCKS),
+    # Nodes and plans of before blocks had norms.
+    *(accepted(plugin, phase, norm=None, eps=None) for plugin in BLOCKS for phase in ("BUILD", "RUNTIME")),
+    *(accepted(plugin, norm=["CHAR", "layer"], norm_weight=["INT32", 1], norm_bias=["INT32", 1]) for plugin in BLOCKS),
+    accepted(GATED, "RUNTIME", norm=["INT32", 1], eps=["FLOAT32", 1e-5], norm_weight=["INT32", 1]),
     accepted(GATED, activation=["CHAR", "drelu"]),
     accepted(PLAIN, activation=["CHAR", "fatrelu"], threshold=["FLOAT32", 0.5]),
     *(accepted(LINEAR, phase, splits=["INT32", [64, 8, 8, 16]]) for phase in ("BUILD", "RUNTIME")),
@@ -135,13 +139,17 @@ REFUSED = [
     refused(PLAIN, "residual", ["INT32", 2], ": got 2; allowed: 0 or 1"),
     refused(PLAIN, "down_bias", None, " is missing"),
     refused(GATED, "scales", ["INT32", 2], ": got 2; allowed: 0 or 1"),
+    refused(PLAIN, "norm", ["CHAR", "batch"], ": got 'batch'; allowed: none, rms or layer"),
+    refused(GATED, "eps", ["FLOAT32", -1.0], ": got -1.000000; allowed: finite and at least 0"),
+    refused(GATED, "norm_weight", ["INT32", 1], ": got 1; allowed: 0 without a norm"),
+    refused(PLAIN, "norm_bias", ["INT32", 1], ": got 1; allowed: 0 without a layer norm", norm=["CHAR", "rms"]),
     refused(PLAIN, "thresholds", ["INT32", 1], ": got 1; allowed: 0, because only fatrelu with threshold 0 takes"),
     refused(
         PLAIN,
         "gate_bias",
         ["INT32", 0],
         " is unknown; allowed: activation, threshold, compression, hot, up_bias, down_bias, residual, scales, "
-        "thresholds",
+        "thresholds, norm, eps, norm_weight, norm_bias",
     ),
     refused(GATED, "tile", ["INT32", 256], " is unknown; allowed: activation,"),
     refused(GATED, "schema", ["INT32", 1], " is unknown"),
@@ -212,8 +220,9 @@ def created(request: pytest.FixtureRequest, lean_folder: Any) -> tuple[str, Repo
 
 
 def test_creators_are_registered(created: tuple[str, Report]) -> None:
-    common = {"activation": "CHAR", "threshold": "FLOAT32"}
+    common = {"activation": "CHAR", "threshold": "FLOAT32", "norm": "CHAR", "eps": "FLOAT32"}
     common |= dict.fromkeys(("compression", "hot", "up_bias", "down_bias", "residual", "scales", "thresholds"), "INT32")
+    common |= dict.fromkeys(("norm_weight", "norm_bias"), "INT32")
     expected: dict[str, dict[str, str]] = {PLAIN: common, GATED: common | {"gate_bias": "INT32"}}
     integers = dict.fromkeys(("splits", "choose", *FLAGS), "INT32")
     expected |= {LINEAR: {"norm": "CHAR", "eps": "FLOAT32", **integers}}
@@ -308,7 +317,7 @@ def block(
     leading, attributes = changes.pop("leading", LEADING), changes.pop("attributes", {})
     inputs: dict[str, Input | None] = {"x": [dtype, [*leading, d_model]]}
     said: dict[str, Any] = {"activation": "relu", "threshold": 0.0, "compression": 8, "hot": 0, "scales": 0}
-    said["thresholds"] = 0
+    said |= {"thresholds": 0, "norm": "none", "eps": 0.0, "norm_weight": 0, "norm_bias": 0}
     for name in ("gate", "up", "down") if plugin == GATED else ("up", "down"):
         inputs[f"w_{name}"] = [dtype, [d_ff, d_out if name == "down" else d_model]]
         inputs[f"b_{name}"] = [dtype, [d_out if name == "down" else d_ff]] if name[0] in biases else None
@@ -319,6 +328,8 @@ def block(
 
 
 EACH = {"activation": "fatrelu", "thresholds": 1}
+RMS = {"norm": "rms", "eps": 1e-5, "norm_weight": 1}
+LAYER = {"norm": "layer", "eps": 1e-5, "norm_weight": 1, "norm_bias": 1}
 
 
 def scaled(case: Case, gate_up: list[int], down: list[int], stored: str = "fp8", **changes: Input) -> Case:
@@ -406,6 +417,8 @@ BUILT: dict[str, Case] = {
     "one-scale": scaled(block(GATED), [], []),
     "scales-of-int8": scaled(block(GATED, biases="u"), [300, 1], [300, 1], stored="int8"),
     "thresholds": block(PLAIN, "fp16", biases="ud", d_ff=300, attributes=EACH, thresholds=["fp32", [300]]),
+    "rms": block(GATED, attributes=RMS, residual=True, norm_weight=["bf16", [64]]),
+    "layer": block(PLAIN, "fp16", attributes=LAYER, norm_weight=["fp16", [64]], norm_bias=["fp16", [64]]),
     "one-scale-plain": scaled(block(PLAIN, biases="d"), [], [300, 1]),
     "linear": linear(norm_weight=["bf16", [128]]),
     "linear-fp16-splits": linear("fp16", splits=(64, 8, 24), norm="none"),
@@ -500,6 +513,11 @@ NOT_BUILT: list[tuple[Case, str]] = [
     ),
     (block(PLAIN, attributes=EACH, thresholds=["fp32", [299]]), wrong_shape("thresholds", "[299]", "[d_ff] = [300]")),
     (block(PLAIN, attributes=EACH, thresholds=["bf16", [300]]), "input thresholds is bf16"),
+    (
+        block(PLAIN, attributes=RMS, norm_weight=["bf16", [300]]),
+        wrong_shape("norm_weight", "[300]", "[d_model] = [64]"),
+    ),
+    (block(GATED, attributes=RMS, norm_weight=["fp32", [64]]), "input norm_weight is float32; all inputs must be bf16"),
     (block(GATED, attributes={"scales": 1}), "got 4 inputs; expected 7: x, w_gate, w_up, w_down, w_gate_scale, w_up"),
     (
         linear(weight=["bf16", [72, 128]]),

@@ -131,8 +131,9 @@ def test_each_call_becomes_a_layer(
         BlockOptions(activation="relu2", compression=2),
         BlockOptions(activation="fatrelu", threshold=0.25),
         BlockOptions(activation="drelu", hot=16, compression=4),
+        BlockOptions(activation="relu", norm="rms", eps=0.5),
     ],
-    ids=lambda options: options.activation,
+    ids=lambda options: f"{options.activation}-{options.norm}",
 )
 def test_the_plugin_gets_every_option(
     converters: dict[Any, list[Support]], monkeypatch: pytest.MonkeyPatch, options: BlockOptions, dtype: torch.dtype
@@ -153,7 +154,8 @@ def test_the_plugin_gets_every_option(
     assert converters[GATED_MLP][0].capability_validator(node, None)
     convert = converters[GATED_MLP][0].converter_implementation
     convert(SimpleNamespace(net=Network()), node.target, node.args, node.kwargs, "block")
-    flags = {"gate_bias": 0, "up_bias": 0, "down_bias": 1, "residual": 0, "scales": 0, "thresholds": 0}
+    flags = {"gate_bias": 0, "up_bias": 0, "down_bias": 1, "residual": 0, "scales": 0}
+    flags |= {"thresholds": 0, "norm_weight": 0, "norm_bias": 0}
     assert fields == {**options.named(), **flags}
 
 

@@ -27,7 +27,7 @@ from twellc.checks.eight_bits import NarrowBlock
 from twellc.checks.operators import own_operator
 from twellc.passes.onnx.ffn import DENSE_FP8
 from twellc.plugins.attention_op import ATTENTION
-from twellc.plugins.block import BY_NODE, BlockOptions, Operands, WeightOperands
+from twellc.plugins.block import BY_NODE, FLOAT32, BlockOptions, Operands, WeightOperands
 from twellc.plugins.cache_op import APPEND, CACHED_ATTENTION
 from twellc.plugins.library import (
     APPEND_NAME,
@@ -38,7 +38,7 @@ from twellc.plugins.library import (
     PLUGIN_NAMESPACE,
 )
 from twellc.plugins.linear_op import run_linear
-from twellc.plugins.meaning import activate
+from twellc.plugins.meaning import activate, normalised
 from twellc.plugins.onnx_node import read_linear, read_node
 from twellc.plugins.ops import run_block
 
@@ -187,7 +187,8 @@ def _dense_fp8_of(name: str) -> Any:
 def _read(name: str, inputs: list[torch.Tensor], fields: dict[str, Any]) -> tuple[Operands[torch.Tensor], BlockOptions]:
     """Return what a node is given; scales and thresholds are in float32 also where the rest of a graph was widened."""
     operands, options = read_node(name, inputs, fields)
-    return replace(operands, **{name: each.float() for name, each in operands.by_name().items()}), options
+    given = operands.named()
+    return replace(operands, **{name: given[name].float() for name in FLOAT32 if name in given}), options
 
 
 def _linear(inputs: list[torch.Tensor], fields: dict[str, Any]) -> list[torch.Tensor]:
@@ -248,7 +249,7 @@ class PluginNode:
 
     def run(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """Return y, in the dtype of x and residual: both are in float64, or in that of the block."""
-        narrow = {*self.weights.by_name(), *(name.removesuffix("_scale") for name in self.weights.scales())}
+        narrow = {*FLOAT32, *(name.removesuffix("_scale") for name in self.weights.scales())}
         tensors = {name: _load(each) for name, each in self.weights.named().items()}
         weights = {name: each if name in narrow else each.to(x.dtype) for name, each in tensors.items()}
         return _run_block(Operands(**weights, x=x, residual=residual), self.options)
@@ -260,6 +261,8 @@ class PluginNode:
         scale = self.weights.scales().get("w_up_scale" if self.weights.w_gate is None else "w_gate_scale")
         if scale is not None:
             weight = weight * _load(scale).to(x.device)
+        factor, shift = (None if each is None else _load(each).float().to(x.device) for each in self.weights.norm)
+        x = normalised(x.float(), self.options.norm, factor, shift, self.options.eps).to(x.dtype)
         z = torch.nn.functional.linear(x.float(), weight, bias).to(x.dtype)
         thresholds = self.weights.thresholds
         threshold = self.options.threshold if thresholds is None else _load(thresholds).to(x.device)

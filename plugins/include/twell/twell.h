@@ -3,6 +3,7 @@
 // One feed-forward block over `tokens` rows:
 //   gated:  y = residual + (act(x Wg^T + bg) * (x Wu^T + bu)) Wd + bd
 //   plain:  y = residual +  act(x Wg^T + bg)                  Wd + bd
+// With a norm, x stands for norm(x) on the right.
 // All matrices are row-major and contiguous. `w_down` is stored neuron-major, [d_ff, d_out]: the transpose of
 // torch.nn.Linear.weight. For a plain block `w_gate`/`b_gate` are the up projection, whose output is activated.
 //
@@ -50,6 +51,13 @@ typedef enum {
     TWELL_DRELU = 3     // gated only: max(gate, 0) * max(up, 0)
 } twell_activation;
 
+// Of a row of x, over its columns, in fp32; what it gives is rounded once to the element type.
+typedef enum {
+    TWELL_NORM_NONE = 0,
+    TWELL_NORM_RMS = 1,   // x / sqrt(mean(x^2) + eps) * norm_weight
+    TWELL_NORM_LAYER = 2  // (x - mean(x)) / sqrt(var(x) + eps) * norm_weight + norm_bias
+} twell_norm;
+
 // Both structs below begin with their size in the caller's header. So library and caller may be of different versions
 // within this second version of the API: of a shorter struct the missing fields count as 0, and of a longer one the
 // bytes that this library does not know must be 0. docs/c-api.md says what else is promised.
@@ -70,6 +78,8 @@ typedef struct {
     // twell_scale of w_gate_scale and w_up_scale, and of w_down_scale; 0 if weights have the type of x.
     int32_t gate_up_scale;
     int32_t down_scale;
+    int32_t norm;  // twell_norm: what is done to x first, for twell_mlp alone
+    float eps;     // of the norm, >= 0
 } twell_problem;
 
 // A GPU, in the words of cudaDeviceGetAttribute.
@@ -103,6 +113,8 @@ typedef struct {
     // Of TWELL_FATRELU with threshold 0, [d_ff] in fp32, or null: a threshold for each neuron, in the place of the one.
     // What is below 0, or a NaN, counts as 0.
     void const* thresholds;
+    void const* norm_weight;  // [d_model] or null: ones; null without a norm
+    void const* norm_bias;    // [d_model] or null: zeros; null but in a layer norm
 } twell_tensors;
 
 // Numbers of the table of routes (plugins/kernels/README.md) and of the kernels: where other kernels take over.
@@ -144,12 +156,12 @@ TWELL_API size_t twell_packed_bytes(twell_problem const* problem);
 TWELL_API size_t twell_workspace_bytes(twell_problem const* problem);
 
 // The two functions below return cudaErrorInvalidValue for a problem that twell_validate refuses, a missing pointer,
-// a residual that overlaps y, a scale of 16-bit weights, thresholds of another activation or too small a workspace,
-// cudaErrorMisalignedAddress for a misaligned pointer, cudaErrorNotSupported on a device below compute capability 8.0,
-// and else what the launch returned. The current device must be the stream's.
+// a residual that overlaps y, a scale of 16-bit weights, thresholds of another activation, a weight or bias of no norm
+// that has one, or too small a workspace, cudaErrorMisalignedAddress for a misaligned pointer, cudaErrorNotSupported on
+// a device below compute capability 8.0, and else what the launch returned. The current device must be the stream's.
 
-// The gate projection alone, with 16-bit weights: packed = TwELL(act(x Wg^T + bg)). Reads x, w_gate, b_gate and
-// thresholds.
+// The gate projection alone, with 16-bit weights and no norm: packed = TwELL(act(x Wg^T + bg)). Reads x, w_gate, b_gate
+// and thresholds.
 // `packed` is 16-byte aligned. Word 0 of a (row, tile) is the true number of non-zeros, of the rounded values; a NaN
 // counts. The other TWELL_TILE / compression - 1 words are slots: they hold the non-zeros in ascending column order,
 // the global column index in the low 16 bits and the value's bits in the high 16 bits. Words past the last non-zero are
@@ -194,13 +206,6 @@ TWELL_API size_t twell_describe(twell_problem const* problem, twell_device const
 
 // The most outputs.
 #define TWELL_MAX_SPLITS 4
-
-// Of a row of x, over its columns, in fp32; what it gives is rounded once to the element type.
-typedef enum {
-    TWELL_NORM_NONE = 0,
-    TWELL_NORM_RMS = 1,   // x / sqrt(mean(x^2) + eps) * norm_weight
-    TWELL_NORM_LAYER = 2  // (x - mean(x)) / sqrt(var(x) + eps) * norm_weight + norm_bias
-} twell_norm;
 
 // What is said of struct_bytes above holds for these, too.
 typedef struct {

@@ -165,19 +165,6 @@ __device__ __forceinline__ void unpack(float (&values)[kVector], uint2 vector) {
     }
 }
 
-// A vector of weights as the tensor cores take them, in the element type.
-template <class Element>
-__device__ __forceinline__ uint4 as_elements(uint4 vector) {
-    return vector;
-}
-template <class Element>
-__device__ __forceinline__ uint4 as_elements(uint2 vector) {
-    float values[kVector];
-    unpack<Element>(values, vector);
-    return make_uint4(Element::from_float2(values[0], values[1]), Element::from_float2(values[2], values[3]),
-                      Element::from_float2(values[4], values[5]), Element::from_float2(values[6], values[7]));
-}
-
 // Of four: uint4, float4.
 template <class Four>
 __device__ __forceinline__ void add(Four& sum, Four values) {
@@ -189,10 +176,26 @@ __device__ __forceinline__ void add(Four& sum, Four values) {
 
 // Rounds each value once.
 template <class Element>
+__device__ __forceinline__ uint4 pack(float const (&values)[kVector]) {
+    return make_uint4(Element::from_float2(values[0], values[1]), Element::from_float2(values[2], values[3]),
+                      Element::from_float2(values[4], values[5]), Element::from_float2(values[6], values[7]));
+}
+
+template <class Element>
 __device__ __forceinline__ void store_vector(uint16_t* pointer, float const (&values)[kVector]) {
-    *reinterpret_cast<uint4*>(pointer) =
-        make_uint4(Element::from_float2(values[0], values[1]), Element::from_float2(values[2], values[3]),
-                   Element::from_float2(values[4], values[5]), Element::from_float2(values[6], values[7]));
+    *reinterpret_cast<uint4*>(pointer) = pack<Element>(values);
+}
+
+// A vector of weights as the tensor cores take them, in the element type.
+template <class Element>
+__device__ __forceinline__ uint4 as_elements(uint4 vector) {
+    return vector;
+}
+template <class Element>
+__device__ __forceinline__ uint4 as_elements(uint2 vector) {
+    float values[kVector];
+    unpack<Element>(values, vector);
+    return pack<Element>(values);
 }
 
 // Brings a row into L2, by one warp.

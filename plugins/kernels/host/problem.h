@@ -17,6 +17,9 @@ inline bool has_scales(twell_problem const& problem) { return problem.weight_dty
 // Bytes of an element of them.
 inline int64_t weight_bytes(twell_problem const& problem) { return has_scales(problem) ? 1 : 2; }
 
+// Whether x is normalised first.
+inline bool has_norm(twell_problem const& problem) { return problem.norm != TWELL_NORM_NONE; }
+
 // Products of the gate projection.
 inline float gate_products(twell_problem const& problem) {
     return static_cast<float>(problem.tokens) * static_cast<float>(problem.d_model) * static_cast<float>(problem.d_ff);

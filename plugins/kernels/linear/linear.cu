@@ -9,6 +9,7 @@
 #include "linear/linear.h"
 #include "linear/linear_few.cuh"
 #include "linear/linear_many.cuh"
+#include "norm/norm.h"
 
 namespace twell {
 namespace {
@@ -198,15 +199,6 @@ cudaError_t multiply_by_cublas_lt(LinearCall const& call, void* workspace, void 
     return cudaSuccess;
 }
 
-template <class Element, bool kInBytes>
-cudaError_t launch_norm(LinearCall const& call, linear_many::NormParams const& params) {
-    int64_t const bytes = kInBytes ? int64_t{2} * params.in : 0;
-    return launch_dependent({kInBytes ? "linear_round" : "linear_norm"}, linear_many::norm_kernel<Element, kInBytes>,
-                            params, dim3(static_cast<unsigned>(call.problem.tokens)), linear_many::kNormThreads,
-                            static_cast<int>(bytes), call.device, call.stream, {},
-                            kInBytes ? most_row_bytes(call.device) : 0);
-}
-
 // The layer as a product of eight bits: x, normalised, is rounded, a scale a token. cudaErrorNotSupported: elsewhere.
 template <class Element>
 cudaError_t launch_in_bytes(LinearCall const& call, Scratch const& scratch) {
@@ -223,7 +215,7 @@ cudaError_t launch_in_bytes(LinearCall const& call, Scratch const& scratch) {
     }
     auto const* const scale = static_cast<float const*>(call.tensors.weight_scale);
     bool const has_one = problem.weight_scale == TWELL_SCALE_TENSOR;
-    linear_many::NormParams params = {};
+    linear_many::RoundParams params = {};
     params.x = static_cast<uint16_t const*>(call.tensors.x);
     params.norm = norm_of(call);
     params.in = problem.in;
@@ -232,7 +224,9 @@ cudaError_t launch_in_bytes(LinearCall const& call, Scratch const& scratch) {
     params.weight_scale = scale;
     params.weight_scales = scratch.weight_scales;
     params.out = has_one ? problem.out : 0;
-    TWELL_TRY(launch_norm<Element, true>(call, params));
+    TWELL_TRY(launch_dependent({"linear_round"}, linear_many::round_kernel<Element>, params,
+                               dim3(static_cast<unsigned>(problem.tokens)), linear_many::kRoundThreads, 2 * problem.in,
+                               call.device, call.stream, {}, most_row_bytes(call.device)));
     return multiply_by_cublas_lt(call, scratch.of_cublas_lt, scratch.rounded, call.tensors.weight, scratch.scale,
                                  has_one ? scratch.weight_scales : scale);
 }
@@ -244,7 +238,9 @@ cudaError_t launch_many(LinearCall const& call, Scratch const& scratch, void con
     linear_many::Params params = {};
     params.x = static_cast<uint16_t const*>(tensors.x);
     if (problem.norm != TWELL_NORM_NONE) {
-        TWELL_TRY(launch_norm<Element, false>(call, {params.x, scratch.normalised, norm_of(call), problem.in}));
+        TWELL_TRY(launch_norm({tensors.x, scratch.normalised, tensors.norm_weight, tensors.norm_bias, problem.eps,
+                               problem.norm, problem.dtype, problem.in, problem.tokens},
+                              call.device, call.stream));
         params.x = scratch.normalised;
     }
     params.weight = static_cast<uint16_t const*>(weight);
@@ -317,7 +313,6 @@ size_t linear_bytes(twell_linear_problem const& problem) {
 
 void list_linear(Text& text) {
     list_few(text, Few8Long(), Few8(), Few8Small(), Few16Long(), Few16(), Few16Small());
-    add_line(text, {"linear_norm"});
     add_line(text, {"linear_round"});
     add_line(text, {"linear_many"});
     add_line(text, {"linear_choose"});

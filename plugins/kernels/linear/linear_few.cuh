@@ -220,7 +220,8 @@ __device__ __forceinline__ void load_rows(Params<Stored> const& params, linear::
         held = v == thread ? held : linear::load_norm(params.norm, v, vectors);
 #pragma unroll 1
         for (int token = 0; token < params.tokens; ++token) {
-            linear::normalise<Element>(row(token) + int64_t{v} * kVector, params.norm, held, moments[token]);
+            auto* const place = reinterpret_cast<uint4*>(row(token)) + v;
+            *place = linear::normalise<Element>(*place, params.norm, held, moments[token]);
         }
     }
     __syncthreads();

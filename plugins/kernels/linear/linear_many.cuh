@@ -1,4 +1,4 @@
-// A linear layer for any number of tokens, on every GPU from sm_80 on: the norm of all rows, then products.
+// A linear layer for any number of tokens, on every GPU from sm_80 on: products of normalised rows.
 #pragma once
 
 #include "device/dependent_launch.cuh"
@@ -12,78 +12,68 @@ using namespace matmul_generic;
 using linear::Norm;
 using linear::Outputs;
 
-constexpr int kNormThreads = 256;
+constexpr int kRoundThreads = 256;
 
-struct NormParams {
-    uint16_t const* x;     // [tokens, in]
-    uint16_t* normalised;  // the same; not in eight bits
+struct RoundParams {
+    uint16_t const* x;  // [tokens, in]
     Norm norm;
     int in;
-    // Of eight bits: the rows, each with a scale, and the weight's scale for each of its rows, if it has one for all.
-    uint8_t* rounded = nullptr;           // [tokens, in]
-    float* scale = nullptr;               // [tokens]
-    float const* weight_scale = nullptr;  // 1
-    float* weight_scales = nullptr;       // [out]
-    int out = 0;                          // 0: it has one for each
+    uint8_t* rounded;           // [tokens, in]: each row with a scale
+    float* scale;               // [tokens]
+    float const* weight_scale;  // 1: the weight's, if it has one for all of its rows
+    float* weight_scales;       // [out]: it, for each of them
+    int out;                    // 0: it has one for each
 };
 
-// A CTA has a row. kInBytes: it stays in shared memory, and is written in eight bits.
-template <class Element, bool kInBytes>
-__global__ void __launch_bounds__(kNormThreads) norm_kernel(NormParams const params) {
+// Normalises rows and writes them in eight bits. A CTA has a row, which stays in shared memory.
+template <class Element>
+__global__ void __launch_bounds__(kRoundThreads) round_kernel(RoundParams const params) {
     extern __shared__ __align__(128) unsigned char shared[];
-    constexpr int kWarps = kNormThreads / kWarpSize;
-    __shared__ float results[2][kWarps];
+    constexpr int kWarps = kRoundThreads / kWarpSize;
+    __shared__ float sums[2][kWarps];
+    __shared__ float largest[kWarps];
     wait_for_previous_launch();
     allow_dependent_launch();
-    int buffer = 0;
-    auto const of_row = [&](float value, auto combine) {
-        float* const mine = results[buffer];
-        buffer ^= 1;
-#pragma unroll
-        for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-            value = combine(value, __shfl_xor_sync(0xffffffffu, value, distance));
-        }
-        if (threadIdx.x % kWarpSize == 0) {
-            mine[threadIdx.x / kWarpSize] = value;
-        }
-        __syncthreads();
-        float all = mine[0];
-#pragma unroll
-        for (int i = 1; i < kWarps; ++i) {
-            all = combine(all, mine[i]);
-        }
-        return all;
-    };
-    auto const sum_of_row = [&](float value) { return of_row(value, [](float a, float b) { return a + b; }); };
     int64_t const begin = int64_t{blockIdx.x} * params.in;
-    uint16_t* const row = kInBytes ? reinterpret_cast<uint16_t*>(shared) : params.normalised + begin;
     int const vectors = params.in / kVector;
     int const first = static_cast<int>(threadIdx.x);
-    linear::Moments const moments =
-        linear::copy_row<Element>(row, params.x + begin, params.norm, vectors, first, kNormThreads, sum_of_row);
+    auto* const row = reinterpret_cast<uint4*>(shared);
+    norm::SumOfRow<kRoundThreads> sum_of_row = {sums};
+    linear::Moments const moments = linear::copy_row<Element>(reinterpret_cast<uint16_t*>(shared), params.x + begin,
+                                                              params.norm, vectors, first, kRoundThreads, sum_of_row);
     float most = 0.0f;
 #pragma unroll 2
-    for (int v = first; v < vectors; v += kNormThreads) {
-        uint16_t* const place = row + int64_t{v} * kVector;
-        linear::normalise<Element>(place, params.norm, linear::load_norm(params.norm, v, vectors), moments);
-        if constexpr (kInBytes) {
-            most = quantise::largest_of<Element>(most, *reinterpret_cast<uint4 const*>(place));
+    for (int v = first; v < vectors; v += kRoundThreads) {
+        if (params.norm.kind != TWELL_NORM_NONE) {
+            row[v] =
+                linear::normalise<Element>(row[v], params.norm, linear::load_norm(params.norm, v, vectors), moments);
         }
+        most = quantise::largest_of<Element>(most, row[v]);
     }
-    if constexpr (kInBytes) {
-        float const scale = quantise::scale_of(of_row(most, [](float a, float b) { return fmaxf(a, b); }));
-        float const inverse = 1.0f / scale;
-        for (int v = first; v < vectors; v += kNormThreads) {
-            quantise::round_vector<Element>(params.rounded + begin + int64_t{v} * kVector,
-                                            reinterpret_cast<uint4 const*>(row)[v], inverse);
-        }
-        if (threadIdx.x == 0) {
-            params.scale[blockIdx.x] = scale;
-        }
-        int const step = static_cast<int>(gridDim.x) * kNormThreads;
-        for (int i = static_cast<int>(blockIdx.x) * kNormThreads + first; i < params.out; i += step) {
-            params.weight_scales[i] = *params.weight_scale;
-        }
+#pragma unroll
+    for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, distance));
+    }
+    if (first % kWarpSize == 0) {
+        largest[first / kWarpSize] = most;
+    }
+    __syncthreads();
+    most = largest[0];
+#pragma unroll
+    for (int w = 1; w < kWarps; ++w) {
+        most = fmaxf(most, largest[w]);
+    }
+    float const scale = quantise::scale_of(most);
+    float const inverse = 1.0f / scale;
+    for (int v = first; v < vectors; v += kRoundThreads) {
+        quantise::round_vector<Element>(params.rounded + begin + int64_t{v} * kVector, row[v], inverse);
+    }
+    if (first == 0) {
+        params.scale[blockIdx.x] = scale;
+    }
+    int const step = static_cast<int>(gridDim.x) * kRoundThreads;
+    for (int i = static_cast<int>(blockIdx.x) * kRoundThreads + first; i < params.out; i += step) {
+        params.weight_scales[i] = *params.weight_scale;
     }
 }
 

@@ -228,7 +228,7 @@ def test_nothing_else_is_left(matched: Exported) -> None:
     wanted = [(name, threshold, 8) for name, threshold, _ in SPELLINGS.values()]
     for op in (GATED_MLP, MLP):
         nodes = matched.rewritten.graph.find_nodes(op="call_function", target=op)
-        assert [node.args[-4:-1] for node in nodes] == wanted
+        assert [node.args[-6:-3] for node in nodes] == wanted
 
 
 @pytest.mark.parametrize(("threshold", "name"), [(0, "relu"), (0.25, "fatrelu")])

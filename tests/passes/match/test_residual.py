@@ -26,8 +26,8 @@ def ops_in(program: Any) -> list[Node]:
 
 
 def residual_of(op: Node) -> Node | None:
-    """The operand before the three options."""
-    residual = op.args[-5]
+    """The operand before the options."""
+    residual = op.args[-7]
     assert residual is None or isinstance(residual, Node)
     return residual
 
