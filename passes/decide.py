@@ -96,7 +96,7 @@ def decide_linear(
     result = []
     for each in found:
         limit = _linear_limits(each)
-        reason = limit or _left_alone(linear, calls(each.x), ranks)
+        reason = limit or left_alone(linear, calls(each.x), ranks)
         if taken is not None and not limit:
             reason = "" if each.modules[0] in taken else "an earlier compilation left it"
         bits = None if reason else weights(each)
@@ -117,8 +117,8 @@ def decide_linear(
     return result
 
 
-def _left_alone(linear: str, calls: Sequence[int], ranks: int) -> str:
-    """Say why a linear layer that the kernels take is left to TensorRT; empty where it is not."""
+def left_alone(linear: str, calls: Sequence[int], ranks: int) -> str:
+    """Say why a linear layer, or a norm, that the kernels take is left to TensorRT; empty where it is not."""
     if ranks > 1:
         return "ranks share the model"
     if linear == "auto" and min(calls, default=FEW_TOKENS + 1) > FEW_TOKENS:
@@ -139,6 +139,8 @@ def options_of(block: FfnBlock, layer: Layer, compression: int | None) -> BlockO
         threshold=block.threshold,
         compression=compression_of(layer.compression, compression),
         hot=layer.hot,
+        norm="none" if block.norm is None else block.norm.kind,
+        eps=0.0 if block.norm is None else block.norm.eps,
     )
 
 
@@ -178,6 +180,7 @@ def _decide(
         reason=reason if weights is None else f"{reason}; {weights}",
         weights=weights,
         residual=decision == "twell" and block.residual is not None,
+        norm="none" if decision != "twell" or block.norm is None else block.norm.kind,
         hot=hot,
         compression=compression,
         expectation=choice.expectation if choice is not None else None,

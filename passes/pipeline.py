@@ -37,7 +37,7 @@ from twellc.base.threads import PROCESS_WIDE
 from twellc.passes import neurons
 from twellc.passes.attention import rewrite_attention
 from twellc.passes.block_profile import Calibration
-from twellc.passes.decide import Advise, decide, decide_linear, options_of
+from twellc.passes.decide import Advise, decide, decide_linear, left_alone, options_of
 from twellc.passes.decompose import decompose
 from twellc.passes.dump import NOWHERE, GraphDump
 from twellc.passes.eight_bits import (
@@ -55,8 +55,9 @@ from twellc.passes.eight_bits import (
 from twellc.passes.feature_last import feature_last
 from twellc.passes.fold_constants import fold_constants
 from twellc.passes.fold_weights import fold_weights
-from twellc.passes.graph.program import tensor_of
-from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks
+from twellc.passes.graph.constants import fixed_nodes
+from twellc.passes.graph.program import constants_of, tensor_of
+from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks, with_norm
 from twellc.passes.match.find_linear import FoundLinear, find_linear
 from twellc.passes.match.linear import Weight
 from twellc.passes.match.shared_axis import WHOLE, Part
@@ -105,8 +106,9 @@ class PassOptions:
         advise: See `decide`.
         weights: Which blocks are to be computed with weights in eight bits that the model has in others.
         part: Which of several ranks the program is for, and how many there are.
-        linear: Which linear layers outside of the blocks to rewrite: see `decide_linear`.
-        taken: Those that an earlier run has rewritten, likewise.
+        linear: Which linear layers outside of the blocks to rewrite, see `decide_linear`, and whether blocks take the
+            norms before them.
+        taken: Those that an earlier run has rewritten, likewise, and the modules of blocks that took their norms.
         calls: Returns the most rows of a tensor in a call of each optimization profile.
         dump: Receives the graph as traced, and after each pass.
         progress: Receives before each step how many are done, and of how many.
@@ -275,7 +277,16 @@ def _stay(passed: Passed, options: PassOptions) -> Passed:
 def _decide(passed: Passed, options: PassOptions) -> Passed:
     ranks = options.part.ranks
     staying = passed.staying if ranks == 1 else [neurons.of_a_rank(known, ranks) for known in passed.staying]
-    return replace(passed, layers=decide(passed.blocks, options.layers, options.advise, staying))
+    fixed = fixed_nodes(passed.program.graph, constants_of(passed.program))
+    blocks = [with_norm(each, fixed) if _takes_norm(each, options) else each for each in passed.blocks]
+    return replace(passed, blocks=blocks, layers=decide(blocks, options.layers, options.advise, staying))
+
+
+def _takes_norm(block: FfnBlock, options: PassOptions) -> bool:
+    """Whether a block is to take the norm before it, as linear layers do."""
+    if options.taken is not None:
+        return block.module in options.taken
+    return not left_alone(options.linear, options.calls(block.x), options.part.ranks)
 
 
 def _order(passed: Passed, options: PassOptions) -> Passed:

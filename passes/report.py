@@ -151,6 +151,7 @@ class Layer(Record):
         reason: Why.
         residual: Whether it also adds its result to what this was added to, if TwELL runs it.
         hot: How many of its neurons, the first ones, calls with many tokens compute densely, if TwELL runs it.
+        norm: Which norm of its input it computes, too, if TwELL runs it: `none`, `rms` or `layer`.
         neurons: What became of its neurons; None where nothing did, or TwELL does not run it.
         weights: In how many bits its weights are read; None where in those of its dtype, or TwELL does not run it.
         compression: The TwELL compression factor that a profile suggests; None where there is none.
@@ -172,6 +173,7 @@ class Layer(Record):
     expectation: Expectation | None = field(default=None, metadata=OPTIONAL)
     neurons: Neurons | None = field(default=None, metadata=OPTIONAL)
     weights: Weights | None = field(default=None, metadata=OPTIONAL)
+    norm: Annotated[str, OneOf(tuple(NORMS))] = "none"
 
     @property
     def kept(self) -> int:

@@ -4,7 +4,7 @@
                 └─ linear(Wu, bu) ────────┘
     after    x ─ twell.gated_mlp(Wg [d_ff, d_model], bg, Wu [d_ff, d_model], bu, Wd' [d_ff, d_out], bd, residual) ─ y
 
-A block with a residual takes in the Add behind y, and stands in its place.
+A block with a residual takes in the Add behind y, and stands in its place; one with a norm reads what that reads.
 Wd' is Wd transposed, a new parameter: the kernels read the weights of one neuron as one row. A parameter that nothing
 reads any more is dropped from the program. Where neurons are moved or removed (see `neurons.py`), all weights and the
 biases of gate and up are new parameters. So are matrices and scales of blocks that are read in eight bits.
@@ -12,6 +12,7 @@ biases of gate and up are new parameters. So are matrices and scales of blocks t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -24,6 +25,7 @@ from torch.fx import Node
 from twellc.passes.graph.program import add_call, add_parameter, editable, finish, replace_node, tensor_of
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import Weight
+from twellc.passes.norm_vectors import NormVectors
 from twellc.plugins.block import FLOAT32, SCALES, TENSORS, THRESHOLDS, BlockOptions, TensorField, WeightOperands
 from twellc.plugins.ops import OPS
 
@@ -79,6 +81,7 @@ def rewrite_ffn(
     """
     rewritten = editable(program)
     nodes: dict[str, Node] = {node.name: node for node in rewritten.graph.nodes}
+    vectors = NormVectors(rewritten)
     arranged: dict[tuple[Weight, bool, torch.dtype], Node] = {}
     eight_bits: dict[tuple[Weight, ...], dict[str, Node]] = {}
 
@@ -131,7 +134,10 @@ def rewrite_ffn(
         order = neurons.get(block.module)
         matrices = add_eight_bits(block, order)
         place = functools.partial(arrange, order=order, matrices=matrices)
-        operands = weights_of(block, place).of(nodes[block.x.name], residual)
+        operands = weights_of(block, place).of(nodes[(block.norm or block).x.name], residual)
+        if block.norm is not None:
+            weight, bias = (vectors.placeholder(each, block.dtype) for each in (block.norm.weight, block.norm.bias))
+            operands = dataclasses.replace(operands, norm_weight=weight, norm_bias=bias)
         arguments = (*operands.arguments(), *options.arguments())
         by_name = {name: matrices[name] for name in SCALES if name in matrices} | operands.by_name()
         with rewritten.graph.inserting_before(anchor):

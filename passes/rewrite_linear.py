@@ -26,10 +26,10 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from twellc.passes.eight_bits import EightBits
-from twellc.passes.graph.constants import ProgramConstants
 from twellc.passes.graph.program import add_call, add_parameter, editable, finish, infer, replace_node, tensor_of
 from twellc.passes.match.find_linear import FoundLinear
 from twellc.passes.match.linear import operand, width
+from twellc.passes.norm_vectors import NormVectors
 from twellc.passes.rewrite_ffn import arranged_view
 from twellc.plugins.linear import LinearOperands
 from twellc.plugins.linear_op import LINEAR
@@ -61,10 +61,9 @@ class _Writer:
 
     def __init__(self, program: ExportedProgram, in_eight_bits: Callable[[FoundLinear], EightBits | None]) -> None:
         self._program, self._in_eight_bits = program, in_eight_bits
-        self._constants = ProgramConstants(program)
         self._nodes: dict[str, Node] = {node.name: node for node in program.graph.nodes}
         self._order = {node.name: index for index, node in enumerate(program.graph.nodes)}
-        self._vectors: dict[tuple[str, torch.dtype], Node] = {}
+        self._vectors = NormVectors(program)
 
     def write(self, layer: FoundLinear) -> None:
         """Replace a layer."""
@@ -78,8 +77,8 @@ class _Writer:
                 x=self._x(layer),
                 weight=weight,
                 bias=self._bias(layer),
-                norm_weight=None if norm is None else self._vector(norm.weight, dtype),
-                norm_bias=None if norm is None else self._vector(norm.bias, dtype),
+                norm_weight=None if norm is None else self._vectors.placeholder(norm.weight, dtype),
+                norm_bias=None if norm is None else self._vectors.placeholder(norm.bias, dtype),
                 residual=None if layer.residual is None else self._nodes[layer.residual.other.name],
             )
             splits = layer.widths if len(layer.outputs) > 1 else []
@@ -136,16 +135,3 @@ class _Writer:
             for each in layer.linears
         ]
         return add_parameter(self._program, f"{given[0].name}_of_linear", torch.cat(made), like=like)
-
-    def _vector(self, node: Node | None, dtype: torch.dtype) -> Node | None:
-        """Return a placeholder of a norm's weight or bias [in]."""
-        if node is None:
-            return None
-        known = self._nodes[node.name]
-        if known.op == "placeholder" and known.meta["val"].dim() == 1 and known.meta["val"].dtype == dtype:
-            return known
-        if (node.name, dtype) not in self._vectors:
-            value = self._constants.value(known).reshape(-1).to(dtype)
-            like = next(iter(self._constants.names))
-            self._vectors[node.name, dtype] = add_parameter(self._program, f"{node.name}_of_norm", value, like=like)
-        return self._vectors[node.name, dtype]

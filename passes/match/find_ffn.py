@@ -7,7 +7,7 @@
 `linear` stands for any product with a constant weight (see `linear.py`), packed gate and up weights included. The order
 of mul's operands is free. Between the nodes there may be operations that change no value and keep rows apart:
 clone, contiguous, alias, dropout in eval, views of the leading dimensions.
-`residual.py` finds what the result is added to.
+`residual.py` finds what the result is added to, `norm.py` what x comes from.
 
 A block is *refused*, with a reason, when it has this shape but cannot be rewritten exactly: its activation is not of
 the ReLU family, its hidden tensor has another reader, gate and up read different tensors, the up projection's weight is
@@ -19,7 +19,7 @@ seems to be a block of another shape (see `unread_ffn.py`). All else is not a bl
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,6 +29,7 @@ from torch.fx import Graph, Node
 
 from twellc.passes.graph.program import constants_of, tensor_of
 from twellc.passes.match.activations import EACH_NEURON, Activation, arguments, packet, parse_activation
+from twellc.passes.match.find_linear import is_read_by
 from twellc.passes.match.linear import (
     CASTS,
     Linear,
@@ -40,6 +41,7 @@ from twellc.passes.match.linear import (
     strip,
     width,
 )
+from twellc.passes.match.norm import Norm, read_norm
 from twellc.passes.match.residual import Residual, find_residual
 from twellc.passes.match.unread_ffn import UnreadForm, UnreadForms
 from twellc.passes.report import Weights
@@ -73,6 +75,7 @@ class FfnBlock:
         weights: In how many bits its weights are to be read, see `eight_bits.py`; None in those of its dtype.
         thresholds: Of fatrelu, a threshold for each neuron in the place of the one.
         rectifies: Whether thresholds below 0 mean the same as 0; else none is below 0.
+        norm: The norm that makes x, if the block is to compute it: see `with_norm`.
     """
 
     module: str
@@ -93,6 +96,7 @@ class FfnBlock:
     weights: Weights | None = None
     thresholds: Weight | None = None
     rectifies: bool = False
+    norm: Norm | None = None
 
     @property
     def y(self) -> Node:
@@ -140,6 +144,18 @@ def find_blocks(graph: Graph, constants: dict[Node, str], values: Callable[[Weig
             block = replace(block, x=residual.x, residual=residual)
         blocks.append(replace(block, module=names.unique(block)))
     return blocks
+
+
+def with_norm(block: FfnBlock, fixed: Collection[Node]) -> FfnBlock:
+    """Return a block with the norm before it, if nothing else reads what that gives.
+
+    `fixed` are the nodes that are computed from constants alone.
+    """
+    norm = None if block.refusal else read_norm(block.x, fixed)
+    if norm is None or norm.x.meta["val"].dtype != block.dtype:
+        return block
+    own = {node for part in (block.gate, block.up) if part is not None for node in part.nodes}
+    return replace(block, norm=norm) if is_read_by(norm.node, own) else block
 
 
 def _fault_of(thresholds: Tensor, rectifies: bool) -> str:

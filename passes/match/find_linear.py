@@ -128,9 +128,10 @@ class _Finder:
             same_x[-1].linears.append(linear)
             same_x[-1].outputs.extend(outputs)
         found = [self._with_ends(each) for same_x in groups.values() for each in same_x]
-        readers = {node: each for each in found for linear in each.linears for node in linear.nodes}
+        with_norm = (linear for each in found if each.norm is not None for linear in each.linears)
+        readers = {node for linear in with_norm for node in linear.nodes}
         found = [
-            each if each.norm is None or _is_read_by(each.norm.node, readers) else replace(each, norm=None, way=())
+            each if each.norm is None or is_read_by(each.norm.node, readers) else replace(each, norm=None, way=())
             for each in found
         ]
         order = {node: index for index, node in enumerate(self._graph.nodes)}
@@ -193,12 +194,12 @@ class _Finder:
             x = operand(x)
 
 
-def _is_read_by(norm: Node, readers: dict[Node, FoundLinear]) -> bool:
-    """Whether nothing but layers that have a norm before them reads a norm, directly or on a way to them."""
+def is_read_by(norm: Node, readers: Collection[Node]) -> bool:
+    """Whether nothing but the readers reads a norm, directly or on a way to them."""
     pending = [norm]
     for node in pending:
         for user in node.users:
-            if user in readers and readers[user].norm is not None:
+            if user in readers:
                 continue
             passes = packet(user) in CASTS or step(user) is node or _selects_rows(user)
             if not passes or operand(user) is not node:

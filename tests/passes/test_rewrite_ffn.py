@@ -1,5 +1,6 @@
 """The rewritten program: its ops and their operands, its parameters, and its values."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -32,11 +33,13 @@ from twellc.passes.block_profile import BlockProfile, Calibration, shapes
 from twellc.passes.decide import decide
 from twellc.passes.graph.program import constants_of, tensor_of
 from twellc.passes.match.find_ffn import find_ffn_blocks
-from twellc.passes.pipeline import PassOptions
+from twellc.passes.match.shared_axis import Part
+from twellc.passes.pipeline import PassOptions, run_for_ranks, run_passes
 from twellc.passes.precision import widen
 from twellc.passes.report import Layer
 from twellc.passes.rewrite_ffn import rewrite_ffn
-from twellc.plugins.ops import GATED_MLP, MLP
+from twellc.plugins.block import call_of
+from twellc.plugins.ops import GATED_MLP, MLP, VARIANT_OF
 
 
 def op_in(program: ExportedProgram) -> Node:
@@ -308,3 +311,75 @@ def test_random_nets(layers: list[tuple[str, str, int, str]], shape: tuple[int, 
     assert sum(count for name, count in calls(result).items() if "mlp" in name) == wanted
     assert calls(result)["relu"] == 0
     assert_same(run(result)[0], eager(module, x)[0])
+
+
+# ---- norms ----
+
+
+class OnePlus(nn.RMSNorm):
+    """An RMSNorm as Gemma has it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (wide * (1.0 + self.weight.float())).to(x.dtype)
+
+
+TAKES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "residual": lambda m, x: x + m.ffn(m.norm(x)),
+    "none": lambda m, x: torch.tanh(m.ffn(m.norm(x))),
+    "flattened": lambda m, x: x + m.ffn(m.norm(x).view(-1, 16)).view(x.shape),
+    "one behind the other": lambda m, x: (y := x + m.other(m.last(x))) + m.ffn(m.norm(y)),
+}
+LEAVES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "the norm is the residual": lambda m, x: (y := m.norm(x)) + m.ffn(y),
+    "beside a linear layer": lambda m, x: x + m.ffn(y := m.norm(x)) + m.o(y),
+    "another width": lambda m, x: x + m.ffn(m.norm(x.view(-1, 8)).view(x.shape)),
+}
+
+
+def with_norm(name: str, norm: type[nn.Module]) -> tuple[nn.Module, Tensor]:
+    form = {**TAKES, **LEAVES}[name]
+    parts = {"norm": norm(8 if "width" in name else 16), "last": norm(16), "ffn": Gated(biases="gud"), "other": Plain()}
+    module = Written(form, **parts, o=nn.Linear(16, 16)).bfloat16()
+    for each in (module.norm, module.last):
+        nn.init.normal_(each.weight, 0.5)
+    return module, torch.randn(2, 3, 16).bfloat16() * 3
+
+
+@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm, OnePlus])
+@pytest.mark.parametrize("name", [*TAKES, *LEAVES])
+def test_a_block_takes_the_norm_before_it(name: str, norm: type[nn.Module]) -> None:
+    module, x = with_norm(name, norm)
+    result = run_passes(export(module, x), PassOptions(layers="all", linear="twell"))
+    ops = [node for node in result.program.graph.nodes if node.target in VARIANT_OF]
+    kind = "none" if name in LEAVES else "layer" if norm is nn.LayerNorm else "rms"
+    assert [layer.norm for layer in result.layers] == [kind] * len(ops)
+    for node in ops:
+        operands, options = call_of(VARIANT_OF[node.target], node.args, node.kwargs)
+        assert options.norm == kind and (options.eps > 0) == (name in TAKES)
+        assert (operands.norm_weight is None) == (name in LEAVES)
+    assert any("norm" in each or "rsqrt" in each for each in calls(result.program)) == (name in LEAVES)
+    plain = eager(module, x)[0]
+    assert_as_accurate(run(result.program, x)[0], plain, eager(module.double(), x.double())[0])
+
+
+@pytest.mark.parametrize("linear", ["auto", "tensorrt"])
+def test_norms_stay_where_linear_layers_do(linear: str) -> None:
+    module, x = with_norm("residual", nn.RMSNorm)
+    (layer,) = run_passes(export(module, x), PassOptions(layers="all", linear=linear)).layers
+    assert layer.norm == "none"
+
+
+def test_norms_that_an_earlier_run_took() -> None:
+    module, x = with_norm("residual", nn.RMSNorm)
+    program = export(module, x)
+    for taken, norm in ((["ffn"], "rms"), ([], "none")):
+        (layer,) = run_passes(program, PassOptions(layers="all", linear="twell", taken=taken)).layers
+        assert layer.norm == norm
+
+
+def test_ranks_leave_norms() -> None:
+    module, x = with_norm("residual", nn.RMSNorm)
+    done = next(run_for_ranks(export(module, x), PassOptions(layers="all", linear="twell", part=Part(0, 2))))
+    assert [layer.norm for layer in done.layers] == ["none"]

@@ -40,6 +40,7 @@ from twellc.passes.decide import Advise, options_of
 from twellc.passes.eight_bits import QUANTISED, EightBits, Wish, quantised_linear
 from twellc.passes.graph.execution import Runner, example_inputs
 from twellc.passes.graph.program import editable, finish, tensor_of
+from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import Weight
 from twellc.passes.onnx.ffn import Ends, OnnxBlocks, find_onnx_blocks, lower_onnx, narrow_weights
 from twellc.passes.onnx.part import part_of
@@ -212,7 +213,9 @@ class TorchReference(Reference):
             self._plain = run_until(functional, options, Stage.PRECISION, without=(Stage.ARRANGING,)).program
         decided = _decided(with_blocks, options, settings)
         chosen = decided.chosen
-        pairs = [(block, options_of(block, layer, None)) for block, layer in chosen]
+        # Of a block in eight bits what comes behind its norm is compared.
+        alone = [(replace(block, norm=None), layer) for block, layer in chosen]
+        pairs = [(block, options_of(block, layer, None)) for block, layer in alone]
         before = self._with_blocks
         self._narrow = [narrow_block(before, *pair, functional.eight_bits) for pair in pairs]
         self._eight_bits = dict(functional.eight_bits)
@@ -234,10 +237,8 @@ class TorchReference(Reference):
         self.token_ids = model.vocabulary
         self.outputs = model.output_names
         self.language_model = model.language_model
-        self._ends = [
-            Ends(block.x.name, block.residual.other.name if block.residual else None, block.y.name)
-            for block, _ in chosen
-        ]
+        self._ends = [_ends_of(block) for block, _ in chosen]
+        self._narrow_ends = [_ends_of(block) for block, _ in alone]
         self.layers = [layer for _, layer in chosen]
 
     def run(self, samples: list[Sample], graph: CandidateGraph | None, progress: Progress) -> Runs:
@@ -248,7 +249,7 @@ class TorchReference(Reference):
         run_blocks = Runner(self._with_blocks)
         run_plain = run_blocks if runs.exact else Runner(self._plain)
         narrow: list[tuple[Ends, NarrowBlock | NarrowLinear]] = [
-            (ends, form) for ends, form in zip(self._ends, self._narrow, strict=True) if form is not None
+            (ends, form) for ends, form in zip(self._narrow_ends, self._narrow, strict=True) if form is not None
         ]
         narrow += [(Ends(each.x.name, None, each.node.name), form) for each, form in self._narrow_linears]
         for sample in samples:
@@ -275,10 +276,10 @@ class TorchReference(Reference):
             runs.rewritten.append(_on_cpu(wide(widened, _Visitor(blocks, count, splice=True))))
             visitor = _Visitor(blocks, count, given=widen_sample(given))
             wide(widened, visitor)
-            for index, (block, form) in enumerate(zip(blocks, self._narrow, strict=True)):
+            for index, (block, ends, form) in enumerate(zip(blocks, self._narrow_ends, self._narrow, strict=True)):
                 block.add_wide(given, visitor.y[index])
                 if form is not None and form.wide is not None:
-                    block.changes.append(form.change(given[block.ends.x]))
+                    block.changes.append(form.change(given[ends.x]))
         if self._plain is self._source:
             return replace(runs, truth=runs.original)
         del wide
@@ -289,6 +290,12 @@ class TorchReference(Reference):
     def _widened(self, program: ExportedProgram) -> Runner:
         """Return what runs a program in float64, with all that weights in eight bits are worth."""
         return Runner(with_worth(widen(program), self._eight_bits))
+
+
+def _ends_of(block: FfnBlock) -> Ends:
+    """Return what a block reads and computes, its norm included."""
+    residual = block.residual.other.name if block.residual else None
+    return Ends((block.norm or block).x.name, residual, block.y.name)
 
 
 def _on_cpu(outputs: Outputs) -> Outputs:
@@ -366,7 +373,12 @@ class _Visitor:
 def _decided(prepared: Passed, options: PassOptions, settings: dict[str, Any]) -> Passed:
     """Find the blocks, and decide what becomes of each as the compilation did."""
     try:
-        wanted = replace(options, layers=str(settings.get("layers", "auto")), advise=_advise(settings))
+        wanted = replace(
+            options,
+            layers=str(settings.get("layers", "auto")),
+            advise=_advise(settings),
+            taken=list(settings.get("linear_taken") or ()),
+        )
         return run_until(prepared, wanted, Stage.DECIDE)
     except (UserError, TypeError, AttributeError, KeyError):
         return run_until(prepared, options, Stage.DECIDE)  # the blocks are not those that the settings are for

@@ -23,7 +23,8 @@ def print_layers(layers: list[Layer]) -> None:
         "block", "variant", "activation", "d_model", "d_ff", "result", *(["expected"] if shown else []), "why"
     )
     for layer in layers:
-        became = f"rewritten{' + residual' if layer.residual else ''}{f', {layer.hot} hot' if layer.hot else ''}"
+        ends = [f" + {end}" for end in (_NORM_NAMES[layer.norm].partition(" ")[2], "residual" * layer.residual) if end]
+        became = f"rewritten{''.join(ends)}{f', {layer.hot} hot' if layer.hot else ''}"
         neurons = str(layer.d_ff) if layer.kept == layer.d_ff else f"{layer.kept} of {layer.d_ff}"
         gain = "" if layer.expectation is None else f"{layer.expectation.gain:.2f} x"
         result = Text(became, "green") if layer.decision == "twell" else "dense"

@@ -117,6 +117,7 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
         if ranks > 1:
             traced_by["tensor_parallel"] = ranks
         linear_taken = [each.modules[0] for each in rewritten.linear if each.decision == "twell"]
+        linear_taken += [each.module for each in layers if each.norm != "none"]
         if linear_taken:
             traced_by["linear_taken"] = linear_taken
         if options.weights != KEEP:

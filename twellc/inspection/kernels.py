@@ -60,7 +60,7 @@ def _problem_of(layer: Layer, tokens: int, compression: int | None) -> Problem |
     if layer.decision != "twell" or layer.activation not in ACTIVATIONS:
         return None
     slots = compression_of(layer.compression, compression)
-    options = BlockOptions(activation=layer.activation, compression=slots, hot=layer.hot)
+    options = BlockOptions(activation=layer.activation, compression=slots, hot=layer.hot, norm=layer.norm)
     sizes = {"tokens": tokens, "d_model": layer.d_model, "d_ff": layer.kept, "d_out": layer.d_out}
     problem = problem_of(VARIANTS[layer.variant], options, "bfloat16", **sizes)
     if layer.weights is not None and layer.weights.bits == 8:

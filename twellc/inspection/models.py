@@ -31,8 +31,8 @@ from twellc.passes.onnx.ffn import find_onnx_blocks
 from twellc.passes.onnx.graph import dtype_of
 from twellc.passes.pipeline import PassOptions, Stage, run_until
 from twellc.passes.report import Layer, Weights
-from twellc.plugins.block import BY_NODE, SCALES_FLAG, THRESHOLDS
-from twellc.plugins.library import BLOCK_NAMES, PLUGIN_NAMESPACE
+from twellc.plugins.block import BY_NODE, NORM_TENSORS, SCALES_FLAG, THRESHOLDS
+from twellc.plugins.library import BLOCK_NAMES, NORMS, PLUGIN_NAMESPACE
 from twellc.plugins.onnx_node import SCALES
 
 
@@ -110,7 +110,8 @@ def twell_nodes(model: onnx.ModelProto) -> list[PluginNode]:
         fields = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
         fields = {name: value.decode() if isinstance(value, bytes) else value for name, value in fields.items()}
         scales = SCALES.get(node.op_type, ()) if fields.get(SCALES_FLAG) else ()
-        last = len(scales) + bool(fields.get(THRESHOLDS.flag))  # what has no elements of its own to compute with
+        behind = (THRESHOLDS, *NORM_TENSORS) if node.op_type in BY_NODE else ()
+        last = len(scales) + sum(bool(fields.get(each.flag)) for each in behind)
         inputs = list(node.input)[: len(node.input) - last]
         weights = [name for name in inputs if len(shapes.get(name, ())) == 2]
         dtype = dtypes.get(weights[0]) if weights else None
@@ -132,7 +133,7 @@ def _layer_of(node: PluginNode) -> Layer:
     """Describe a node in a graph that does not say what its layers were."""
     shapes = list(node.weights.values())
     (d_ff, d_model), d_out = shapes[0] if shapes else (0, 0), shapes[-1][1] if shapes else 0
-    hot = node.fields.get("hot")
+    hot, norm = node.fields.get("hot"), node.fields.get("norm")
     return Layer(
         module=node.name or node.outputs[0],
         variant=BY_NODE[node.type].name,
@@ -146,4 +147,5 @@ def _layer_of(node: PluginNode) -> Layer:
         residual=node.fields.get("residual") == 1,
         weights=Weights(8, "as the node has them") if node.fields.get(SCALES_FLAG) else None,
         hot=hot if isinstance(hot, int) else 0,
+        norm=norm if isinstance(norm, str) and norm in NORMS else "none",
     )

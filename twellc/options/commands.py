@@ -64,7 +64,8 @@ class CompileOptions(TracingOptions, DecisionOptions, WeightOptions):
         arrays: With --fp8-error: measure on these arrays, named as the model's inputs.
         text: With --fp8-error: measure on this text, in UTF-8, through the tokenizer in the model's directory.
         decided: What an earlier compilation decided for blocks, by module, to do it again.
-        linear_taken: Which linear layers an earlier compilation has rewritten, by the first module of each, likewise.
+        linear_taken: Which linear layers an earlier compilation has rewritten, by the first module of each, and which
+            blocks took the norms before them, likewise.
         fp8_errors: By how much eight bits changed the outputs of blocks on samples, by module, likewise.
     """
 

@@ -27,8 +27,8 @@ class DecisionOptions:
             measures what that does.
         prune_check: A second profile, of other data: report which share of its non-zeros the removed neurons have.
         linear: Linear layers outside of the blocks: tensorrt leaves them as they are, twell computes each with the norm
-            before it and the sum behind it, and those of one input at once. auto: twell where that was measured faster,
-            which is nowhere yet.
+            before it and the sum behind it, and those of one input at once; blocks take the norm before them, too.
+            auto: twell where that was measured faster, which is nowhere yet.
         target_gpu: The GPU that speed is expected and decided for: h100, h200, or a data file of twellc bench
             --measure-gpu. Default: the GPU at hand, if its times are known, else h100.
     """

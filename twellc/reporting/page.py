@@ -507,8 +507,9 @@ def _linear_step(layer: Linear) -> Fields:
 
 def _step(layer: Layer) -> Fields:
     gate = f"gate → {layer.activation} ⊙ up" if layer.variant == "gated" else f"up → {layer.activation}"
+    norm = "" if layer.norm == "none" else f"{layer.norm} norm → "
     residual = " + residual" if layer.residual else ""
-    before = f"{gate} → down{residual}, {layer.d_model} → {layer.d_ff} → {layer.d_out}"
+    before = f"{norm}{gate} → down{residual}, {layer.d_model} → {layer.d_ff} → {layer.d_out}"
     plugin = layer.decision == "twell"
     hot = f", {layer.hot} hot neurons dense" if layer.hot else ""
     kept = layer.d_ff if layer.neurons is None else layer.neurons.kept

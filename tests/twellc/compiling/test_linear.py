@@ -30,12 +30,16 @@ def test_compile_and_inspect(cli: Cli, llama: Path, tmp_path: Path) -> None:
     assert [len(node.output) for node in nodes_in(graph)] == [len(row.widths) for row in manifest.linear]
     assert LINEAR_NAME in manifest.plugins.names
     taken = manifest.settings.linear_taken
-    assert taken == [row.modules[0] for row in manifest.linear]
+    assert taken == [*(row.modules[0] for row in manifest.linear), *(layer.module for layer in manifest.layers)]
+    assert {layer.norm for layer in manifest.layers} == {"rms"}
     again = CompileOptions(llama, onnx=tmp_path / "taken.onnx", backend="none", linear_taken=taken)
     assert compile_model(again, lambda step: None).onnx.sha256 == manifest.onnx.sha256, "check makes it again so"
-    assert twellc.inspect(llama, linear="twell").description.linear == manifest.linear
+    found = twellc.inspect(llama, linear="twell")
+    assert found.description.linear == manifest.linear
+    assert {layer.norm for layer in found.description.layers} == {"rms"}
     shown = cli("inspect", llama, "--linear", "twell").output
     assert "9 of 9 linear layers outside of blocks rewritten as 5: 3 with an RMSNorm, 2 with residual" in shown
+    assert "rewritten + RMSNorm + residual" in " ".join(shown.replace("│", " ").split())
     with pytest.raises(UserError, match="--linear: what becomes of the blocks is decided already"):
         twellc.inspect(graph, linear="twell")
     with pytest.raises(UserError, match="--linear twell: linear layers outside of blocks stay as they are in an ONNX"):
@@ -45,6 +49,7 @@ def test_compile_and_inspect(cli: Cli, llama: Path, tmp_path: Path) -> None:
 def test_auto_leaves_them(cli: Cli, llama: Path, tmp_path: Path) -> None:
     shown = cli("compile", llama, "--backend", "none", "--onnx", tmp_path / "m.onnx").output
     assert "feed-forward blocks rewritten" in shown and "linear layers" not in shown
+    assert {layer.norm for layer in twellc.inspect(llama).description.layers} == {"none"}
     assert not nodes_in(tmp_path / "m.onnx")
     assert "0 of 9 linear layers outside of blocks rewritten" in cli("inspect", llama).output
 
