@@ -38,7 +38,11 @@ KERNELS: dict[str, set[str]] = {
 # The files above all folders: the C functions and the table of routes.
 ALLOWED = {**KERNELS, "": {*KERNELS}}
 # Of the other folders of plugins, likewise; headers that are not of this repository stand in angle brackets.
-OTHERS: dict[str, set[str]] = {"include": set(), "tensorrt": {"include"}, "attention": {"include", "tensorrt"}}
+OTHERS: dict[str, set[str]] = {
+    "include": set(),
+    "tensorrt": {"include"},
+    "attention": {"include", "kernels", "tensorrt"},
+}
 SOURCES = [
     path
     for path in sorted(PLUGINS.rglob("*"))

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "device/dependent_launch.cuh"
+
 namespace twell {
 namespace {
 
@@ -24,6 +26,7 @@ template <typename Unit>
 __global__ void __launch_bounds__(kThreads)
     append_kernel(Part<Unit> keys, Part<Unit> values, int32_t const* __restrict__ starts,
                   int32_t const* __restrict__ counts, int32_t batch, int32_t tokens, int32_t kv_heads, int64_t length) {
+    allow_dependent_launch();
     Part<Unit> const part = blockIdx.y == 0 ? keys : values;
     int64_t const size = static_cast<int64_t>(kv_heads) * part.units;  // of a token
     for (int32_t seq_idx = blockIdx.z; seq_idx < batch; seq_idx += gridDim.z) {

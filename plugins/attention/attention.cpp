@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "../tensorrt/common.h"
+#include "one_token.h"
 
 // Where the front end looks up the functions of cuDNN.
 void* cudnn_frontend::cudnn_dlhandle = nullptr;
@@ -290,10 +291,7 @@ class Attention::Plan {
 
 // ---- attention ----
 
-Attention::Attention() {
-    WhileOthersCapture const relaxed;
-    handle_ = std::make_unique<Handle>();
-}
+Attention::Attention() = default;
 
 Attention::~Attention() {
     WhileOthersCapture const relaxed;
@@ -301,10 +299,18 @@ Attention::~Attention() {
     handle_.reset();
 }
 
+void Attention::open() {
+    if (handle_ == nullptr) {
+        WhileOthersCapture const relaxed;
+        handle_ = std::make_unique<Handle>();
+    }
+}
+
 size_t Attention::prepare(twell_attention_problem const& problem) {
-    if (does_nothing(problem)) {
+    if (does_nothing(problem) || takes_one_token(problem)) {
         return 0;
     }
+    open();
     auto found = plans_.find(problem);
     if (found == plans_.end()) {
         WhileOthersCapture const relaxed;
@@ -316,6 +322,10 @@ size_t Attention::prepare(twell_attention_problem const& problem) {
 void Attention::run(twell_attention_problem const& problem, twell_attention_tensors const& tensors, void* workspace,
                     cudaStream_t stream) {
     if (does_nothing(problem)) {
+        return;
+    }
+    if (takes_one_token(problem)) {
+        check(attend_one_token(problem, tensors, stream), "cannot attend to the caches");
         return;
     }
     auto const found = plans_.find(problem);

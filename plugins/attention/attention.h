@@ -1,4 +1,5 @@
-// Attention by cuDNN's graph API: plans for problems, kept, and run.
+// Attention: by a kernel of this library where that takes a problem (one_token.h), else by cuDNN's graph API, whose
+// plans for problems are kept.
 #pragma once
 
 #include <twell/attention.h>
@@ -14,18 +15,20 @@ struct ProblemOrder {
     bool operator()(twell_attention_problem const& a, twell_attention_problem const& b) const;
 };
 
-// A cuDNN handle and the plans that were built with it. To be used by one thread at a time, on the device that was
-// current when it was made. Must outlive the CUDA graphs that were captured from it.
+// A cuDNN handle and the plans that were built with it. To be used by one thread at a time, on the device that is
+// current when it is first used. Must outlive the CUDA graphs that were captured from it.
 class Attention {
   public:
-    // Loads cuDNN, once a process. Throws Refusal if there is none.
     Attention();
     ~Attention();
     Attention(Attention const&) = delete;
     Attention& operator=(Attention const&) = delete;
 
-    // Builds the plan of a valid problem, if it is new: not under capture. Returns the workspace that its runs need, in
-    // bytes. Throws Refusal if cuDNN does not do it.
+    // Loads cuDNN, once a process, and makes a handle. Throws Refusal if there is none.
+    void open();
+
+    // Builds the plan of a valid problem, if it needs cuDNN and is new: not under capture. Returns the workspace that
+    // its runs need, in bytes. Throws Refusal if cuDNN is not there or does not do it.
     size_t prepare(twell_attention_problem const& problem);
 
     // Runs a prepared problem. Throws Refusal if it is not prepared, or cuDNN fails.

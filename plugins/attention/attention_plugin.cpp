@@ -205,6 +205,7 @@ size_t AttentionPlugin::workspace_bytes(DynamicPluginTensorDesc const* inputs) c
 AttentionPlugin* AttentionPlugin::attached() const {
     auto attached = std::make_unique<AttentionPlugin>(*this);
     attached->attention_ = std::make_unique<Attention>();
+    attached->attention_->open();  // here, not where a shape needs it, is it said that there is no cuDNN
     return attached.release();
 }
 

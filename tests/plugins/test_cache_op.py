@@ -106,8 +106,23 @@ LARGE: dict[str, tuple[tuple[int, ...], list[int], list[int]]] = {
 }
 
 
+# One token of few sequences, which the library's own kernel attends to.
+LENGTHS = [1, 31, 32, 33, 1000, 1024, 4096, 129]
+ONE_TOKEN: dict[str, tuple[tuple[int, ...], list[int], list[int]]] = {
+    f"one-token-{batch}-{heads}-{kv_heads}-{width}": (
+        (batch, 1, heads, kv_heads, max(LENGTHS[-batch:]), width),
+        [1] * batch,
+        LENGTHS[-batch:],
+    )
+    for batch, heads, kv_heads, width in (
+        (8, 8, 8, 128), (8, 32, 8, 128), (8, 8, 1, 128), (7, 40, 2, 128), (1, 3, 3, 64), (5, 6, 2, 64), (3, 4, 4, 80),
+        (3, 6, 2, 96), (4, 8, 1, 256), (8, 2, 2, 256), (2, 16, 16, 128), (1, 16, 16, 128),
+    )
+}  # fmt: skip
+
+
 def attention_operands(name: str, dtype: torch.dtype) -> list[Any]:
-    (batch, tokens, heads, kv_heads, length, width), queries, keys = (ATTENTIONS | LARGE)[name]
+    (batch, tokens, heads, kv_heads, length, width), queries, keys = (ATTENTIONS | LARGE | ONE_TOKEN)[name]
     shapes = (batch, tokens, heads, width), *[(batch, kv_heads, length, width)] * 2
     return [*(torch.randn(shape).to(dtype) for shape in shapes), int32(*queries), int32(*keys), SCALE]
 
@@ -134,7 +149,7 @@ def test_attention(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("name", [*ATTENTIONS, *LARGE])
+@pytest.mark.parametrize("name", [*ATTENTIONS, *LARGE, *ONE_TOKEN])
 def test_attention_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     q, keys, values, queries, known, scale = attention_operands(name, dtype)
     # What no query sees is in memory, too, and must be finite alone.
@@ -145,6 +160,30 @@ def test_attention_on_a_gpu(name: str, dtype: torch.dtype) -> None:
         assert (y[row, count:] == 0).all()
     assert_as_accurate(y.cpu(), plain, truth)
     assert None not in cache_op._PLANS.known.values(), "cuDNN refuses some"
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("name", ONE_TOKEN)
+def test_one_token_sees_its_keys_alone(name: str) -> None:
+    """The same bits in each call, whatever stands in places that are not used."""
+    q, keys, values, *counts = [each.cuda() for each in attention_operands(name, BF16)[:-1]]
+    first = CACHED_ATTENTION(q, keys, values, *counts, SCALE)
+    for row, known in enumerate(counts[1].tolist()):
+        keys[row, :, known:], values[row, :, known:] = float("nan"), float("nan")
+    for _ in range(20):
+        assert torch.equal(CACHED_ATTENTION(q, keys, values, *counts, SCALE), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", [0, 30, 4095])
+def test_nan_reaches_one_token(place: int) -> None:
+    q, keys, values, *counts = [each.cuda() for each in attention_operands("one-token-2-16-16-128", BF16)[:-1]]
+    q[0, 0, 3, 7] = keys[0, 5, place, 7] = values[0, 6, place, 7] = float("nan")
+    y = CACHED_ATTENTION(q, keys, values, *counts, SCALE)
+    expected = torch.zeros_like(y, dtype=torch.bool)
+    expected[0, 0, 3] = expected[0, 0, 5] = expected[0, 0, 6, 7] = True
+    assert torch.equal(y.isnan(), expected)
 
 
 @pytest.mark.gpu
