@@ -213,7 +213,7 @@ cudaError_t launch_widened(Call const& call, void* workspace) {
     return launch_route({problem, tensors, call.device, call.stream}, next);
 }
 
-// By a route, which leaves the norm out.
+// By a route; all but kOneOrTwoTokens leave the norm out.
 cudaError_t launch(Route route, Call const& call, void* workspace) {
     switch (route) {
         case Route::kWidened:
@@ -245,7 +245,7 @@ cudaError_t launch_route(Call const& call, void* workspace) {
     if (call.device.trace != nullptr) {
         call.device.trace->add("route %s\n", name_of(route));
     }
-    if (!has_norm(call.problem)) {
+    if (!has_norm(call.problem) || route == Route::kOneOrTwoTokens) {
         return launch(route, call, workspace);
     }
     twell_problem problem = call.problem;

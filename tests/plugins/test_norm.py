@@ -214,7 +214,10 @@ def kernels_of(case: Case) -> list[str]:
 
 def test_which_kernels_run() -> None:
     large = Case(tokens=1, d_model=2048, d_ff=5632, d_out=2048)
-    for tokens in (1, 3, 40, 700, 3000):
+    for tokens, narrow in itertools.product((1, 2), (False, True)):
+        case = dataclasses.replace(large, tokens=tokens, narrow=narrow)
+        assert kernels_of(case) == ["norm_contribute", "add_contributions"]
+    for tokens in (3, 40, 700, 3000):
         case = dataclasses.replace(large, tokens=tokens)
         assert kernels_of(case) == ["norm", *kernels_of(dataclasses.replace(case, norm="none"))]
     wide = Case(d_ff=70_000, gated=False)
@@ -266,6 +269,18 @@ def test_kernels(case: Case) -> None:
     operands.x[-1, -1] = torch.nan
     broken = run_block(operands, options)
     assert broken[-1].isnan().all() and not broken[:-1].isnan().any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [Case(tokens=1), Case(tokens=20), Case(tokens=1, narrow=True)], ids=str)
+def test_weights_that_are_copied_first(case: Case) -> None:
+    operands, options = make(case, "cuda")
+    (d_ff, d_model), expected = operands.first[0].shape, run_block(operands, options)
+    spread = torch.empty(d_ff, 2 * d_model, dtype=operands.w_up.dtype, device="cuda")[:, ::2]
+    spread.copy_(operands.w_up)
+    for _ in range(20):
+        y = run_block(dataclasses.replace(operands, w_up=spread), options)
+        assert error(y, expected.double()) < 2**-7
 
 
 @pytest.mark.gpu

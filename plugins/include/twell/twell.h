@@ -177,6 +177,8 @@ TWELL_API cudaError_t twell_gate(twell_problem const* problem, twell_tensors con
 //  - the same call on the same device gives the same bits.
 // With weights of TWELL_E4M3 they compute with what these are worth. Which kernels round x, for the gate alone, to E4M3
 // with a scale for each row, twell_describe says ("quantise"); then an infinity in a row of x counts as a NaN.
+// With a norm they may begin to read all inputs but x and the residual before the launches before have ended: so the
+// launch just before must not be one that writes them.
 // They may differ, and so may the last bits of a row between calls with other `tokens` or other rows beside it, in
 //  - the order of sums;
 //  - whether u and h are rounded to the element type, as a dense block does, or kept in fp32.

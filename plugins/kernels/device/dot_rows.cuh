@@ -282,16 +282,15 @@ __device__ __forceinline__ float dot_rows_of_bytes(E4m3 const* x_row, E4m3 const
 
 // Multiplies kTokens rows of x by rows of a matrix, those of a set counted from `first_row` on, kRows at once, and
 // leaves each warp's part of the sums: parts(token) is [rows][kWarps]. By a CTA, each thread of which has a vector of
-// each row.
-template <class Element, int kTokens, int kRows, int kWarps, class Stored, class Parts>
-__device__ __forceinline__ void dot_set(uint16_t const* x_rows, Stored const* matrix, int row_length, int first_row,
-                                        uint32_t set, Parts parts) {
+// each row: x_of(token) gives that of x, zeros behind the last one.
+template <class Element, int kTokens, int kRows, int kWarps, class Stored, class XOf, class Parts>
+__device__ __forceinline__ void dot_set(XOf x_of, Stored const* matrix, int row_length, int first_row, uint32_t set,
+                                        Parts parts) {
     int const lane = threadIdx.x % kWarpSize;
     int const warp = threadIdx.x / kWarpSize;
     int const k = static_cast<int>(threadIdx.x) * kVector;
     bool const exists = k < row_length;
     Stored const* const rows = matrix + static_cast<int64_t>(first_row) * row_length + k;
-    uint16_t const* const x = x_rows + min(k, row_length - kVector);
     while (set != 0) {
         Vector<Stored> weights[kRows];
         uint32_t rest = set;
@@ -302,8 +301,7 @@ __device__ __forceinline__ void dot_set(uint16_t const* x_rows, Stored const* ma
         float sums[kTokens][kRows] = {};
 #pragma unroll
         for (int t = 0; t < kTokens; ++t) {
-            uint4 const loaded = __ldcg(reinterpret_cast<uint4 const*>(x + t * row_length));
-            uint4 const values = exists ? loaded : uint4{};  // whatever it is, infinity times 0 would be a NaN
+            uint4 const values = x_of(t);
 #pragma unroll
             for (int r = 0; r < kRows; ++r) {
                 accumulate<Element>(sums[t][r], values, weights[r]);

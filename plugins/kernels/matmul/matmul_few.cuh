@@ -32,6 +32,7 @@ constexpr int kBytesWarpStage = (kTilesM * MMA_M + kTilesN * MMA_N) * kVectorsPe
 template <class Stored>
 struct Consecutive {
     using Element = Stored;
+    static constexpr bool kReside = false;
     Stored const* matrix;
     int64_t first;
     int count;
@@ -41,10 +42,29 @@ struct Consecutive {
 template <class Stored>
 struct Listed {
     using Element = Stored;
+    static constexpr bool kReside = false;
     Stored const* matrix;
     int64_t first;
     int count;
     int const* list;
+};
+
+// Rows in shared memory, `stride` bytes apart, zeros from d_model on up to a whole step of all warps. They are there
+// when arrive() returns, which is called with the first weights under way. Rows that are missing are the last one
+// again: nobody reads their sums.
+template <int kRows, class Arrive>
+struct Resident {
+    static constexpr bool kReside = true;
+    uint32_t rows;
+    int stride;
+    Arrive arrive;
+
+    // Where a lane begins to read of eight rows, in the warp's share of the first step.
+    __device__ __forceinline__ uint32_t first_chunk() const {
+        int const lane = static_cast<int>(threadIdx.x) % kWarpSize;
+        int const warp = static_cast<int>(threadIdx.x) / kWarpSize;
+        return rows + min(lane / 4, kRows - 1) * stride + (warp * kVectorsPerStep + lane % 4) * 16;
+    }
 };
 
 // Bytes of a row's line, and of those that a warp copies at once.
@@ -103,6 +123,13 @@ class LineLoader<kRows, Listed<Stored>> {
     int first_vector_;
 };
 
+template <int kTileRows, int kRows, class Arrive>
+class LineLoader<kTileRows, Resident<kRows, Arrive>> {
+  public:
+    __device__ __forceinline__ LineLoader(Resident<kRows, Arrive> const&, int, int) {}
+    __device__ __forceinline__ void load(uint32_t, int, bool) const {}
+};
+
 // Where a lane puts its vector of a line, and whence it takes the first of its two vectors of a row; the second is
 // where the distance to it differs in the bit that `swap` has, too. Vectors of odd rows swap their halves, so that the
 // two rows x four vectors that a quarter of a warp reads at once lie in different banks; of eight bits it is four rows,
@@ -124,11 +151,12 @@ struct Places {
 };
 
 // accumulators += matrix[rows, k] x[tokens, k] over this warp's share of k. The order of each sum does not depend on
-// the number of tiles. begin() is called before anything is read.
+// the number of tiles. begin() is called before anything is read. Queues have no place for tokens that are Resident.
 template <class Element, int kTilesM, int kTilesN, int kNumStages, class Neurons, class Tokens, class Begin>
 __device__ __forceinline__ void multiply(float (&accumulators)[kTilesM][kTilesN][4], Neurons const& neurons,
                                          Tokens const& tokens, int d_model, uint32_t queue, Begin begin) {
-    constexpr int kBytesStage = kBytesWarpStage<kTilesM, kTilesN>;
+    constexpr int kQueuedN = Tokens::kReside ? 0 : kTilesN;
+    constexpr int kBytesStage = kBytesWarpStage<kTilesM, kQueuedN>;
     using Stored = typename Neurons::Element;
     using PlacesW = Places<Stored>;
     using PlacesX = Places<uint16_t>;
@@ -162,6 +190,12 @@ __device__ __forceinline__ void multiply(float (&accumulators)[kTilesM][kTilesN]
     for (int stage = 0; stage < kNumStages; ++stage) {
         load_stage(stage, queue + stage * kBytesStage);
     }
+    uint32_t resident = 0;
+    if constexpr (Tokens::kReside) {
+        static_assert(kTilesN == 1, "first_chunk is of eight rows");
+        tokens.arrive();
+        resident = tokens.first_chunk();
+    }
     uint32_t stage = queue;
 #pragma unroll 1
     for (int step = 0; step < num_steps; ++step) {
@@ -184,7 +218,8 @@ __device__ __forceinline__ void multiply(float (&accumulators)[kTilesM][kTilesN]
             }
 #pragma unroll
             for (int j = 0; j < kTilesN; ++j) {
-                uint4 const b = load_chunk(fragments + (kTilesM * 2 + j) * kBytesRows);
+                uint4 const b =
+                    load_chunk(Tokens::kReside ? resident + quad * 64 : fragments + (kTilesM * 2 + j) * kBytesRows);
 #pragma unroll
                 for (int i = 0; i < kTilesM; ++i) {
                     Element::mma(accumulators[i][j], a[0][i], b.x, b.y);
@@ -197,6 +232,7 @@ __device__ __forceinline__ void multiply(float (&accumulators)[kTilesM][kTilesN]
         }
         __syncwarp();  // all lanes have taken their fragments
         load_stage(step + kNumStages, stage);
+        resident += kVectorsPerStep * kWarps * 16;
         stage = stage == queue + (kNumStages - 1) * kBytesStage ? queue : stage + kBytesStage;
     }
     wait_async<0>();

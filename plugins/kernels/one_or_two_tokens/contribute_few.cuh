@@ -4,6 +4,9 @@
 // The time is that of reading w_gate, then of whatever follows, one latency after the other. So all CTAs have equally
 // many neurons; and the one that finds a neuron active also multiplies h by the neuron's row of w_down, which it has
 // sent for together with that of w_up. What is left is to add up what CTAs contribute to y, in their order.
+//
+// With a norm every CTA normalises the tokens itself, in shared memory, while its first weights are under way: those it
+// sends for before it waits for the launch before. Without one the tokens come first, as they are, with the weights.
 #pragma once
 
 #include "device/block.cuh"
@@ -13,6 +16,7 @@
 #include "device/element.cuh"
 #include "device/epilogue.cuh"
 #include "device/gather_rows.cuh"
+#include "device/norm.cuh"
 #include "device/shared.cuh"
 #include "device/vector.cuh"
 #include "matmul/matmul_few.cuh"
@@ -30,13 +34,25 @@ static_assert(kNeurons == MMA_M, "the extent of the tensor cores' tile");
 constexpr int kMinBlocks = 4;
 constexpr int kMostColumns = kMostColumnsOneOrTwo;
 static_assert(kMostColumns == kThreads * kVector, "a thread has a vector of each row");
-constexpr int kNumStages = 3;
-constexpr int kBytesQueue = kNumStages * matmul_few::kBytesWarpStage<1, 1>;  // of a warp
-constexpr int kSharedBytes = kWarps * kBytesQueue;
-// Afterwards rows of w_down lie there, and behind those of the i-th warp the sums of the i-th token's u.
-constexpr int kOffsetUp = kNeurons * kBytesPiece;
-static_assert(kOffsetUp + kNeurons * kWarps * 4 <= kBytesQueue && kMostTokens <= kWarps,
-              "the rows and sums find a place in the queues");
+
+// Shared memory: the warps' queues; with a norm then rows of x, and sums of u. Afterwards rows of w_down lie in the
+// queues, and without a norm, behind those of the i-th warp, the sums of the i-th token's u.
+template <int kTokens, bool kHasNorm>
+struct Layout {
+    static constexpr int kNumStages = kHasNorm ? 4 : 3;
+    static constexpr int kQueuedTiles = kHasNorm ? 0 : 1;                                          // of tokens
+    static constexpr int kBytesQueue = kNumStages * matmul_few::kBytesWarpStage<1, kQueuedTiles>;  // of a warp
+    static constexpr int kBytesQueues = kWarps * kBytesQueue;
+    static constexpr int kBytesDown = kNeurons * kBytesPiece;
+    static constexpr int kBytesUp = kNeurons * kWarps * static_cast<int>(sizeof(float));  // of a token
+    // Of two rows the 64 bytes that four lanes read at once lie in different banks.
+    static constexpr int kBytesRow = kMostColumns * 2 + 64;
+    static constexpr int kOffsetUp = kHasNorm ? kBytesQueues + kTokens * kBytesRow : kBytesDown;
+    static constexpr int kStrideUp = kHasNorm ? kBytesUp : kBytesQueue;
+    static constexpr int kSharedBytes = kHasNorm ? kOffsetUp + kTokens * kBytesUp : kBytesQueues;
+    static_assert(kBytesDown + (kHasNorm ? 0 : kBytesUp) <= kBytesQueue && kMostTokens <= kWarps,
+                  "the rows and sums find a place in the queues");
+};
 
 // All CTAs that add up read at the same time which ones contribute, but not all of them the same copy.
 constexpr int kCopies = 8;
@@ -48,15 +64,21 @@ struct ParamsOf : BlockTensorsOf<Stored> {
     int num_ctas;
     int neurons_each;  // of a CTA
     int neurons_left;  // that many CTAs have one more
+    norm::Norm norm;
 };
 
 // What each CTA's neurons contribute to y.
-template <class Element, class Stored, int kTokens>
+template <class Element, class Stored, int kTokens, bool kHasNorm>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) contribute_kernel(ParamsOf<Stored> const params) {
     static_assert(kTokens * kNeurons <= kWarpSize && kTokens <= kMostTokens, "a lane has a neuron of a token");
+    using Places = Layout<kTokens, kHasNorm>;
+    constexpr int kBytesQueue = Places::kBytesQueue;
     extern __shared__ __align__(128) unsigned char dynamic[];
     __shared__ float gate_parts[kWarps][kTokens][kNeurons];
-    auto const up_parts = [](int token) { return reinterpret_cast<float*>(dynamic + token * kBytesQueue + kOffsetUp); };
+    __shared__ float row_sums[2][kWarps];  // with a norm
+    auto const up_parts = [](int token) {
+        return reinterpret_cast<float*>(dynamic + token * Places::kStrideUp + Places::kOffsetUp);
+    };
 
     int const lane = threadIdx.x % kWarpSize;
     int const warp = threadIdx.x / kWarpSize;
@@ -70,10 +92,13 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) contribute_kernel(Params
     uint16_t b_gate = 0;
     uint16_t b_up = 0;
     uint32_t cut = 0;
-    float scales[3] = {};  // of the lane's rows of weights
+    float scales[3] = {};                                        // of the lane's rows of weights
+    int const column = static_cast<int>(threadIdx.x) * kVector;  // of x, and of y
     auto const begin = [&] {
-        wait_for_previous_launch();
-        allow_dependent_launch();
+        if constexpr (!kHasNorm) {
+            wait_for_previous_launch();
+            allow_dependent_launch();
+        }
         if (has_neuron && params.b_gate != nullptr) {
             b_gate = params.b_gate[neuron_begin + neuron];
         }
@@ -90,11 +115,44 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) contribute_kernel(Params
             }
         }
     };
+    // A thread has a vector of each row.
+    auto const x_place = [&](int t) {
+        return reinterpret_cast<uint4*>(dynamic + Places::kBytesQueues + t * Places::kBytesRow) + threadIdx.x;
+    };
+    auto const normalise = [&] {
+        int const vectors = params.d_model / kVector;
+        int const v = static_cast<int>(threadIdx.x);
+        norm::NormVector const of_columns = norm::load_norm(params.norm, v, vectors);
+        wait_for_previous_launch();
+        allow_dependent_launch();
+        uint4 held[kTokens];
+#pragma unroll
+        for (int t = 0; t < kTokens; ++t) {
+            held[t] = load_written_vector_if(params.x + t * params.d_model + column, v < vectors);
+        }
+        norm::SumOfRow<kThreads> sum_of_row = {row_sums};
+#pragma unroll
+        for (int t = 0; t < kTokens; ++t) {
+            auto const load = [&](int) { return held[t]; };
+            norm::Moments const moments = norm::find_moments<Element, 1>(
+                params.norm, vectors, v, kThreads, load, [](int, uint4) {}, load, sum_of_row);
+            *x_place(t) = v < vectors ? norm::normalise<Element>(held[t], params.norm, of_columns, moments) : uint4{};
+        }
+        __syncthreads();
+    };
     float accumulators[1][1][4] = {};
     uint32_t const queues = shared_address(dynamic);
-    matmul_few::multiply<Element, 1, 1, kNumStages>(
-        accumulators, matmul_few::Consecutive<Stored>{params.w_gate, neuron_begin, num_neurons},
-        matmul_few::Consecutive<uint16_t>{params.x, 0, kTokens}, params.d_model, queues, begin);
+    matmul_few::Consecutive<Stored> const neurons = {params.w_gate, neuron_begin, num_neurons};
+    if constexpr (kHasNorm) {
+        matmul_few::Resident<kTokens, decltype(normalise)> const tokens = {queues + Places::kBytesQueues,
+                                                                           Places::kBytesRow, normalise};
+        matmul_few::multiply<Element, 1, 1, Places::kNumStages>(accumulators, neurons, tokens, params.d_model, queues,
+                                                                begin);
+    } else {
+        matmul_few::multiply<Element, 1, 1, Places::kNumStages>(accumulators, neurons,
+                                                                matmul_few::Consecutive<uint16_t>{params.x, 0, kTokens},
+                                                                params.d_model, queues, begin);
+    }
     if (lane % 4 == 0) {  // the first two of eight tokens
 #pragma unroll
         for (int t = 0; t < kTokens; ++t) {
@@ -132,7 +190,6 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) contribute_kernel(Params
     }
 
     // Rows of w_down. Columns past the end repeat the last ones and are not stored.
-    int const column = static_cast<int>(threadIdx.x) * kVector;
     uint32_t const pieces = queues + warp * kBytesQueue + lane * 16;
     Stored const* const w_down =
         params.w_down + static_cast<int64_t>(neuron_begin) * params.d_out + min(column, params.d_out - kVector);
@@ -140,10 +197,19 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) contribute_kernel(Params
 
     float h = Element::to_float(g);
     if (params.w_up != nullptr) {
+        uint16_t const* const x = params.x + min(column, params.d_model - kVector);
+        bool const exists = column < params.d_model;
+        auto const x_of = [&](int t) {
+            if constexpr (kHasNorm) {
+                return *x_place(t);
+            }
+            uint4 const loaded = __ldcg(reinterpret_cast<uint4 const*>(x + t * params.d_model));
+            return exists ? loaded : uint4{};  // whatever it is, infinity times 0 would be a NaN
+        };
         if ((any & (any - 1)) == 0) {
-            dot_set<Element, kTokens, 1, kWarps>(params.x, params.w_up, params.d_model, neuron_begin, any, up_parts);
+            dot_set<Element, kTokens, 1, kWarps>(x_of, params.w_up, params.d_model, neuron_begin, any, up_parts);
         } else {
-            dot_set<Element, kTokens, 4, kWarps>(params.x, params.w_up, params.d_model, neuron_begin, any, up_parts);
+            dot_set<Element, kTokens, 4, kWarps>(x_of, params.w_up, params.d_model, neuron_begin, any, up_parts);
         }
         __syncthreads();
         // NOTE: u and h stay in fp32; a dense fp16 block, which stores both, can overflow here.

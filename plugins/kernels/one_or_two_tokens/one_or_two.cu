@@ -37,6 +37,19 @@ OneOrTwoConfig choose(twell_problem const& problem, Device const& device) {
     return {num_ctas, problem.d_ff / num_ctas, problem.d_ff % num_ctas};
 }
 
+constexpr Label label_of(int64_t tokens, bool has_norm) {
+    return {has_norm ? "norm_contribute" : "contribute", {{"tokens", tokens}}};
+}
+
+template <class Element, class Stored, int kTokens, bool kHasNorm>
+cudaError_t contribute(Call const& call, contribute_few::ParamsOf<Stored> const& params) {
+    return launch_dependent(label_of(kTokens, kHasNorm),
+                            contribute_few::contribute_kernel<Element, Stored, kTokens, kHasNorm>, params,
+                            dim3(static_cast<unsigned>(params.num_ctas)), contribute_few::kThreads,
+                            contribute_few::Layout<kTokens, kHasNorm>::kSharedBytes, call.device, call.stream,
+                            {{}, params.num_ctas, most_contributing_ctas(call.problem)});
+}
+
 template <class Element, class Stored>
 cudaError_t launch(Call const& call, void* workspace, OneOrTwoConfig const& config) {
     twell_problem const& problem = call.problem;
@@ -46,13 +59,14 @@ cudaError_t launch(Call const& call, void* workspace, OneOrTwoConfig const& conf
     params.num_ctas = config.num_ctas;
     params.neurons_each = config.neurons_each;
     params.neurons_left = config.neurons_left;
+    params.norm = {static_cast<uint16_t const*>(call.tensors.norm_weight),
+                   static_cast<uint16_t const*>(call.tensors.norm_bias), problem.eps, problem.norm};
     static_assert(contribute_few::kMostTokens == 2, "one of two kernels");
-    auto const kernel = problem.tokens == 1 ? contribute_few::contribute_kernel<Element, Stored, 1>
-                                            : contribute_few::contribute_kernel<Element, Stored, 2>;
-    TWELL_TRY(launch_dependent({"contribute", {{"tokens", problem.tokens}}}, kernel, params,
-                               dim3(static_cast<unsigned>(params.num_ctas)), contribute_few::kThreads,
-                               contribute_few::kSharedBytes, call.device, call.stream,
-                               {{}, params.num_ctas, most_contributing_ctas(problem)}));
+    bool const one = problem.tokens == 1;
+    TWELL_TRY(has_norm(problem) ? one ? contribute<Element, Stored, 1, true>(call, params)
+                                      : contribute<Element, Stored, 2, true>(call, params)
+              : one ? contribute<Element, Stored, 1, false>(call, params)
+                                : contribute<Element, Stored, 2, false>(call, params));
     dim3 const grid(static_cast<unsigned>(ceil_div(problem.d_out, contribute_few::kAddColumns)),
                     static_cast<unsigned>(problem.tokens));
     return launch_dependent({"add_contributions"}, contribute_few::add_kernel<Element, Stored>, params, grid,
@@ -66,8 +80,10 @@ size_t one_or_two_bytes(twell_problem const& problem) {
 }
 
 void list_one_or_two(Text& text) {
-    add_line(text, {"contribute", {{"tokens", 1}}});
-    add_line(text, {"contribute", {{"tokens", 2}}});
+    for (bool const has_norm : {false, true}) {
+        add_line(text, label_of(1, has_norm));
+        add_line(text, label_of(2, has_norm));
+    }
     add_line(text, {"add_contributions"});
 }
 
