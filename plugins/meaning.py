@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -89,6 +90,14 @@ def normalised(x: Tensor, norm: str, weight: Tensor | None, bias: Tensor | None,
 def norm_of(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
     """Return norm(x) of a block, likewise."""
     return normalised(operands.x, options.norm, *operands.norm, options.eps)
+
+
+def without_norm(operands: Operands[Tensor], options: BlockOptions) -> tuple[Operands[Tensor], BlockOptions]:
+    """Return a block without a norm that reads norm(x), rounded to the type of x."""
+    if options.norm == "none":
+        return operands, options
+    x = norm_of(operands, options).to(operands.x.dtype)
+    return replace(operands, x=x, norm_weight=None, norm_bias=None), replace(options, norm="none", eps=0.0)
 
 
 def _check_thresholds(thresholds: Tensor, options: BlockOptions, d_ff: int) -> None:

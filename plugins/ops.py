@@ -56,10 +56,10 @@ from twellc.plugins.meaning import (
     dequantised,
     hidden_of,
     launch,
-    norm_of,
     output_of,
     scale_kinds,
     widths_of,
+    without_norm,
 )
 from twellc.plugins.torch_library import define
 
@@ -95,9 +95,7 @@ def _launch(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
     given, copies = operands.weights.named(), read.named()
     # NOTE: with a norm, kernels read weights before launches before have ended, so no copies that were just made.
     if options.norm != "none" and any(copies[name] is not each for name, each in given.items()):
-        normalised = norm_of(operands, options).to(x.dtype)
-        operands = replace(operands, x=normalised, norm_weight=None, norm_bias=None)
-        return _launch(operands, replace(options, norm="none"))
+        return _launch(*without_norm(operands, options))
     y = x.new_empty((*x.shape[:-1], widths["d_out"]))
     tensors = tensors_of(read.map(Tensor.data_ptr), y.data_ptr())
     with torch.cuda.device(x.device):

@@ -97,7 +97,7 @@ class Call:
         ]
 
 
-# The step says how many neurons are hot. A block with its norm has no gradients.
+# The step says how many neurons are hot. What it computes comes behind the norm.
 _OPTIONS = tuple(each for each in OPTIONS if each.name not in {*(each.name for each in fields(Step)), "norm", "eps"})
 
 

@@ -28,7 +28,7 @@ from twellc.plugins.block import call_of as block_call_of
 from twellc.plugins.gradients import cpu, cuda
 from twellc.plugins.gradients.call import KEPT_DTYPES, Call, Gradients, Kept, Step, call_of, schemas
 from twellc.plugins.gradients.modes import NO_SECOND, refuse_forward_mode, refuse_torch_func, register_autocast
-from twellc.plugins.meaning import check_call, math_dtype, widths_of
+from twellc.plugins.meaning import check_call, math_dtype, widths_of, without_norm
 from twellc.plugins.torch_library import LIBRARY, define
 
 _NUM_KEPT = len(Kept._fields)
@@ -165,8 +165,7 @@ def register_gradients(op: OpOverload, variant: Variant) -> None:
                 raise NotImplementedError("twell: a block with weights in eight bits has no gradients")
             if operands.thresholds is not None:
                 raise NotImplementedError("twell: a block with a threshold for each neuron has no gradients")
-            if options.norm != "none":
-                raise NotImplementedError("twell: a block with its norm has no gradients")
+            operands, options = without_norm(operands, options)
             hot = options.hot if options.hot == operands.w_up.shape[0] else options.hot // 8 * 8
             return train_forward(operands, options, Step(hot=hot))[0]
         with AutoDispatchBelowAutograd():

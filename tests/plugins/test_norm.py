@@ -65,7 +65,7 @@ def make(case: Case, device: str = "cpu") -> tuple[Operands[Tensor], BlockOption
     return Operands(x=x, **tensors), BlockOptions(activation="relu", norm=case.norm, eps=EPS)
 
 
-def without_norm(operands: Operands[Tensor], norm: str, dtype: torch.dtype) -> Operands[Tensor]:
+def behind_norm(operands: Operands[Tensor], norm: str, dtype: torch.dtype) -> Operands[Tensor]:
     """Return what weights are worth, and x behind its norm, as torch computes it in `dtype`."""
     given = {name: each.to(dtype) for name, each in dequantised(operands).named().items()}
     weight, bias, x = given.pop("norm_weight", None), given.pop("norm_bias", None), given["x"]
@@ -78,7 +78,7 @@ def without_norm(operands: Operands[Tensor], norm: str, dtype: torch.dtype) -> O
 
 def dense(operands: Operands[Tensor], norm: str, dtype: torch.dtype) -> Tensor:
     """Compute a block by torch's own functions, each of which rounds its result to `dtype`."""
-    given, linear = without_norm(operands, norm, dtype), torch.nn.functional.linear
+    given, linear = behind_norm(operands, norm, dtype), torch.nn.functional.linear
     h = torch.relu(linear(given.x, *given.first))
     if given.w_gate is not None:
         h = h * linear(given.x, given.w_up, given.b_up)
@@ -132,11 +132,15 @@ def test_what_does_not_fit_is_refused(norm: str, changes: dict[str, Any], messag
         run_block(dataclasses.replace(operands, **changes), dataclasses.replace(options, norm=norm))
 
 
-def test_there_are_no_gradients() -> None:
-    operands, options = make(Case())
-    operands.x.requires_grad_()
-    with pytest.raises(NotImplementedError, match="a block with its norm has no gradients"):
-        run_block(operands, options)
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_gradients(norm: str) -> None:
+    operands, options = make(Case(norm=norm, dtype=torch.float64, residual=True))
+    tensors = operands.map(Tensor.requires_grad_).named().values()
+    dy = torch.randn(5, 64, dtype=torch.float64)
+    found = torch.autograd.grad(run_block(operands, options), tensors, dy)
+    wanted = torch.autograd.grad(dense(operands, norm, torch.float64), tensors, dy)
+    for actual, expected in zip(found, wanted, strict=True):
+        assert_same(actual, expected)
 
 
 class Called(torch.nn.Module):
@@ -163,7 +167,7 @@ def test_a_program_as_onnx_gives_the_same(case: Case, tmp_path: Path) -> None:
     (node,) = plugin_nodes(onnx.load(path))
     assert torch.equal(node.run(operands.x, operands.x), expected)
     first, bias = (each.double() for each in dequantised(operands).first if each is not None)
-    z = torch.nn.functional.linear(without_norm(operands, case.norm, torch.float64).x, first, bias)
+    z = torch.nn.functional.linear(behind_norm(operands, case.norm, torch.float64).x, first, bias)
     assert node.active(operands.x) == int(activate(z, "relu", 0.0).count_nonzero())
 
 
@@ -259,7 +263,7 @@ def test_kernels(case: Case) -> None:
     operands, options = make(case, "cuda")
     y, truth = run_block(operands, options), dense(operands, case.norm, torch.float64)
     if case.narrow:
-        wide = without_norm(operands, case.norm, torch.float64)
+        wide = behind_norm(operands, case.norm, torch.float64)
         of_fp8 = error(exact(wide, dataclasses.replace(options, norm="none", eps=0.0), eight_bits=True), truth)
         assert error(y, truth) <= max(1.08 * of_fp8, 2**-8)
     else:
