@@ -76,7 +76,8 @@ def in_place(program: ExportedProgram) -> GraphModule:
         for item in list(node.users):
             item.replace_all_uses_with(results[item.args[1]])
     output = graph.output_node()
-    logits, *_ = output.args[0]
+    logits, *caches = output.args[0]
+    assert all(each.op == "placeholder" for each in caches), "an op that returns caches is not in IN_PLACE"
     output.args = (logits,)
     graph.set_codegen(CodeGen())  # inputs and outputs one by one, not as the traced function had them
     graph.eliminate_dead_code()
