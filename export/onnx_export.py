@@ -286,12 +286,24 @@ def _attention(q: Any, k: Any, v: Any, lengths: Any, scale: float, causal: bool)
     return _NODES[ATTENTION_NODE](*inputs, **attention_attributes(scale, causal, lengths is not None))
 
 
-def _cached_attention(q: Any, keys: Any, values: Any, query_counts: Any, key_counts: Any, scale: float) -> Any:
-    return _NODES[CACHED_ATTENTION_NODE](q, keys, values, query_counts, key_counts, scale=scale, **IDENTITY)
+def _with_angles(inputs: tuple[Any, ...], cosines: Any, sines: Any) -> tuple[tuple[Any, ...], int]:
+    return (inputs, 0) if cosines is None else ((*inputs, cosines, sines), 1)
 
 
-def _append(keys: Any, values: Any, new_keys: Any, new_values: Any, starts: Any, counts: Any) -> Any:
-    return _NODES[APPEND_NODE](keys, values, new_keys, new_values, starts, counts, **IDENTITY)
+def _cached_attention(
+    q: Any, keys: Any, values: Any, query_counts: Any, key_counts: Any, scale: float, cosines: Any = None,
+    sines: Any = None,
+) -> Any:  # fmt: skip
+    inputs, rotated = _with_angles((q, keys, values, query_counts, key_counts), cosines, sines)
+    return _NODES[CACHED_ATTENTION_NODE](*inputs, scale=scale, rotated=rotated, **IDENTITY)
+
+
+def _append(
+    keys: Any, values: Any, new_keys: Any, new_values: Any, starts: Any, counts: Any, cosines: Any = None,
+    sines: Any = None,
+) -> Any:  # fmt: skip
+    inputs, rotated = _with_angles((keys, values, new_keys, new_values, starts, counts), cosines, sines)
+    return _NODES[APPEND_NODE](*inputs, rotated=rotated, **IDENTITY)
 
 
 def _all_reduce(x: Any, ranks: int) -> Any:

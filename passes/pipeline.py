@@ -69,6 +69,7 @@ from twellc.passes.precision import in_precision
 from twellc.passes.report import Attention, Layer, Linear, Weights
 from twellc.passes.rewrite_ffn import rewrite_ffn
 from twellc.passes.rewrite_linear import rewrite_linear
+from twellc.passes.rotate_in_caches import rotate_in_caches
 from twellc.passes.tensor_parallel import rank_program
 from twellc.passes.write_numbers import write_numbers
 from twellc.plugins.ops import VARIANT_OF
@@ -362,7 +363,7 @@ STEPS: dict[Stage, tuple[Step, ...]] = {
     Stage.SHARE: (Step("share", _share, edits=False),),
     Stage.FFN: (Step("rewrite_ffn", _rewrite_ffn),),
     Stage.SPLIT: (Step("tensor_parallel", _split),),
-    Stage.ATTENTION: (Step("rewrite_attention", _rewrite_attention),),
+    Stage.ATTENTION: (Step("rewrite_attention", _rewrite_attention), step(rotate_in_caches)),
     Stage.FIND_LINEAR: (Step("find_linear", _find_linear, edits=False),),
     Stage.LINEAR: (Step("rewrite_linear", _rewrite_linear),),
 }

@@ -15,6 +15,8 @@ tensors of floats share one dtype.
   h // (heads / kv_heads). Sequence b has query_counts[b] queries, 1 to `tokens`, and key_counts[b] keys, up to `length`
   and no fewer than queries, both int32. Its last query sees all of the keys, the one before it all but the last, and so
   on. Results behind the last query are 0.
+- With cosines and sines, [batch, tokens, width], both rotate first, the new keys and the queries: each row x becomes
+  x * cosines + (-x2, x1) * sines, rounded once, where x1 and x2 are its halves.
 - The mask, bool [batch, 1, tokens, length], is of the same kind, from starts and counts; behind the last real query it
   is that one's.
 
@@ -62,9 +64,35 @@ def _check_append(caches: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], sta
     check_counts(shapes[0][0], starts=starts, counts=counts)
 
 
-def _write(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, starts: Tensor, counts: Tensor) -> None:
+def _check_angles(x: Tensor, cosines: Tensor | None, sines: Tensor | None) -> None:
+    """Fail if these cannot rotate x, [batch, tokens, heads, width]."""
+    expected = (*x.shape[:2], x.shape[3])
+    if (cosines is None) != (sines is None):
+        raise ValueError("twell: there are cosines without sines, or sines without cosines")
+    for name, angles in (("cosines", cosines), ("sines", sines)):
+        if angles is not None and (tuple(angles.shape) != expected or angles.dtype != x.dtype or x.shape[3] % 2):
+            got = f"{angles.dtype} {tuple(angles.shape)}"
+            raise ValueError(f"twell: {name} must be {x.dtype} of shape {expected}, of an even width, got {got}")
+
+
+def _rotated(x: Tensor, cosines: Tensor | None, sines: Tensor | None) -> Tensor:
+    """Rotate x, [batch, tokens, heads, width], with plain torch operations."""
+    _check_angles(x, cosines, sines)
+    if cosines is None or sines is None:
+        return x
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    first, second = x.to(wide).chunk(2, -1)
+    cosines, sines = (each.to(wide)[:, :, None] for each in (cosines, sines))
+    return (x.to(wide) * cosines + torch.cat([-second, first], -1) * sines).to(x.dtype)
+
+
+def _write(
+    keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, starts: Tensor, counts: Tensor,
+    cosines: Tensor | None = None, sines: Tensor | None = None,
+) -> None:  # fmt: skip
     """Append in place with plain torch operations: the meaning of the op, and its CPU implementation."""
     _check_append((keys, values), (new_keys, new_values), starts, counts)
+    new_keys = _rotated(new_keys, cosines, sines)
     tokens, length = new_keys.shape[1], keys.shape[2]
     for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
         first, last = max(start, 0), min(start + min(count, tokens), length)
@@ -74,10 +102,15 @@ def _write(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, s
 
 
 def _launch_write(
-    keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, starts: Tensor, counts: Tensor
-) -> None:
+    keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, starts: Tensor, counts: Tensor,
+    cosines: Tensor | None = None, sines: Tensor | None = None,
+) -> None:  # fmt: skip
     """Append in place on the GPU, by the kernel of the library."""
     _check_append((keys, values), (new_keys, new_values), starts, counts)
+    dtype = dtype_name(keys.dtype)
+    if keys.shape[3] % 16 or values.shape[3] % 8 or dtype not in library.DTYPES:
+        new_keys, cosines, sines = _rotated(new_keys, cosines, sines), None, None
+    _check_angles(new_keys, cosines, sines)
     if not (keys.is_contiguous() and values.is_contiguous()):
         raise ValueError("twell: caches must be contiguous")
     lib = library.load_attention()
@@ -86,7 +119,11 @@ def _launch_write(
     read = [each.contiguous() for each in (new_keys, new_values, starts, counts)]
     batch, heads, length, _ = keys.shape
     key_bytes, value_bytes = (each.shape[3] * each.element_size() for each in (keys, values))
-    problem = library.AppendProblem(batch, new_keys.shape[1], length, heads, key_bytes, value_bytes)
+    rotated = int(cosines is not None)
+    read += [each.contiguous() for each in (cosines, sines) if each is not None]
+    problem = library.AppendProblem(
+        batch, new_keys.shape[1], length, heads, key_bytes, value_bytes, rotated, library.DTYPES.get(dtype, 0)
+    )
     tensors = library.AppendTensors(keys.data_ptr(), values.data_ptr(), *(each.data_ptr() for each in read))
     with torch.cuda.device(keys.device):
         status = lib.twell_append_caches(problem, tensors, torch.cuda.current_stream().cuda_stream)
@@ -97,7 +134,7 @@ def _launch_write(
 def _copied(write: Any) -> Any:
     """Return the op that returns new caches, of the one that writes in place."""
 
-    def append(keys: Tensor, values: Tensor, *new: Tensor) -> tuple[Tensor, Tensor]:
+    def append(keys: Tensor, values: Tensor, *new: Tensor | None) -> tuple[Tensor, Tensor]:
         keys, values = (each.clone(memory_format=torch.contiguous_format) for each in (keys, values))
         write(keys, values, *new)
         return keys, values
@@ -105,8 +142,16 @@ def _copied(write: Any) -> Any:
     return append
 
 
-def _infer_append(keys: Tensor, values: Tensor, *new: Tensor) -> tuple[Tensor, Tensor]:
-    _check_append((keys, values), (new[0], new[1]), new[2], new[3])
+def _infer_write(
+    keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, starts: Tensor, counts: Tensor,
+    cosines: Tensor | None = None, sines: Tensor | None = None,
+) -> None:  # fmt: skip
+    _check_append((keys, values), (new_keys, new_values), starts, counts)
+    _check_angles(new_keys, cosines, sines)
+
+
+def _infer_append(keys: Tensor, values: Tensor, *new: Any) -> tuple[Tensor, Tensor]:
+    _infer_write(keys, values, *new)
     return keys.new_empty(keys.shape), values.new_empty(values.shape)
 
 
@@ -118,9 +163,13 @@ def _check_attention(q: Tensor, keys: Tensor, values: Tensor, query_counts: Tens
     check_counts(q.shape[0], query_counts=query_counts, key_counts=key_counts)
 
 
-def _compute(q: Tensor, keys: Tensor, values: Tensor, query_counts: Tensor, key_counts: Tensor, scale: float) -> Tensor:
+def _compute(
+    q: Tensor, keys: Tensor, values: Tensor, query_counts: Tensor, key_counts: Tensor, scale: float,
+    cosines: Tensor | None = None, sines: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Compute attention with plain torch operations: the meaning of the op, and its CPU implementation."""
     _check_attention(q, keys, values, query_counts, key_counts)
+    q = _rotated(q, cosines, sines)
     seen, real = _visible(q, keys, query_counts, key_counts)
     y = attend(q, keys.transpose(1, 2), values.transpose(1, 2), seen[:, None], scale)
     return y.masked_fill(~real[:, :, None, None], 0).to(q.dtype).contiguous()
@@ -173,30 +222,40 @@ def attends_by_cudnn() -> bool:
     return _library_with_cudnn() is not None
 
 
-def _launch(q: Tensor, keys: Tensor, values: Tensor, query_counts: Tensor, key_counts: Tensor, scale: float) -> Tensor:
-    """Run attention on the GPU: cuDNN's, else torch's with a mask."""
+def _launch(
+    q: Tensor, keys: Tensor, values: Tensor, query_counts: Tensor, key_counts: Tensor, scale: float,
+    cosines: Tensor | None = None, sines: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Run attention on the GPU: the library's, by its own kernel or cuDNN's, else torch's with a mask."""
     _check_attention(q, keys, values, query_counts, key_counts)
+    if q.shape[3] % 16:
+        q, cosines, sines = _rotated(q, cosines, sines), None, None
+    _check_angles(q, cosines, sines)
     lib, dtype = _library_with_cudnn(), dtype_name(q.dtype)
     with torch.cuda.device(q.device):
         if lib is not None and dtype in library.DTYPES:
             (batch, tokens, heads, width), (kv_heads, length) = q.shape, keys.shape[1:3]
+            rotated = int(cosines is not None)
             problem = library.AttentionProblem(
-                batch, tokens, length, heads, kv_heads, width, library.DTYPES[dtype], scale=scale, cached=1
-            )
+                batch, tokens, length, heads, kv_heads, width, library.DTYPES[dtype], scale=scale, cached=1,
+                rotated=rotated,
+            )  # fmt: skip
             with _PLANS.lock:
                 plan = _PLANS.of(lib, q.device, problem)
                 if plan is not None:
-                    return _run_plan(lib, plan, q, keys, values, query_counts, key_counts)
+                    angles = [each for each in (cosines, sines) if each is not None]
+                    return _run_plan(lib, plan, q, keys, values, query_counts, key_counts, *angles)
+    q = _rotated(q, cosines, sines)
     seen, real = _visible(q, keys, query_counts, key_counts)
     y = attend_by_torch(q, keys.transpose(1, 2), values.transpose(1, 2), seen[:, None], scale)
     return y.masked_fill(~real[:, :, None, None], 0).contiguous()
 
 
 def _run_plan(lib: ctypes.CDLL, plan: tuple[int, int], *operands: Tensor) -> Tensor:
-    q, keys, values, query_counts, key_counts = (each.contiguous() for each in operands)
+    q, keys, values, query_counts, key_counts, *angles = (each.contiguous() for each in operands)
     y = torch.empty_like(q)
     workspace = torch.empty(plan[1], dtype=torch.uint8, device=q.device)
-    pointers = (each.data_ptr() for each in (q, keys, values, key_counts, y, query_counts))
+    pointers = (each.data_ptr() for each in (q, keys, values, key_counts, y, query_counts, *angles))
     message = ctypes.create_string_buffer(_MESSAGE_BYTES)
     stream = torch.cuda.current_stream().cuda_stream
     tensors = library.AttentionTensors(*pointers)
@@ -205,9 +264,13 @@ def _run_plan(lib: ctypes.CDLL, plan: tuple[int, int], *operands: Tensor) -> Ten
     return y
 
 
-def _infer(q: Tensor, keys: Tensor, values: Tensor, query_counts: Tensor, key_counts: Tensor, scale: float) -> Tensor:
+def _infer(
+    q: Tensor, keys: Tensor, values: Tensor, query_counts: Tensor, key_counts: Tensor, scale: float,
+    cosines: Tensor | None = None, sines: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Give the shape and dtype of the result, for tracing."""
     _check_attention(q, keys, values, query_counts, key_counts)
+    _check_angles(q, cosines, sines)
     return q.new_empty(q.shape)
 
 
@@ -226,7 +289,8 @@ def _infer_mask(starts: Tensor, counts: Tensor, tokens: int, length: int) -> Ten
     return starts.new_empty((starts.shape[0], 1, tokens, length), dtype=torch.bool)
 
 
-_OPERANDS = "Tensor new_keys, Tensor new_values, Tensor starts, Tensor counts"
+_ANGLES = "Tensor? cosines=None, Tensor? sines=None"
+_OPERANDS = f"Tensor new_keys, Tensor new_values, Tensor starts, Tensor counts, {_ANGLES}"
 APPEND: OpOverload = define(
     f"append_caches(Tensor keys, Tensor values, {_OPERANDS}) -> (Tensor, Tensor)",
     _copied(_write),
@@ -237,11 +301,11 @@ APPEND_IN_PLACE: OpOverload = define(
     f"append_caches_(Tensor(a!) keys, Tensor(b!) values, {_OPERANDS}) -> ()",
     _write,
     _launch_write,
-    lambda keys, values, *new: _check_append((keys, values), new[:2], *new[2:]),
+    _infer_write,
 )
 # Of each op that returns caches, behind its other results: what writes them in place, and returns those.
 IN_PLACE: dict[OpOverload, OpOverload] = {APPEND: APPEND_IN_PLACE}
-_ATTENTION = "Tensor q, Tensor keys, Tensor values, Tensor query_counts, Tensor key_counts, float scale"
+_ATTENTION = f"Tensor q, Tensor keys, Tensor values, Tensor query_counts, Tensor key_counts, float scale, {_ANGLES}"
 CACHED_ATTENTION: OpOverload = define(f"cached_attention({_ATTENTION}) -> Tensor", _compute, _launch, _infer)
 CACHE_MASK: OpOverload = define(
     "cache_mask(Tensor starts, Tensor counts, SymInt tokens, SymInt length) -> Tensor", _mask, _mask, _infer_mask

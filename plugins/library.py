@@ -197,26 +197,26 @@ class AttentionProblem(ctypes.Structure):
         *_each(_I64, "batch tokens keys"),
         *_each(_I32, "heads kv_heads width dtype causal lengths"),
         *_each(ctypes.c_float, "scale"),
-        *_each(_I32, "cached"),
+        *_each(_I32, "cached rotated"),
     )
 
 
 class AttentionTensors(ctypes.Structure):
     """Mirror of `twell_attention_tensors`."""
 
-    _fields_ = _each(_POINTER, "q k v lengths y query_lengths")
+    _fields_ = _each(_POINTER, "q k v lengths y query_lengths cosines sines")
 
 
 class AppendProblem(ctypes.Structure):
     """Mirror of `twell_append_problem`."""
 
-    _fields_ = (*_each(_I64, "batch tokens length"), *_each(_I32, "kv_heads key_bytes value_bytes"))
+    _fields_ = (*_each(_I64, "batch tokens length"), *_each(_I32, "kv_heads key_bytes value_bytes rotated dtype"))
 
 
 class AppendTensors(ctypes.Structure):
     """Mirror of `twell_append_tensors`."""
 
-    _fields_ = _each(_POINTER, "keys values new_keys new_values starts counts")
+    _fields_ = _each(_POINTER, "keys values new_keys new_values starts counts cosines sines")
 
 
 # GPUs by name, as their drivers or data sheets describe them.

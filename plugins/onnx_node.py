@@ -5,11 +5,12 @@
     twell::TwellMlp(x, w_up, [b_up], w_down, [b_down], [residual], [scales], [thresholds], [norm_weight], [norm_bias])
     twell::TwellLinear(x, weight, [bias], [norm_weight], [norm_bias], [residual], [weight_scale])  -> an output a split
     twell::TwellAttention(q, k, v, [lengths])
-    twell::TwellCachedAttention(q, keys, values, query_counts, key_counts)
-    twell::TwellAppendCaches(keys, values, new_keys, new_values, starts, counts)  -> keys, values
+    twell::TwellCachedAttention(q, keys, values, query_counts, key_counts, [cosines, sines])
+    twell::TwellAppendCaches(keys, values, new_keys, new_values, starts, counts, [cosines, sines])  -> keys, values
 
 What is in brackets is left out of the inputs where it is absent; the attributes `gate_bias`, `up_bias`, `down_bias`,
-`bias`, `norm_weight`, `norm_bias`, `residual`, `scales`, `thresholds` and `lengths` say what is there; `scales` are
+`bias`, `norm_weight`, `norm_bias`, `residual`, `scales`, `thresholds`, `lengths` and `rotated` say what is there;
+`scales` are
 those of weights in eight bits, one for each matrix, `thresholds` those of fatrelu, one for each neuron. The other
 attributes of a block and of a linear layer are its options, see `block.py` and `linear.py`; the `splits` of a node name
 each output, also where there is one. The lengths
@@ -54,8 +55,8 @@ ATTRIBUTES: dict[str, dict[str, type]] = {
     },
     LINEAR_NAME: linear.ATTRIBUTES,
     ATTENTION: {"scale": float, "causal": int, "lengths": int},
-    CACHED_ATTENTION: {"scale": float},
-    APPEND: {},
+    CACHED_ATTENTION: {"scale": float, "rotated": int},
+    APPEND: {"rotated": int},
 }
 # The scales of a node that has some: its last inputs.
 SCALES = {**{name: variant.scales for name, variant in BY_NODE.items()}, LINEAR_NAME: (linear.TENSORS[-1].name,)}

@@ -71,6 +71,9 @@ TWELL_API char const* twell_attention_validate(twell_attention_problem const* pr
     if (p.cached == 1 && p.tokens > p.keys) {
         return "there must not be more tokens than keys where these are cached";
     }
+    if (!is_flag(p.rotated) || (p.rotated == 1 && (p.cached == 0 || p.width % 16 != 0))) {
+        return "rotated must be 0 or 1, and is 1 only where keys and values are cached and width is a multiple of 16";
+    }
     if (p.causal == 1 && p.tokens != p.keys) {
         return "tokens and keys must be equal where attention is causal";
     }

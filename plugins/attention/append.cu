@@ -1,11 +1,12 @@
-// twell_append_caches of include/twell/attention.h.
-#include <cuda_runtime_api.h>
-#include <twell/attention.h>
-
+// twell_append_caches of include/twell/attention.h, and queries in the same form.
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 
+#include "append.h"
 #include "device/dependent_launch.cuh"
+#include "host/launch.h"
+#include "rotate.cuh"
 
 namespace twell {
 namespace {
@@ -15,53 +16,99 @@ constexpr int32_t kThreads = 256;
 // What is copied of one cache: rows of `units` units, of whatever type.
 template <typename Unit>
 struct Part {
-    Unit* cache;       // [batch, kv_heads, length, units]
-    Unit const* rows;  // [batch, tokens, kv_heads, units]
+    Unit* cache;       // [batch, heads, length, units]
+    Unit const* rows;  // [batch, tokens, heads, units]
     int32_t units;
+    bool is_rotated;
 };
 
-// blockIdx.x: units of a sequence's new rows, [tokens, kv_heads, units]; blockIdx.y: keys or values; blockIdx.z:
-// sequences.
 template <typename Unit>
-__global__ void __launch_bounds__(kThreads)
-    append_kernel(Part<Unit> keys, Part<Unit> values, int32_t const* __restrict__ starts,
-                  int32_t const* __restrict__ counts, int32_t batch, int32_t tokens, int32_t kv_heads, int64_t length) {
+struct Params {
+    Part<Unit> parts[2];
+    Unit const* cosines;    // [batch, tokens, units], of rotated rows
+    Unit const* sines;      // likewise
+    int32_t const* starts;  // [batch]; or null, where all tokens go to the first places
+    int32_t const* counts;  // likewise
+    int32_t batch;
+    int32_t tokens;
+    int32_t heads;
+    int64_t length;
+};
+
+// blockIdx.x: units of a sequence's new rows, [tokens, heads, units]; blockIdx.y: keys or values; blockIdx.z:
+// sequences. Element is void where nothing is rotated.
+template <typename Unit, class Element>
+__global__ void __launch_bounds__(kThreads) append_kernel(Params<Unit> const p) {
     allow_dependent_launch();
-    Part<Unit> const part = blockIdx.y == 0 ? keys : values;
-    int64_t const size = static_cast<int64_t>(kv_heads) * part.units;  // of a token
-    for (int32_t seq_idx = blockIdx.z; seq_idx < batch; seq_idx += gridDim.z) {
-        int64_t const start = starts[seq_idx];
-        int64_t const count = min(counts[seq_idx], tokens);
+    wait_for_previous_launch();
+    Part<Unit> const part = blockIdx.y == 0 ? p.parts[0] : p.parts[1];  // an index would need a copy in memory
+    int64_t const size = static_cast<int64_t>(p.heads) * part.units;    // of a token
+    for (int32_t seq_idx = blockIdx.z; seq_idx < p.batch; seq_idx += gridDim.z) {
+        int64_t const start = p.starts == nullptr ? 0 : p.starts[seq_idx];
+        int64_t const count = p.counts == nullptr ? p.tokens : min(p.counts[seq_idx], p.tokens);
         int64_t const all = count * size;
-        Unit const* const rows = part.rows + seq_idx * tokens * size;
-        Unit* const cache = part.cache + seq_idx * length * size;
+        Unit const* const rows = part.rows + seq_idx * p.tokens * size;
+        Unit* const cache = part.cache + seq_idx * p.length * size;
         for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < all; i += int64_t{gridDim.x} * kThreads) {
             int64_t const token_idx = i / size;
             int32_t const within = static_cast<int32_t>(i - token_idx * size);
             int32_t const head_idx = within / part.units;
+            int32_t const column = within - head_idx * part.units;
             int64_t const place = start + token_idx;
-            if (place >= 0 && place < length) {
-                cache[(head_idx * length + place) * part.units + (within - head_idx * part.units)] = rows[i];
+            if (place < 0 || place >= p.length) {
+                continue;
             }
+            Unit unit = rows[i];
+            if constexpr (!std::is_void_v<Element>) {
+                if (part.is_rotated) {
+                    int32_t const half = part.units / 2;
+                    bool const is_first = column < half;
+                    int64_t const angle = (int64_t{seq_idx} * p.tokens + token_idx) * part.units + column;
+                    unit = rotate<Element>(unit, rows[is_first ? i + half : i - half], p.cosines[angle], p.sines[angle],
+                                           is_first);
+                }
+            }
+            cache[(head_idx * p.length + place) * part.units + column] = unit;
         }
     }
 }
 
-template <typename Unit>
-cudaError_t launch(twell_append_problem const& p, twell_append_tensors const& t, cudaStream_t stream) {
-    auto const part = [](void* cache, void const* rows, int32_t bytes) {
-        return Part<Unit>{static_cast<Unit*>(cache), static_cast<Unit const*>(rows),
-                          bytes / static_cast<int32_t>(sizeof(Unit))};
-    };
-    Part<Unit> const keys = part(t.keys, t.new_keys, p.key_bytes);
-    Part<Unit> const values = part(t.values, t.new_values, p.value_bytes);
-    int64_t const units = p.tokens * p.kv_heads * std::max(keys.units, values.units);
+template <typename Unit, class Element>
+cudaError_t launch(Params<Unit> const& params, uint32_t num_parts, cudaStream_t stream) {
+    Device device = {};
+    TWELL_TRY(query_device(device));
+    int64_t const units =
+        int64_t{params.tokens} * params.heads * std::max(params.parts[0].units, params.parts[1].units);
     // Enough blocks to fill any GPU; more only wait.
     int64_t const blocks = std::min<int64_t>((units + kThreads - 1) / kThreads, 1024);
-    dim3 const grid(static_cast<uint32_t>(blocks), 2, static_cast<uint32_t>(std::min<int64_t>(p.batch, 65535)));
-    append_kernel<Unit><<<grid, kThreads, 0, stream>>>(keys, values, t.starts, t.counts, static_cast<int32_t>(p.batch),
-                                                       static_cast<int32_t>(p.tokens), p.kv_heads, p.length);
-    return cudaGetLastError();
+    dim3 const grid(static_cast<uint32_t>(blocks), num_parts, static_cast<uint32_t>(std::min(params.batch, 65535)));
+    return launch_dependent({"append"}, append_kernel<Unit, Element>, params, grid, kThreads, 0, device, stream);
+}
+
+cudaError_t launch_rotated(Params<uint4> const& params, uint32_t num_parts, int32_t dtype, cudaStream_t stream) {
+    return dtype == TWELL_FP16 ? launch<uint4, Fp16>(params, num_parts, stream)
+                               : launch<uint4, Bf16>(params, num_parts, stream);
+}
+
+template <typename Unit>
+Params<Unit> params_of(twell_append_problem const& p, twell_append_tensors const& t) {
+    auto const units = [](void const* pointer) { return static_cast<Unit const*>(pointer); };
+    auto const part = [&](void* cache, void const* rows, int32_t bytes, bool is_rotated) {
+        return Part<Unit>{static_cast<Unit*>(cache), units(rows), bytes / static_cast<int32_t>(sizeof(Unit)),
+                          is_rotated};
+    };
+    Params<Unit> params = {};
+    params.parts[0] = part(t.keys, t.new_keys, p.key_bytes, p.rotated == 1);
+    params.parts[1] = part(t.values, t.new_values, p.value_bytes, false);
+    params.cosines = units(t.cosines);
+    params.sines = units(t.sines);
+    params.starts = t.starts;
+    params.counts = t.counts;
+    params.batch = static_cast<int32_t>(p.batch);
+    params.tokens = static_cast<int32_t>(p.tokens);
+    params.heads = p.kv_heads;
+    params.length = p.length;
+    return params;
 }
 
 bool is_multiple(int64_t value, int64_t of) { return value % of == 0; }
@@ -77,6 +124,21 @@ bool takes_vectors(twell_append_problem const& p, twell_append_tensors const& t)
 }
 
 }  // namespace
+
+cudaError_t rotate_queries(twell_attention_problem const& problem, twell_attention_tensors const& tensors,
+                           void* rotated, cudaStream_t stream) {
+    auto const vectors = [](void const* pointer) { return static_cast<uint4 const*>(pointer); };
+    Params<uint4> params = {};
+    params.parts[0] = {static_cast<uint4*>(rotated), vectors(tensors.q), problem.width / kVector, true};
+    params.cosines = vectors(tensors.cosines);
+    params.sines = vectors(tensors.sines);
+    params.batch = static_cast<int32_t>(problem.batch);
+    params.tokens = static_cast<int32_t>(problem.tokens);
+    params.heads = problem.heads;
+    params.length = problem.tokens;
+    return launch_rotated(params, 1, problem.dtype, stream);
+}
+
 }  // namespace twell
 
 extern "C" TWELL_API int32_t twell_append_caches(twell_append_problem const* problem,
@@ -88,12 +150,18 @@ extern "C" TWELL_API int32_t twell_append_caches(twell_append_problem const* pro
                       in_range(p.kv_heads, 1) && in_range(p.key_bytes, 2) && in_range(p.value_bytes, 2) &&
                       twell::is_multiple(p.key_bytes, 2) && twell::is_multiple(p.value_bytes, 2) &&
                       in_range(int64_t{p.kv_heads} * std::max(p.key_bytes, p.value_bytes), 2);
-    if (!good) {
+    bool const rotates = p.rotated == 1;
+    bool const takes_vectors = twell::takes_vectors(p, *tensors);
+    // Half of a row is whole vectors.
+    if (!good || (rotates && (!takes_vectors || !twell::is_multiple(p.key_bytes, 2 * sizeof(uint4))))) {
         return cudaErrorInvalidValue;
     }
     if (p.batch == 0 || p.tokens == 0) {
         return cudaSuccess;
     }
-    return twell::takes_vectors(p, *tensors) ? twell::launch<uint4>(p, *tensors, stream)
-                                             : twell::launch<uint16_t>(p, *tensors, stream);
+    if (rotates) {
+        return twell::launch_rotated(twell::params_of<uint4>(p, *tensors), 2, p.dtype, stream);
+    }
+    return takes_vectors ? twell::launch<uint4, void>(twell::params_of<uint4>(p, *tensors), 2, stream)
+                         : twell::launch<uint16_t, void>(twell::params_of<uint16_t>(p, *tensors), 2, stream);
 }

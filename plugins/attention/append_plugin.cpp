@@ -20,6 +20,7 @@ using nvinfer1::TensorRTPhase;
 // In plans only: raised whenever the meaning of what a plan holds changes.
 constexpr char const* kSchema = "schema";
 constexpr int32_t kSchemaVersion = 1;
+constexpr char const* kRotated = "rotated";
 constexpr int32_t kElementBytes = 2;
 
 int64_t bytes_of(Dims const& dims) {
@@ -30,16 +31,23 @@ int64_t bytes_of(Dims const& dims) {
     return bytes;
 }
 
+std::vector<Input> inputs_of(bool rotated) {
+    std::vector<Input> inputs{{"keys"},
+                              {"values"},
+                              {"new_keys"},
+                              {"new_values"},
+                              {"starts", InputType::kInt32},
+                              {"counts", InputType::kInt32}};
+    if (rotated) {
+        inputs.insert(inputs.end(), {{"cosines"}, {"sines"}});
+    }
+    return inputs;
+}
+
 }  // namespace
 
-AppendPlugin::AppendPlugin(std::string layer)
-    : PluginBase(kAppendName, std::move(layer),
-                 {{"keys"},
-                  {"values"},
-                  {"new_keys"},
-                  {"new_values"},
-                  {"starts", InputType::kInt32},
-                  {"counts", InputType::kInt32}}) {}
+AppendPlugin::AppendPlugin(std::string layer, bool rotated)
+    : PluginBase(kAppendName, std::move(layer), inputs_of(rotated)), rotated_(rotated) {}
 
 // ---- build ----
 
@@ -62,6 +70,15 @@ void AppendPlugin::check_shapes(Shapes const& shapes) const {
     check(kSlotNewValues, dims_of({keys.d[0], fresh.d[1], keys.d[1], values.d[3]}), rows);
     check(kSlotStarts, dims_of({keys.d[0]}), "[batch]");
     check(kSlotCounts, dims_of({keys.d[0]}), "[batch]");
+    if (rotated_) {
+        for (AppendSlot const slot : {kSlotKeyCosines, kSlotKeySines}) {
+            check(slot, dims_of({keys.d[0], fresh.d[1], keys.d[3]}), "[batch, tokens, width]");
+        }
+        if ((keys.d[3] != kAny && keys.d[3] % 16 != 0) || (values.d[3] != kAny && values.d[3] % 8 != 0)) {
+            throw Refusal("keys that are rotated must have a width of a multiple of 16, and values one of 8, got " +
+                          text_of(keys) + " and " + text_of(values));
+        }
+    }
 }
 
 void AppendPlugin::configure(nvinfer1::DynamicPluginTensorDesc const* inputs) {
@@ -97,6 +114,8 @@ void AppendPlugin::run(PluginTensorDesc const* descs, void const* const* inputs,
     problem.kv_heads = static_cast<int32_t>(keys.d[1]);
     problem.key_bytes = static_cast<int32_t>(keys.d[3]) * kElementBytes;
     problem.value_bytes = static_cast<int32_t>(values.d[3]) * kElementBytes;
+    problem.rotated = rotated_ ? 1 : 0;
+    problem.dtype = descs[kSlotKeys].type == nvinfer1::DataType::kHALF ? TWELL_FP16 : TWELL_BF16;
     twell_append_tensors tensors{};
     tensors.keys = outputs[kSlotKeys];
     tensors.values = outputs[kSlotValues];
@@ -104,32 +123,40 @@ void AppendPlugin::run(PluginTensorDesc const* descs, void const* const* inputs,
     tensors.new_values = inputs[kSlotNewValues];
     tensors.starts = static_cast<int32_t const*>(inputs[kSlotStarts]);
     tensors.counts = static_cast<int32_t const*>(inputs[kSlotCounts]);
+    if (rotated_) {
+        tensors.cosines = inputs[kSlotKeyCosines];
+        tensors.sines = inputs[kSlotKeySines];
+    }
     check(static_cast<cudaError_t>(twell_append_caches(&problem, &tensors, stream)));
 }
 
 // ---- serialisation ----
 
 PluginFieldCollection const* AppendPlugin::plan_fields() {
-    static PluginField const field{kSchema, &kSchemaVersion, PluginFieldType::kINT32, 1};
-    static PluginFieldCollection const collection{1, &field};
-    return &collection;
+    static int32_t const one = 1;
+    static PluginField const fields[]{{kSchema, &kSchemaVersion, PluginFieldType::kINT32, 1},
+                                      {kRotated, &one, PluginFieldType::kINT32, 1}};
+    static PluginFieldCollection const collections[]{{1, fields}, {2, fields}};
+    return &collections[rotated_ ? 1 : 0];
 }
 
 // ---- creator ----
 
-AppendCreator::AppendCreator() : CreatorBase(kAppendName, {}) {}
+AppendCreator::AppendCreator() : CreatorBase(kAppendName, {{kRotated, nullptr, PluginFieldType::kINT32, 1}}) {}
 
 nvinfer1::IPluginV3* AppendCreator::create(char const* layer, PluginFieldCollection const* fields,
                                            TensorRTPhase phase) const {
-    read_with_advice(phase, "libtwell_attention.so", twell_attention_version(), [&] {
+    bool const rotated = read_with_advice(phase, "libtwell_attention.so", twell_attention_version(), [&] {
         FieldReader reader(fields);
         if (phase == TensorRTPhase::kRUNTIME) {
             reader.integer(kSchema, {kSchemaVersion});
         }
-        reader.reject_rest({});
-        return 0;
+        // Graphs and plans of before it was there lack it.
+        bool const is_set = reader.has(kRotated) && reader.integer(kRotated, {0, 1}) == 1;
+        reader.reject_rest({{kRotated, nullptr, PluginFieldType::kINT32, 1}});
+        return is_set;
     });
-    return new AppendPlugin(layer);
+    return new AppendPlugin(layer, rotated);
 }
 
 }  // namespace twell

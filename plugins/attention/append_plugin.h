@@ -16,7 +16,7 @@ constexpr char const* kAppendName = "TwellAppendCaches";
 
 // ---- tensor slots ----
 
-// The outputs are the first two, in the memory of these inputs.
+// The outputs are the first two, in the memory of these inputs. What rotates new keys may come last.
 enum AppendSlot : int32_t {
     kSlotKeys,
     kSlotValues,
@@ -24,13 +24,15 @@ enum AppendSlot : int32_t {
     kSlotNewValues,
     kSlotStarts,
     kSlotCounts,
-    kAppendSlots
+    kSlotKeyCosines,
+    kSlotKeySines
 };
 constexpr int32_t kAppendOutputs = 2;
 
 class AppendPlugin final : public PluginBase<AppendPlugin, nvinfer1::IPluginV3OneBuildV2, kAppendOutputs> {
   public:
-    explicit AppendPlugin(std::string layer);
+    // `rotated`: whether new keys are rotated first.
+    AppendPlugin(std::string layer, bool rotated);
     AppendPlugin(AppendPlugin const& other) = default;
 
     int32_t getAliasedInput(int32_t output) noexcept override;
@@ -42,6 +44,8 @@ class AppendPlugin final : public PluginBase<AppendPlugin, nvinfer1::IPluginV3On
     void run(nvinfer1::PluginTensorDesc const* descs, void const* const* inputs, void* const* outputs, void* workspace,
              cudaStream_t stream) override;
     nvinfer1::PluginFieldCollection const* plan_fields() override;
+
+    bool rotated_;
 };
 
 class AppendCreator final : public CreatorBase {

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "../tensorrt/common.h"
+#include "append.h"
 #include "one_token.h"
 
 // Where the front end looks up the functions of cuDNN.
@@ -156,10 +157,15 @@ bool does_nothing(twell_attention_problem const& problem) { return problem.batch
 
 }  // namespace
 
+size_t rotated_bytes(twell_attention_problem const& p) {
+    size_t const bytes = static_cast<size_t>(2 * p.batch * p.tokens * p.heads * p.width);
+    return p.rotated == 1 ? (bytes + 255) / 256 * 256 : 0;
+}
+
 bool ProblemOrder::operator()(twell_attention_problem const& a, twell_attention_problem const& b) const {
     auto const key = [](twell_attention_problem const& p) {
         return std::tie(p.batch, p.tokens, p.keys, p.heads, p.kv_heads, p.width, p.dtype, p.causal, p.lengths, p.scale,
-                        p.cached);
+                        p.cached, p.rotated);
     };
     return key(a) < key(b);
 }
@@ -248,7 +254,9 @@ class Attention::Plan {
             // This plan outlives the CUDA graphs that are captured from it, so these need not hold on to it. That, too,
             // would need a libcudart.so.
             .set_cuda_graph_retention(fe::CudaGraphRetention_t::NONE);
-        auto const q = graph_->tensor(strided("q", kQ, p.batch, p.heads, p.tokens, p.width));
+        // Queries that are rotated lie as keys do then.
+        auto const q =
+            graph_->tensor((p.rotated == 1 ? cached : strided)("q", kQ, p.batch, p.heads, p.tokens, p.width));
         auto const keyed = p.cached == 1 ? cached : strided;
         auto const k = graph_->tensor(keyed("k", kK, p.batch, p.kv_heads, p.keys, p.width));
         auto const v = graph_->tensor(keyed("v", kV, p.batch, p.kv_heads, p.keys, p.width));
@@ -316,7 +324,7 @@ size_t Attention::prepare(twell_attention_problem const& problem) {
         WhileOthersCapture const relaxed;
         found = plans_.emplace(problem, std::make_unique<Plan>(*handle_, problem)).first;
     }
-    return found->second->workspace_bytes();
+    return rotated_bytes(problem) + found->second->workspace_bytes();
 }
 
 void Attention::run(twell_attention_problem const& problem, twell_attention_tensors const& tensors, void* workspace,
@@ -332,7 +340,12 @@ void Attention::run(twell_attention_problem const& problem, twell_attention_tens
     if (found == plans_.end()) {
         throw Refusal("run with shapes that were not set before");
     }
-    found->second->run(*handle_, tensors, workspace, stream);
+    twell_attention_tensors given = tensors;
+    if (problem.rotated == 1) {
+        check(rotate_queries(problem, tensors, workspace, stream), "cannot rotate the queries");
+        given.q = workspace;
+    }
+    found->second->run(*handle_, given, static_cast<char*>(workspace) + rotated_bytes(problem), stream);
 }
 
 }  // namespace twell

@@ -10,6 +10,9 @@
 
 namespace twell {
 
+// Bytes of the workspace for rotated queries, before that of cuDNN.
+size_t rotated_bytes(twell_attention_problem const& problem);
+
 // Orders problems, so that a map can hold their plans.
 struct ProblemOrder {
     bool operator()(twell_attention_problem const& a, twell_attention_problem const& b) const;

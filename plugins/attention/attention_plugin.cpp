@@ -26,6 +26,7 @@ using nvinfer1::TensorRTPhase;
 constexpr char const* kScale = "scale";
 constexpr char const* kCausal = "causal";
 constexpr char const* kLengths = "lengths";
+constexpr char const* kRotated = "rotated";
 // In plans only. The first is raised whenever the meaning of the plan fields changes.
 constexpr char const* kSchema = "schema";
 constexpr int32_t kSchemaVersion = 1;
@@ -38,7 +39,7 @@ constexpr int32_t kLeastWorkspaceMib = 32;
 
 std::vector<PluginField> field_names(bool cached) {
     if (cached) {
-        return {{kScale, nullptr, PluginFieldType::kFLOAT32, 1}};
+        return {{kScale, nullptr, PluginFieldType::kFLOAT32, 1}, {kRotated, nullptr, PluginFieldType::kINT32, 1}};
     }
     return {{kScale, nullptr, PluginFieldType::kFLOAT32, 1},
             {kCausal, nullptr, PluginFieldType::kINT32, 1},
@@ -57,7 +58,10 @@ AttentionOptions read_fields(PluginFieldCollection const* collection, TensorRTPh
     if (!std::isfinite(options.scale)) {
         refuse(kScale, std::isnan(options.scale) ? "nan" : "infinity", "finite");
     }
-    if (!cached) {
+    if (cached) {
+        // Graphs and plans of before it was there lack it.
+        options.rotated = fields.has(kRotated) && fields.integer(kRotated, {0, 1}) == 1;
+    } else {
         options.causal = fields.integer(kCausal, {0, 1}) == 1;
         options.lengths = fields.integer(kLengths, {0, 1}) == 1;
     }
@@ -88,14 +92,19 @@ int64_t mib_of(size_t bytes) { return static_cast<int64_t>((bytes + (1U << 20) -
 
 int32_t workspace_mib(twell_attention_problem const& largest) {
     int64_t const asked = is_gpu_there() ? mib_of(ask_cudnn(largest)) : 0;
-    return static_cast<int32_t>(std::max<int64_t>(asked, kLeastWorkspaceMib));
+    return static_cast<int32_t>(std::max(asked, kLeastWorkspaceMib + mib_of(rotated_bytes(largest))));
 }
 
 int64_t known(int64_t first, int64_t second) { return first == kAny ? second : first; }
 
 std::vector<Input> inputs_of(AttentionOptions const& options) {
     if (options.cached) {
-        return {{"q"}, {"keys"}, {"values"}, {"query_counts", InputType::kInt32}, {"key_counts", InputType::kInt32}};
+        std::vector<Input> inputs{
+            {"q"}, {"keys"}, {"values"}, {"query_counts", InputType::kInt32}, {"key_counts", InputType::kInt32}};
+        if (options.rotated) {
+            inputs.insert(inputs.end(), {{"cosines"}, {"sines"}});
+        }
+        return inputs;
     }
     std::vector<Input> inputs{{"q"}, {"k"}, {"v"}};
     if (options.lengths) {
@@ -135,8 +144,12 @@ twell_attention_problem AttentionPlugin::problem_of(Shapes const& inputs, DataTy
     int64_t const batch = known(q.d[0], k.d[0]);
     int64_t const width = known(q.d[3], k.d[3]);
     check(kSlotV, dims_of({batch, k.d[1], k.d[2], width}), keyed);
-    for (int32_t slot = kSlotLengths; slot < input_count(); ++slot) {
+    int32_t const last = std::min<int32_t>(input_count(), kSlotCosines);
+    for (int32_t slot = kSlotLengths; slot < last; ++slot) {
         check(slot, dims_of({known(batch, inputs[kSlotV].d[0])}), "[batch]");
+    }
+    for (int32_t slot = kSlotCosines; slot < input_count(); ++slot) {
+        check(slot, dims_of({batch, q.d[1], width}), "[batch, tokens, width]");
     }
 
     // What 32 bits do not hold is beyond every limit. Placeholders for what is not known are good values.
@@ -149,12 +162,13 @@ twell_attention_problem AttentionPlugin::problem_of(Shapes const& inputs, DataTy
     problem.keys = known(k.d[key_axis()], options_.causal || options_.cached ? problem.tokens : 1);
     problem.kv_heads = narrow(k.d[head_axis()], 1);
     problem.heads = narrow(q.d[2], problem.kv_heads);
-    problem.width = narrow(width, 8);
+    problem.width = narrow(width, 16);
     problem.dtype = type == DataType::kHALF ? TWELL_FP16 : TWELL_BF16;
     problem.causal = options_.causal ? 1 : 0;
     problem.lengths = options_.lengths ? 1 : 0;
     problem.scale = options_.scale;
     problem.cached = options_.cached ? 1 : 0;
+    problem.rotated = options_.rotated ? 1 : 0;
     if (char const* const complaint = twell_attention_validate(&problem); complaint != nullptr) {
         throw Refusal(std::string(complaint) + " (q " + text_of(q) + ", k " + text_of(k) + ")");
     }
@@ -240,6 +254,10 @@ void AttentionPlugin::run(PluginTensorDesc const* descs, void const* const* inpu
     if (options_.cached) {
         tensors.query_lengths = static_cast<int32_t const*>(inputs[kSlotQueryCounts]);
         tensors.lengths = static_cast<int32_t const*>(inputs[kSlotKeyCounts]);
+        if (options_.rotated) {
+            tensors.cosines = inputs[kSlotCosines];
+            tensors.sines = inputs[kSlotSines];
+        }
     } else if (options_.lengths) {
         tensors.lengths = static_cast<int32_t const*>(inputs[kSlotLengths]);
     }
@@ -250,11 +268,15 @@ void AttentionPlugin::run(PluginTensorDesc const* descs, void const* const* inpu
 // ---- serialisation ----
 
 SerializedAttention::SerializedAttention(AttentionOptions const& options)
-    : integers_{kSchemaVersion, options.workspace_mib, options.causal ? 1 : 0, options.lengths ? 1 : 0},
+    : integers_{kSchemaVersion, options.workspace_mib, options.causal ? 1 : 0, options.lengths ? 1 : 0,
+                options.rotated ? 1 : 0},
       scale_(options.scale),
       fields_{{kSchema, &integers_[0], PluginFieldType::kINT32, 1},
               {kWorkspace, &integers_[1], PluginFieldType::kINT32, 1},
               {kScale, &scale_, PluginFieldType::kFLOAT32, 1}} {
+    if (options.rotated) {
+        fields_.push_back({kRotated, &integers_[4], PluginFieldType::kINT32, 1});
+    }
     if (!options.cached) {
         fields_.push_back({kCausal, &integers_[2], PluginFieldType::kINT32, 1});
         fields_.push_back({kLengths, &integers_[3], PluginFieldType::kINT32, 1});

@@ -25,7 +25,8 @@ constexpr char const* kCachedAttentionName = "TwellCachedAttention";
 // ---- tensor slots ----
 
 // Behind v TwellAttention may have lengths, and TwellCachedAttention has how many queries and keys each sequence has.
-enum AttentionSlot : int32_t { kSlotQ, kSlotK, kSlotV, kSlotLengths, kSlotKeyCounts, kAttentionSlots };
+// What rotates q may come last.
+enum AttentionSlot : int32_t { kSlotQ, kSlotK, kSlotV, kSlotLengths, kSlotKeyCounts, kSlotCosines, kSlotSines };
 constexpr AttentionSlot kSlotQueryCounts = kSlotLengths;
 
 // ---- fields ----
@@ -35,6 +36,7 @@ struct AttentionOptions {
     bool causal = false;
     bool lengths = false;  // whether that input is there
     bool cached = false;   // whether k and v are caches: the name of the plugin says so
+    bool rotated = false;  // whether q is rotated first; only if cached
     // What a plan's builder was asked for, in MiB; not a field of a node.
     int32_t workspace_mib = 0;
 };
@@ -49,7 +51,7 @@ class SerializedAttention {
     nvinfer1::PluginFieldCollection const* collection() const { return &collection_; }
 
   private:
-    std::array<int32_t, 4> integers_;
+    std::array<int32_t, 5> integers_;
     float scale_;
     std::vector<nvinfer1::PluginField> fields_;
     nvinfer1::PluginFieldCollection collection_{};

@@ -16,6 +16,7 @@
 #include "device/vector.cuh"
 #include "host/launch.h"
 #include "one_token.h"
+#include "rotate.cuh"
 
 namespace twell {
 namespace {
@@ -29,7 +30,6 @@ constexpr int kMostCtas = 128;
 constexpr int kMostCtasOfLarge = 64;
 // Caches, one of a head and a sequence, up to which this is faster than cuDNN: some 2 to 4 us on an H100.
 constexpr int kMostCaches = 64;
-constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr float kLog2E = 1.4426950408889634f;
 
 struct Params {
@@ -37,6 +37,8 @@ struct Params {
     uint16_t const* keys;       // [batch, kv_heads, length, width]
     uint16_t const* values;     // likewise
     int32_t const* key_counts;  // [batch]
+    uint16_t const* cosines;    // [batch, width]; or null, where queries are not rotated
+    uint16_t const* sines;      // likewise
     uint16_t* y;                // as q
     int32_t length;
     int32_t kv_heads;
@@ -60,6 +62,11 @@ struct Shared {
     float cluster_sum[kSplits][kRows];
     uint64_t arrived;
 };
+
+// What the kernel is made of, which older architectures compile as an empty one.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define TWELL_HAS_CLUSTERS
+constexpr uint32_t kAllLanes = 0xffffffffu;
 
 // Zeros if it is not to be read. Volatile: see load_vector. Not from L1, which may hold what was there before the cache
 // was written by the kernel before.
@@ -121,6 +128,8 @@ __device__ __forceinline__ uint32_t odd_of(uint32_t first, uint32_t second) {
     return __byte_perm(first, second, 0x7632);
 }
 
+#endif
+
 // blockIdx.x: CTAs of a cluster, blocks of kRows queries of a group, heads of the cache; blockIdx.y: sequences.
 //
 // Scores and result are computed transposed. Lane 4 g + t has of scores those of keys g and 8 + g for queries 2 t and
@@ -128,7 +137,7 @@ __device__ __forceinline__ uint32_t odd_of(uint32_t first, uint32_t second) {
 // free, as is that of the result's rows: so fragments of keys and values are 16 bytes of memory.
 template <class Element, int WIDTH>
 __global__ void __launch_bounds__(32 * kWarps, 1) one_token_kernel(Params const p) {
-#if __CUDA_ARCH__ >= 900
+#if defined(TWELL_HAS_CLUSTERS)
     constexpr int kPieces = (WIDTH + 31) / 32;       // of a key: four lanes' vectors
     constexpr int kValuePieces = (WIDTH + 63) / 64;  // of a value: eight lanes' vectors
     constexpr int kTile = 8 * kHalves<WIDTH>;        // keys of a warp at once
@@ -205,10 +214,23 @@ __global__ void __launch_bounds__(32 * kWarps, 1) one_token_kernel(Params const 
     };
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-        q[i] = load_if(g < rows && in_width(32 * i + 8 * t), p.q + (first_row + g) * WIDTH + 32 * i + 8 * t);
+        int const column = 32 * i + 8 * t;
+        q[i] = load_if(g < rows && in_width(column), p.q + (first_row + g) * WIDTH + column);
     }
     load_keys();
     load_values();
+    if (p.cosines != nullptr) {
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+            int const column = 32 * i + 8 * t;
+            bool const is_first = column < WIDTH / 2;
+            int const partner = is_first ? column + WIDTH / 2 : column - WIDTH / 2;
+            bool const is_there = g < rows && in_width(column);
+            int64_t const angle = int64_t{blockIdx.y} * WIDTH + column;
+            q[i] = rotate<Element>(q[i], load_if(is_there, p.q + (first_row + g) * WIDTH + partner),
+                                   load_if(is_there, p.cosines + angle), load_if(is_there, p.sines + angle), is_first);
+        }
+    }
 
     // Of this lane's two queries: the largest score as far as it is known, and the sum over this lane's keys.
     float largest[2] = {-INFINITY, -INFINITY};
@@ -411,6 +433,10 @@ cudaError_t attend_one_token(twell_attention_problem const& problem, twell_atten
     params.keys = static_cast<uint16_t const*>(tensors.k);
     params.values = static_cast<uint16_t const*>(tensors.v);
     params.key_counts = tensors.lengths;
+    if (problem.rotated == 1) {
+        params.cosines = static_cast<uint16_t const*>(tensors.cosines);
+        params.sines = static_cast<uint16_t const*>(tensors.sines);
+    }
     params.y = static_cast<uint16_t*>(tensors.y);
     params.length = static_cast<int32_t>(problem.keys);
     params.kv_heads = problem.kv_heads;

@@ -29,6 +29,7 @@ APPENDS: dict[str, tuple[tuple[int, ...], list[int], list[int]]] = {
     "behind-the-last-place": ((3, 4, 1, 7, 8, 8), [5, 7, 100], [4, 1, 4]),
     "odd-width": ((2, 3, 2, 6, 5, 5), [1, 3], [3, 2]),
     "two-widths": ((2, 3, 2, 6, 24, 16), [1, 3], [3, 2]),
+    "one-token-wide": ((3, 1, 2, 9, 64, 128), [0, 4, 8], [1, 1, 0]),
     "large": ((33, 40, 4, 128, 128, 128), [*range(33)], [(7 * i) % 41 for i in range(33)]),
 }
 
@@ -196,6 +197,64 @@ def test_torch_computes_what_cudnn_does_not(name: str, monkeypatch: pytest.Monke
     assert_as_accurate(y.cpu(), CACHED_ATTENTION(q, keys, values, queries, known, scale), truth)
 
 
+# Cosines and sines as well: of some appended keys, and of some queries.
+ROTATED = ("chunk", "one-token-wide", "to-the-last-place", "one-token", "two-widths", "large")
+ROTATED_QUERIES = (
+    "chunk", "one-token-8-32-8-128", "one-token-3-4-4-80", "one-token-3-6-2-96", "one-token-4-8-1-256",
+    "one-token-5-6-2-64", "decode-32-32-8-64", "odd-chunk", "prefill",
+)  # fmt: skip
+
+
+def angles_of(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines for rows [batch, tokens, heads, width]."""
+    angles = torch.randn(2, *rows.shape[:2], rows.shape[3])
+    return angles[0].cos().to(rows.dtype), angles[1].sin().to(rows.dtype)
+
+
+def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    crossed = torch.cat([-x[..., half:], x[..., :half]], -1)
+    return x * cosines[:, :, None] + crossed * sines[:, :, None]
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32])
+@pytest.mark.parametrize("name", ROTATED)
+def test_append_rotates(name: str, dtype: torch.dtype, device: str) -> None:
+    keys, values, new_keys, *others = operands(name, dtype)
+    angles = angles_of(new_keys)
+    turned = rotated(new_keys.double(), *(each.double() for each in angles))
+    right = appended(keys.double(), turned, *others[1:])
+    yardstick = appended(keys, turned.to(dtype), *others[1:])
+    on_device = [tensor.to(device) for tensor in (keys, values, new_keys, *others, *angles)]
+    found, found_values = APPEND(*on_device)
+    assert_as_accurate(found.cpu(), yardstick, right)
+    assert torch.equal(found.cpu()[right == keys], keys[right == keys])
+    assert torch.equal(found_values.cpu(), appended(values, *others))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attention_rotates(name: str, dtype: torch.dtype) -> None:
+    q, *others = attention_operands(name, dtype)
+    angles = angles_of(q)
+    assert_same(CACHED_ATTENTION(q, *others, *angles), attention_of(rotated(q, *angles), *others))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("name", ROTATED_QUERIES)
+def test_attention_rotates_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    q, keys, values, queries, known, scale = attention_operands(name, dtype)
+    angles = angles_of(q)
+    wide = rotated(q.double(), *(each.double() for each in angles))
+    truth = attention_of(wide, keys.double(), values.double(), queries, known, scale)
+    plain = CACHED_ATTENTION(q, keys, values, queries, known, scale, *angles)
+    on_gpu = [tensor.cuda() for tensor in (q, keys, values, queries, known)]
+    y = CACHED_ATTENTION(*on_gpu, scale, *(each.cuda() for each in angles))
+    assert_as_accurate(y.cpu(), plain, truth)
+
+
 def assert_near(y: Tensor, expected: Tensor) -> None:
     """Compare results of cuDNN, which rounds an element otherwise now and then: see docs/limits.md."""
     torch.testing.assert_close(y, expected, rtol=2**-7, atol=2**-8 * float(expected.abs().max()))
@@ -270,6 +329,9 @@ def test_ops_are_well_formed() -> None:
     torch.library.opcheck(APPEND, tuple(new))
     torch.library.opcheck(APPEND_IN_PLACE, tuple(new))
     torch.library.opcheck(CACHED_ATTENTION, tuple(attention_operands("chunk", torch.float32)))
+    torch.library.opcheck(APPEND, (*new, *angles_of(new[2])))
+    given = attention_operands("chunk", torch.float32)
+    torch.library.opcheck(CACHED_ATTENTION, (*given, *angles_of(given[0])))
     torch.library.opcheck(CACHE_MASK, (int32(0, 3), int32(1, 2), 2, 5))
 
 
@@ -290,6 +352,21 @@ def test_append_refuses(index: int, change: Any, message: str) -> None:
     given[index] = change(given[index])
     with pytest.raises((ValueError, TypeError), match=message):
         APPEND(*given)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda cosines, sines: (cosines, None), "cosines without sines"),
+        (lambda cosines, sines: (cosines, sines[:, :2]), "sines must be torch.float32 of shape"),
+        (lambda cosines, sines: (cosines.double(), sines), "cosines must be torch.float32 of shape"),
+    ],
+)
+def test_angles_are_refused(change: Any, message: str) -> None:
+    new, given = operands("chunk", torch.float32), attention_operands("chunk", torch.float32)
+    for op, operands_of, rows in ((APPEND, new, new[2]), (CACHED_ATTENTION, given, given[0])):
+        with pytest.raises(ValueError, match=message):
+            op(*operands_of, *change(*angles_of(rows)))
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,7 @@ def test_creators_are_registered(created: tuple[str, Report]) -> None:
     expected |= {LINEAR: {"norm": "CHAR", "eps": "FLOAT32", **integers}}
     if attention_library_path():
         expected |= {ATTENTION: {"scale": "FLOAT32", "causal": "INT32", "lengths": "INT32"}}
-        expected |= {CACHED: {"scale": "FLOAT32"}, APPEND: {}}
+        expected |= {CACHED: {"scale": "FLOAT32", "rotated": "INT32"}, APPEND: {"rotated": "INT32"}}
     assert created[1]["creators"] == {name: [PLUGIN_VERSION, given] for name, given in expected.items()}
 
 
@@ -363,22 +363,28 @@ def attention(
     return node(ATTENTION, inputs | changes, **said) | {"profiles": profiles}
 
 
-def cached(dtype: str = "bf16", **changes: Input | None) -> Case:
+def cached(dtype: str = "bf16", *, rotated: bool = False, **changes: Input | None) -> Case:
     inputs = {
         "q": [dtype, ["batch", "tokens", 4, 64]],
         **{name: [dtype, ["batch", 2, 128, 64]] for name in ("keys", "values")},
         **{name: ["int32", ["batch"]] for name in ("query_counts", "key_counts")},
+        **(angles(dtype) if rotated else {}),
     }
-    return node(CACHED, inputs | changes, scale=0.125) | {"profiles": 2}
+    return node(CACHED, inputs | changes, scale=0.125, rotated=int(rotated)) | {"profiles": 2}
 
 
-def appending(dtype: str = "bf16", **changes: Input | None) -> Case:
+def appending(dtype: str = "bf16", *, rotated: bool = False, **changes: Input | None) -> Case:
     inputs = {
         **{name: [dtype, ["batch", 2, 128, 64]] for name in ("keys", "values")},
         **{name: [dtype, ["batch", "tokens", 2, 64]] for name in ("new_keys", "new_values")},
         **{name: ["int32", ["batch"]] for name in ("starts", "counts")},
+        **(angles(dtype) if rotated else {}),
     }
-    return node(APPEND, inputs | changes, outputs=2) | {"profiles": 2}
+    return node(APPEND, inputs | changes, outputs=2, rotated=int(rotated)) | {"profiles": 2}
+
+
+def angles(dtype: str) -> dict[str, Input]:
+    return {name: [dtype, ["batch", "tokens", 64]] for name in ("cosines", "sines")}
 
 
 ALL_BIASES = {GATED: "gud", PLAIN: "ud"}
@@ -434,7 +440,9 @@ BUILT: dict[str, Case] = {
     "linear-one-scale": linear("fp16", weight=["int8", [64, 128]], weight_scale=["fp32", []]),
     "cached": cached(),
     "cached-fp16": cached("fp16"),
+    "cached-rotated": cached(rotated=True),
     "append": appending(),
+    "append-rotated": appending("fp16", rotated=True),
     "append-fp16": appending("fp16"),
     "append-two-widths": appending(
         values=["bf16", ["batch", 2, 128, 32]], new_values=["bf16", ["batch", "tokens", 2, 32]]
@@ -568,6 +576,27 @@ NOT_BUILT: list[tuple[Case, str]] = [
     ),
     (cached(key_counts=["int64", ["batch"]]), "input key_counts is int64; expected int32"),
     (cached(key_counts=None), "got 4 inputs; expected 5: q, keys, values, query_counts, key_counts"),
+    (
+        cached(rotated=True, sines=["bf16", ["batch", "tokens", 32]]),
+        wrong_shape("sines", "[?, ?, 32]", "[batch, tokens, width] = [?, ?, 64]"),
+    ),
+    (
+        cached(rotated=True, cosines=None),
+        "got 6 inputs; expected 7: q, keys, values, query_counts, key_counts, cosines, sines",
+    ),
+    (
+        appending(rotated=True, cosines=["bf16", ["batch", 1, "width", 64]]),
+        wrong_shape("cosines", "[?, 1, ?, 64]", "[batch, tokens, width] = [?, ?, 64]"),
+    ),
+    (
+        appending(
+            rotated=True,
+            **{name: ["bf16", ["batch", 2, 128, 24]] for name in ("keys", "values")},
+            **{name: ["bf16", ["batch", "tokens", 2, 24]] for name in ("new_keys", "new_values")},
+            **{name: ["bf16", ["batch", "tokens", 24]] for name in ("cosines", "sines")},
+        ),
+        "keys that are rotated must have a width of a multiple of 16, and values one of 8",
+    ),
     (cached(**SHORT_CACHES), "there must not be more tokens than keys where these are cached"),
     (
         appending(new_keys=["bf16", ["batch", "tokens", 3, 64]]),

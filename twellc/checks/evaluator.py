@@ -205,7 +205,8 @@ def _attend(operands: list[torch.Tensor], fields: dict[str, Any]) -> list[torch.
 
 
 def _attend_to_caches(operands: list[torch.Tensor], fields: dict[str, Any]) -> list[torch.Tensor]:
-    return [CACHED_ATTENTION(*_on_fast_device(operands), float(fields["scale"]))]
+    operands = _on_fast_device(operands)
+    return [CACHED_ATTENTION(*operands[:5], float(fields["scale"]), *operands[5:])]
 
 
 def runs_kernels() -> bool:

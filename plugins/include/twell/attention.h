@@ -36,6 +36,9 @@ typedef struct {
     // keys: its last query sees all of these keys, the one before all but the last, and so on. y is 0 behind the last
     // query.
     int32_t cached;
+    // 0 or 1, only if cached: whether the queries are rotated first. Each row x becomes x * cosines + (-x2, x1) *
+    // sines, rounded once, where x1 and x2 are its halves; width is a multiple of 16.
+    int32_t rotated;
 } twell_attention_problem;
 
 typedef struct {
@@ -45,6 +48,8 @@ typedef struct {
     int32_t const* lengths;        // [batch], each 1 to keys; read if the problem has lengths or is cached
     void* y;                       // [batch, tokens, heads, width]
     int32_t const* query_lengths;  // [batch], each 1 to tokens and to lengths[b]; read if the problem is cached
+    void const* cosines;           // [batch, tokens, width]; read if the problem is rotated
+    void const* sines;             // likewise
 } twell_attention_tensors;
 
 // A problem made ready for the device that was current when it was made, with a cuDNN handle of its own: to be used by
@@ -77,6 +82,10 @@ typedef struct {
     int32_t kv_heads;     // at least 1
     int32_t key_bytes;    // of one head's key: a positive multiple of 2
     int32_t value_bytes;  // of one head's value: likewise
+    // 0 or 1: whether the new keys are rotated first, as queries are. Then key_bytes is a multiple of 32, value_bytes
+    // one of 16, and all tensors start at multiples of 16 bytes.
+    int32_t rotated;
+    int32_t dtype;  // twell_dtype of what is rotated
 } twell_append_problem;
 
 typedef struct {
@@ -86,6 +95,8 @@ typedef struct {
     void const* new_values;  // likewise
     int32_t const* starts;   // [batch]: the place of each sequence's first new token
     int32_t const* counts;   // [batch]: how many of its new tokens count, 0 to tokens
+    void const* cosines;     // [batch, tokens, width]; read if the problem is rotated
+    void const* sines;       // likewise
 } twell_append_tensors;
 
 // Writes the new keys and values of each sequence b to places starts[b] to starts[b] + counts[b] - 1 of its caches, on

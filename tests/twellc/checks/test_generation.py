@@ -52,6 +52,17 @@ def test_right_graph(llama: Path, graph: Path, capsys: pytest.CaptureFixture[str
     assert "another token than float64's is chosen" in printed
 
 
+def test_ops_over_caches_rotate(tmp_path: Path) -> None:
+    """From heads of 16 on: those of other tests are narrower."""
+    model = models.save(models.llama(head_dim=16, num_hidden_layers=1), tmp_path / "model")
+    translate(model, tmp_path / "m.onnx", **SIZES)
+    nodes = onnx.load(tmp_path / "m.onnx", load_external_data=False).graph.node
+    rotated = [attribute.i for node in nodes for attribute in node.attribute if attribute.name == "rotated"]
+    assert rotated == [1, 1]
+    assert "Neg" not in {node.op_type for node in nodes}
+    assert run_check(model, tmp_path / "m.onnx").within
+
+
 @pytest.mark.slow
 def test_all_logits_and_32_steps(llama: Path, tmp_path: Path) -> None:
     translate(llama, tmp_path / "m.onnx", logits="all", kv_cache=64)
