@@ -69,8 +69,9 @@ class NarrowLinear:
     weight: EightBits
     bias: Tensor | None
 
-    def by_dense_fp8(self, x: Tensor, residual: None = None) -> Tensor:
-        """Return y [..., out] as dense FP8 computes it; see `NarrowBlock`."""
+    def by_dense_fp8(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Return y [..., out] as dense FP8 computes it, without a residual; see `NarrowBlock`."""
+        assert residual is None
         weight = (self.weight.q.float() * self.weight.scale).to(x.device)
         bias = None if self.bias is None else self.bias.float()
         return torch.nn.functional.linear(_rows_in_eight_bits(x.float()), weight, bias).to(x.dtype)
