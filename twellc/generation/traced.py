@@ -70,8 +70,8 @@ def in_place(program: ExportedProgram) -> GraphModule:
     for node in [each for each in graph.nodes if each.target in IN_PLACE]:
         op = IN_PLACE[node.target]
         with graph.inserting_before(node):
-            call = graph.call_function(op, node.args)
-        written = zip(node.args, schema_of(op).arguments, strict=True)
+            call = graph.call_function(op, node.args, node.kwargs)
+        written = zip(node.args, schema_of(op).arguments, strict=False)  # others have defaults
         results = [call] * len(schema_of(op).returns) + [cache for cache, argument in written if argument.is_write]
         for item in list(node.users):
             item.replace_all_uses_with(results[item.args[1]])
