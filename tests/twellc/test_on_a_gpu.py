@@ -95,10 +95,8 @@ def make(variant: str, dtype: torch.dtype) -> Case:
     module: nn.Module
     if variant == "llama":
         requires("transformers")
-        module, inputs = (
-            models.Logits(models.llama()),
-            {"input_ids": torch.randint(0, 96, (2, TOKENS // 2), device=DEVICE)},
-        )
+        module = models.Logits(models.llama())
+        inputs = {"input_ids": torch.randint(0, 96, (2, TOKENS // 2), device=DEVICE)}
         dynamic: Any = ({0: Dim("batch", min=1, max=8), 1: Dim("tokens", min=1, max=64)},)
     else:
         module, inputs = Placed(variant), {"x": torch.randn(TOKENS, D_MODEL, device=DEVICE).to(dtype)}
