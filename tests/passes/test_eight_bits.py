@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.models import Gated, Plain, export, run
+from tests.models import Gated, Plain, Written, export, run
 from twellc.passes.eight_bits import Wish
 from twellc.passes.match.shared_axis import Part
 from twellc.passes.pipeline import Passed, PassOptions, Rewritten, Stage, run_for_ranks, run_passes, run_until
@@ -259,8 +259,8 @@ def test_linear_layers_are_quantised(conv1d: bool) -> None:
 
 
 def test_logits_stay_in_16_bits() -> None:
-    module, x = nn.Sequential(nn.Linear(D_MODEL, 16), nn.Tanh(), nn.Linear(16, 24)).to(BF16), torch.randn(3, D_MODEL)
-    module.forward = lambda x: nn.Sequential.forward(module, x).unsqueeze(0).float()
+    layers, x = nn.Sequential(nn.Linear(D_MODEL, 16), nn.Tanh(), nn.Linear(16, 24)), torch.randn(3, D_MODEL)
+    module = Written(lambda self, x: self.layers(x).unsqueeze(0).float(), layers=layers).to(BF16)
     found = run_passes(export(module, x.to(BF16)), PassOptions(BF16, linear="twell", weights=Wish(True, linear=True)))
     said = ["weights in 8 bits, quantised", "weights in 16 bits, the model returns its result, as logits are"]
     assert [str(row.weights) for row in found.linear] == said

@@ -196,6 +196,7 @@ def share_down_with_a_linear() -> nn.Module:
 
 def share_up_with_an_embedding() -> nn.Module:
     ffn, table = Gated(), nn.Embedding(40, 16)
+    assert isinstance(ffn.up, nn.Linear)
     table.weight = ffn.up.weight
     return Written(
         lambda self, x: self.ffn(x + self.table(torch.arange(3))) @ self.table.weight.t(), ffn=ffn, table=table

@@ -83,7 +83,7 @@ def narrow_linears(found: Passed) -> Iterator[tuple[Linear, NarrowLinear]]:
         joined = found.in_eight_bits(layer)
         assert joined is not None
         widths = [width(each.node) for each in layer.linears]
-        parts = zip(joined.q.view(torch.uint8).split(widths), joined.scale.split(widths), strict=True)
+        parts = zip(*(torch.split(each, widths) for each in (joined.q.view(torch.uint8), joined.scale)), strict=True)
         for each, (q, scale) in zip(layer.linears, parts, strict=True):
             bias = None if each.bias is None else tensor_of(found.program, each.bias.name).detach()
             yield each, NarrowLinear(EightBits(q.view(EIGHT_BITS), scale), bias)
