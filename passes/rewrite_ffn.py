@@ -22,10 +22,10 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from twellc.passes.graph.norm_vectors import NormVectors
 from twellc.passes.graph.program import add_call, add_parameter, editable, finish, replace_node, tensor_of
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import Weight
-from twellc.passes.norm_vectors import NormVectors
 from twellc.plugins.block import FLOAT32, SCALES, TENSORS, THRESHOLDS, BlockOptions, TensorField, WeightOperands
 from twellc.plugins.ops import OPS
 

@@ -26,10 +26,10 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from twellc.passes.eight_bits import EightBits
+from twellc.passes.graph.norm_vectors import NormVectors
 from twellc.passes.graph.program import add_call, add_parameter, editable, finish, infer, replace_node, tensor_of
 from twellc.passes.match.find_linear import FoundLinear
 from twellc.passes.match.linear import operand, width
-from twellc.passes.norm_vectors import NormVectors
 from twellc.passes.rewrite_ffn import arranged_view
 from twellc.plugins.linear import LinearOperands
 from twellc.plugins.linear_op import LINEAR

@@ -72,7 +72,7 @@ def test_nodes(
         assert attributes(node) == {
             "activation": "relu", "threshold": 0.0, "compression": compression, "hot": 0,
             **{f"{names[letter]}_bias": int(letter in biases) for letter in letters},
-            "residual": 1, "scales": 0, "thresholds": 0,
+            "residual": 1, "scales": 0, "thresholds": 0, "norm": "none", "eps": 0.0, "norm_weight": 0, "norm_bias": 0,
             "plugin_version": "twellc-3", "plugin_namespace": "twell",
         }  # fmt: skip
         parts = [getattr(block.ffn, names[letter]) for letter in letters]

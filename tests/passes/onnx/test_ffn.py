@@ -109,6 +109,7 @@ def test_activation(name: str, dtype: str) -> None:
     assert fields_of(rewritten) == {
         "activation": activation.encode(), "threshold": threshold, "compression": 8, "hot": 0, "up_bias": 1,
         "down_bias": 1, "residual": 0, "scales": 0, "thresholds": int("each" in name),
+        "norm": b"none", "eps": 0.0, "norm_weight": 0, "norm_bias": 0,
         "plugin_version": b"twellc-3", "plugin_namespace": b"twell",
     }  # fmt: skip
 

@@ -148,8 +148,9 @@ def test_inspect_shows_plugin_nodes(cli: Cli, tmp_path: Path) -> None:
     assert found["kind"] == "rewritten ONNX file"
     (node,) = found["nodes"]
     flags = {"gate_bias": 1, "up_bias": 1, "down_bias": 1, "residual": 0, "scales": 0, "thresholds": 0}
+    flags |= {"norm_weight": 0, "norm_bias": 0}
     identity = {"plugin_version": "twellc-3", "plugin_namespace": "twell"}
-    options_of_node = {"activation": "relu", "threshold": 0.0, "compression": 4, "hot": 0}
+    options_of_node = {"activation": "relu", "threshold": 0.0, "compression": 4, "hot": 0, "norm": "none", "eps": 0.0}
     assert node["fields"] == {**options_of_node, **flags, **identity}
     shown = cli("inspect", graph).stdout
     assert all(f"{name}={value}" in shown for name, value in node["fields"].items())
