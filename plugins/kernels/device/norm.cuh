@@ -46,23 +46,24 @@ struct SumOfRow {
 };
 
 // Finds the moments of a row, by threads of which this one has the vectors `first`, `first` + `step`, ... below
-// `vectors`, kAtOnce at a time. load(v) gives a vector, zeros behind the last one, and is called once for each; so is
-// again(v) in a layer norm. sum_of_row(value) adds up a number of all of the row's threads; it is called equally often
-// whatever there is to do, so that it may hold a barrier.
-template <class Element, int kAtOnce, class Load, class Again, class Sum>
+// `vectors`. load(v) gives a vector, zeros behind the last one; keep(v, vector) is called when kAtOnce of them are
+// under way. again(v) gives the vector once more, in a layer norm. sum_of_row(value) adds up a number of all of the
+// row's threads; it is called equally often whatever there is to do, so that it may hold a barrier.
+template <class Element, int kAtOnce, class Load, class Keep, class Again, class Sum>
 __device__ __forceinline__ Moments find_moments(Norm const& norm, int vectors, int first, int step, Load load,
-                                                Again again, Sum&& sum_of_row) {
+                                                Keep keep, Again again, Sum&& sum_of_row) {
     float const count = static_cast<float>(vectors) * kVector;
     float sum = 0.0f;
 #pragma unroll 1
     for (int begin = first; begin < vectors; begin += kAtOnce * step) {
-        uint4 held[kAtOnce];  // loads in flight
+        uint4 held[kAtOnce];
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
             held[i] = load(begin + i * step);
         }
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
+            keep(begin + i * step, held[i]);
             float values[kVector];
             unpack<Element>(values, held[i]);
 #pragma unroll
@@ -96,15 +97,15 @@ __device__ __forceinline__ Moments find_moments(Norm const& norm, int vectors, i
 template <class Element, class Sum>
 __device__ __forceinline__ Moments copy_row(uint16_t* to, uint16_t const* from, Norm const& norm, int vectors,
                                             int first, int step, Sum&& sum_of_row) {
-    auto const copy = [&](int v) {
-        uint4 const held = load_written_vector_if(from + int64_t{v} * kVector, v < vectors);
+    auto* const places = reinterpret_cast<uint4*>(to);
+    auto const load = [&](int v) { return load_written_vector_if(from + int64_t{v} * kVector, v < vectors); };
+    auto const keep = [&](int v, uint4 vector) {
         if (v < vectors) {
-            reinterpret_cast<uint4*>(to)[v] = held;
+            places[v] = vector;
         }
-        return held;
     };
-    auto const again = [&](int v) { return reinterpret_cast<uint4 const*>(to)[v]; };
-    return find_moments<Element, 4>(norm, vectors, first, step, copy, again, sum_of_row);
+    auto const again = [&](int v) { return places[v]; };
+    return find_moments<Element, 4>(norm, vectors, first, step, load, keep, again, sum_of_row);
 }
 
 // The norm's weight and bias of eight columns.

@@ -25,8 +25,8 @@ __global__ void __launch_bounds__(kThreads) norm_kernel(Params const params) {
     int const first = static_cast<int>(threadIdx.x);
     auto const load = [&](int v) { return load_written_vector_if(params.x + row + int64_t{v} * kVector, v < vectors); };
     norm::SumOfRow<kThreads> sum_of_row = {sums};
-    norm::Moments const moments =
-        norm::find_moments<Element, 4>(params.norm, vectors, first, kThreads, load, load, sum_of_row);
+    norm::Moments const moments = norm::find_moments<Element, 4>(
+        params.norm, vectors, first, kThreads, load, [](int, uint4) {}, load, sum_of_row);
 #pragma unroll 2
     for (int v = first; v < vectors; v += kThreads) {
         *reinterpret_cast<uint4*>(params.normalised + row + int64_t{v} * kVector) =
