@@ -165,16 +165,25 @@ cudaError_t launch_few(LinearCall const& call, void const* weight, bool weight_i
         call, weight, weight_is_final, keys);
 }
 
+// The outputs of a product; where only the choice is stored, in the workspace.
+linear::Outputs outputs_of(LinearCall const& call, Scratch const& scratch) {
+    linear::Outputs outputs = outputs_of(call, 0);
+    if (call.problem.choose != 0) {
+        outputs.y[0] = scratch.y;
+    }
+    return outputs;
+}
+
 // All outputs by cuBLASLt, each from its rows of the weight; cudaErrorNotSupported where it cannot.
 // With scales x and W have eight bits.
-cudaError_t multiply_by_cublas_lt(LinearCall const& call, void* workspace, void const* x, void const* weight,
+cudaError_t multiply_by_cublas_lt(LinearCall const& call, Scratch const& scratch, void const* x, void const* weight,
                                   float const* x_scale = nullptr, float const* weight_scale = nullptr) {
     if (call.kernels != Kernels::kBest || cublas_lt::version() == 0) {
         return cudaErrorNotSupported;
     }
     twell_linear_problem const& problem = call.problem;
     int64_t const element_bytes = x_scale == nullptr ? 2 : 1;
-    linear::Outputs const outputs = outputs_of(call, 0);
+    linear::Outputs const outputs = outputs_of(call, scratch);
     for (int i = 0; i < TWELL_MAX_SPLITS && outputs.widths[i] != 0; ++i) {
         if (call.device.trace != nullptr) {
             add_line(*call.device.trace, {"cublas_lt", {{"bits", 8 * element_bytes}}});
@@ -194,7 +203,7 @@ cudaError_t multiply_by_cublas_lt(LinearCall const& call, void* workspace, void 
         product.in = problem.in;
         product.out = outputs.widths[i];
         product.is_bf16 = problem.dtype == TWELL_BF16;
-        TWELL_TRY(cublas_lt::multiply(product, workspace, call.stream));
+        TWELL_TRY(cublas_lt::multiply(product, scratch.of_cublas_lt, call.stream));
     }
     return cudaSuccess;
 }
@@ -227,7 +236,7 @@ cudaError_t launch_in_bytes(LinearCall const& call, Scratch const& scratch) {
     TWELL_TRY(launch_dependent({"linear_round"}, linear_many::round_kernel<Element>, params,
                                dim3(static_cast<unsigned>(problem.tokens)), linear_many::kRoundThreads, 2 * problem.in,
                                call.device, call.stream, {}, most_row_bytes(call.device)));
-    return multiply_by_cublas_lt(call, scratch.of_cublas_lt, scratch.rounded, call.tensors.weight, scratch.scale,
+    return multiply_by_cublas_lt(call, scratch, scratch.rounded, call.tensors.weight, scratch.scale,
                                  has_one ? scratch.weight_scales : scale);
 }
 
@@ -246,14 +255,11 @@ cudaError_t launch_many(LinearCall const& call, Scratch const& scratch, void con
     params.weight = static_cast<uint16_t const*>(weight);
     params.bias = static_cast<uint16_t const*>(tensors.bias);
     params.residual = static_cast<uint16_t const*>(tensors.residual);
-    params.outputs = outputs_of(call, 0);
-    if (problem.choose != 0) {
-        params.outputs.y[0] = scratch.y;
-    }
+    params.outputs = outputs_of(call, scratch);
     params.tokens = problem.tokens;
     params.in = problem.in;
     params.out = problem.out;
-    cudaError_t const status = multiply_by_cublas_lt(call, scratch.of_cublas_lt, params.x, weight);
+    cudaError_t const status = multiply_by_cublas_lt(call, scratch, params.x, weight);
     if (status != cudaErrorNotSupported) {
         return status;
     }
