@@ -304,10 +304,9 @@ def judge_linear(layer: FoundLinear, stored: Stored, wish: Wish) -> Weights | No
 
 
 def _is_returned(node: Node) -> bool:
-    """Whether a program returns a node as it is, but for its shape and its type."""
-    return any(
-        user.op == "output" or (packet(user) in VALUE_PRESERVING | CASTS and _is_returned(user)) for user in node.users
-    )
+    """Whether a program returns a node as it is, but for its shape and its type, or its largest elements."""
+    same = VALUE_PRESERVING | CASTS | {aten.argmax}
+    return any(user.op == "output" or (packet(user) in same and _is_returned(user)) for user in node.users)
 
 
 def linear_in_eight_bits(layer: FoundLinear, stored: Stored, tensor: Callable[[Weight], Tensor]) -> EightBits:

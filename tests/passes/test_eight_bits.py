@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -258,9 +259,14 @@ def test_linear_layers_are_quantised(conv1d: bool) -> None:
         assert [str(row.weights) for row in left.linear] == [said]
 
 
-def test_logits_stay_in_16_bits() -> None:
+@pytest.mark.parametrize("choose", [False, True])
+def test_logits_stay_in_16_bits(choose: bool) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        logits: Tensor = self.layers(x).unsqueeze(0).float()
+        return logits.argmax(-1) if choose else logits
+
     layers, x = nn.Sequential(nn.Linear(D_MODEL, 16), nn.Tanh(), nn.Linear(16, 24)), torch.randn(3, D_MODEL)
-    module = Written(lambda self, x: self.layers(x).unsqueeze(0).float(), layers=layers).to(BF16)
+    module = Written(forward, layers=layers).to(BF16)
     found = run_passes(export(module, x.to(BF16)), PassOptions(BF16, linear="twell", weights=Wish(True, linear=True)))
     said = ["weights in 8 bits, quantised", "weights in 16 bits, the model returns its result, as logits are"]
     assert [str(row.weights) for row in found.linear] == said
