@@ -345,6 +345,13 @@ def _rewrite_linear(passed: Passed, options: PassOptions) -> Passed:
     return replace(passed, program=rewrite_linear(passed.program, chosen, passed.in_eight_bits))
 
 
+def _rotate_in_caches(passed: Passed, options: PassOptions) -> Passed:
+    """Rotate in the ops over caches where linear layers are rewritten, too."""
+    if all(each.decision != "twell" for each in passed.linear):
+        return passed
+    return replace(passed, program=rotate_in_caches(passed.program))
+
+
 STEPS: dict[Stage, tuple[Step, ...]] = {
     Stage.FUNCTIONAL: (
         step(decompose),
@@ -363,9 +370,9 @@ STEPS: dict[Stage, tuple[Step, ...]] = {
     Stage.SHARE: (Step("share", _share, edits=False),),
     Stage.FFN: (Step("rewrite_ffn", _rewrite_ffn),),
     Stage.SPLIT: (Step("tensor_parallel", _split),),
-    Stage.ATTENTION: (Step("rewrite_attention", _rewrite_attention), step(rotate_in_caches)),
+    Stage.ATTENTION: (Step("rewrite_attention", _rewrite_attention),),
     Stage.FIND_LINEAR: (Step("find_linear", _find_linear, edits=False),),
-    Stage.LINEAR: (Step("rewrite_linear", _rewrite_linear),),
+    Stage.LINEAR: (Step("rewrite_linear", _rewrite_linear), Step("rotate_in_caches", _rotate_in_caches)),
 }
 
 

@@ -55,7 +55,7 @@ def test_right_graph(llama: Path, graph: Path, capsys: pytest.CaptureFixture[str
 def test_ops_over_caches_rotate(tmp_path: Path) -> None:
     """From heads of 16 on: those of other tests are narrower."""
     model = models.save(models.llama(head_dim=16, num_hidden_layers=1), tmp_path / "model")
-    translate(model, tmp_path / "m.onnx", **SIZES)
+    translate(model, tmp_path / "m.onnx", linear="twell", **SIZES)
     nodes = onnx.load(tmp_path / "m.onnx", load_external_data=False).graph.node
     rotated = [attribute.i for node in nodes for attribute in node.attribute if attribute.name == "rotated"]
     assert rotated == [1, 1]
