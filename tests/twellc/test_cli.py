@@ -79,6 +79,7 @@ def test_compile_to_a_plan(cli: Cli, archive: Path, tmp_path: Path) -> None:
     expectation = manifest["layers"][0]["expectation"]
     facts = {"variant": "gated", "activation": "relu", "d_model": 16, "d_ff": 320, "d_out": 16, "matched": True}
     facts |= {"decision": "twell", "reason": "matches", "residual": True, "hot": 0, "expectation": expectation}
+    facts["norm"] = "none"
     assert manifest["layers"] == [{"module": "ffn", **facts}]
     assert manifest["plugins"]["names"] == ["TwellGatedMlp"]
     assert manifest["onnx"] == {"file": "m.onnx", "sha256": sha256(graph)}
@@ -170,13 +171,14 @@ def test_dump_graphs(cli: Cli, archive: Path, linear: Path, tmp_path: Path) -> N
         "rewrite_ffn",
         "rewrite_attention",
         "rewrite_linear",
+        "rotate_in_caches",
         "onnx",
         "optimize_exactly",
     ]
     assert sorted(files_in(folder)) == [f"{number:02}-{name}.txt" for number, name in enumerate(names)]
     assert "torch.ops.aten.relu" in (folder / "10-in_precision.txt").read_text()
     assert "torch.ops.twell.gated_mlp" in (folder / "11-rewrite_ffn.txt").read_text()
-    assert "twell::TwellGatedMlp" in (folder / "15-optimize_exactly.txt").read_text()
+    assert "twell::TwellGatedMlp" in (folder / "16-optimize_exactly.txt").read_text()
     assert cli("compile", linear, *arguments).exit_code == 0
     assert "bfloat16" not in (folder / "09-feature_last.txt").read_text()
     assert "bfloat16" in (folder / "10-in_precision.txt").read_text()

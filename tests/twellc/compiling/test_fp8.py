@@ -104,7 +104,8 @@ def test_a_gpu_without_fp8_is_named() -> None:
         twellc.UserError, match=r"layer mlp: TensorRT takes no .*; got compute capability 8.6; expected 8.9"
     ):
         refuse_eight_bits([layer], [], (8, 6))
-    linear = Linear(["q"], 8, [8], "none", False, True, "twell", "matches", Weights(8, "quantised"))
+    weights = Weights(8, "quantised")
+    linear = Linear(["q"], 8, [8], "none", False, True, "twell", "matches", weights=weights)
     with pytest.raises(twellc.UserError, match="layer q: TensorRT takes no weights in eight bits"):
         refuse_eight_bits([], [linear], (8, 6))
 
