@@ -221,8 +221,8 @@ typedef struct {
     int32_t norm;           // twell_norm
     float eps;              // >= 0
     int32_t splits[TWELL_MAX_SPLITS];  // columns of each output, multiples of 8 whose sum is out; all 0: one output
-    int32_t choose;         // 1: of each row of y the index of the largest element instead; 0 with several outputs
-    int32_t reserved;       // 0
+    int32_t choose;    // 1: of each row of y the index of the largest element instead; 0 with several outputs
+    int32_t reserved;  // 0
 } twell_linear_problem;
 
 // Device pointers, 16-byte aligned; what may be missing is null. Inputs may overlap each other, none may overlap y.
