@@ -90,15 +90,13 @@ def decide_linear(
         linear: `auto`, `twell` or `tensorrt`.
         calls: Returns the most rows of a tensor in a call of each optimization profile.
         ranks: How many ranks share the program.
-        taken: What an earlier call has taken, by the first module of each, to do it again.
+        taken: See `left_alone`.
         weights: Says in how many bits the weights are read if TwELL runs it; None where nothing is to be said.
     """
     result = []
     for each in found:
         limit = _linear_limits(each)
-        reason = limit or left_alone(linear, calls(each.x), ranks)
-        if taken is not None and not limit:
-            reason = "" if each.modules[0] in taken else "an earlier compilation left it"
+        reason = limit or left_alone(each.modules[0], linear, calls(each.x), ranks, taken)
         bits = None if reason else weights(each)
         result.append(
             Linear(
@@ -117,8 +115,18 @@ def decide_linear(
     return result
 
 
-def left_alone(linear: str, calls: Sequence[int], ranks: int) -> str:
-    """Say why a linear layer, or a norm, that the kernels take is left to TensorRT; empty where it is not."""
+def left_alone(module: str, linear: str, calls: Sequence[int], ranks: int, taken: Collection[str] | None) -> str:
+    """Say why a linear layer, or a norm, that the kernels take is left to TensorRT; empty where it is not.
+
+    Args:
+        module: The first module of the layer, or that of the block behind the norm.
+        linear: See `decide_linear`.
+        calls: The most rows of what it reads, in a call of each optimization profile.
+        ranks: How many ranks share the program.
+        taken: The modules that an earlier call has taken, to do it again.
+    """
+    if taken is not None:
+        return "" if module in taken else "an earlier compilation left it"
     if ranks > 1:
         return "ranks share the model"
     if linear == "auto" and min(calls, default=FEW_TOKENS + 1) > FEW_TOKENS:

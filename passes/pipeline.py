@@ -285,9 +285,8 @@ def _decide(passed: Passed, options: PassOptions) -> Passed:
 
 def _takes_norm(block: FfnBlock, options: PassOptions) -> bool:
     """Whether a block is to take the norm before it, as linear layers do."""
-    if options.taken is not None:
-        return block.module in options.taken
-    return not left_alone(options.linear, options.calls(block.x), options.part.ranks)
+    calls = options.calls(block.x)
+    return not left_alone(block.module, options.linear, calls, options.part.ranks, options.taken)
 
 
 def _order(passed: Passed, options: PassOptions) -> Passed:
