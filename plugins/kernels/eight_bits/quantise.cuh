@@ -25,6 +25,25 @@ __device__ __forceinline__ float largest_of(float most, uint4 vector) {
     return most;
 }
 
+// The largest number of a CTA's threads, none below 0; each warp has a place in `largest`.
+template <int kWarpsOfCta>
+__device__ __forceinline__ float largest_of_cta(float most, float (&largest)[kWarpsOfCta]) {
+#pragma unroll
+    for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, distance));
+    }
+    if (threadIdx.x % kWarpSize == 0) {
+        largest[threadIdx.x / kWarpSize] = most;
+    }
+    __syncthreads();
+    most = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kWarpsOfCta; ++w) {
+        most = fmaxf(most, largest[w]);
+    }
+    return most;
+}
+
 template <class Element>
 __device__ __forceinline__ void round_vector(uint8_t* place, uint4 vector, float inverse) {
     float values[kVector];
@@ -52,8 +71,6 @@ __global__ void __launch_bounds__(kThreads) quantise_kernel(Params const params)
     __shared__ float largest[kWarps];
     wait_for_previous_launch();
     allow_dependent_launch();
-    int const lane = threadIdx.x % kWarpSize;
-    int const warp = threadIdx.x / kWarpSize;
     int64_t const begin = int64_t{blockIdx.x} * params.d_model;
     constexpr int kStep = kThreads * kVector;
     constexpr int kKept = 4;  // vectors that stay in registers
@@ -72,20 +89,7 @@ __global__ void __launch_bounds__(kThreads) quantise_kernel(Params const params)
     for (int column = first + kKept * kStep; column < params.d_model; column += kStep) {
         most = largest_of<Element>(most, load_written_vector(params.x + begin + column));
     }
-#pragma unroll
-    for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, distance));
-    }
-    if (lane == 0) {
-        largest[warp] = most;
-    }
-    __syncthreads();
-    most = 0.0f;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-        most = fmaxf(most, largest[w]);
-    }
-    float const scale = scale_of(most);
+    float const scale = scale_of(largest_of_cta(most, largest));
     float const inverse = 1.0f / scale;
     if (threadIdx.x == 0) {
         params.scale[blockIdx.x] = scale;

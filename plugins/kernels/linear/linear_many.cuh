@@ -50,20 +50,7 @@ __global__ void __launch_bounds__(kRoundThreads) round_kernel(RoundParams const 
         }
         most = quantise::largest_of<Element>(most, row[v]);
     }
-#pragma unroll
-    for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, distance));
-    }
-    if (first % kWarpSize == 0) {
-        largest[first / kWarpSize] = most;
-    }
-    __syncthreads();
-    most = largest[0];
-#pragma unroll
-    for (int w = 1; w < kWarps; ++w) {
-        most = fmaxf(most, largest[w]);
-    }
-    float const scale = quantise::scale_of(most);
+    float const scale = quantise::scale_of(quantise::largest_of_cta(most, largest));
     float const inverse = 1.0f / scale;
     for (int v = first; v < vectors; v += kRoundThreads) {
         quantise::round_vector<Element>(params.rounded + begin + int64_t{v} * kVector, row[v], inverse);
