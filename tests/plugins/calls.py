@@ -444,6 +444,18 @@ def replays(call: Call, start: Callable[[], None]) -> Runs:
     return replay
 
 
+def assert_replays(run: Callable[[], torch.Tensor], expected: torch.Tensor, times: int) -> None:
+    """Capture in a CUDA graph what gives `expected`; each replay has to give these bits again."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run()
+    for _ in range(times):
+        y.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(y, expected)
+
+
 def run_plain_buffers(block: Block, start: Callable[[Call], None], compression: int = 8, *, hot: int = 0) -> Call:
     """Run a block, drawn on a CPU, as compute-sanitizer has to see it: without poison, which would hide what is read.
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.plugins.calls import assert_replays
 from tests.plugins.test_eight_bits import error, exact, quantised
 from tests.tolerance import assert_as_accurate, assert_same
 from twellc.checks.evaluator import OnnxEvaluator, plugin_nodes
@@ -309,13 +310,7 @@ def test_launches_that_overlap(tokens: int, narrow: bool) -> None:
     expected = chain(alone=True)
     assert not expected.isnan().any()
     assert torch.equal(chain(alone=False), expected)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = chain(alone=False)
-    for _ in range(5):
-        y.fill_(torch.nan)
-        graph.replay()
-        assert torch.equal(y, expected)
+    assert_replays(lambda: chain(alone=False), expected, 5)
 
 
 @pytest.mark.gpu
