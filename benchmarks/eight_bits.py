@@ -8,8 +8,9 @@ python benchmarks/eight_bits.py --smoke
 Weights have a scale for each neuron or output. Dense FP8 stands there twice: with one scale for each tensor, calibrated
 beforehand, and with a scale for each row, which kernels compiled by torch work out with what they quantise. With
 --trained there are four layers whose neurons fire as often as in a trained model. Twell then computes them without the
-neurons that never fire, but up to 15 of them, which make the width a multiple of 16, as torch wants it in FP8. Dense
-blocks are whole, and dense FP8 stands there without these neurons, too. Times are of one call within a CUDA graph over
+neurons that never fire, but up to 15 of them, which make the width a multiple of 16, as torch wants it in FP8, once
+packed and once with all neurons hot, which a profile may choose: a dense product in eight bits. Dense blocks are whole,
+and dense FP8 stands there without these neurons, too. Times are of one call within a CUDA graph over
 several sets of weights, in turns (see block.py). Every size is checked against float64 of the dequantised weights
 before it is timed.
 """
@@ -44,7 +45,7 @@ from twellc.plugins.quantise import LARGEST, quantise
 CHECKED_ROWS = 64
 RELU = BlockOptions(activation="relu")
 TWELL, TWELL_BF16, TENSORWISE, ROWWISE = "twell", "twell bf16", "dense FP8", "dense FP8, a scale a row"
-PRUNED = "dense FP8, pruned"
+PRUNED, HOT = "dense FP8, pruned", "twell, all hot"
 DENSE = (TENSORWISE, ROWWISE, PRUNED)
 
 
@@ -161,6 +162,8 @@ def measure(size: Size, repeats: int, energy_seconds: float, with_launches: bool
     }
     if alive is not sets:
         contestants[PRUNED] = [functools.partial(Fp8(each.block, x), x) for each in alive]
+        hot = dataclasses.replace(RELU, hot=len(alive[0].down_by_neuron))
+        contestants[HOT] = [functools.partial(run_block, each, hot) for each, _ in pairs]
     found["times"] = time_rotated(contestants, repeats)
     if energy_seconds > 0:
         meter = EnergyMeter()
@@ -174,7 +177,7 @@ def measure(size: Size, repeats: int, energy_seconds: float, with_launches: bool
 
 HEADER = head(
     [
-        *("density", "tokens", "twell", "twell bf16", "dense FP8", "a scale a row", "pruned"),
+        *("density", "tokens", "twell", "all hot", "twell bf16", "dense FP8", "a scale a row", "pruned"),
         *("over dense FP8", "over a scale a row", "over pruned", "error", "error of dense FP8"),
         *("mJ", "mJ of dense FP8"),
     ]
@@ -190,7 +193,7 @@ def table_row(found: dict[str, Any]) -> str:
         [
             f"layer {neurons['layer']}, {found['width']} neurons" if trained else f"{neurons['density'] * 100:g} %",
             f"{found['tokens']}",
-            *(f"{median[name]:.1f}" if name in median else "-" for name in (TWELL, TWELL_BF16, *DENSE)),
+            *(f"{median[name]:.1f}" if name in median else "-" for name in (TWELL, HOT, TWELL_BF16, *DENSE)),
             *(f"{median[name] / median[TWELL]:.2f}" if name in median else "-" for name in DENSE),
             *(f"{found['errors'][name]:.4f}" for name in (TWELL, ROWWISE)),
             *(f"{joules[name] * 1e3:.2f}" if name in joules else "-" for name in (TWELL, TENSORWISE)),
