@@ -25,6 +25,7 @@ NAMES = (
     "eight_bits",
     "linear",
     "norm",
+    "cache_op",
     "autoencoders",
 )
 

@@ -255,6 +255,17 @@ def test_attention_rotates_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     assert_as_accurate(y.cpu(), plain, truth)
 
 
+@pytest.mark.gpu
+def test_sanitize() -> None:
+    for name in ("one-token-5-6-2-64", "one-token-2-16-16-128", "one-token-4-8-1-256"):
+        q, *others = (each.cuda() if isinstance(each, Tensor) else each for each in attention_operands(name, BF16))
+        assert CACHED_ATTENTION(q, *others, *(each.cuda() for each in angles_of(q))).isfinite().all()
+    for name in ("chunk", "one-token-wide", "two-widths"):
+        given = [each.cuda() for each in operands(name, BF16)]
+        angles = [each.cuda() for each in angles_of(given[2])]
+        assert all(cache.isfinite().all() for cache in APPEND(*given, *angles))
+
+
 def assert_near(y: Tensor, expected: Tensor) -> None:
     """Compare results of cuDNN, which rounds an element otherwise now and then: see docs/limits.md."""
     torch.testing.assert_close(y, expected, rtol=2**-7, atol=2**-8 * float(expected.abs().max()))
