@@ -71,7 +71,7 @@ class Sae:
         if not narrow:
             return cls(w_enc, *others)
         w_enc, scale = quantise(w_enc, "neuron")
-        return cls(w_enc, *others, scale, quantise(others[2].t(), "neuron"))
+        return cls(w_enc, *others, scale, quantise(others[2].t().contiguous(), "neuron"))
 
     def rows(self, which: Tensor | slice) -> Tensor:
         """Return what rows of w_enc are worth, in float32."""

@@ -562,8 +562,8 @@ def check_kernels(case: Case) -> None:
     kernels = kernels_of(case)
     for generic in (True, False) if kernels[-1].startswith(("linear_many", "cublas_lt")) else (False,):
         in_bytes = not generic and "cublas_lt bits=8" in kernels
-        plain = dense(operands, case.norm, case.dtype, in_bytes=in_bytes)
         operands.x.copy_(whole)
+        plain = dense(operands, case.norm, case.dtype, in_bytes=in_bytes)
         results = run_kernels(case, operands, generic=generic)
         y = torch.cat(results, -1)
         assert_as_accurate(y, plain, truth)
