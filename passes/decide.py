@@ -20,9 +20,9 @@ from twellc.plugins.block import BlockOptions, compression_of
 from twellc.plugins.library import MAX_D_FF, MAX_PACKED_D_FF
 
 KERNEL_DTYPES = kernel_dtypes()
-# `--linear auto` takes linear layers where an optimization profile has at most so many tokens a call: there the time
-# goes into reading weights. 0 takes none: how fast the kernels are is yet to be measured.
-FEW_TOKENS = 0
+# `--linear auto` takes linear layers where an optimization profile has at most so many tokens a call, as there the time
+# goes into reading weights; and in eight bits where each has so many that their products are faster than those of 16.
+FEW_TOKENS, MANY_TOKENS = 16, 512
 
 
 # Says what is best for a block that can be rewritten, of which these neurons stay.
@@ -96,8 +96,10 @@ def decide_linear(
     result = []
     for each in found:
         limit = _linear_limits(each)
-        reason = limit or left_alone(each.modules[0], linear, calls(each.x), ranks, taken)
-        bits = None if reason else weights(each)
+        bits = weights(each)
+        eight_bits = bits is not None and bits.bits == 8
+        reason = limit or left_alone(each.modules[0], linear, calls(each.x), ranks, taken, eight_bits=eight_bits)
+        bits = None if reason else bits
         result.append(
             Linear(
                 modules=each.modules,
@@ -115,7 +117,15 @@ def decide_linear(
     return result
 
 
-def left_alone(module: str, linear: str, calls: Sequence[int], ranks: int, taken: Collection[str] | None) -> str:
+def left_alone(
+    module: str,
+    linear: str,
+    calls: Sequence[int],
+    ranks: int,
+    taken: Collection[str] | None,
+    *,
+    eight_bits: bool = False,
+) -> str:
     """Say why a linear layer, or a norm, that the kernels take is left to TensorRT; empty where it is not.
 
     Args:
@@ -124,13 +134,16 @@ def left_alone(module: str, linear: str, calls: Sequence[int], ranks: int, taken
         calls: The most rows of what it reads, in a call of each optimization profile.
         ranks: How many ranks share the program.
         taken: The modules that an earlier call has taken, to do it again.
+        eight_bits: Whether the weights would be read in eight bits.
     """
     if taken is not None:
         return "" if module in taken else "an earlier compilation left it"
     if ranks > 1:
         return "ranks share the model"
-    if linear == "auto" and min(calls, default=FEW_TOKENS + 1) > FEW_TOKENS:
-        return f"no profile has at most {FEW_TOKENS} tokens a call" if FEW_TOKENS else "--linear auto takes none yet"
+    fewest = min(calls, default=FEW_TOKENS + 1)
+    if linear == "auto" and fewest > FEW_TOKENS and not (eight_bits and fewest >= MANY_TOKENS):
+        others = f", nor has each {MANY_TOKENS} or more" if eight_bits else ""
+        return f"no profile has at most {FEW_TOKENS} tokens a call{others}"
     return "--linear tensorrt" if linear == "tensorrt" else ""
 
 

@@ -18,7 +18,7 @@ from twellc.passes.match.find_ffn import find_ffn_blocks
 from twellc.passes.match.find_linear import find_linear
 from twellc.passes.match.shared_axis import Part
 from twellc.passes.pipeline import PassOptions, run_for_ranks, run_passes
-from twellc.passes.report import Linear
+from twellc.passes.report import Linear, Weights
 from twellc.passes.rewrite_linear import rewrite_linear
 from twellc.plugins.linear import call_of
 from twellc.plugins.linear_op import LINEAR
@@ -155,12 +155,13 @@ def test_nan_reaches_its_row() -> None:
     assert y[1, 2].all() and y.sum() == 16
 
 
-def decided(linear: str, few: int = 0, ranks: int = 1, calls: tuple[int, ...] = (1,), width: int = 24) -> Linear:
+def decided(
+    linear: str, ranks: int = 1, calls: tuple[int, ...] = (1,), width: int = 24, weights: Weights | None = None
+) -> Linear:
     module = Written(lambda m, x: x + m.o(torch.relu(x)).sum(-1, keepdim=True), o=nn.Linear(16, width)).bfloat16()
     x = torch.randn(2, 3, 16).bfloat16()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decide, "FEW_TOKENS", few)
-        (row,) = decide.decide_linear(find_linear(canonical(module, x)), linear, lambda node: calls, ranks)
+    found = find_linear(canonical(module, x))
+    (row,) = decide.decide_linear(found, linear, lambda node: calls, ranks, weights=lambda layer: weights)
     return row
 
 
@@ -171,14 +172,19 @@ def decided(linear: str, few: int = 0, ranks: int = 1, calls: tuple[int, ...] = 
         ({"linear": "twell", "width": 20}, "a width is 20; the kernels need a positive multiple of 8 (16-byte rows)"),
         ({"linear": "twell", "ranks": 2}, "ranks share the model"),
         ({"linear": "tensorrt"}, "--linear tensorrt"),
-        ({"linear": "auto"}, "--linear auto takes none yet"),
-        ({"linear": "auto", "few": 16, "calls": (2048, 16)}, "matches"),
-        ({"linear": "auto", "few": 16, "calls": (2048, 17)}, "no profile has at most 16 tokens a call"),
+        ({"linear": "auto", "calls": (2048, 16)}, "matches"),
+        ({"linear": "auto", "calls": (2048, 17)}, "no profile has at most 16 tokens a call"),
+        ({"linear": "auto", "calls": (2048, 512), "weights": Weights(8, "so")}, "matches; weights in 8 bits, so"),
+        (
+            {"linear": "auto", "calls": (2048, 511), "weights": Weights(8, "so")},
+            "no profile has at most 16 tokens a call, nor has each 512 or more",
+        ),
+        ({"linear": "auto", "calls": (2048,), "weights": Weights(16, "so")}, "no profile has at most 16 tokens a call"),
     ],
 )
 def test_decisions(given: dict[str, Any], reason: str) -> None:
     row = decided(**given)
-    assert (row.decision == "twell") == (reason == "matches")
+    assert (row.decision == "twell") == reason.startswith("matches")
     assert (row.reason, row.matched) == (reason, row.widths == [24])
 
 

@@ -85,8 +85,8 @@ class LLM:
             fp8_error: With `fp8`: leave a block as it is where, on random tokens, eight bits change its output by more
                 than this: the norm of the difference over the norm of the output.
             linear: `twell`: the linear layers of a directory outside of these blocks run by the `twell` ops, too, each
-                with its norm and its sum: the ops are those of a plan, and loading takes as long as its tracing.
-                `auto`: where that was measured faster, which is nowhere yet.
+                with its norm and its sum: the ops are those of a plan, steps are faster, and loading takes as long as
+                its tracing. `auto`: torch's own.
             others: Other arguments of vLLM, with values that ask for nothing that is not there.
 
         Raises:

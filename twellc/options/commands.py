@@ -235,8 +235,8 @@ class GenerateOptions(WeightOptions):
         fp8_error: With --weights fp8: leave a block as it is where, on random tokens, eight bits change its output by
             more than this: the norm of the difference over the norm of the output.
         linear: Linear layers of a directory outside of the blocks: twell computes each with the norm before it and the
-            sum behind it, and those of one input at once, as a plan does. Loading takes as long as tracing. auto: where
-            that was measured faster, which is nowhere yet.
+            sum behind it, and those of one input at once, as a plan does: steps are faster, and loading takes as long
+            as tracing. auto: torch's own.
     """
 
     prompt: str | None = option(None, "TEXT")

@@ -62,7 +62,7 @@ def test_manifest(plan: Path) -> None:
     ids = [profile["input_ids"] for profile in manifest.profiles]
     ranges = [(each.min, each.opt, each.max) for each in ids]
     assert ranges == [((1, 1), (1, 8), (3, 8)), ((1, 1), (3, 1), (3, 1)), ((1, 1), (1, 1), (1, 1))]
-    assert manifest.plugins.names == ["TwellGatedMlp", "TwellAppendCaches"]
+    assert manifest.plugins.names == ["TwellGatedMlp", "TwellLinear", "TwellAppendCaches"]
     assert {(block.form, block.mask) for block in manifest.attention} == {("operator", "causal")}
     assert manifest.plugins.register is not None
     assert "libtwell_attention.so" in manifest.plugins.register["trtexec"]
