@@ -5,10 +5,10 @@ python benchmarks/engine.py --smoke
 
 The model is that of model.py, with fewer layers. Contestants are three plans of the same export, with all feed-forward
 blocks rewritten (twell), these with weights in eight bits (twell FP8), and with none rewritten (dense), in each form of
-attention that is asked for; and torch, eager and compiled, dense and rewritten, and compiled with packed blocks, with
-FP8 and with INT4 ones (see `twellc.benchmarking.forms`), with two kinds of attention: `sdpa` is transformers' own,
-whose mask keeps torch from its causal kernel where the model is compiled or exported; `causal` is that kernel, without
-a mask.
+attention that is asked for, and with linear layers outside of blocks by TensorRT (generate.py has others); and torch,
+eager and compiled, dense and rewritten, and compiled with packed blocks, with FP8 and with INT4 ones (see
+`twellc.benchmarking.forms`), with two kinds of attention: `sdpa` is transformers' own, whose mask keeps torch from its
+causal kernel where the model is compiled or exported; `causal` is that kernel, without a mask.
 
 Everything runs in CUDA graphs, in turns, in a new order in each repetition. Before that, the logits of each contestant
 at tokens drawn at random are compared with float64: a contestant may be twice as wrong as dense eager torch, which
@@ -163,7 +163,7 @@ def build_plans(
                 click.echo(f"building {path}", err=True)
                 # -P keeps unbuilt sources in the working directory off the module path.
                 command = [sys.executable, "-P", "-m", "twellc", "compile", str(source), "-o", str(path), "--overwrite"]
-                command += ["--backend", "tensorrt", *options]
+                command += ["--backend", "tensorrt", "--linear", "tensorrt", *options]
                 command += ["--attention", attention] if attention else []
                 for name in map(shape_name, shapes):
                     command += ["--profile", f"input_ids:{name}:{name}:{name}"]

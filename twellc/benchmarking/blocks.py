@@ -17,8 +17,9 @@ from twellc.passes.decide import options_of
 from twellc.passes.match.find_ffn import find_ffn_blocks
 from twellc.passes.pipeline import Rewritten
 from twellc.passes.rewrite_ffn import rewrite_ffn
-from twellc.plugins.block import call_of
-from twellc.plugins.ops import VARIANT_OF
+from twellc.plugins.block import BlockOptions, Operands, call_of
+from twellc.plugins.meaning import without_norm
+from twellc.plugins.ops import VARIANT_OF, run_block
 
 Form = Callable[[Tensor], Tensor]
 
@@ -27,36 +28,31 @@ TWELL = "twell"
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """A call of a `twell` op while a program ran.
+    """A call of a `twell` op while a program ran, without its residual.
 
     Attributes:
-        op: The op.
-        arguments: Its arguments by name.
+        operands: What it was given. If it has a norm, x is what the norm gave, and the rest is without the norm.
+        options: How it was computed.
         block: The same block for torch.
     """
 
-    op: Any
-    arguments: dict[str, Any]
+    operands: Operands[Tensor]
+    options: BlockOptions
     block: Block
 
     @property
     def x(self) -> Tensor:
         """What the block read, [..., d_model]."""
-        x: Tensor = self.arguments["x"]
-        return x
+        return self.operands.x
 
     def run(self) -> Tensor:
-        """Compute y [..., d_out] again, by the op and without a residual."""
-        y: Tensor = self.op(**{**self.arguments, "residual": None})
-        return y
+        """Compute y [..., d_out] again, by the op."""
+        return run_block(self.operands, self.options)
 
     def copy(self) -> Seen:
         """Return the call with copies of the weights, but for torch."""
-        copied = {
-            name: value.clone() if isinstance(value, Tensor) and name not in ("x", "residual") else value
-            for name, value in self.arguments.items()
-        }
-        return dataclasses.replace(self, arguments=copied)
+        copied = dataclasses.replace(self.operands.map(Tensor.clone), x=self.x)
+        return dataclasses.replace(self, operands=copied)
 
 
 def with_all_neurons(rewritten: Rewritten, compression: int | None) -> ExportedProgram:
@@ -74,7 +70,8 @@ def see_blocks(program: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str
     """Run a rewritten program; return the calls of its `twell` ops, in the order of the graph."""
     taps = [_Tap(node.target) for node in _nodes(program)]
     substitute(program, taps)(*args, **kwargs)
-    return [Seen(tap.op, tap.seen, _block(tap.op, tap.seen)) for tap in taps]
+    calls = [without_norm(*call_of(VARIANT_OF[tap.op], (), {**tap.seen, "residual": None})) for tap in taps]
+    return [Seen(operands, options, _block(operands, options)) for operands, options in calls]
 
 
 def dense_models(program: ExportedProgram, forms: list[dict[str, Form]]) -> dict[str, nn.Module]:
@@ -177,8 +174,7 @@ class _InPlace(nn.Module):
         return y if residual is None else residual + y
 
 
-def _block(op: Any, arguments: dict[str, Any]) -> Block:
-    operands, options = call_of(VARIANT_OF[op], (), arguments)
+def _block(operands: Operands[Tensor], options: BlockOptions) -> Block:
     (gate, gate_bias), gated = operands.first, operands.w_gate is not None
     return Block(
         gate=gate,

@@ -157,7 +157,7 @@ def test_blocks_are_timed_by_themselves(monkeypatch: pytest.MonkeyPatch, bytelm:
         calls = original(whole, own, names)
         seen.append([call() for each in calls.values() for call in each])
         assert list(calls) == ["dense eager", "dense packed", "twell"] and len(calls["twell"]) == 12
-        pointers = {call.__self__.arguments["w_gate"].data_ptr() for call in calls["twell"]}  # type: ignore[attr-defined]
+        pointers = {call.__self__.operands.w_gate.data_ptr() for call in calls["twell"]}  # type: ignore[attr-defined]
         assert len(pointers) == 12
         return calls
 
