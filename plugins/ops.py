@@ -26,7 +26,7 @@ tokens compute that many, the first ones, as a dense product. Results stay the s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,36 +71,61 @@ def _compute(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
     return output_of(hidden_of(operands, options)[-1], operands)
 
 
-def _launch(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
-    """Run the block on the GPU through the C API, on the current stream."""
+@dataclass(frozen=True)
+class _Prepared:
+    """What is known of a call by its options, shapes and types: working it out takes longer than a launch.
+
+    Attributes:
+        problem: What the C API is asked to compute.
+        workspace_bytes: The memory that this takes.
+        expanded: The scales of gate and up that are one for all, and have to stand there for each neuron.
+    """
+
+    problem: library.Problem
+    workspace_bytes: int
+    expanded: tuple[str, ...]
+
+
+_MOST_PREPARED = 4096
+_PREPARED: dict[tuple[Any, ...], _Prepared] = {}
+
+
+def _prepare(operands: Operands[Tensor], options: BlockOptions) -> _Prepared:
+    """Check a call for the current GPU."""
     check_call(operands, options)
-    check_on_gpu(operands.named())
-    x, widths = operands.x, widths_of(operands)
+    x, widths, kinds = operands.x, widths_of(operands), scale_kinds(operands)
     tokens = x.numel() // widths["d_model"]
-    kinds = scale_kinds(operands)
     problem = problem_of(operands.variant, options, dtype_name(x.dtype), tokens=tokens, **widths)
     if kinds is not None:
         set_scales(problem, *kinds)
-    lib = library.load()
-    if kinds is not None and kinds[0] == "neuron":
-        operands = replace(
-            operands,
-            **{
-                name: each.expand(widths["d_ff"], 1)
-                for name, each in operands.scales().items()
-                if name != "w_down_scale"
-            },
-        )
-    read = operands.map(as_read)  # kept until the kernels are launched
-    given, copies = operands.weights.named(), read.named()
-    # NOTE: with a norm, kernels read weights before launches before have ended, so no copies that were just made.
-    if options.norm != "none" and any(copies[name] is not each for name, each in given.items()):
-        return _launch(*without_norm(operands, options))
-    y = x.new_empty((*x.shape[:-1], widths["d_out"]))
-    tensors = tensors_of(read.map(Tensor.data_ptr), y.data_ptr())
+    check_problem(problem)
+    single = (name for name, each in operands.scales().items() if not each.dim() and name != "w_down_scale")
+    expanded = tuple(single) if kinds is not None and kinds[0] == "neuron" else ()
+    return _Prepared(problem, library.load().twell_workspace_bytes(problem), expanded)
+
+
+def _launch(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
+    """Run the block on the GPU through the C API, on the current stream."""
+    x, named = operands.x, operands.named()
+    check_on_gpu(named)
     with torch.cuda.device(x.device):
-        check_problem(problem)
-        launch(lib.twell_mlp, lib.twell_workspace_bytes(problem), problem, tensors)
+        key = (options, x.device, *((name, each.shape, each.dtype) for name, each in named.items()))
+        prepared = _PREPARED.get(key)
+        if prepared is None:
+            prepared = _prepare(operands, options)
+            if len(_PREPARED) >= _MOST_PREPARED:
+                _PREPARED.clear()
+            _PREPARED[key] = prepared
+        given = named | {name: named[name].expand(len(operands.w_up), 1) for name in prepared.expanded}
+        read = {name: as_read(each) for name, each in given.items()}  # kept until the kernels are launched
+        copies = {name for name, each in given.items() if read[name] is not each}
+        # NOTE: with a norm, kernels read weights before launches before have ended, so no copies that were just made.
+        if options.norm != "none" and copies - {"x", "residual"}:
+            return _launch(*without_norm(operands, options))
+        y = x.new_empty((*x.shape[:-1], operands.w_down.shape[1]))
+        pointers = Operands(**{name: each.data_ptr() for name, each in read.items()})
+        tensors = tensors_of(pointers, y.data_ptr())
+        launch(library.load().twell_mlp, prepared.workspace_bytes, prepared.problem, tensors)
     return y
 
 

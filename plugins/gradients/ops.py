@@ -158,9 +158,10 @@ def register_gradients(op: OpOverload, variant: Variant) -> None:
     """Make an op of a block differentiable: where autograd records, it is computed by `train_forward`."""
 
     def call(*arguments: Any, **named: Any) -> Tensor:
-        operands, options = block_call_of(variant, arguments, named)
-        refuse_forward_mode(operands.named().values())
-        if torch.is_grad_enabled() and any(each.requires_grad for each in operands.named().values()):
+        given = (*arguments, *named.values())
+        refuse_forward_mode(given)
+        if torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in given):
+            operands, options = block_call_of(variant, arguments, named)
             if operands.scales():
                 raise NotImplementedError("twell: a block with weights in eight bits has no gradients")
             if operands.thresholds is not None:
