@@ -83,6 +83,7 @@ class TorchBackend:
         """Make room; see `Backend`."""
         cache = self._cache
         if cache is not None and len(self._call.index) == batch and cache.length >= places:
+            cache.reset()  # a NaN at a place that no query sees would reach its result
             return False
         length = self.longest if self._fixed else places_for(places, self.longest)
         config = self.model.config.get_text_config(decoder=True)

@@ -56,13 +56,17 @@ class PlanBackend:
         self.chooses = cache.logits == GREEDY
         self._cache, self._calls, self._growing = cache, calls, growing
         self._rows = self._places = 0
+        self._memory: list[Tensor] = []
         self._ones = torch.empty(0)
 
     def begin(self, batch: int, places: int) -> bool:
         """Make room; see `Backend`."""
         if batch == self._rows and places <= self._places:
+            for memory in self._memory:
+                memory.zero_()  # a NaN at a place that no query sees would reach its result
             return False
         self._rows = 0  # where memory ends midway there is no cache
+        self._memory.clear()
         self._places = places_for(places, self.longest) if self._growing else self.longest
         dtype = BY_NAME[DTYPES.get(self._cache.dtype, self._cache.dtype)].torch
         caches: dict[str, Tensor] = {}
@@ -71,6 +75,7 @@ class PlanBackend:
             _, heads, _, width = pair.shape
             memory = torch.zeros(batch, heads, self._places, width, dtype=dtype, device=self.device)
             caches |= {pair.input: memory, pair.output: memory}
+            self._memory.append(memory)
         self._calls.bind(caches)
         self._ones = torch.ones(batch, dtype=torch.int64, device=self.device)
         self._rows = batch
