@@ -1,6 +1,7 @@
 """Try a model over a cache of ours before it is used: it must compute what it computes by itself.
 
-    from the start          two texts of three tokens; without a cache the model sees the whole text
+    from the start          two texts of three tokens; without a cache the model sees the whole text, once with the
+                            positions that a cache gives it, which change no bit of what it computes
     at a place of a cache   a token behind keys and values that are made up; by itself, the model has a cache that holds
                             these, and knows its length
 
@@ -74,6 +75,7 @@ class CacheTrial:
         argument: What its forward calls a cache.
         ids: Two texts, [2, tokens].
         logits: Those behind them, [2, vocabulary].
+        placed: Likewise, where the model is given positions from 0 on.
         at_places: The logits behind the last tokens of both at places of a cache.
     """
 
@@ -83,6 +85,7 @@ class CacheTrial:
     argument: str
     ids: Tensor = field(init=False)
     logits: Tensor = field(init=False)
+    placed: Tensor = field(init=False)
     at_places: dict[int, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -98,6 +101,8 @@ class CacheTrial:
         try:
             with torch.no_grad():
                 self.logits = model(input_ids=self.ids, use_cache=False).logits[:, -1]
+                positions = torch.arange(tokens, device=model.device).expand(2, -1)
+                self.placed = model(input_ids=self.ids, position_ids=positions, use_cache=False).logits[:, -1]
                 self.at_places = {place: self._behind(place) for place in _places(model, self.longest)}
         except Exception as error:  # transformers' own, for configurations that contradict themselves
             what = f"the model cannot be run ({first_line(error)})"
@@ -140,6 +145,7 @@ class CacheTrial:
             raise other_state(self.where, self.model, first_line(error)) from error
 
     def _refuse_others(self, logits: Tensor, step: Step) -> None:
+        self._compare(self.logits, self.placed, " at positions from 0 on", rounding=1)
         self._compare(self.logits, logits, "")
         ids, first = self.ids[:, -1:].repeat(2, 1), min(self.at_places, default=0)
         for place, expected in self.at_places.items():
@@ -152,10 +158,10 @@ class CacheTrial:
             if others and _error(found, others[1]) > 2 * _error(found, others[0]):
                 raise self._refusal(f"{type(self.model).__name__}, which asks how long the rows of a cache are")
 
-    def _compare(self, expected: Tensor, found: Tensor, at: str) -> None:
+    def _compare(self, expected: Tensor, found: Tensor, at: str, rounding: int = 16) -> None:
         # One of two: rounding may change which experts a token is sent to.
         error = min(map(_error, expected, found))
-        if not error <= max(1e-3, 16 * torch.finfo(self.model.dtype).eps):
+        if not error <= max(1e-3, rounding * torch.finfo(self.model.dtype).eps):
             raise self._refusal(f"{type(self.model).__name__}, off by {error:.1%}{at}")
 
     def _refusal(self, got: str) -> UserError:
