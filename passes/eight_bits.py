@@ -39,6 +39,8 @@ from twellc.plugins.quantise import quantise
 aten = torch.ops.aten
 
 T = TypeVar("T")
+# What may become of logits before they are returned, besides a scale.
+_OF_LOGITS = VALUE_PRESERVING | CASTS | {aten.argmax, aten.select, aten.slice, aten.tanh}
 QUANTISED = "quantised"  # why weights are read in eight bits that the model has in 16
 KEPT = Weights(8, "as the model has them")
 
@@ -304,9 +306,13 @@ def judge_linear(layer: FoundLinear, stored: Stored, wish: Wish) -> Weights | No
 
 
 def _is_returned(node: Node) -> bool:
-    """Whether a program returns a node as it is, but for its shape and its type, or its largest elements."""
-    same = VALUE_PRESERVING | CASTS | {aten.argmax}
-    return any(user.op == "output" or (packet(user) in same and _is_returned(user)) for user in node.users)
+    """Whether a program returns a node, or rows of it, as logits: scaled or capped by numbers, or the largest ones."""
+
+    def is_way(user: Node) -> bool:
+        by_number = len([each for each in arguments(user) if isinstance(each, Node)]) == 1
+        return packet(user) in _OF_LOGITS or (packet(user) in (aten.mul, aten.div) and by_number)
+
+    return any(user.op == "output" or (is_way(user) and _is_returned(user)) for user in node.users)
 
 
 def linear_in_eight_bits(layer: FoundLinear, stored: Stored, tensor: Callable[[Weight], Tensor]) -> EightBits:
