@@ -158,7 +158,7 @@ def _in_dtype(asked: _Precision, messages: list[str], own: torch.dtype) -> torch
 
 def _refuse_infinite_weights(model: Any) -> None:
     for name, parameter in model.named_parameters() if model.dtype == torch.float16 else ():
-        if bool(parameter.isinf().any()):
+        if parameter.dtype == model.dtype and bool(parameter.isinf().any()):
             what = "a weight of the model does not fit into float16"
             raise UserError("--dtype", what, got=name, fix="Compile it with --dtype bf16.")
 
