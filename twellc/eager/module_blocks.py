@@ -6,6 +6,7 @@ block as its children, and calls them in its forward besides attention and norms
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -359,7 +360,24 @@ def called_otherwise(found: FoundBlock) -> str:
         is_called = last == "weight" and bool(stack) and stack[-1][0] == path
         if not is_called or type(found.module.get_submodule(path)) is not nn.Linear:
             return f"{part.weight.name} is not the weight of a torch.nn.Linear that is called"
+        if reads_weight(found.module, path):
+            return f"its forward also looks at the weight of {path}"
     return ""
+
+
+def reads_weight(module: nn.Module, path: str) -> bool:
+    """Whether a forward looks at the weight of a layer itself, as T5's, which casts to its type what the layer reads.
+
+    Args:
+        module: What holds the layer.
+        path: That of the layer, in the module.
+    """
+    owner, _, name = path.rpartition(".")
+    try:
+        source = inspect.getsource(type(module.get_submodule(owner)).forward)
+    except (OSError, TypeError):  # of classes that are made without a file
+        return False
+    return f".{name}.weight" in source
 
 
 def _scales_of(module: nn.Module, operands: dict[str, Operand]) -> dict[str, Operand]:

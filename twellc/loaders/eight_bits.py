@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from torch import Tensor
 from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_few
 from twellc.eager.eight_bits import EightBitLinear
-from twellc.eager.module_blocks import called_otherwise, find_blocks, matrices_of
+from twellc.eager.module_blocks import called_otherwise, find_blocks, matrices_of, reads_weight
 from twellc.plugins.meaning import EIGHT_BITS
 
 _SIDE = 128
@@ -159,8 +160,8 @@ def _fault_of_algorithm(settings: dict[str, Any]) -> str:
 
 def _not_read(where: str, got: str, method: object = None) -> UserError:
     fix = f"{_TAKE_ORIGINAL}."
-    if method in _CONFIGS:
-        config = _CONFIGS[str(method)]
+    config = _CONFIGS.get(str(method))
+    if config is not None:
         fix = (
             f'{_TAKE_ORIGINAL}, or undo this: python -c "import transformers as t; '
             "t.AutoModelForCausalLM.from_pretrained('FOLDER', "
@@ -278,20 +279,23 @@ def kept_layers(model_class: Any, config: Any, scaled: Mapping[str, Scaled]) -> 
         return next((each for each in names if each in scaled), None)
 
     for found in find_blocks(empty, ranks=(3,)):
-        if found.block.refusal or found.weights is None or called_otherwise(found):
+        if found.block.refusal or found.weights is None:
             continue
+        dequantised = bool(called_otherwise(found))
         for module in same(found.path):
             layers: dict[str, str | None] = {}
             for operand in matrices_of(found.weights).values():
                 path, parameter = ".".join(filter(None, (module, operand.layer))), operand.parameter(found.module)
-                name = name_of(path)
+                name = None if dequantised else name_of(path)
                 fits = name is not None and parameter is not None and _fits(scaled[name], parameter, operand.transposed)
                 layers[path] = name if fits else None
             if None not in layers.values():
                 kept |= {path: name for path, name in layers.items() if name is not None}
             of_blocks |= layers.keys()
     for first, layer in empty.named_modules():
-        for path in same(first) if type(layer) is torch.nn.Linear else ():
+        if type(layer) is not torch.nn.Linear or reads_weight(empty, first):
+            continue
+        for path in same(first):
             name = name_of(path)
             if path not in of_blocks and name is not None and _fits(scaled[name], layer.weight):
                 kept[path] = name
@@ -326,11 +330,21 @@ def _without_repetitions(model: torch.nn.Module) -> Callable[[str], list[str]]:
     return paths
 
 
-def put_eight_bits(model: Any, kept: Mapping[str, str], scaled: Mapping[str, Scaled]) -> None:
-    """Put layers in eight bits in the place of a model's linear layers."""
+def put_eight_bits(model: Any, kept: Mapping[str, str], scaled: Mapping[str, Scaled]) -> dict[str, str]:
+    """Put layers in eight bits in the place of a model's linear layers; return those of `kept` that are.
+
+    Others have the weight of another module, as an embedding that is stored as the logits' weight alone: dequantised.
+    """
+    owners = Counter(id(each) for module in model.modules() for each in module._parameters.values())
+    put = {}
     for path, name in kept.items():
-        each = scaled[name]
-        model.set_submodule(path, EightBitLinear(each.weight, each.scale, model.get_submodule(path).bias))
+        linear, each = model.get_submodule(path), scaled[name]
+        if owners[id(linear.weight)] > 1:
+            linear.weight.data = each.dequantised(linear.weight.dtype)
+        else:
+            model.set_submodule(path, EightBitLinear(each.weight, each.scale, linear.bias))
+            put[path] = name
+    return put
 
 
 def notes_on(scaled: Mapping[str, Scaled], kept: Mapping[str, str], dtype: torch.dtype) -> list[str]:

@@ -167,10 +167,9 @@ def _make_model(
         fix = "Check that config.json and the weights belong together."
         raise UserError(str(path), what, got=first_few(missing or others), fix=fix)
     unused = sorted(info["unexpected_keys"])
-    notes = notes_on(scaled, kept, dtype)
+    notes = notes_on(scaled, put_eight_bits(model, kept, scaled), dtype)
     if unused:
         notes.append(f"{len(unused)} tensors of the checkpoint have no place in the model: {first_few(unused)}")
-    put_eight_bits(model, kept, scaled)
     return model.eval().requires_grad_(False), notes
 
 

@@ -17,10 +17,11 @@ import twellc
 from tests import models
 from twellc.eager.eight_bits import EightBitLinear
 from twellc.generation.directory import load_directory
+from twellc.loaders.cached import load_with_cache
 from twellc.loaders.huggingface import open_directory
 from twellc.loaders.model import load_model
 from twellc.loaders.precision import choose_dtype
-from twellc.options.source import TracingOptions
+from twellc.options.source import CacheOptions, TracingOptions
 from twellc.plugins.meaning import EIGHT_BITS
 from twellc.plugins.quantise import quantise
 
@@ -198,6 +199,12 @@ def test_a_program_keeps_its_precision(folder: Path) -> None:
     assert choose_dtype(load_model(TracingOptions(folder)), None) == ("fp16", [])
 
 
+def test_a_cache_in_float16(folder: Path) -> None:
+    write(folder, "FP8_DYNAMIC")
+    found = load_with_cache(folder, CacheOptions(8), "last", "fp16")
+    assert sum(each.dtype == EIGHT_BITS for each in found.program.state_dict.values()) == 14
+
+
 def test_a_block_with_a_matrix_in_16_bits(folder: Path) -> None:
     """It is dequantised; and scales of activations and of the cache are not used."""
     worth = write(folder, "ModelOpt")
@@ -209,3 +216,27 @@ def test_a_block_with_a_matrix_in_16_bits(folder: Path) -> None:
     layers = [path for path, each in model.named_modules() if isinstance(each, EightBitLinear) and ".mlp." in path]
     assert {path[:14] for path in layers} == {"model.layers.1"}
     assert any(note.startswith("1 scales of activations and caches are not used") for note in notes)
+
+
+def test_logits_that_are_stored_for_the_embedding_too(tmp_path: Path) -> None:
+    models.llama(tie_word_embeddings=True).bfloat16().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    weight, scale = quantise(tensors.pop("model.embed_tokens.weight"), "neuron")
+    save_file(tensors | {"lm_head.weight": weight, "lm_head.weight_scale": scale}, tmp_path / "model.safetensors")
+    model, _, notes = open_directory(tmp_path)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model.lm_head.weight, (weight.float() * scale).bfloat16())
+    assert notes == ["all 1 matrices in E4M3 are dequantised to bfloat16: lm_head.weight"]
+
+
+def test_layers_whose_weight_the_model_looks_at(tmp_path: Path) -> None:
+    """T5 casts the hidden tensor to the type of `wo.weight`: its blocks are dequantised."""
+    models.t5().bfloat16().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("wi.weight", "wo.weight", "q.weight"))]:
+        tensors[name], tensors[f"{name}_scale"] = quantise(tensors[name], "neuron")
+    save_file(tensors, tmp_path / "model.safetensors")
+    model, _, _ = open_directory(tmp_path)
+    layers = {path.rpartition(".")[2] for path, each in model.named_modules() if isinstance(each, EightBitLinear)}
+    assert layers == {"q"}
+    assert {layer.reason for layer in twellc.rewrite(tmp_path).layers} == {"matches"}
