@@ -161,8 +161,8 @@ def _dequantised(
         )
 
     levels = x.astype(np.float64) - (0 if zero is None else spread(zero))
-    result: NDArray[Any] = (levels * spread(scale)).astype(scale.dtype)
-    return result
+    result, dtype = levels * spread(scale), dtype_of(attributes.get("output_dtype") or None)
+    return result.astype(scale.dtype) if dtype is None else to_numpy(to_torch(result).to(dtype))
 
 
 @dataclass
