@@ -15,6 +15,7 @@ from twellc.options.commands import DEFAULT_GPU, InspectOptions
 from twellc.options.decisions import refuse_decisions
 from twellc.options.declared_inputs import refuse_inputs
 from twellc.options.source import refuse_missing, refuse_tracing
+from twellc.options.weights import refuse_weight_type
 from twellc.plugins.library import gpu_named
 
 
@@ -63,6 +64,7 @@ def _describe(options: InspectOptions, progress: Callable[[str], None]) -> Descr
         refuse_inputs(options.inputs, f"{target}, a plan")
         refuse_tracing(options, f"{target}, a plan")
         refuse_decisions(options, f"{target}, a plan")
+        refuse_weight_type(options, f"{target}, a plan")
         progress("reading the manifest")
         manifest = read_manifest(target)
         return Description(

@@ -129,6 +129,7 @@ def test_inspect_counts_in_every_kind_of_file(cli: Cli, tmp_path: Path) -> None:
         assert found["cost"] == expected.to_json()
     for target, kind in ((plan, "a plan"), (graph, "a rewritten graph")):
         failed(cli("inspect", target, "--dtype", "bf16"), "--dtype bf16: what is compiled keeps", f"{target}, {kind}")
+        failed(cli("inspect", target, "--weights", "fp8"), "--weights fp8: what is compiled keeps", f"{target}, {kind}")
         failed(cli("inspect", target, "--input", "x:float32[2]"), "--input: only a pickled module needs", str(target))
     shown = cli("inspect", plan, "--tokens", 7, "--density", 0.125).stdout
     assert "7 tokens a call, at an assumed density of 12.5 %" in shown
