@@ -42,6 +42,10 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         settings(format="pack-quantized"),
         f"{NOT_READ}quantization_config of compressed-tensors with format pack",
     ),
+    "no name of a method": (
+        lambda folder: edit(folder, quantization_config={"quant_method": ["fp8"]}),
+        f"{NOT_READ}quantization_config of ['fp8']; expected",
+    ),
     "the command that helps": (settings(format="nvfp4-pack-quantized"), "t.CompressedTensorsConfig(dequantize=True)"),
     "int8": (weights(type="int"), "with weights of 8 bits, int"),
     "groups": (weights(strategy="group"), "with strategy group"),
