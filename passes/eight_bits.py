@@ -194,18 +194,21 @@ def judge(block: FfnBlock, stored: Stored, wish: Wish) -> Weights | None:
         return KEPT
     if not wish.quantise:
         return Weights(16, f"dequantised: {fault}") if known else None
-    error = wish.errors.get(block.module)
-    if wish.most is not None and error is None:
-        return Weights(16, "what eight bits change could not be measured on the samples")
-    return by_error(error, wish.most)
+    return by_error(None if wish.most is None else wish.errors.get(block.module, math.nan), wish.most)
+
+
+def relative_error(difference: float, size: float) -> float:
+    """Return ||y8 - y|| / ||y|| of both squares; infinite where y is zero and y8 is not."""
+    return math.sqrt(difference / size) if size else math.inf if difference else 0.0
 
 
 def by_error(error: float | None, most: float | None) -> Weights:
     """Return in how many bits weights are read whose quantising changes a block's output by `error`; None: unknown."""
     if error is None or most is None or error <= most:
         return Weights(8, QUANTISED, error)
-    known = error if math.isfinite(error) else None
-    return Weights(16, f"eight bits change its output by {error:.2%}, more than --fp8-error {most:g}", known)
+    if not math.isfinite(error):
+        return Weights(16, "what eight bits change could not be measured on the samples")
+    return Weights(16, f"eight bits change its output by {error:.2%}, more than --fp8-error {most:g}", error)
 
 
 def eight_bits_of(

@@ -29,6 +29,13 @@ def quantise(weight: Tensor, kind: str, where: str = "a weight") -> tuple[Tensor
         UserError: A weight is NaN or infinite.
     """
     wide = weight.detach().float()
+    refuse_not_finite(wide, where)
+    return rounded(wide, _SHARED_AXIS[kind])
+
+
+def refuse_not_finite(weight: Tensor, where: str) -> None:
+    """Fail if a matrix cannot be quantised; see `quantise`."""
+    wide = weight.detach().float()
     bad = int((~wide.isfinite()).sum())
     if bad:
         raise UserError(
@@ -37,7 +44,6 @@ def quantise(weight: Tensor, kind: str, where: str = "a weight") -> tuple[Tensor
             expected="finite weights",
             fix="Mend the model, or leave the block in its own type.",
         )
-    return rounded(wide, _SHARED_AXIS[kind])
 
 
 def rounded(wide: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:

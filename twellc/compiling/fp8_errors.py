@@ -18,7 +18,7 @@ from twellc.loaders.loaded import LoadedModel
 from twellc.options.commands import CompileOptions
 from twellc.options.weights import FP8, KEEP, WeightOptions
 from twellc.passes.decide import options_of
-from twellc.passes.eight_bits import QUANTISED, Wish, eight_bits_of
+from twellc.passes.eight_bits import QUANTISED, Wish, eight_bits_of, relative_error
 from twellc.passes.graph.execution import Runner
 from twellc.passes.graph.program import editable, tensor_of
 from twellc.passes.match.find_ffn import FfnBlock
@@ -99,5 +99,5 @@ def measure_errors(
         raise UserError(
             "--fp8-error", "the GPU's memory ran out", fix="Hide it by CUDA_VISIBLE_DEVICES= to measure on the CPU."
         ) from error
-    errors = {module: math.sqrt(difference[module] / own) if own else 0.0 for module, own in size.items()}
+    errors = {module: relative_error(difference[module], own) for module, own in size.items()}
     return {module: each for module, each in errors.items() if math.isfinite(each)}

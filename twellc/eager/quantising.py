@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,14 +12,14 @@ from torch import Tensor, nn
 
 from twellc.base.errors import UserError
 from twellc.eager.eight_bits import EightBitLinear
-from twellc.eager.module_blocks import FoundBlock, called_otherwise, matrices_of
+from twellc.eager.module_blocks import FoundBlock, Operand, called_otherwise, matrices_of
 from twellc.eager.sharded import is_sharded
 from twellc.eager.tracing import in_mode
-from twellc.passes.eight_bits import by_error
+from twellc.passes.eight_bits import by_error, relative_error
 from twellc.passes.report import Weights
 from twellc.plugins.block import BlockOptions, WeightOperands
 from twellc.plugins.meaning import hidden_of, output_of
-from twellc.plugins.quantise import quantise
+from twellc.plugins.quantise import quantise, refuse_not_finite
 
 
 def judge(
@@ -41,6 +40,10 @@ def judge(
         id(parameter) for each in module.modules() for parameter in each._parameters.values() if parameter is not None
     )
     faults = [_fault(each, owners) for each in blocks]
+    for each, fault in zip(blocks, faults, strict=True):
+        if not fault:  # before the first of them is changed
+            for where, _, parameter in _matrices(each):
+                refuse_not_finite(parameter, where)
     if most is None:
         return [Weights(16, fault) if fault else by_error(None, None) for fault in faults]
     tried = [each for each, fault in zip(blocks, faults, strict=True) if not fault]
@@ -50,13 +53,10 @@ def judge(
 
 def _fault(found: FoundBlock, owners: Counter[int]) -> str:
     """Say why the weights of a block are not quantised in place; empty where they can be."""
-    assert found.weights is not None
     fault = called_otherwise(found)
     if fault:
         return fault
-    for operand in matrices_of(found.weights).values():
-        parameter = operand.parameter(found.module)
-        assert parameter is not None
+    for _, operand, parameter in _matrices(found):
         if is_sharded(parameter):
             return f"{operand.layer} is spread over ranks"
         if owners[id(parameter)] > 1:
@@ -76,17 +76,22 @@ def put_in_eight_bits(found: FoundBlock) -> None:
 
 def _quantised(found: FoundBlock) -> dict[str, tuple[Tensor, Tensor]]:
     """Return weights [out, in] and scales of the layers of a block, a scale for each neuron, by path."""
-    assert found.weights is not None
     made = {}
-    for name, operand in matrices_of(found.weights).items():
-        parameter = operand.parameter(found.module)
-        assert parameter is not None
+    for where, operand, parameter in _matrices(found):
         if operand.layer not in made:
             by_neuron = parameter.t() if operand.transposed else parameter
-            where = f"layer {found.block.module or 'the model itself'}: {name}"
             weight, scale = quantise(by_neuron, "neuron", where)
             made[operand.layer] = (weight.t(), scale.t()) if operand.transposed else (weight, scale)
     return made
+
+
+def _matrices(found: FoundBlock) -> Iterator[tuple[str, Operand, nn.Parameter]]:
+    """Yield the matrices of a block: what to call each in messages, how it is read, and its parameter."""
+    assert found.weights is not None
+    for name, operand in matrices_of(found.weights).items():
+        parameter = operand.parameter(found.module)
+        assert parameter is not None
+        yield f"layer {found.block.module or 'the model itself'}: {name}", operand, parameter
 
 
 # ---- what it changes ----
@@ -99,7 +104,7 @@ def _errors(module: nn.Module, blocks: Sequence[FoundBlock], samples: Iterable[A
     with ExitStack() as stack, torch.no_grad(), in_mode(module, False):
         for each in watches:
             stack.enter_context(each.layer.register_forward_pre_hook(each, with_kwargs=True))
-        for sample in samples or ():
+        for sample in () if samples is None else samples:
             _call(module, sample)
             calls += 1
     if not calls:
@@ -152,8 +157,4 @@ class _Watch:
     @property
     def error(self) -> float | None:
         """The relative error so far; None where the projection was never called."""
-        if not self._called:
-            return None
-        if self._difference == 0:
-            return 0.0
-        return math.sqrt(self._difference / self._whole) if self._whole else math.inf
+        return relative_error(self._difference, self._whole) if self._called else None

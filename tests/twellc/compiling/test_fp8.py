@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import torch
 
 import twellc
 from tests import models
@@ -69,6 +70,19 @@ def test_a_block_with_too_large_an_error_stays(archive: Path, tmp_path: Path, sa
     assert manifest.settings.fp8_errors == {layer.module: error}
     checked = twellc.check(archive, tmp_path / "m.onnx")
     assert checked.within and checked.blocks[0].quantisation is None
+
+
+@pytest.mark.usefixtures("cli")
+def test_a_block_that_fires_in_eight_bits_alone(tmp_path: Path) -> None:
+    """Its output is zero on the samples, and no share of that is an error."""
+    block = models.Plain(d_model=8, d_ff=1)
+    block.up.weight.data[0] = torch.tensor([1.0, 1.0625, 0, 0, 0, 0, 0, 0])  # 1 is rounded down
+    x = torch.tensor([[-1.0625, 1.0, 0, 0, 0, 0, 0, 0]])
+    np.savez(tmp_path / "x.npz", x=x.numpy())
+    torch.export.save(models.export(block.bfloat16(), x.bfloat16()), tmp_path / "m.pt2")
+    given: dict[str, Any] = {"backend": "none", "weights": "fp8", "arrays": tmp_path / "x.npz"}
+    manifest = twellc.compile(tmp_path / "m.pt2", onnx=tmp_path / "m.onnx", layers="all", fp8_error=1.0, **given)
+    assert bits(manifest.layers) == ["weights in 16 bits, what eight bits change could not be measured on the samples"]
 
 
 @pytest.mark.slow

@@ -63,6 +63,8 @@ def test_what_is_not_quantised() -> None:
     )
     other = twellc.optimize(copy.deepcopy(WRITTEN_OUT).eval(), weights="fp8")
     assert bits(other) == {"": (16, "up.weight is not the weight of a torch.nn.Linear that is called")}
+    (reason,) = set(bits(twellc.optimize(models.t5().to(BF16).eval(), weights="fp8")).values())
+    assert reason == (16, "its forward also looks at the weight of wo")
     kept = twellc.optimize(in_eight_bits(Gated()), weights="fp8", fp8_error=0.0, samples=[torch.randn(3, 16)])
     assert bits(kept) == {"": (8, "as the model has them")} and kept.down.scale.shape == (16, 1)
 
@@ -83,6 +85,19 @@ def test_a_largest_error() -> None:
     assert found[0] == 16 and re.fullmatch(
         r"eight bits change its output by \d\.\d\d%, more than --fp8-error 0.001", found[1]
     )
+
+
+@pytest.mark.parametrize("samples", [[torch.full((3, 16), torch.nan)], torch.full((2, 3, 16), torch.nan)])
+def test_an_error_that_is_not_finite(samples: Any) -> None:
+    model = twellc.optimize(Gated().eval(), weights="fp8", fp8_error=0.5, samples=samples)
+    assert bits(model) == {"": (16, "what eight bits change could not be measured on the samples")}
+
+
+def test_a_weight_that_is_not_finite_changes_no_block() -> None:
+    model = nn.Sequential(Gated(), broken()).eval()
+    with pytest.raises(UserError, match="layer 1: w_up: cannot be quantised"):
+        twellc.optimize(model, weights="fp8")
+    assert not any(isinstance(each, EightBitLinear) for each in model.modules())
 
 
 def broken() -> nn.Module:
