@@ -20,6 +20,8 @@ _OTHER = frozenset(
      aten.sigmoid, aten.prelu, aten.relu6, aten.rrelu)
 )  # fmt: skip
 EACH_NEURON = "FATReLU with a threshold for each neuron"
+# What may keep x above a threshold.
+_CUTS = frozenset((aten.relu, aten.where, aten.masked_fill, aten.threshold, aten.mul))
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,8 @@ def parse_activation(node: Node, strip: Callable[[Node], Node]) -> Activation | 
     """
     squared = square_of(node)
     if squared is not None:
-        inner = _parse_simple(strip(squared))
-        if inner is not None and inner.name == "relu":
-            return Activation("relu2", 0.0, inner.pre, (node, *inner.nodes))
-        return None
+        inner = _parse_relu(strip(squared))
+        return None if inner is None else Activation("relu2", 0.0, inner.pre, (node, *inner.nodes))
     return _parse_product_with_relu(node, strip) or _parse_simple(node)
 
 
@@ -119,8 +119,8 @@ def _parse_product_with_relu(node: Node, strip: Callable[[Node], Node]) -> Activ
     if packet(node) is not aten.mul or not all(isinstance(factor, Node) for factor in arguments(node)):
         return None
     for x, factor in (arguments(node), reversed(arguments(node))):
-        inner = _parse_simple(strip(factor))
-        if inner is not None and inner.name == "relu" and strip(inner.pre) is strip(x):
+        inner = _parse_relu(strip(factor))
+        if inner is not None and strip(inner.pre) is strip(x):
             return Activation("relu2", 0.0, inner.pre, (node, *inner.nodes))
     return None
 
@@ -131,6 +131,9 @@ def _parse_simple(node: Node) -> Activation | None:
         return None
     pre = arguments(node)[0]
     if op is aten.relu or _is_flat_below_zero(node):
+        cut = _parse_simple(pre) if packet(pre) in _CUTS else None
+        if cut is not None and (cut.sparse or cut.name == EACH_NEURON):
+            return replace(cut, nodes=(node, *cut.nodes), rectifies=True)
         return Activation("relu", 0.0, pre, (node,))
     if op in (aten.clamp, aten.clip, aten.clamp_min, aten.hardtanh):
         return _parse_clamp(node, pre)
@@ -239,8 +242,8 @@ def _parse_difference(node: Node) -> Activation | None:
         x, nodes = _negative_part(right)
         return None if x is None or x is not left else Activation("relu", 0.0, x, (node, *nodes))
     for x, other in ((left, right), (right, left)):
-        relu = _parse_simple(other) if packet(other) is not aten.add else None
-        if relu is not None and relu.name == "relu" and packet(relu.pre) is aten.neg and arguments(relu.pre)[0] is x:
+        relu = _parse_relu(other) if packet(other) is not aten.add else None
+        if relu is not None and packet(relu.pre) is aten.neg and arguments(relu.pre)[0] is x:
             return Activation("relu", 0.0, x, (node, *relu.nodes, relu.pre))
     return None
 
@@ -293,21 +296,29 @@ class _Mask:
 
 
 def _cut(kept: object, mask: _Mask, nodes: tuple[Node, ...]) -> Activation | None:
-    """Return what it means that a mask keeps x, or relu(x), and that all else is 0."""
+    """Return what it means that a mask keeps x, or relu(x), and that all else is 0; the latter's may be of relu(x)."""
     if not isinstance(kept, Node):
         return None
-    nodes, threshold = (*nodes, *mask.nodes), mask.threshold
-    if kept is not mask.x:
-        relu = _parse_simple(kept)
-        if relu is None or relu.name != "relu" or relu.pre is not mask.x:
-            return None
+    nodes, threshold, x = (*nodes, *mask.nodes), mask.threshold, mask.x
+    relu = _parse_relu(kept)
+    if relu is not None:
+        below = _parse_relu(x)
+        x, nodes = (x, nodes) if below is None else (below.pre, (*nodes, *below.nodes))
         nodes = (*nodes, *relu.nodes)
         threshold = None if threshold is None else max(threshold, 0.0)
+    if x is not (kept if relu is None else relu.pre):
+        return None
     if threshold is None:
-        return Activation(EACH_NEURON, 0.0, mask.x, nodes, mask.bound, rectifies=kept is not mask.x)
+        return Activation(EACH_NEURON, 0.0, x, nodes, mask.bound, rectifies=relu is not None)
     if not 0 <= threshold < math.inf:
         return None
-    return Activation("fatrelu" if threshold else "relu", threshold, mask.x, nodes)
+    return Activation("fatrelu" if threshold else "relu", threshold, x, nodes)
+
+
+def _parse_relu(node: Node) -> Activation | None:
+    """Read a ReLU itself."""
+    found = _parse_simple(node)
+    return found if found is not None and found.name == "relu" else None
 
 
 def _mask(node: object) -> _Mask | None:
@@ -322,8 +333,8 @@ def _mask(node: object) -> _Mask | None:
         finite = at_zero is not None and math.isfinite(at_zero)
         return _Mask(given[0], 0.0, False, (node, *_numbers_shaped_like(given[1], given[0]))) if finite else None
     if op is aten.sign:
-        relu = _parse_simple(given[0])
-        return _Mask(relu.pre, 0.0, False, (node, *relu.nodes)) if relu is not None and relu.name == "relu" else None
+        relu = _parse_relu(given[0])
+        return None if relu is None else _Mask(relu.pre, 0.0, False, (node, *relu.nodes))
     inner: _Mask | None = None
     if op in (aten._to_copy, aten.to):
         inner = _mask(given[0])
@@ -342,8 +353,8 @@ def _mask(node: object) -> _Mask | None:
         inner = _mask(part) if _number(whole) == 1 else None
         inner = inner and inner.inverted()
     elif op in (aten.relu, aten.clamp, aten.clamp_min):
-        relu = _parse_simple(node)
-        if relu is not None and relu.name == "relu" and packet(relu.pre) is aten.sign:
+        relu = _parse_relu(node)
+        if relu is not None and packet(relu.pre) is aten.sign:
             return _Mask(arguments(relu.pre)[0], 0.0, False, (*relu.nodes, relu.pre))
     return None if inner is None else replace(inner, nodes=(node, *inner.nodes))
 
@@ -358,17 +369,16 @@ def _comparison(node: Node) -> _Mask | None:
         op, x, bound = _MIRRORED[op], bound, x
     if not isinstance(x, Node) or not x.meta["val"].is_floating_point():
         return None
-    nodes, inverse = (node, *_numbers_shaped_like(bound, x)), op in (aten.le, aten.lt)
+    wide, inverse = x, op in (aten.le, aten.lt)
+    x = _before_widening(wide)
+    nodes = (node, *_numbers_shaped_like(bound, wide), *(() if x is wide else (wide,)))
     number = _number(bound)
     if number is None:
         if not isinstance(bound, Node) or not _is_vector_of_constants(bound, x):
             return None
-        wide = () if _before_widening(x) is x else (x,)
         is_kept_above = op in (aten.gt, aten.le)
-        return _Mask(
-            _before_widening(x), None, inverse, (*nodes, *wide), _before_widening(bound) if is_kept_above else None
-        )
-    dtype = x.meta["val"].dtype
+        return _Mask(x, None, inverse, nodes, _before_widening(bound) if is_kept_above else None)
+    dtype = wide.meta["val"].dtype
     # The comparison rounds its number to the tensor's dtype, the op does not.
     threshold = float(torch.tensor(number, dtype=torch.float64).to(dtype))
     if op in (aten.ge, aten.lt) and threshold > 0:

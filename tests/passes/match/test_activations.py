@@ -162,6 +162,16 @@ SPELLINGS: dict[str, tuple[str, float, Function]] = {
         above(THRESHOLDS - 0.3, lambda t, s: torch.relu(t) * (t > s).to(t.dtype)),
     ),
     "masked_fill, each": ("fatrelu", 0, above(THRESHOLDS, lambda t, s: t.masked_fill(t <= s, 0.0))),
+    "relu(x * (x > t))": ("fatrelu", 0.25, lambda t: torch.relu(t * (t > 0.25))),
+    "relu(x * (x > t)), each": ("fatrelu", 0, above(THRESHOLDS - 0.3, lambda t, s: torch.relu(t * (t > s)))),
+    "relu(relu(x))": ("relu", 0, lambda t: torch.relu(torch.where(t > 0, t, 0.0))),
+    "relu(x) * (relu(x) > t)": ("fatrelu", 0.25, lambda t: torch.relu(t) * (torch.relu(t) > 0.25)),
+    "relu(x) * (relu(x) > -1)": ("relu", 0, lambda t: torch.relu(t) * (torch.relu(t) > -1)),
+    "relu(x) * (relu(x) > t), each": (
+        "fatrelu",
+        0,
+        above(THRESHOLDS - 0.3, lambda t, s: torch.relu(t) * (torch.relu(t) > s)),
+    ),
     "(x + |x|) / 2": ("relu", 0, lambda t: (t + t.abs()) / 2),
     "0.5 * (|x| + x)": ("relu", 0, lambda t: 0.5 * (torch.abs(t) + t)),
     "x - clamp(x, max=0)": ("relu", 0, lambda t: t - t.clamp(max=0)),
@@ -288,6 +298,7 @@ def test_threshold_between_two_low_precision_numbers(dtype: torch.dtype, thresho
         "masked_fill <": lambda t: t.masked_fill(t < threshold, 0.0),
         "x * (x > t)": lambda t: t * (t > threshold),
         "x * (x >= t)": lambda t: t * (t >= threshold),
+        "x * (x > t), widened": lambda t: t * (t.float() > threshold),
     }
     module = Table(functions).to(dtype)
     for block in module.plain:
