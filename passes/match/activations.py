@@ -299,14 +299,16 @@ def _cut(kept: object, mask: _Mask, nodes: tuple[Node, ...]) -> Activation | Non
     """Return what it means that a mask keeps x, or relu(x), and that all else is 0; the latter's may be of relu(x)."""
     if not isinstance(kept, Node):
         return None
-    nodes, threshold, x = (*nodes, *mask.nodes), mask.threshold, mask.x
-    relu = _parse_relu(kept)
+    nodes, threshold = (*nodes, *mask.nodes), mask.threshold
+    relu, seen, narrow = _parse_relu(kept), mask.x, _before_widening(mask.x)
+    x = kept if relu is None else relu.pre
+    if seen is not x and narrow is not seen:
+        seen, nodes = narrow, (*nodes, seen)
     if relu is not None:
-        below = _parse_relu(x)
-        x, nodes = (x, nodes) if below is None else (below.pre, (*nodes, *below.nodes))
-        nodes = (*nodes, *relu.nodes)
-        threshold = None if threshold is None else max(threshold, 0.0)
-    if x is not (kept if relu is None else relu.pre):
+        nodes, threshold = (*nodes, *relu.nodes), None if threshold is None else max(threshold, 0.0)
+        below = _parse_relu(seen)
+        seen, nodes = (seen, nodes) if below is None else (below.pre, (*nodes, *below.nodes))
+    if seen is not x:
         return None
     if threshold is None:
         return Activation(EACH_NEURON, 0.0, x, nodes, mask.bound, rectifies=relu is not None)
@@ -369,16 +371,14 @@ def _comparison(node: Node) -> _Mask | None:
         op, x, bound = _MIRRORED[op], bound, x
     if not isinstance(x, Node) or not x.meta["val"].is_floating_point():
         return None
-    wide, inverse = x, op in (aten.le, aten.lt)
-    x = _before_widening(wide)
-    nodes = (node, *_numbers_shaped_like(bound, wide), *(() if x is wide else (wide,)))
+    nodes, inverse = (node, *_numbers_shaped_like(bound, x)), op in (aten.le, aten.lt)
     number = _number(bound)
     if number is None:
         if not isinstance(bound, Node) or not _is_vector_of_constants(bound, x):
             return None
         is_kept_above = op in (aten.gt, aten.le)
         return _Mask(x, None, inverse, nodes, _before_widening(bound) if is_kept_above else None)
-    dtype = wide.meta["val"].dtype
+    dtype = x.meta["val"].dtype
     # The comparison rounds its number to the tensor's dtype, the op does not.
     threshold = float(torch.tensor(number, dtype=torch.float64).to(dtype))
     if op in (aten.ge, aten.lt) and threshold > 0:
