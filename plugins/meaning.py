@@ -47,6 +47,8 @@ def check_call(operands: Operands[Tensor], options: BlockOptions) -> None:
     like = "the weights"
     if dtype == EIGHT_BITS:
         dtype, like = operands.x.dtype, "x"
+    if not dtype.is_floating_point:
+        raise TypeError(f"twell: x must be of a floating-point dtype, got {dtype}")
     scaled = _check_scales(operands)
     leading = operands.x.shape[:-1]
     for each in (*TENSORS, *NORM_TENSORS):

@@ -11,7 +11,8 @@ rounded once. The same call on the same device gives the same bits. Nothing is r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,15 @@ _NEURONS, _TOKENS, _ENTRIES = 4096, 256, 4096
 # On a GPU lists have places for one active neuron of so many, and for so many of a token at least; if more are active,
 # all is encoded again.
 _GUESSED, _FEWEST_GUESSED = 64, 64
+# What messages about a block call the arguments.
+_ENCODED = {"the first weight": "w_enc", "w_up": "w_enc", "w_down": "w_enc", "b_up": "b_enc"}
+_DECODED = {
+    "the first weight": "w_dec",
+    "w_up": "w_dec",
+    "w_down": "w_dec",
+    "b_down": "b_dec",
+    ": x must": ": values must",
+}
 
 
 @dataclass(frozen=True)
@@ -108,11 +118,13 @@ def encode(
     scales = {"w_up_scale": w_enc_scale, "w_down_scale": w_enc_scale}
     operands = Operands(x=x, w_up=w_enc, b_up=b_enc, w_down=w_enc, **scales, thresholds=thresholds)
     options = BlockOptions(activation=activation, threshold=threshold)
-    check_call(operands, options)
     if capacity is not None and capacity < 1:
         raise ValueError(f"twell: capacity must be 1 or more, got {capacity}")
     run = _encode_on_gpu if x.is_cuda else _encode_on_cpu
-    return Features(*run(operands, x.reshape(-1, x.shape[-1]), options, capacity), w_enc.shape[0], x.shape[:-1])
+    with _named(_ENCODED):
+        check_call(operands, options)
+        lists = run(operands, x.reshape(-1, x.shape[-1]), options, capacity)
+    return Features(*lists, w_enc.shape[0], x.shape[:-1])
 
 
 @torch.no_grad()
@@ -144,10 +156,23 @@ def decode(features: Features | tuple[Tensor, Tensor], w_dec: Tensor, b_dec: Ten
             raise ValueError(f"twell: indices, of integers, and values must have one shape [..., k], got {got}")
     # A block whose input nobody reads: what it demands of w_down and b_down, and of one dtype.
     operands = Operands(x=values.new_empty((0, w_dec.shape[-1])), w_up=w_dec, w_down=w_dec, b_down=b_dec)
-    check_call(operands, BlockOptions(activation="relu"))
     run = _decode_on_gpu if values.is_cuda else _decode_on_cpu
-    y = run(operands, (indices.reshape(-1), values.reshape(-1)), offsets, math.prod(leading))
+    with _named(_DECODED):
+        check_call(operands, BlockOptions(activation="relu"))
+        y = run(operands, (indices.reshape(-1), values.reshape(-1)), offsets, math.prod(leading))
     return y.reshape(*leading, w_dec.shape[1])
+
+
+@contextmanager
+def _named(names: Mapping[str, str]) -> Iterator[None]:
+    """Let messages about the block that stands for a call have the names of the caller's arguments."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        text = str(error)
+        for ours, theirs in names.items():
+            text = text.replace(ours, theirs)
+        raise type(error)(text) from error
 
 
 # ---- on a CPU ----
@@ -192,11 +217,11 @@ def _decode_on_cpu(
     y = torch.zeros(tokens, w_dec.shape[1], dtype=wide)
     counts = capacity // max(1, tokens) if offsets is None else offsets.diff()
     rows = torch.arange(tokens).repeat_interleave(counts)[:capacity]
-    indices, values = indices[: len(rows)], values[: len(rows)]
+    indices, values = indices[: len(rows)].long(), values[: len(rows)]  # uint8 would take d_ff modulo 256
     known = (indices >= 0) & (indices < len(w_dec))
     factors = values.to(wide).where(known, math.nan)
     for place in torch.split((values != 0).nonzero()[:, 0], _ENTRIES):
-        read = w_dec[indices[place].where(known[place], 0).long()].to(wide)
+        read = w_dec[indices[place].where(known[place], 0)].to(wide)
         y.index_add_(0, rows[place], read * factors[place, None])
     if offsets is not None:
         y[offsets[1:] > capacity] = math.nan

@@ -96,6 +96,9 @@ def test_features_of_torch_topk_decode(device: str) -> None:
     assert_equal(y, (values.float().sum(-1)[:, None, None] * 1.5).to(BF16).expand(5, 1, 64))
     indices[2, 0] = 70_000
     assert decode((indices, values), w_dec).isnan().all(1).tolist() == [False, False, True, False, False]
+    narrow = torch.full((5, 1), 200, dtype=torch.uint8, device=device)
+    one = values[:, :1]
+    assert_equal(decode((narrow, one), w_dec), (one.float() * w_dec[200].float()).to(BF16))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -171,11 +174,17 @@ def test_what_does_not_fit() -> None:
         encode(x, w_enc, activation="drelu")
     with pytest.raises(ValueError, match="thresholds are for fatrelu"):
         encode(x, w_enc, thresholds=thresholds)
+    with pytest.raises(ValueError, match=r"b_enc must have shape \(300,\), got \(299,\)"):
+        encode(x, w_enc, b_enc[1:])
+    with pytest.raises(TypeError, match=r"x must be of a floating-point dtype, got torch.int32"):
+        encode(x.int(), w_enc.int())
     found = encode(x, w_enc, b_enc)
     with pytest.raises(ValueError, match=r"w_dec must have shape \(300, 64\), got \(299, 64\)"):
         decode(found, w_dec[1:])
-    with pytest.raises(TypeError, match="like the weights, got"):
+    with pytest.raises(TypeError, match=r"values must be torch.float32 like the weights, got torch.bfloat16"):
         decode(found, w_dec.float(), b_dec.float())
+    with pytest.raises(ValueError, match=r"b_dec must have shape \(64,\), got \(63,\)"):
+        decode(found, w_dec, b_dec[1:])
     with pytest.raises(ValueError, match=r"must have one shape \[..., k\], got \(6, 3\) of torch.int64 and \(6, 2\)"):
         decode((torch.zeros(6, 3, dtype=torch.int64), torch.zeros(6, 2, dtype=BF16)), w_dec)
     wrong = replace(found, d_ff=301)
