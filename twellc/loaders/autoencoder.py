@@ -9,6 +9,7 @@ The middle, with `f W_dec + b_dec`, is a plain feed-forward block. All else stay
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -98,13 +99,13 @@ class SparseAutoencoder(nn.Module):
         z, _ = self._read(x)
         block, threshold = self.block, self.block.threshold
         if block.k is not None:
-            dense = block.features(z).flatten(end_dim=-2)
+            dense = block.features(z).reshape(-1, block.encoder.out_features)
             token, place = dense.nonzero(as_tuple=True)
             offsets = torch.cat([token.new_zeros(1), token.bincount(minlength=len(dense)).cumsum(0)])
             return Features(place.int(), dense[token, place], offsets, dense.shape[-1], x.shape[:-1])
         if threshold is None:
             return encode(z, block.encoder.weight, block.encoder.bias)
-        bounds = threshold.float()
+        bounds = threshold.float().nan_to_num(math.inf, math.inf)  # nothing is above NaN
         return encode(z, block.encoder.weight, block.encoder.bias, activation="fatrelu", thresholds=bounds)
 
     def _read(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

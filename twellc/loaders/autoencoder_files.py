@@ -230,12 +230,17 @@ def _turned(matrix: Tensor) -> Tensor:
 
 def _module_of(stored: _Stored) -> SparseAutoencoder:
     config, where = stored.config, str(stored.where)
+    said = str(stored.where.with_name(_CONFIG)) if stored.where.name == _WEIGHTS else where
     architecture = str(config.get("architecture", "standard"))
     if architecture not in _ARCHITECTURES:
         raise UserError(
-            where, "this kind of autoencoder is not read", got=architecture, expected=", ".join(_ARCHITECTURES)
+            said, "this kind of autoencoder is not read", got=architecture, expected=", ".join(_ARCHITECTURES)
         )
     transcodes = "transcoder" in architecture
+    centred = config.get("apply_b_dec_to_input", not transcodes)
+    if centred not in ((False,) if transcodes else (False, True)):
+        expected = "false, as it is a transcoder" if transcodes else "false or true"
+        raise UserError(said, "apply_b_dec_to_input does not fit", got=repr(centred), expected=expected)
     _check_weights(where, stored.weights, {*_COMMON, *_ARCHITECTURES[architecture]}, transcodes)
     normalised = config.get("normalize_activations") or "none"
     if normalised in (True, *_FOLDED):
@@ -243,12 +248,12 @@ def _module_of(stored: _Stored) -> SparseAutoencoder:
         normalised = "none"
     if normalised not in _NORMALISATIONS:
         raise UserError(
-            where, "this normalisation is not read", got=repr(normalised), expected=", ".join(_NORMALISATIONS)
+            said, "this normalisation is not read", got=repr(normalised), expected=", ".join(_NORMALISATIONS)
         )
     weights = _as_jumprelu(stored.weights, config)
     kept = config.get("k") if architecture == "topk" else None
     if architecture == "topk" and (type(kept) is not int or not 0 < kept <= len(weights["b_enc"])):
-        raise UserError(where, "k is not a number of features", got=repr(kept), expected="1 to d_sae")
+        raise UserError(said, "k is not a number of features", got=repr(kept), expected="1 to d_sae")
     block = Dictionary(
         _linear(weights["W_enc"].t().contiguous(), weights["b_enc"]),
         # Not copied: so the rows of W_dec, which kernels read, stay contiguous.
@@ -257,9 +262,8 @@ def _module_of(stored: _Stored) -> SparseAutoencoder:
         kept,
     )
     skip = _linear(weights["W_skip"].contiguous(), None) if "W_skip" in weights else None
-    centred = bool(config.get("apply_b_dec_to_input", True)) and not transcodes
     return SparseAutoencoder(
-        block, skip, centred=centred, normalised=normalised, restores=not transcodes, notes=stored.notes
+        block, skip, centred=bool(centred), normalised=normalised, restores=not transcodes, notes=stored.notes
     )
 
 
@@ -305,7 +309,7 @@ def _as_jumprelu(weights: dict[str, Tensor], config: dict[str, Any]) -> dict[str
         factor, magnitude = weights.pop("r_mag").exp(), weights.pop("b_mag")
         threshold = magnitude - factor * weights.pop("b_gate")
         weights |= {"W_enc": weights["W_enc"] * factor, "b_enc": magnitude, "threshold": threshold.clamp(min=0)}
-    if config.get("rescale_acts_by_decoder_norm"):
+    if config.get("rescale_acts_by_decoder_norm") and "topk" in str(config.get("architecture")):
         norms = weights["W_dec"].norm(dim=-1)
         weights |= {"W_enc": weights["W_enc"] * norms, "b_enc": weights["b_enc"] * norms}
         weights["W_dec"] = weights["W_dec"] / norms[:, None]

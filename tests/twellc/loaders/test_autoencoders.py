@@ -116,7 +116,10 @@ KINDS: dict[str, tuple[Callable[..., Path], Callable[[], Weights], Callable[[Ten
         weights, normalised,
     ),
     "sae-lens, gated": (
-        lambda folder, w: sae_lens(folder, w, architecture="gated", apply_b_dec_to_input=False),
+        # The last is of top-k alone.
+        lambda folder, w: sae_lens(
+            folder, w, architecture="gated", apply_b_dec_to_input=False, rescale_acts_by_decoder_norm=True
+        ),
         lambda: {name: each for name, each in weights(**gated_parts()).items() if name != "b_enc"}, gated,
     ),
     "sae-lens, batch top-k in training": (
@@ -154,6 +157,15 @@ def test_features_without_a_dense_tensor(kind: str, tmp_path: Path) -> None:
     assert_same(features.to_sparse_csr().to_dense(), module.block.features(z).flatten(end_dim=1))
     y = twellc.features.decode(features, module.block.decoder.weight.t(), module.block.decoder.bias)
     assert_same(y, module(x))
+    one = module.encode(x[0, 0])
+    assert torch.equal(one.indices, features.indices[: features.offsets[1]]) and one.leading == ()
+
+
+def test_nothing_is_above_a_threshold_that_is_nan(tmp_path: Path) -> None:
+    made = weights(threshold=threshold())
+    made["threshold"][::3] = torch.nan
+    module, x = load_autoencoder(gemma_scope(tmp_path, made)), torch.randn(9, D_IN)
+    assert_same(module.encode(x).to_sparse_csr().to_dense(), module.block.features(x))
 
 
 def test_by_the_commands(cli: Cli, tmp_path: Path) -> None:
@@ -221,12 +233,20 @@ def nameless(folder: Path) -> Path:
 BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
     "kind": (
         of_sae_lens(architecture="temporal"),
-        "this kind of autoencoder is not read; got temporal; expected stand",
+        "cfg.json: this kind of autoencoder is not read; got temporal; expected stand",
     ),
     "activation": (of_sae_lens(activation_fn_str="tanh-relu"), "this activation is not read; got 'tanh-relu'"),
     "normalisation": (of_sae_lens(normalize_activations="z"), "this normalisation is not read; got 'z'"),
     "dtype": (of_sae_lens(dtype="int8"), "not a dtype; got 'int8'"),
     "k": (of_sae_lens(architecture="topk", k=D_SAE + 1), "k is not a number of features; got 97"),
+    "not a bool": (
+        of_sae_lens(apply_b_dec_to_input="false"),
+        "cfg.json: apply_b_dec_to_input does not fit; got 'fal",
+    ),
+    "b_dec of y": (
+        of_sae_lens(architecture="transcoder", apply_b_dec_to_input=True),
+        "expected false, as it is a tra",
+    ),
     "no threshold": (of_sae_lens(architecture="jumprelu"), "other weights than its kind has; got no threshold; exp"),
     "shapes": (lambda folder: gemma_scope(folder, weights(D_OUT, threshold=threshold())), "do not fit each other"),
     "no matrix": (
