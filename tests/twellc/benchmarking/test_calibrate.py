@@ -7,7 +7,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from twellc.benchmarking import calibrate
+from twellc.benchmarking import calibrate, forms
 from twellc.benchmarking.calibrate import Activity, Grid, draw_rows, draw_weights, place_columns, twell
 from twellc.benchmarking.forms import many_sizes
 from twellc.cli import main
@@ -34,9 +34,12 @@ def test_as_many_are_active_as_asked(activity: Activity) -> None:
         assert others[:64].sum() > 1.5 * rates[activity.hot : activity.hot + 64].sum(), "the others are in no order"
 
 
-@pytest.mark.parametrize("variant", [pytest.param("gated", marks=pytest.mark.slow), "plain"])
-def test_contestants_compute_the_same(variant: str) -> None:
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("variant", ["gated", "plain"])
+def test_contestants_compute_the_same(variant: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
+    if not compiled:
+        monkeypatch.setattr(forms, "_compiled", lambda function: function)
     weights = draw_weights(Grid(variant, 64, 256, (), ()), {}, "cpu")
     x = draw_rows(8, 64, (0.1, "equal", 0), {}, "cpu")
     y = weights.block.dense(x)
