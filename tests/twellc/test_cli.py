@@ -25,8 +25,6 @@ from twellc.base.errors import UserError
 from twellc.base.files import ENDING_SIGNALS, OutputFiles, end_commands_by
 from twellc.loaders.onnx_file import external_files
 
-pytestmark = pytest.mark.usefixtures("remembered_models")
-
 
 def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -20,7 +20,6 @@ EXAMPLES = {
 }
 # They compile bytelm or build a plan; the README's Python builds one by default.
 SLOW = ("api-1", "api-2")
-pytestmark = pytest.mark.usefixtures("remembered_models")
 
 
 def run(example: str, name: str, **space: Any) -> dict[str, Any]:

@@ -22,8 +22,6 @@ from twellc.benchmarking.forms import FP8
 CONTESTANTS = ["dense eager", "twell eager", "dense compiled", "twell compiled", "dense packed", "dense FP8"]
 BLOCKS = ["dense eager", "dense compiled", "dense packed", "dense FP8", "twell"]
 
-pytestmark = pytest.mark.usefixtures("remembered_models")
-
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_says_what_it_would_do(cli: Cli, llama: Path, tmp_path: Path) -> None:

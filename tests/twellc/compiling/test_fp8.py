@@ -33,7 +33,7 @@ def samples(tmp_path: Path) -> Path:
     return tmp_path / "x.npz"
 
 
-@pytest.mark.usefixtures("cli", "remembered_models")
+@pytest.mark.usefixtures("cli")
 def test_a_block_is_quantised_and_checked(archive: Path, tmp_path: Path) -> None:
     graph, report = tmp_path / "m.onnx", tmp_path / "m.json"
     manifest = twellc.compile(archive, backend="none", onnx=graph, report=report, weights="fp8")
@@ -58,7 +58,7 @@ def test_a_block_is_quantised_and_checked(archive: Path, tmp_path: Path) -> None
     assert fast is not None and slow is not None and fast.gain == pytest.approx(slow.gain / 0.78, rel=1e-3)
 
 
-@pytest.mark.usefixtures("cli", "remembered_models")
+@pytest.mark.usefixtures("cli")
 def test_a_block_with_too_large_an_error_stays(archive: Path, tmp_path: Path, samples: Path) -> None:
     given: dict[str, Any] = {"backend": "none", "weights": "fp8", "arrays": samples, "onnx": tmp_path / "m.onnx"}
     (layer,) = twellc.compile(archive, fp8_error=1.0, **given).layers

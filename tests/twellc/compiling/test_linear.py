@@ -16,8 +16,6 @@ from twellc.compiling.compiler import compile_model
 from twellc.options.commands import CompileOptions
 from twellc.plugins.library import LINEAR_NAME
 
-pytestmark = pytest.mark.usefixtures("remembered_models")
-
 
 def nodes_in(graph: Path) -> list[onnx.NodeProto]:
     return [node for node in onnx.load(graph).graph.node if node.op_type == LINEAR_NAME]

@@ -16,8 +16,6 @@ from tests.conftest import Cli
 from tests.twellc.reporting.pages import MODULES, REFUSAL, bench_result, decisions, profile, varied_layers, write_log
 from tests.twellc.test_cli import failed, files_in
 
-pytestmark = pytest.mark.usefixtures("remembered_models")
-
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 

@@ -24,8 +24,6 @@ from twellc.commands.check import print_accuracy
 from twellc.export.profiles import InputSpec, ModelInputs
 from twellc.samples.samples import Limits, draw_samples, read_arrays, read_text
 
-pytestmark = pytest.mark.usefixtures("remembered_models")
-
 BATCH, HALF = (sympy.Symbol(name, positive=True, integer=True) for name in ("batch", "half"))
 SPECS = {
     "x": InputSpec("x", torch.bfloat16, (BATCH, 3)),
