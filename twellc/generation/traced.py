@@ -98,13 +98,8 @@ def load_traced(
 
     Args:
         path: The directory.
-        device: See `load_directory`; so are the others.
-        dtype: Likewise.
-        length: Likewise.
-        compiled: Likewise.
-        layers: Likewise.
+        device, dtype, length, compiled, layers, fp8_error: See `load_directory`.
         weights: Likewise; `fp8` means the linear layers, too.
-        fp8_error: Likewise.
 
     Returns:
         What computes it, what is known of its cache, and what the user should know.
