@@ -1,6 +1,7 @@
 """`twellc.optimize(model, training=True)`: gradients, what is noted and counted, and what must go on working."""
 
 import copy
+import functools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,13 @@ def assert_same_gradients(found: nn.Module, expected: nn.Module) -> None:
 
 
 def in_training(name: str = "llama", **changes: Any) -> tuple[Any, Any]:
-    """Return a model of HUGGING_FACE for training, and the same without the ops."""
+    """Return a model of HUGGING_FACE for training, and the same without the ops: copies of what is made once."""
+    model, dense = _in_training(name, **changes)
+    return copy.deepcopy(model), copy.deepcopy(dense)
+
+
+@functools.cache
+def _in_training(name: str, **changes: Any) -> tuple[Any, Any]:
     make = HUGGING_FACE[name][0]
     no_dropout = {
         "t5": {"dropout_rate": 0.0},

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import twellc
 from tests import models
+from tests.twellc.training.test_optimize import in_training
 from twellc.base.errors import UserError
 from twellc.training import SparseTrainer, SparseTrainerMixin, SparsityCallback, TrainingLog, sparsify
 
@@ -51,13 +52,9 @@ def arguments(folder: Path, **changes: Any) -> Any:
     return transformers.TrainingArguments(**options)
 
 
-def model_in_training() -> Any:
-    return twellc.optimize(models.llama(use_cache=False), training=True)
-
-
 def trainer_of(folder: Path, kind: Any = SparseTrainer, model: Any = None, **options: Any) -> Any:
     """Make a Trainer of a model; `recipe` is what the callback is given, and other options the Trainer's arguments."""
-    model = model_in_training() if model is None else model
+    model = in_training(use_cache=False)[0] if model is None else model
     recipe, callbacks = options.pop("recipe", {"l1": 1e-2}), options.pop("callbacks", None)
     data = {"train_dataset": Ids(), "eval_dataset": Ids(4), "callbacks": callbacks}
     return kind(model=model, args=arguments(folder, **options), sparsity=SparsityCallback(model, **recipe), **data)
@@ -127,7 +124,7 @@ def test_what_is_logged(tmp_path: Path) -> None:
 
 def test_every_step_is_in_the_log_and_every_measured_loss(tmp_path: Path) -> None:
     """Where the Trainer logs at other steps than it measures, and the last steps are fewer than it logs after."""
-    model, log = model_in_training(), tmp_path / "t.jsonl"
+    model, log = in_training(use_cache=False)[0], tmp_path / "t.jsonl"
     model(input_ids=Ids().ids)  # before training: of no step
     options: dict[str, Any] = {"max_steps": 7, "logging_steps": 3, "eval_strategy": "steps", "eval_steps": 2}
     trainer = trainer_of(tmp_path, model=model, recipe={"l1": 1e-2, "log": log}, **options)
@@ -241,12 +238,12 @@ def test_other_trainers(tmp_path: Path) -> None:
         pass
 
     assert [each for each in trained(tmp_path, Mine).state.log_history if "dead" in each]
-    model = model_in_training()
+    model = in_training(use_cache=False)[0]
     given = {"args": arguments(tmp_path), "train_dataset": Ids()}
     trainer = transformers.Trainer(model=model, callbacks=[SparsityCallback(model, l1=1e-3)], **given)
     with pytest.raises(UserError, match=r"the loss has no L1 term.*SparseTrainer"):
         trainer.train()
-    model = model_in_training()
+    model = in_training(use_cache=False)[0]
     trainer = transformers.Trainer(
         model=model, callbacks=[SparsityCallback(model, l1=0, log=tmp_path / "p.jsonl")], **given
     )
@@ -279,7 +276,7 @@ def test_weights_that_are_not_finite_are_not_saved(how: str, tmp_path: Path) -> 
 def test_several_gpus_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
-    model = model_in_training()
+    model = in_training(use_cache=False)[0]
     given = arguments(tmp_path)
     monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", property(lambda self: 2))
     with pytest.raises(UserError, match="several GPUs in one process; got 2 GPUs"):
