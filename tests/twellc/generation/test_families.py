@@ -89,7 +89,7 @@ def test_every_size_is_compiled(family: Family, compiled_fill: str, monkeypatch:
     backend = TorchBackend(model, "compiled", None, True, compiled_fill)
     ours = CausalModel(backend, model.config, GenerationConfig(pad_token_id=0, eos_token_id=2))
     with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
-        for batch, width in ((1, 3), (2, 5), (3, 9), (4, 4)):
+        for batch, width in ((1, 3), (2, 5), (3, 9)):
             input_ids = torch.randint(3, 96, (batch, width))
             expected = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=3)
             assert torch.equal(ours.generate(input_ids, max_new_tokens=3), expected[:, : width + 3])
