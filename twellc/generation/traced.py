@@ -96,10 +96,7 @@ def load_traced(
 ) -> tuple[PlanBackend, KeyValueCache, list[str]]:
     """Load a Hugging Face directory, its blocks and the linear layers outside of them by the `twell` ops.
 
-    Args:
-        path: The directory.
-        device, dtype, length, compiled, layers, fp8_error: See `load_directory`.
-        weights: Likewise; `fp8` means the linear layers, too.
+    Its arguments are those of `load_directory`; `fp8` as `weights` means the linear layers, too.
 
     Returns:
         What computes it, what is known of its cache, and what the user should know.
