@@ -130,12 +130,9 @@ class _Bench:
         self._rewritten = self._rewrite(calibrated)
         if not any(layer.decision == "twell" for layer in self._rewritten.layers):
             reasons = [f"{layer.module}: {layer.reason}" for layer in self._rewritten.layers]
-            raise UserError(
-                str(options.model),
-                "no feed-forward block is rewritten, so there is nothing to compare",
-                got=first_few(reasons, "; "),
-                fix="`--layers all` takes those that are left dense, too; `twellc inspect` shows the blocks.",
-            )
+            what = "no feed-forward block is rewritten, so there is nothing to compare"
+            fix = "`--layers all` takes those that are left dense, too; `twellc inspect` shows the blocks."
+            raise UserError(str(options.model), what, got=first_few(reasons, "; "), fix=fix)
         self._meter: EnergyMeter | None = None
         try:
             self._meter = EnergyMeter()

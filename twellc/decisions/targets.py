@@ -48,12 +48,9 @@ def choose_target(requested: str | None, at_hand: str | None) -> Target:
         if requested.lower() in TARGETS:
             return Target(_shipped(requested.lower()), "")
         if not Path(requested).exists():
-            raise UserError(
-                f"--target-gpu {requested}",
-                "neither the name of a GPU nor a file",
-                expected=f"{' or '.join(TARGETS)}, or a data file",
-                fix="Measure another GPU: twellc bench --measure-gpu -o FILE",
-            )
+            where, what = f"--target-gpu {requested}", "neither the name of a GPU nor a file"
+            fix = "Measure another GPU: twellc bench --measure-gpu -o FILE"
+            raise UserError(where, what, expected=f"{' or '.join(TARGETS)}, or a data file", fix=fix)
         return Target(CostModel(read_times(Path(requested))), "")
     for name in TARGETS if at_hand is not None else ():
         if shipped_times(name).gpu == at_hand:

@@ -174,12 +174,8 @@ def gather(
         UserError: There is nothing, or the parts are of different models.
     """
     if profile is None and decisions is None and bench is None and training is None:
-        raise UserError(
-            "report",
-            "there is nothing to report on",
-            expected=f"a profile, {DECISIONS}, {BENCH} or {TRAINING}",
-            fix="`twellc profile` makes a profile.",
-        )
+        what, fix = "there is nothing to report on", "`twellc profile` makes a profile."
+        raise UserError("report", what, expected=f"a profile, {DECISIONS}, {BENCH} or {TRAINING}", fix=fix)
     if profile is not None and decisions is not None and decisions.model is not None:
         refuse_other_model("the profile", profile, decisions.model.sha256, decisions.model.name)
     widths = {} if profile is None else {module: block.d_ff for module, block in profile.blocks.items()}

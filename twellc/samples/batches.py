@@ -106,21 +106,14 @@ def _token_batches(source: int, path: Path, intake: Intake) -> Iterator[Batch]:
     foreign = sorted(specs.keys() - {IDS, _MASK})
     kinds = (torch.int32, torch.int64)
     if IDS not in specs or foreign or len(specs[IDS].shape) != 2 or specs[IDS].dtype not in kinds:
-        raise UserError(
-            where,
-            "the model takes other inputs than token ids",
-            got=", ".join(specs),
-            expected=IDS,
-            fix="Give the arrays of all inputs with --inputs FILE.npz.",
-        )
+        what, got = "the model takes other inputs than token ids", ", ".join(specs)
+        raise UserError(where, what, got=got, expected=IDS, fix="Give the arrays of all inputs with --inputs FILE.npz.")
     spec = specs[IDS]
     (fewest, most), (shortest, longest) = intake.limits.sizes(spec, 0), intake.limits.sizes(spec, 1)
     if intake.sequence is not None and not shortest <= intake.sequence <= longest:
-        raise UserError(
-            f"--sequence {intake.sequence}",
-            "the model does not take sequences of this length",
-            expected=f"{shortest} to {longest}" if longest > shortest else f"{longest}",
-        )
+        what = "the model does not take sequences of this length"
+        expected = f"{shortest} to {longest}" if longest > shortest else f"{longest}"
+        raise UserError(f"--sequence {intake.sequence}", what, expected=expected)
     length = intake.sequence or max(min(longest, DEFAULT_SEQUENCE), shortest)
     rows = max(min(intake.batch, most), fewest)
     pads = intake.pads_right or _MASK in specs
@@ -178,13 +171,8 @@ def _check_range(where: str, ids: list[int], spec: InputSpec, vocabulary: int | 
     """
     largest = torch.iinfo(spec.dtype).max if vocabulary is None else vocabulary - 1
     if not 0 <= min(ids) <= max(ids) <= largest:
-        raise UserError(
-            where,
-            "has token ids that the model has not",
-            got=f"{min(ids)} to {max(ids)}",
-            expected=f"0 to {largest}",
-            fix="Check that the tokenizer is that of the model.",
-        )
+        got, fix = f"{min(ids)} to {max(ids)}", "Check that the tokenizer is that of the model."
+        raise UserError(where, "has token ids that the model has not", got=got, expected=f"0 to {largest}", fix=fix)
 
 
 def _sequences(path: Path, where: str, intake: Intake, length: int) -> Iterator[tuple[list[int], int, str]]:
@@ -283,21 +271,14 @@ def _without_most(limits: Limits, symbol: str) -> Limits:
 def _right_padding(where: str, mask: Array, ids: Array | None) -> torch.Tensor:
     """Return the mask of a model that takes none, since no token of it sees a later one: padding must come last."""
     if mask.dtype.kind not in "biu":
-        raise UserError(
-            f"{where}, array {_MASK}",
-            "holds no whole numbers",
-            got=str(mask.dtype),
-            expected="1 for tokens, 0 for padding",
-        )
+        what = "holds no whole numbers"
+        raise UserError(f"{where}, array {_MASK}", what, got=str(mask.dtype), expected="1 for tokens, 0 for padding")
     tensor = torch.from_numpy(np.array(mask) != 0)
     if ids is None or tensor.shape != ids.shape or tensor.dim() != 2:
         raise UserError(f"{where}, array {_MASK}", "has another shape than input_ids", got=str(list(tensor.shape)))
     if (tensor[:, 1:] & ~tensor[:, :-1]).any():
-        raise UserError(
-            f"{where}, array {_MASK}",
-            "has padding before tokens, and the model is traced without a mask",
-            fix="Add --padding mask.",
-        )
+        what = "has padding before tokens, and the model is traced without a mask"
+        raise UserError(f"{where}, array {_MASK}", what, fix="Add --padding mask.")
     return tensor
 
 

@@ -134,12 +134,8 @@ def read_ids(path: Path, where: str, pad: int | None) -> Iterator[tuple[NDArray[
     except Exception as error:  # numpy raises what it likes for a damaged file
         raise UserError(where, f"cannot be read as an .npy file ({first_line(error)})") from error
     if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu" or ids.ndim not in (1, 2):
-        raise UserError(
-            where,
-            "holds no token ids",
-            got=f"{ids.dtype} {list(ids.shape)}",
-            expected="integers: a vector, or a matrix with a sequence in each row",
-        )
+        expected = "integers: a vector, or a matrix with a sequence in each row"
+        raise UserError(where, "holds no token ids", got=f"{ids.dtype} {list(ids.shape)}", expected=expected)
     size = path.stat().st_size
     if ids.ndim == 1:
         for start in range(0, len(ids), _CHUNK):
@@ -231,13 +227,8 @@ def _content(place: str, record: object, field: str) -> str | list[int]:
     if name in fields:
         held = type(content).__name__ + (" with others than integers" if isinstance(content, list) else "")
         raise UserError(place, f"the field {name!r} is neither a text nor a list of token ids", got=held)
-    raise UserError(
-        place,
-        f"has no text in the field {field!r}",
-        got=_shown(record),
-        expected=f'{{"{field}": "a text"}}, or token ids in the field {IDS!r}',
-        fix="Name the field with --field.",
-    )
+    expected, fix = f'{{"{field}": "a text"}}, or token ids in the field {IDS!r}', "Name the field with --field."
+    raise UserError(place, f"has no text in the field {field!r}", got=_shown(record), expected=expected, fix=fix)
 
 
 def _characters(place: str, what: str, content: str) -> str:
@@ -274,22 +265,14 @@ def _documents_of_table(path: Path, where: str, field: str) -> Iterator[tuple[st
         rows: Any = csv.DictReader(lines(), delimiter=separator, strict=True)
         columns = rows.fieldnames or ()
         if field not in columns:
-            raise UserError(
-                where,
-                f"has no column {field!r}",
-                got=f"in its first row {first_few([*map(repr, columns)])}",
-                expected="a row with the names of the columns",
-                fix="Name the column of the text with --field.",
-            )
+            what, got = f"has no column {field!r}", f"in its first row {first_few([*map(repr, columns)])}"
+            expected = "a row with the names of the columns"
+            raise UserError(where, what, got=got, expected=expected, fix="Name the column of the text with --field.")
         for row in rows:
             place = f"{where}, line {number}"
             if row[field] is None or None in row:
-                raise UserError(
-                    place,
-                    "the row has another number of cells than the first row has names",
-                    expected=str(len(columns)),
-                    fix=_AS_LINES,
-                )
+                what = "the row has another number of cells than the first row has names"
+                raise UserError(place, what, expected=str(len(columns)), fix=_AS_LINES)
             yield place, [(row[field], read)]
     except csv.Error as error:
         raise UserError(f"{where}, line {number}", f"cannot be read as a table ({error})", fix=_AS_LINES) from error

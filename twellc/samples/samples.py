@@ -133,13 +133,9 @@ def as_sample(where: str, arrays: dict[str, Array], limits: Limits) -> Sample:
     missing, unknown = sorted(specs.keys() - arrays.keys()), sorted(arrays.keys() - specs.keys())
     if missing or unknown:
         what = f"has no array {missing[0]}" if missing else f"has an array {unknown[0]}, which is not an input"
-        raise UserError(
-            where,
-            what,
-            got=", ".join(sorted(arrays)) or "no arrays",
-            expected=", ".join(sorted(specs)),
-            fix="Name each array as the model's input: numpy.savez(FILE, NAME=array, ...).",
-        )
+        expected = ", ".join(sorted(specs))
+        fix = "Name each array as the model's input: numpy.savez(FILE, NAME=array, ...)."
+        raise UserError(where, what, got=", ".join(sorted(arrays)) or "no arrays", expected=expected, fix=fix)
     sample = {name: _as_input(where, spec, arrays[name], limits.token_ids) for name, spec in specs.items()}
     _check_shapes(where, limits, sample)
     return sample
@@ -156,22 +152,16 @@ def load_npz(path: Path) -> dict[str, Array]:
     try:
         loaded = np.load(path, allow_pickle=False)
         if not isinstance(loaded, np.lib.npyio.NpzFile):
-            raise UserError(
-                f"--inputs {path}",
-                "is a single array",
-                expected="an .npz file with an array for each input",
-                fix="Write it with numpy.savez(FILE, NAME=array, ...).",
-            )
+            where, fix = f"--inputs {path}", "Write it with numpy.savez(FILE, NAME=array, ...)."
+            raise UserError(where, "is a single array", expected="an .npz file with an array for each input", fix=fix)
         with loaded:
             arrays = {name: loaded[name] for name in loaded.files}
     except UserError:
         raise
     except Exception as error:  # numpy, zipfile and zlib raise what they like for a damaged file
-        raise UserError(
-            f"--inputs {path}",
-            f"cannot be read as an .npz file ({first_line(error)})",
-            expected="arrays of numbers as numpy.savez writes them; pickled objects are never loaded",
-        ) from error
+        where = f"--inputs {path}"
+        expected = "arrays of numbers as numpy.savez writes them; pickled objects are never loaded"
+        raise UserError(where, f"cannot be read as an .npz file ({first_line(error)})", expected=expected) from error
     foreign = sorted(name for name, array in arrays.items() if not isinstance(array, np.ndarray))
     if foreign:
         raise UserError(f"--inputs {path}", f"{foreign[0]!r} in it is not an array")
@@ -187,21 +177,13 @@ def _as_input(where: str, spec: InputSpec, array: Array, token_ids: int | None) 
     kinds = "f" if spec.dtype.is_floating_point else "b" if spec.dtype == torch.bool else "iu"
     if array.dtype.kind not in kinds:
         meant = {"f": "a floating-point dtype", "b": "bool", "iu": "an integer dtype"}[kinds]
-        raise UserError(
-            where,
-            "has another dtype than the input",
-            got=str(array.dtype),
-            expected=f"{dtype_name(spec.dtype)}, or {meant} that fits" if kinds != "b" else meant,
-        )
+        expected = f"{dtype_name(spec.dtype)}, or {meant} that fits" if kinds != "b" else meant
+        raise UserError(where, "has another dtype than the input", got=str(array.dtype), expected=expected)
     if kinds == "f":
         tensor = to_torch(array.astype(np.float64)).to(spec.dtype)
         if not np.array_equal(np.isinf(array), to_numpy(tensor.isinf())):
-            raise UserError(
-                where,
-                f"has values that overflow {dtype_name(spec.dtype)}",
-                got=f"{np.nanmax(np.abs(array)):.3g}",
-                expected=f"at most {torch.finfo(spec.dtype).max:.3g}",
-            )
+            got, expected = f"{np.nanmax(np.abs(array)):.3g}", f"at most {torch.finfo(spec.dtype).max:.3g}"
+            raise UserError(where, f"has values that overflow {dtype_name(spec.dtype)}", got=got, expected=expected)
         return tensor
     if kinds == "iu" and array.size:
         info = torch.iinfo(spec.dtype)
@@ -253,20 +235,12 @@ def _check_shapes(source: str, limits: Limits, sample: Sample) -> None:
             size, (low, high) = symbol_value(dim, shape[axis]), limits.symbol_values(spec, axis, symbol)
             if size is None or not low <= size <= high:
                 limit = "the plan's profile and the model" if limits.profile is not None else "the model"
-                raise UserError(
-                    where,
-                    f"dimension {axis} leaves what {limit} can take",
-                    got=_text(shape),
-                    expected=_sizes(limits, spec, axis),
-                )
+                what = f"dimension {axis} leaves what {limit} can take"
+                raise UserError(where, what, got=_text(shape), expected=_sizes(limits, spec, axis))
             before, owner = fixed.setdefault(symbol, (size, spec.name))
             if before != size:
-                raise UserError(
-                    where,
-                    f"dimension {axis} contradicts {owner}, which shares it",
-                    got=_text(shape),
-                    expected=f"{_size(dim, {symbol: before})}",
-                )
+                what = f"dimension {axis} contradicts {owner}, which shares it"
+                raise UserError(where, what, got=_text(shape), expected=f"{_size(dim, {symbol: before})}")
     shapes = {name: tuple(tensor.shape) for name, tensor in sample.items()}
     refuse_unrelated(source, relations_of(limits.inputs), shapes)
 
@@ -329,12 +303,8 @@ def read_text(path: Path, model: Path, language_model: bool, limits: Limits) -> 
     foreign = sorted(specs.keys() - {"input_ids", "attention_mask"})
     if not model.is_dir() or not language_model or foreign or limits.token_ids is None:
         reason = f"its input {foreign[0]} is not a text" if foreign else "the model is none"
-        raise UserError(
-            f"--text {path}",
-            "needs a language model in a Hugging Face directory, with its tokenizer",
-            got=f"{model}: {reason}",
-            fix=FIX,
-        )
+        what = "needs a language model in a Hugging Face directory, with its tokenizer"
+        raise UserError(f"--text {path}", what, got=f"{model}: {reason}", fix=FIX)
     try:
         text = read_file(path).decode()
     except UnicodeDecodeError as error:
@@ -347,22 +317,13 @@ def read_text(path: Path, model: Path, language_model: bool, limits: Limits) -> 
     if not ids:
         raise UserError(f"--text {path}", "the tokenizer makes no token of it")
     if max(ids) >= limits.token_ids:
-        raise UserError(
-            str(model),
-            "its tokenizer is of another model",
-            got=f"the token id {max(ids)}",
-            expected=f"less than {limits.token_ids}, the size of the vocabulary",
-        )
+        what, got = "its tokenizer is of another model", f"the token id {max(ids)}"
+        raise UserError(str(model), what, got=got, expected=f"less than {limits.token_ids}, the size of the vocabulary")
     spec = specs["input_ids"]
     (rows, _), (shortest, longest) = limits.sizes(spec, 0), limits.sizes(spec, 1)
     if rows > 1 or len(ids) < shortest:
-        raise UserError(
-            f"--text {path}",
-            "does not fit into the plan's profile",
-            got=f"1x{len(ids)} tokens",
-            expected=f"from {rows}x{shortest}",
-            fix=FIX,
-        )
+        what = "does not fit into the plan's profile"
+        raise UserError(f"--text {path}", what, got=f"1x{len(ids)} tokens", expected=f"from {rows}x{shortest}", fix=FIX)
     length = max(min(longest, _LARGEST_WINDOW), shortest)
     windows = [ids[start : start + length] for start in range(0, len(ids), length)]
     if len(windows[-1]) < shortest:

@@ -115,11 +115,8 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if self.penalty.value is not None:
             return
         if self.penalty.coefficient(state.max_steps) > 0:
-            raise UserError(
-                "SparsityCallback",
-                "the loss has no L1 term",
-                fix="Train by twellc.training.SparseTrainer, mix SparseTrainerMixin into the Trainer, or give l1=0.",
-            )
+            fix = "Train by twellc.training.SparseTrainer, mix SparseTrainerMixin into the Trainer, or give l1=0."
+            raise UserError("SparsityCallback", "the loss has no L1 term", fix=fix)
         self.penalty.close()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

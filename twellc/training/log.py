@@ -123,13 +123,8 @@ class TrainingLog:
         if not lines or not isinstance(lines[0], dict) or lines[0].get("format") != FORMAT:
             raise UserError(where, "is not a log of training", expected=_EXPECTED, fix=_FIX)
         if lines[0].get("version") != VERSION:
-            raise UserError(
-                where,
-                "is of another version",
-                got=repr(lines[0].get("version")),
-                expected=str(VERSION),
-                fix="Use the twellc that wrote it.",
-            )
+            what, got = "is of another version", repr(lines[0].get("version"))
+            raise UserError(where, what, got=got, expected=str(VERSION), fix="Use the twellc that wrote it.")
         try:
             run = of_json(LoggedRun, lines[0])
             steps = [of_json(LoggedStep, line, f"line {number}") for number, line in enumerate(lines[1:], 2)]

@@ -86,11 +86,8 @@ class L1Penalty:
         if self._is_closed:
             raise UserError("L1 term", "was closed", fix="Make a new L1Penalty.")
         if not any(block.is_current for block in self._blocks.values()):
-            raise UserError(
-                "L1 term",
-                "its blocks are no longer those of the model: it was restored, or optimized again",
-                fix="Make a new L1Penalty after twellc.optimize(model, training=True).",
-            )
+            what = "its blocks are no longer those of the model: it was restored, or optimized again"
+            raise UserError("L1 term", what, fix="Make a new L1Penalty after twellc.optimize(model, training=True).")
         missed = [path for path, block in self._blocks.items() if block.training.misses]
         noted = [terms for block in self._blocks.values() if (terms := block.training.terms)]
         silent = [

@@ -96,11 +96,9 @@ def sparsify(model: nn.Module, *, steps: int = 0) -> Blend:
     refuse_other_counts(steps=steps)
     replaced = list(_replace(model, steps > 0))
     if not replaced:
-        raise UserError(
-            type(model).__name__,
-            "has no feed-forward block with a SiLU or GELU to replace",
-            expected="blocks that twellc.optimize would take with a ReLU, with their activation as a submodule",
-        )
+        where = type(model).__name__
+        expected = "blocks that twellc.optimize would take with a ReLU, with their activation as a submodule"
+        raise UserError(where, "has no feed-forward block with a SiLU or GELU to replace", expected=expected)
     named: list[tuple[Any, str, str]] = []
     if hasattr(model, "config"):
         try:

@@ -26,12 +26,8 @@ class SparseTrainerMixin:
         super().__init__(*arguments, **named)
         trainer: Any = self
         if trainer.args.n_gpu > 1:
-            raise UserError(
-                "Trainer",
-                "blocks cannot train on several GPUs in one process",
-                got=f"{trainer.args.n_gpu} GPUs",
-                fix="Start one process for each, with torchrun or accelerate launch.",
-            )
+            got, fix = f"{trainer.args.n_gpu} GPUs", "Start one process for each, with torchrun or accelerate launch."
+            raise UserError("Trainer", "blocks cannot train on several GPUs in one process", got=got, fix=fix)
         self._sparsity = sparsity
         trainer.add_callback(sparsity)
         # Before those that pass on what is logged.
