@@ -82,11 +82,8 @@ def _register(module: ModuleType, version: str, path: Path) -> OtherLibrary:
         registry.load_library(str(path))
     brought = sorted(name for name, *_ in _creators(registry) - before)
     if not brought:
-        raise UserError(
-            where,
-            f"brings no plugin that {module.__name__} {version} takes",
-            expected="a library for this TensorRT, with plugins that are not registered yet",
-        )
+        what = f"brings no plugin that {module.__name__} {version} takes"
+        raise UserError(where, what, expected="a library for this TensorRT, with plugins that are not registered yet")
     return OtherLibrary(path.name, digest(path), brought)
 
 

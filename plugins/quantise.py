@@ -38,12 +38,9 @@ def refuse_not_finite(weight: Tensor, where: str) -> None:
     wide = weight.detach().float()
     bad = int((~wide.isfinite()).sum())
     if bad:
-        raise UserError(
-            where,
-            f"cannot be quantised: {bad} of {wide.numel()} weights are NaN, or infinite in float32",
-            expected="finite weights",
-            fix="Mend the model, or leave the block in its own type.",
-        )
+        what = f"cannot be quantised: {bad} of {wide.numel()} weights are NaN, or infinite in float32"
+        expected = "finite weights"
+        raise UserError(where, what, expected=expected, fix="Mend the model, or leave the block in its own type.")
 
 
 def rounded(wide: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:

@@ -199,12 +199,8 @@ def profile(
     several = list(data) if isinstance(data, Iterable) and not isinstance(data, kinds) else [data]
     for each in several:
         if not isinstance(each, kinds):
-            raise UserError(
-                "data",
-                "is not data to run a model on",
-                got=type(each).__name__,
-                expected="a path, tensors or arrays by the names of inputs, or several of these",
-            )
+            expected = "a path, tensors or arrays by the names of inputs, or several of these"
+            raise UserError("data", "is not data to run a model on", got=type(each).__name__, expected=expected)
     sources = [each if isinstance(each, Mapping) else Path(each) for each in several]
     with _given(ProfileOptions, model, options) as (path, progress, given):
         made = ProfileOptions(path, _output(output), **given)

@@ -54,13 +54,9 @@ def register() -> None:
                 put = converters.dynamo_tensorrt_converter(op, capability_validator=takes, supports_dynamic_shapes=True)
                 put(convert)
     except (ImportError, AttributeError, TypeError) as error:  # another release
-        raise UserError(
-            TORCH_TENSORRT.user,
-            f"{TORCH_TENSORRT.title} does not take converters of twellc ({first_line(error)})",
-            got=TORCH_TENSORRT.version(),
-            expected=TORCH_TENSORRT.tried(),
-            fix=f"Install it: pip install 'twellc[{TORCH_TENSORRT.extra}]'.",
-        ) from error
+        what = f"{TORCH_TENSORRT.title} does not take converters of twellc ({first_line(error)})"
+        got, fix = TORCH_TENSORRT.version(), f"Install it: pip install 'twellc[{TORCH_TENSORRT.extra}]'."
+        raise UserError(TORCH_TENSORRT.user, what, got=got, expected=TORCH_TENSORRT.tried(), fix=fix) from error
 
 
 def takes(node: Node, _settings: object = None) -> bool:

@@ -24,12 +24,9 @@ def import_modules(names: Iterable[str]) -> None:
             with uninterrupted():  # native modules do not survive an interrupt while they are imported
                 importlib.import_module(name)
         except Exception as error:  # a module's code raises what it likes
-            raise UserError(
-                f"--import {name}",
-                f"cannot be imported ({first_line(error)})",
-                expected="the name of a module, such as torchvision",
-                fix="Name the folder that it stands in by PYTHONPATH." if isinstance(error, ImportError) else "",
-            ) from error
+            where, what = f"--import {name}", f"cannot be imported ({first_line(error)})"
+            fix = "Name the folder that it stands in by PYTHONPATH." if isinstance(error, ImportError) else ""
+            raise UserError(where, what, expected="the name of a module, such as torchvision", fix=fix) from error
 
 
 @dataclass(frozen=True)

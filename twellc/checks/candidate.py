@@ -95,12 +95,9 @@ def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], No
     progress("reading the manifest")
     manifest = read_manifest(plan)
     if manifest.plugins.libraries:
-        raise UserError(
-            str(plan),
-            "holds plugins of other people, which the float64 model cannot compute",
-            got=", ".join(f"{name} ({each.file})" for each in manifest.plugins.libraries for name in each.names),
-            fix="Check the model without them; compare this plan's outputs by hand.",
-        )
+        where, what = str(plan), "holds plugins of other people, which the float64 model cannot compute"
+        got = ", ".join(f"{name} ({each.file})" for each in manifest.plugins.libraries for name in each.names)
+        raise UserError(where, what, got=got, fix="Check the model without them; compare this plan's outputs by hand.")
     settings: dict[str, Any] = manifest.settings.to_json()
     _refuse_foreign(options, settings)
     assert manifest.backend is not None and manifest.plan is not None  # see read_manifest
@@ -141,11 +138,8 @@ def _graph_made_again(options: CheckOptions, manifest: Manifest, folder: Path, p
     """
     plan, settings = options.candidate, manifest.settings
     if settings.calibration is not None and options.calibration is None:
-        raise UserError(
-            str(plan),
-            "was compiled with a profile, which is needed to make its graph again",
-            fix="Give it with --calibration PROFILE; or compile again, and keep the graph with --onnx.",
-        )
+        fix = "Give it with --calibration PROFILE; or compile again, and keep the graph with --onnx."
+        raise UserError(str(plan), "was compiled with a profile, which is needed to make its graph again", fix=fix)
     noted = {name: value for name, value in settings.to_json().items() if name != "cache"}
     asked: dict[str, Any] = {"linear_taken": [], **noted}
     asked["dtype"] = settings.dtype if settings.dtype in DTYPES else None  # of a graph that was left as it is
@@ -157,11 +151,8 @@ def _graph_made_again(options: CheckOptions, manifest: Manifest, folder: Path, p
     # Its name is in the graph where weights stand in another file.
     written = save_onnx(translation.graph, folder / (manifest.onnx.file or UNKEPT_GRAPH))
     if digest(*written) != manifest.onnx.sha256:
-        raise UserError(
-            str(plan),
-            f"was not built from {options.model} by this version of twellc",
-            fix="Compile again, and keep the graph with --onnx to check a plan later.",
-        )
+        what = f"was not built from {options.model} by this version of twellc"
+        raise UserError(str(plan), what, fix="Compile again, and keep the graph with --onnx to check a plan later.")
     return written[0]
 
 
@@ -173,11 +164,8 @@ def _refuse_foreign(options: CheckOptions, settings: dict[str, Any]) -> None:
     """
     ranks, sha256, path = settings.get("tensor_parallel"), settings.get("calibration"), options.calibration
     if ranks is not None:
-        raise UserError(
-            str(options.candidate),
-            f"computes a part of the model, for one of {ranks} GPUs",
-            fix="Check the model compiled without --tensor-parallel; benchmarks/tensor_parallel.py compares the ranks.",
-        )
+        fix = "Check the model compiled without --tensor-parallel; benchmarks/tensor_parallel.py compares the ranks."
+        raise UserError(str(options.candidate), f"computes a part of the model, for one of {ranks} GPUs", fix=fix)
     if path is None:
         return
     where, expected = f"--calibration {path}", f"the profile that {options.candidate} was compiled with"

@@ -176,11 +176,8 @@ def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None])
     except (IndexError, RuntimeError) as error:  # torch's own; random inputs are made so that they fit
         if options.arrays is None:
             raise
-        raise UserError(
-            f"--inputs {options.arrays}",
-            f"the model fails on these inputs ({first_line(error)})",
-            fix="Check their values, such as indices into tables.",
-        ) from error
+        where, fix = f"--inputs {options.arrays}", "Check their values, such as indices into tables."
+        raise UserError(where, f"the model fails on these inputs ({first_line(error)})", fix=fix) from error
     text = None
     if predicts_next:
         ids = [sample["input_ids"].long() for sample in samples]

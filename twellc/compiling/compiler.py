@@ -89,12 +89,8 @@ def compile_model(
         if backend == "tensorrt":
             refuse_eight_bits(translation.layers, translation.linear, compute_capability())
         if options.triton is not None and options.tensor_parallel > 1 and len(translation.profiles) > 1:
-            raise UserError(
-                "--profile",
-                "Triton runs plans for several GPUs with one optimization profile",
-                got=f"{len(translation.profiles)} profiles",
-                fix="Give one that holds all shapes.",
-            )
+            where, got, fix = "--profile", f"{len(translation.profiles)} profiles", "Give one that holds all shapes."
+            raise UserError(where, "Triton runs plans for several GPUs with one optimization profile", got=got, fix=fix)
         if options.onnx is not None:
             for name in itertools.chain.from_iterable(graph.files[1:] for graph in translation.graphs):
                 outputs.check(WEIGHTS, options.onnx.with_name(name))

@@ -64,12 +64,9 @@ class Destinations:
                 raise UserError(f"{option} {path}", f"is the same file as {twin}")
             refuse_replacing(option, path, (options.calibration, options.prune_check))
         if self.stale and not options.overwrite:
-            raise UserError(
-                f"--tensor-parallel {options.tensor_parallel}",
-                "an earlier compilation for more GPUs wrote to the same place",
-                got=first_few([path.name for path in self.stale]),
-                fix="Add --overwrite to remove these files.",
-            )
+            where = f"--tensor-parallel {options.tensor_parallel}"
+            got, fix = first_few([path.name for path in self.stale]), "Add --overwrite to remove these files."
+            raise UserError(where, "an earlier compilation for more GPUs wrote to the same place", got=got, fix=fix)
         files = list(options.model.iterdir()) if options.model.is_dir() else []
         folder = Path(os.path.realpath(options.model))
         files += [path for _, path in self._paths() if any(folder in place.parents for place in places(path))]

@@ -272,11 +272,8 @@ class _UpProjection:
         """
         if self._is_eager:
             if self._block.training is not None and self._saving != _saving():
-                raise UserError(
-                    self._where,
-                    "its down projection runs in a checkpoint, and its up projection outside of it",
-                    fix="Checkpoint activations of whole layers, or of whole blocks.",
-                )
+                what = "its down projection runs in a checkpoint, and its up projection outside of it"
+                raise UserError(self._where, what, fix="Checkpoint activations of whole layers, or of whole blocks.")
             self._refuse_another_x()
             if self._autocast != self._autocast_now():
                 return None
@@ -292,11 +289,8 @@ class _UpProjection:
 
     def _refuse_another_x(self) -> None:
         if self._version is not None and self._version != self._x._version:
-            raise UserError(
-                self._where,
-                "what its up projection reads was changed in place before its down projection",
-                fix="Run it without twellc.optimize, or leave this layer out by layers=REGEX.",
-            )
+            where, what = self._where, "what its up projection reads was changed in place before its down projection"
+            raise UserError(where, what, fix="Run it without twellc.optimize, or leave this layer out by layers=REGEX.")
 
 
 # ---- what a block computes ----

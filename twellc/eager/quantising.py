@@ -108,11 +108,8 @@ def _errors(module: nn.Module, blocks: Sequence[FoundBlock], samples: Iterable[A
             _call(module, sample)
             calls += 1
     if not calls:
-        raise UserError(
-            "fp8_error",
-            "there is nothing to measure it on",
-            fix="Give twellc.optimize samples: what the module is called with, each a tensor, a tuple or a dict.",
-        )
+        fix = "Give twellc.optimize samples: what the module is called with, each a tensor, a tuple or a dict."
+        raise UserError("fp8_error", "there is nothing to measure it on", fix=fix)
     return [each.error for each in watches]
 
 

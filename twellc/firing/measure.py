@@ -88,11 +88,8 @@ class ProgramObserver:
         flags = torch.stack([counter.nan for counter in self.counters.values()]).tolist()
         for module, is_nan in zip(self._modules.values(), flags, strict=True):
             if is_nan:
-                raise UserError(
-                    f"layer {module}",
-                    f"its activations are NaN for {where}",
-                    fix="Check the data and the model's weights; where float16 overflows, --dtype bf16 helps.",
-                )
+                fix = "Check the data and the model's weights; where float16 overflows, --dtype bf16 helps."
+                raise UserError(f"layer {module}", f"its activations are NaN for {where}", fix=fix)
 
     @property
     def tokens(self) -> int:

@@ -173,13 +173,9 @@ class FiringProfile:
 def refuse_other_model(where: str, profile: FiringProfile, sha256: str, name: str) -> None:
     """Raise a UserError if a profile is of another model than the one with this fingerprint."""
     if profile.model.sha256 != sha256:
-        raise UserError(
-            where,
-            "is a profile of another model, or the model has changed since",
-            got=f"{profile.model.name}, SHA-256 {profile.model.sha256[:12]}…",
-            expected=f"{name}, {sha256[:12]}…",
-            fix="Profile this model with `twellc profile`.",
-        )
+        what = "is a profile of another model, or the model has changed since"
+        got, expected = f"{profile.model.name}, SHA-256 {profile.model.sha256[:12]}…", f"{name}, {sha256[:12]}…"
+        raise UserError(where, what, got=got, expected=expected, fix="Profile this model with `twellc profile`.")
 
 
 def _form(profile: FiringProfile) -> list[tuple[str, str, str, int]]:
@@ -236,13 +232,9 @@ def _read(path: Path, where: str) -> FiringProfile:
     if metadata.get("format") != FORMAT:
         raise UserError(where, "is not a profile of twellc", expected="a file that `twellc profile` wrote", fix=_FIX)
     if not _is_ours(metadata):
-        raise UserError(
-            where,
-            "the profile is of another version of the format",
-            got=str(metadata.get("version")),
-            expected=str(VERSION),
-            fix="Use the twellc that made it, or run `twellc profile` again.",
-        )
+        what = "the profile is of another version of the format"
+        fix = "Use the twellc that made it, or run `twellc profile` again."
+        raise UserError(where, what, got=str(metadata.get("version")), expected=str(VERSION), fix=fix)
     try:
         return _of_content(of_json(_Content, parse_json(metadata.get("profile", ""))), tensors)
     except ValueError as error:

@@ -76,11 +76,8 @@ def _refuse_model_files(output: Path, model: Path) -> None:
     same = os.path.realpath(output) == os.path.realpath(model)
     inside = model.is_dir() and os.path.realpath(output.parent) == os.path.realpath(model)
     if same or (inside and (output.exists() or output.suffix in (".json", ".safetensors", ".npz"))):
-        raise UserError(
-            f"--output {output}",
-            "belongs to the model, or stands among its files",
-            fix="Write to another place, or to a name that ends in .profile.",
-        )
+        what = "belongs to the model, or stands among its files"
+        raise UserError(f"--output {output}", what, fix="Write to another place, or to a name that ends in .profile.")
 
 
 def _profile(
@@ -171,11 +168,8 @@ def _run(
             with _memory_of(device, "Use a smaller --batch or --sequence."):
                 observer.run(batch.inputs, batch.counted, where)
         except (IndexError, RuntimeError) as error:  # torch's own
-            raise UserError(
-                where,
-                f"the model fails on this data ({first_line(error)})",
-                fix="Check its values, such as indices into tables.",
-            ) from error
+            fix = "Check its values, such as indices into tables."
+            raise UserError(where, f"the model fails on this data ({first_line(error)})", fix=fix) from error
         before = sources.get(batch.source, DataSource(name, kind, 0, 0))
         sources[batch.source] = replace(
             before, sequences=before.sequences + batch.sequences, tokens=before.tokens + batch.tokens

@@ -291,12 +291,9 @@ def compile_options(
         if onnx is None and output is not None and output.suffix == ".onnx":
             onnx, output = output, None
         if onnx is None:
-            raise UserError(
-                "--backend none",
-                "stops at ONNX, and no ONNX file is named",
-                got="" if output is None else str(output),
-                fix="Add --onnx FILE." if output is None else "Call it FILE.onnx, or build a plan.",
-            )
+            got = "" if output is None else str(output)
+            fix = "Add --onnx FILE." if output is None else "Call it FILE.onnx, or build a plan."
+            raise UserError("--backend none", "stops at ONNX, and no ONNX file is named", got=got, fix=fix)
         if output is not None:
             raise UserError("--output", "no plan is built", got="--backend none", fix="Leave one out.")
     elif output is None:
@@ -321,12 +318,8 @@ def _refuse_samples(options: CompileOptions) -> None:
     if options.fp8_error is None and sources:
         raise UserError(sources[0], "the model is run only to measure eight bits", fix="Add --fp8-error SHARE.")
     if options.fp8_error is not None and len(sources) != 1:
-        raise UserError(
-            f"--fp8-error {options.fp8_error}",
-            "is measured on samples",
-            got=" and ".join(sources) or "none",
-            expected="one of --inputs and --text",
-        )
+        what, got = "is measured on samples", " and ".join(sources) or "none"
+        raise UserError(f"--fp8-error {options.fp8_error}", what, got=got, expected="one of --inputs and --text")
 
 
 def _refuse_cache(options: CompileOptions) -> None:

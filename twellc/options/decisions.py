@@ -53,13 +53,9 @@ def refuse_calibration(options: DecisionOptions, target: str) -> None:
     """Raise `UserError` if a calibration is given for something that has no use for one."""
     refuse_pruning(options)
     if options.calibration is not None:
-        raise UserError(
-            f"--calibration {options.calibration}",
-            "only a model that twellc traces can be calibrated",
-            got=target,
-            expected="a torch.export archive, a Hugging Face directory, a pickled module or a sparse autoencoder",
-            fix="Leave it out.",
-        )
+        where, what = f"--calibration {options.calibration}", "only a model that twellc traces can be calibrated"
+        expected = "a torch.export archive, a Hugging Face directory, a pickled module or a sparse autoencoder"
+        raise UserError(where, what, got=target, expected=expected, fix="Leave it out.")
 
 
 def refuse_decisions(options: DecisionOptions, target: str) -> None:

@@ -28,12 +28,8 @@ def parse_input(text: str) -> InputDeclaration:
     """
     found = re.fullmatch(r"([A-Za-z_]\w*):(\w+)\[([\w, ]*)\]", text)
     if found is None or found[2] not in _DTYPES:
-        raise UserError(
-            "--input",
-            "not an input",
-            got=repr(text),
-            expected=f"NAME:DTYPE[DIM,...] with a dtype of {', '.join(_DTYPES)} and dims that are sizes or names",
-        )
+        expected = f"NAME:DTYPE[DIM,...] with a dtype of {', '.join(_DTYPES)} and dims that are sizes or names"
+        raise UserError("--input", "not an input", got=repr(text), expected=expected)
     dims = [dim.strip() for dim in found[3].split(",")] if found[3].strip() else []
     shape = tuple(parse_size(dim) if re.fullmatch("[0-9]+", dim) else dim for dim in dims)
     if not all(dim.isidentifier() if isinstance(dim, str) else 1 <= dim <= LARGEST_SIZE for dim in shape):

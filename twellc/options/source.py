@@ -117,13 +117,8 @@ def refuse_choices(padding: str | None, logits: str | None, target: str) -> None
 def refuse_tracing(options: TracingOptions, target: str) -> None:
     """Raise `UserError` if something is asked for of a model that is compiled already and is not traced."""
     if options.dtype is not None:
-        raise UserError(
-            f"--dtype {options.dtype}",
-            "what is compiled keeps its precision",
-            got=target,
-            expected="a model",
-            fix="Leave it out.",
-        )
+        what = "what is compiled keeps its precision"
+        raise UserError(f"--dtype {options.dtype}", what, got=target, expected="a model", fix="Leave it out.")
     refuse_choices(options.padding, options.logits, target)
 
 

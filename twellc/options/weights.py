@@ -47,9 +47,5 @@ def refuse_weight_type(options: WeightTypeOptions, target: str) -> None:
 def refuse_weights(options: WeightOptions) -> None:
     """Raise `UserError` if a largest error of eight bits is given and nothing is quantised."""
     if options.fp8_error is not None and options.weights == KEEP:
-        raise UserError(
-            f"--fp8-error {options.fp8_error}",
-            "no weights are quantised",
-            got=f"--weights {options.weights}",
-            fix=f"Add --weights {FP8}, or leave it out.",
-        )
+        what, got = "no weights are quantised", f"--weights {options.weights}"
+        raise UserError(f"--fp8-error {options.fp8_error}", what, got=got, fix=f"Add --weights {FP8}, or leave it out.")

@@ -46,12 +46,8 @@ class TwellForCausalLM(TransformersForCausalLM):
         register_model()
         config = vllm_config.model_config.hf_config
         if vllm_config.model_config.is_moe:
-            raise UserError(
-                ARCHITECTURE,
-                "a mixture of experts has no blocks that twellc runs",
-                got=config.model_type,
-                fix="Serve it without --hf-overrides.",
-            )
+            what = "a mixture of experts has no blocks that twellc runs"
+            raise UserError(ARCHITECTURE, what, got=config.model_type, fix="Serve it without --hf-overrides.")
         # By transformers' own name vLLM finds how checkpoints name their weights.
         own = causal_lm_classes().get(config.model_type)
         with _changed(config, architectures=[own] if own else config.architectures):
