@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from twellc.base.errors import UserError
 from twellc.generation.backend import Backend
@@ -186,9 +185,11 @@ class Decoder:
             self._last.fill_(places - 1)
             self._tokens.copy_(torch.stack([row[-1] for row in rows]))
             self._values[: len(values)] = torch.tensor(values, dtype=torch.float64)
-            # Behind the end of a row stands anything.
-            padded = pad_sequence([row[:-1] for row in rows], batch_first=True).to(backend.device)
-            for start in range(0, max(lengths) - 1, backend.chunk):
+            # Behind its end a row goes on with its last token: no other one, whose keys may be NaN, is in its cache.
+            width = max(lengths) - 1
+            ends = [torch.arange(width).clamp(max=length - 1) for length in lengths]
+            padded = torch.stack([row[end] for row, end in zip(rows, ends, strict=True)]).to(backend.device)
+            for start in range(0, width, backend.chunk):
                 backend.fill(padded[:, start : start + backend.chunk], start)
 
     def _run(self, call: int, count: int, choice: Choice, watch: Stopwatch) -> Iterator[list[int]]:

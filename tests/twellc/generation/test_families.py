@@ -263,17 +263,20 @@ def test_one_cache_serves_calls_of_several_sizes(pair: Pair) -> None:
         assert torch.equal(ours.generate(input_ids, max_new_tokens=9), expected)
 
 
-def test_a_nan_of_an_earlier_call(family: Family) -> None:
-    """What a token has left in the cache that the model cannot compute reaches no later call, as a plan or in torch."""
+def test_tokens_that_the_model_cannot_compute(family: Family) -> None:
+    """What they leave in the cache reaches no later call, and none stands behind the end of a row."""
     folder, model = family("llama")
     with torch.no_grad():
-        model.model.embed_tokens.weight[90] = torch.nan
+        model.model.embed_tokens.weight[[0, 90]] = torch.nan
     models.save(model, folder, torch.float32)
-    ours = made(folder, model)
-    for each in (ours, by_a_plan(folder, 1, ours.generation_config, 96)):
-        expected = each.generate(torch.tensor([[5, 6]]), max_new_tokens=5)
+    ours, prompt = made(folder, model), torch.tensor([5, 6])
+    for each in (ours, by_a_plan(folder, 2, ours.generation_config, 96)):
+        expected = each.generate(prompt[None], max_new_tokens=5)
         each.generate(torch.full((1, 9), 90), max_new_tokens=5)
-        assert torch.equal(each.generate(torch.tensor([[5, 6]]), max_new_tokens=5), expected)
+        assert torch.equal(each.generate(prompt[None], max_new_tokens=5), expected)
+        longer = torch.tensor([[0, 0, 0, 5, 6], [7, 8, 9, 10, 11]])
+        found = each.generate(longer, attention_mask=longer.clamp(max=1), max_new_tokens=5)
+        assert torch.equal(found[:1, 3:], expected)
 
 
 def test_criteria_and_streamers_of_transformers(pair: Pair) -> None:
