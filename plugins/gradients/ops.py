@@ -163,9 +163,9 @@ def register_gradients(op: OpOverload, variant: Variant) -> None:
         if torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in given):
             operands, options = block_call_of(variant, arguments, named)
             if operands.scales():
-                raise NotImplementedError("twell: a block with weights in eight bits has no gradients")
+                raise NotImplementedError("twell: a block with weights in eight bits has no gradients: use torch.no_grad()")
             if operands.thresholds is not None:
-                raise NotImplementedError("twell: a block with a threshold for each neuron has no gradients")
+                raise NotImplementedError("twell: a block with a threshold for each neuron has no gradients: use torch.no_grad()")
             operands, options = without_norm(operands, options)
             hot = options.hot if options.hot == operands.w_up.shape[0] else options.hot // 8 * 8
             return train_forward(operands, options, Step(hot=hot))[0]
