@@ -183,7 +183,10 @@ def _read_arrays(file: Path) -> _Stored:
         with np.load(file, allow_pickle=False) as arrays:
             weights = {name: torch.from_numpy(arrays[name]) for name in arrays}
     except Exception as error:  # numpy and zipfile raise what they like for a damaged file
-        raise UserError(str(file), f"is not a whole npz file ({first_line(error)})") from error
+        expected = "arrays of numbers as numpy.savez writes them; pickled objects are never loaded"
+        raise UserError(
+            str(file), f"cannot be read as an .npz file ({first_line(error)})", expected=expected
+        ) from error
     return _of_gemma_scope(file, weights)
 
 

@@ -253,8 +253,8 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda folder: qwen_scope(folder, weights(W_enc=torch.randn(D_IN, D_SAE, 1))),
         "do not fit each other",
     ),
-    "cut": (cut_npz, "is not a whole npz file"),
-    "pickled": (pickled_array, "is not a whole npz file"),
+    "cut": (cut_npz, "cannot be read as an .npz file"),
+    "pickled": (pickled_array, "pickled objects are never loaded"),
     "no k": (nameless, "stands in no file; expected a folder named as the repository"),
 }
 
