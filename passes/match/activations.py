@@ -69,8 +69,10 @@ def parse_activation(node: Node, strip: Callable[[Node], Node]) -> Activation | 
     """
     squared = square_of(node)
     if squared is not None:
-        inner = _parse_relu(strip(squared))
-        return None if inner is None else Activation("relu2", 0.0, inner.pre, (node, *inner.nodes))
+        inner = _parse_simple(strip(squared))
+        if inner is not None and inner.name == "relu":
+            return Activation("relu2", 0.0, inner.pre, (node, *inner.nodes))
+        return None
     return _parse_product_with_relu(node, strip) or _parse_simple(node)
 
 
