@@ -122,11 +122,12 @@ def in_eight_bits(tensor: gs.Tensor) -> EightBits | None:
         return None
     node = tensor.inputs[0]
     values = [constant_values(each) for each in node.inputs if each.name]
-    known = [to_torch(each) for each in values if each is not None]
-    if len(known) < max(len(values), 2) or int(node.attrs.get("block_size", 0)):
+    known = [each for each in values if each is not None]
+    kinds = [dtype_of(each.dtype) for each in known]
+    if len(known) < max(len(values), 2) or kinds[0] != EIGHT_BITS or None in kinds or node.attrs.get("block_size"):
         return None
-    q, scale, *zero = known
-    if q.dtype != EIGHT_BITS or any(bool(each.float().any()) for each in zero):
+    q, scale, *zero = map(to_torch, known)
+    if any(bool(each.float().any()) for each in zero):
         return None
     if scale.dim() == 1 and int(node.attrs.get("axis", 1)) % 2 == 0:
         scale = scale[:, None]

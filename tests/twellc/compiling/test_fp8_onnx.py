@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -16,6 +17,7 @@ from tests.onnx_graphs import D_FF, D_MODEL, D_OUT, GraphMaker, gated
 from tests.twellc.test_cli import failed
 from twellc.base.arrays import to_numpy, to_torch
 from twellc.checks.evaluator import OnnxEvaluator
+from twellc.passes.onnx.ffn import find_onnx_blocks
 from twellc.plugins.quantise import quantise
 
 
@@ -84,6 +86,22 @@ def test_scales_of_groups_are_dequantised_and_said(tmp_path: Path) -> None:
     said = "3 weights that the model has in eight bits are dequantised: gate.q, up.q, down.q"
     assert said in manifest.notes and said in twellc.inspect(tmp_path / "m.onnx").description.notes
     assert twellc.check(tmp_path / "m.onnx", tmp_path / "o.onnx").within
+
+
+@pytest.mark.parametrize("kind", [ml_dtypes.int4, ml_dtypes.float8_e5m2])
+def test_weights_of_other_types_are_dequantised(kind: Any) -> None:
+    make, numbers = GraphMaker("bf16", opset=21), np.random.default_rng(0)
+
+    def weight(name: str, d_in: int, d_out: int) -> str:
+        levels = make.constant(numbers.integers(-7, 8, (d_in, d_out)), name, dtype=kind)
+        return str(make.node("DequantizeLinear", levels, make.constant(0.1, f"{name}.s")))
+
+    gate, up = (make.node("MatMul", "x", weight(name, D_MODEL, D_FF)) for name in ("gate", "up"))
+    hidden = make.node("Mul", make.node("Relu", gate), up)
+    found = find_onnx_blocks(
+        make.model(make.node("MatMul", hidden, weight("down", D_FF, D_OUT))), torch.bfloat16, "all"
+    )
+    assert [layer.reason for layer in found.layers] == ["matches"]
 
 
 @pytest.mark.usefixtures("cli")
