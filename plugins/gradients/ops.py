@@ -162,10 +162,9 @@ def register_gradients(op: OpOverload, variant: Variant) -> None:
         refuse_forward_mode(given)
         if torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in given):
             operands, options = block_call_of(variant, arguments, named)
-            if operands.scales():
-                raise NotImplementedError("twell: a block with weights in eight bits has no gradients: use torch.no_grad()")
-            if operands.thresholds is not None:
-                raise NotImplementedError("twell: a block with a threshold for each neuron has no gradients: use torch.no_grad()")
+            of = "weights in eight bits" if operands.scales() else "a threshold for each neuron"
+            if operands.scales() or operands.thresholds is not None:
+                raise NotImplementedError(f"twell: a block with {of} has no gradients: use torch.no_grad()")
             operands, options = without_norm(operands, options)
             hot = options.hot if options.hot == operands.w_up.shape[0] else options.hot // 8 * 8
             return train_forward(operands, options, Step(hot=hot))[0]
