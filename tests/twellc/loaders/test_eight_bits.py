@@ -168,8 +168,8 @@ def test_a_program_has_the_bytes(folder: Path) -> None:
     narrow = [row.weights is not None and row.weights.bits == 8 for row in rewritten.linear]
     assert narrow == [True] * 4 + [False] and rewritten.linear[-1].modules == ["lm_head"]
     said = "{} weights that the model has in eight bits are dequantised: "
-    for options, count in (({"layers": "none"}, 14), ({"layers": "all"}, 8), ({"linear": "twell"}, 0)):
-        notes = twellc.inspect(folder, **options).description.notes
+    for layers, linear, count in (("none", "tensorrt", 14), ("all", "tensorrt", 8), ("all", "auto", 0)):
+        notes = twellc.inspect(folder, layers=layers, linear=linear).description.notes
         assert any(note.startswith(said.format(count)) for note in notes) == (count > 0)
     held = [each for each in rewritten.program.state_dict.values() if each.dtype == EIGHT_BITS]
     for name in ("gate_proj.weight", "up_proj.weight", "down_proj.weight"):
