@@ -28,12 +28,11 @@ import session
 import torch
 from torch import Tensor
 
-from twellc.base.torch_private import scaled_mm
+from twellc.benchmarking.forms import Fp8Linear
 from twellc.features import Features, decode, encode
 from twellc.plugins.block import BlockOptions, Operands
-from twellc.plugins.meaning import EIGHT_BITS
 from twellc.plugins.ops import run_block
-from twellc.plugins.quantise import LARGEST, quantise
+from twellc.plugins.quantise import quantise
 
 CHECKED_TOKENS = 8
 CALLS = 4  # that are timed together
@@ -46,7 +45,7 @@ IN_GRAPH = " in a graph"
 class Sae:
     """An autoencoder: w_enc [d_ff, d_model], b_enc and thresholds [d_ff], w_dec [d_ff, d_model], b_dec [d_model].
 
-    A w_enc of E4M3 has a scale for each neuron, and the dense rival another w_dec, [d_model, d_ff], with scales.
+    A w_enc of E4M3 has a scale for each neuron; `narrow` is encoder and decoder of the dense rival, in eight bits both.
     """
 
     w_enc: Tensor
@@ -55,7 +54,7 @@ class Sae:
     w_dec: Tensor
     b_dec: Tensor
     w_enc_scale: Tensor | None = None
-    narrow_dec: tuple[Tensor, Tensor] | None = None
+    narrow: tuple[Fp8Linear, Fp8Linear] | None = None
 
     @classmethod
     def draw(cls, d_model: int, d_ff: int, active: int, narrow: bool = False) -> Sae:
@@ -70,8 +69,8 @@ class Sae:
         others = normal(d_ff).mul_(0.01), thresholds, normal(d_ff, d_model), normal(d_model)
         if not narrow:
             return cls(w_enc, *others)
-        w_enc, scale = quantise(w_enc, "neuron")
-        return cls(w_enc, *others, scale, quantise(others[2].t().contiguous(), "neuron"))
+        q, scale = quantise(w_enc, "neuron")
+        return cls(q, *others, scale, (Fp8Linear(w_enc), Fp8Linear(others[2].t().contiguous())))
 
     def rows(self, which: Tensor | slice) -> Tensor:
         """Return what rows of w_enc are worth, in float32."""
@@ -103,34 +102,22 @@ class Sae:
 
     def by_dense(self, x: Tensor) -> Tensor:
         """Compute it by dense products, between which torch.compile fuses all."""
-        enc, dec = [self.w_enc], [self.w_dec]
-        if self.w_enc_scale is not None and self.narrow_dec is not None:
-            enc, dec = [self.w_enc, self.w_enc_scale], list(self.narrow_dec)
-        function = _dense if len(enc) == 1 else _dense_fp8
-        y: Tensor = _compiled(function)(x, *enc, self.b_enc, self.thresholds, *dec, self.b_dec)
+        biases = self.b_enc, self.thresholds, self.b_dec
+        function = functools.partial(_compiled(_dense), x, self.w_enc, self.w_dec)
+        if self.narrow is not None:
+            function = functools.partial(_compiled(_dense_fp8), x, *self.narrow)
+        y: Tensor = function(*biases)
         return y
 
 
-def _dense(x: Tensor, w_enc: Tensor, b_enc: Tensor, thresholds: Tensor, w_dec: Tensor, b_dec: Tensor) -> Tensor:
+def _dense(x: Tensor, w_enc: Tensor, w_dec: Tensor, b_enc: Tensor, thresholds: Tensor, b_dec: Tensor) -> Tensor:
     z = torch.nn.functional.linear(x, w_enc, b_enc)
     return torch.addmm(b_dec, torch.relu(z) * (z > thresholds), w_dec)
 
 
-def _rows_in_eight_bits(x: Tensor) -> tuple[Tensor, Tensor]:
-    scale = (x.float().abs().amax(1, keepdim=True) / LARGEST).clamp(min=1e-30)
-    return (x.float() / scale).to(EIGHT_BITS), scale
-
-
-def _dense_fp8(
-    x: Tensor, w_enc: Tensor, enc_scale: Tensor, b_enc: Tensor, thresholds: Tensor, w_dec: Tensor, dec_scale: Tensor,
-    b_dec: Tensor,
-) -> Tensor:  # fmt: skip
-    fast: dict[str, Any] = {"out_dtype": x.dtype, "use_fast_accum": True}
-    x8, x_scale = _rows_in_eight_bits(x)
-    z = scaled_mm(x8, w_enc.t(), x_scale, enc_scale.t(), bias=b_enc, **fast)
-    h8, h_scale = _rows_in_eight_bits(torch.relu(z) * (z > thresholds))
-    y: Tensor = scaled_mm(h8, w_dec.t(), h_scale, dec_scale.t(), bias=b_dec, **fast)
-    return y
+def _dense_fp8(x: Tensor, enc: Fp8Linear, dec: Fp8Linear, b_enc: Tensor, thresholds: Tensor, b_dec: Tensor) -> Tensor:
+    z = enc(x) + b_enc  # not every cuBLAS adds biases behind scales for rows
+    return dec(torch.relu(z) * (z > thresholds)) + b_dec
 
 
 @functools.cache
