@@ -102,11 +102,9 @@ class Sae:
 
     def by_dense(self, x: Tensor) -> Tensor:
         """Compute it by dense products, between which torch.compile fuses all."""
-        biases = self.b_enc, self.thresholds, self.b_dec
-        function = functools.partial(_compiled(_dense), x, self.w_enc, self.w_dec)
-        if self.narrow is not None:
-            function = functools.partial(_compiled(_dense_fp8), x, *self.narrow)
-        y: Tensor = function(*biases)
+        layers: tuple[Any, Any] = self.narrow or (self.w_enc, self.w_dec)
+        function = _compiled(_dense if self.narrow is None else _dense_fp8)
+        y: Tensor = function(x, *layers, self.b_enc, self.thresholds, self.b_dec)
         return y
 
 

@@ -28,19 +28,18 @@ def quantise(weight: Tensor, kind: str, where: str = "a weight") -> tuple[Tensor
     Raises:
         UserError: A weight is NaN or infinite.
     """
-    wide = weight.detach().float()
-    refuse_not_finite(wide, where)
-    return rounded(wide, _SHARED_AXIS[kind])
+    return rounded(finite(weight, where), _SHARED_AXIS[kind])
 
 
-def refuse_not_finite(weight: Tensor, where: str) -> None:
-    """Fail if a matrix cannot be quantised; see `quantise`."""
+def finite(weight: Tensor, where: str) -> Tensor:
+    """Return a matrix in float32, or fail if it cannot be quantised; see `quantise`."""
     wide = weight.detach().float()
     bad = int((~wide.isfinite()).sum())
     if bad:
         what = f"cannot be quantised: {bad} of {wide.numel()} weights are NaN, or infinite in float32"
         expected = "finite weights"
         raise UserError(where, what, expected=expected, fix="Mend the model, or leave the block in its own type.")
+    return wide
 
 
 def rounded(wide: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from twellc.passes.eight_bits import by_error, relative_error
 from twellc.passes.report import Weights
 from twellc.plugins.block import BlockOptions, WeightOperands
 from twellc.plugins.meaning import hidden_of, output_of
-from twellc.plugins.quantise import quantise, refuse_not_finite
+from twellc.plugins.quantise import finite, quantise
 
 
 def judge(
@@ -43,7 +43,7 @@ def judge(
     for each, fault in zip(blocks, faults, strict=True):
         if not fault:  # before the first of them is changed
             for where, _, parameter in _matrices(each):
-                refuse_not_finite(parameter, where)
+                finite(parameter, where)
     if most is None:
         return [Weights(16, fault) if fault else by_error(None, None) for fault in faults]
     tried = [each for each, fault in zip(blocks, faults, strict=True) if not fault]
