@@ -30,7 +30,7 @@ ATTENTION_NAME, CACHED_ATTENTION_NAME, APPEND_NAME = ATTENTION_NAMES
 
 DTYPES = CODES
 E4M3 = 2  # `weight_dtype` of weights that have scales
-SCALE_FORMS = {"tensor": 0, "neuron": 1, "output": 2}
+SCALE_FORMS = {"tensor": 0, "neuron": 1, "output": 2, "expert": 3}  # the last one of experts alone
 VARIANTS = {"gated": 0, "plain": 1}
 ACTIVATIONS = {"relu": 0, "relu2": 1, "fatrelu": 2, "drelu": 3}
 NORMS = {"none": 0, "rms": 1, "layer": 2}
@@ -120,6 +120,35 @@ class LinearTensors(_Sized):
         *_SIZE_OF_POINTERS,
         *_each(_POINTER, "x weight bias norm_weight norm_bias residual weight_scale"),
         *_each(_POINTER * MAX_SPLITS, "y"),
+    )
+
+
+class ExpertStrides(ctypes.Structure):
+    """Mirror of `twell_expert_strides`."""
+
+    _fields_ = _each(_I64, "expert row")
+
+
+class ExpertsProblem(_Sized):
+    """Mirror of `twell_experts_problem`."""
+
+    _fields_ = (
+        *_SIZE,
+        *_each(_I32, "d_model"),
+        *_each(_I64, "tokens"),
+        *_each(_I32, "experts top d_ff d_out dtype weight_dtype variant activation"),
+        *_each(ctypes.c_float, "threshold"),
+        *_each(_I32, "id_bytes gate_up_scale down_scale"),
+        *_each(ExpertStrides, "gate up down"),
+    )
+
+
+class ExpertsTensors(_Sized):
+    """Mirror of `twell_experts_tensors`."""
+
+    _fields_ = (
+        *_SIZE_OF_POINTERS,
+        *_each(_POINTER, "x gate up down ids weights y gate_scale up_scale down_scale thresholds"),
     )
 
 
@@ -288,12 +317,16 @@ def load() -> ctypes.CDLL:
         UserError: The library is missing, cannot be loaded, or is of another version than this package.
     """
     problem, tensors, run = ctypes.POINTER(Problem), ctypes.POINTER(Tensors), (_POINTER, ctypes.c_size_t, _POINTER)
-    linear = ctypes.POINTER(LinearProblem)
+    linear, experts = ctypes.POINTER(LinearProblem), ctypes.POINTER(ExpertsProblem)
     functions: dict[str, tuple[Any, ...]] = {
         "twell_linear_validate": (ctypes.c_char_p, linear),
         "twell_linear_workspace_bytes": (ctypes.c_size_t, linear),
         "twell_linear": (ctypes.c_int, linear, ctypes.POINTER(LinearTensors), *run),
         "twell_linear_describe": (ctypes.c_size_t, linear, ctypes.POINTER(Device), ctypes.c_char_p, ctypes.c_size_t),
+        "twell_experts_validate": (ctypes.c_char_p, experts),
+        "twell_experts_workspace_bytes": (ctypes.c_size_t, experts),
+        "twell_experts": (ctypes.c_int, experts, ctypes.POINTER(ExpertsTensors), *run),
+        "twell_experts_describe": (ctypes.c_size_t, experts, ctypes.POINTER(Device), ctypes.c_char_p, ctypes.c_size_t),
         "twell_validate": (ctypes.c_char_p, problem),
         "twell_validate_tensors": (ctypes.c_char_p, problem, tensors),
         "twell_get_limits": (None, ctypes.POINTER(Limits)),

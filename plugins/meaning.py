@@ -204,10 +204,15 @@ def check_on_gpu(tensors: Mapping[str, Tensor]) -> None:
             raise ValueError(f"twell: {name} must be on {device}, got {tensor.device}")
 
 
-def check_problem(problem: library.Problem | library.LinearProblem) -> None:
+def check_problem(problem: library.Problem | library.LinearProblem | library.ExpertsProblem) -> None:
     """Raise ValueError if the library refuses a problem."""
     lib = library.load()
-    fault = (lib.twell_validate if isinstance(problem, library.Problem) else lib.twell_linear_validate)(problem)
+    validate = {
+        library.Problem: lib.twell_validate,
+        library.LinearProblem: lib.twell_linear_validate,
+        library.ExpertsProblem: lib.twell_experts_validate,
+    }
+    fault = validate[type(problem)](problem)
     if fault:
         raise ValueError(f"twell: {fault.decode()}")
 

@@ -34,6 +34,7 @@ KERNELS: dict[str, set[str]] = {
     "features": BASE | {MANY + "gate"},
     "training": BASE | {MANY + "gate"},
     "linear": BASE | {"eight_bits", "norm"},
+    "experts": BASE,
 }
 # The files above all folders: the C functions and the table of routes.
 ALLOWED = {**KERNELS, "": {*KERNELS}}

@@ -1,6 +1,7 @@
 #include "check.h"
 #include "dense_block/dense_block.h"
 #include "eight_bits/eight_bits.h"
+#include "experts/experts.h"
 #include "features/features.h"
 #include "few_tokens/few.h"
 #include "host/problem.h"
@@ -103,6 +104,7 @@ size_t twell_internal_configurations(char* text, size_t size) {
     twell::list_eight_bits(rows);
     twell::list_norm(rows);
     twell::list_linear(rows);
+    twell::list_experts(rows);
     twell::list_features(rows);
     return rows.bytes();
 }

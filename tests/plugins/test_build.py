@@ -56,7 +56,7 @@ ENTRIES = {"getCreators", "setLoggerFinder"}
 
 
 def test_exports_are_the_plugin_entry_points_and_the_c_api() -> None:
-    api = declared(*(INCLUDE / f"{name}.h" for name in ("twell", "twell_train", "twell_features")))
+    api = declared(*(INCLUDE / f"{name}.h" for name in ("twell", "twell_train", "twell_features", "twell_experts")))
     assert {"twell_mlp", "twell_train_forward", "twell_encode", "twell_linear"} <= api
     internal = declared(ROOT / "plugins" / "kernels" / "internal.h")  # of the source tree: no package has it
     assert all(name.startswith("twell_internal_") for name in internal)

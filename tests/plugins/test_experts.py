@@ -1,0 +1,203 @@
+"""`torch.ops.twell.experts`: its meaning on a CPU, its kernels on a GPU, against float64."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from twellc.plugins.experts_op import EXPERTS
+
+E4M3 = torch.float8_e4m3fn
+
+
+@dataclass
+class Drawn:
+    """A call of the op. `gate_up` holds gate and up of gated experts, and up of others."""
+
+    x: Tensor
+    gate_up: Tensor
+    down: Tensor
+    ids: Tensor
+    weights: Tensor
+    activation: str = "relu2"
+    gated: bool = False
+    threshold: float = 0.0
+    thresholds: Tensor | None = None
+    scales: tuple[Tensor, Tensor] | None = None  # of gate_up and down
+
+    @property
+    def matrices(self) -> tuple[Tensor, Tensor | None]:
+        """Up and gate, views of gate_up."""
+        d_ff = self.down.shape[1]
+        return (self.gate_up[:, d_ff:], self.gate_up[:, :d_ff]) if self.gated else (self.gate_up, None)
+
+    def scale_of(self, matrix: int) -> Tensor | None:
+        """That of gate (0), up (1) or down (2)."""
+        if self.scales is None:
+            return None
+        scale, d_ff = self.scales[matrix // 2], self.down.shape[1]
+        if matrix < 2 and self.gated and scale.dim() and scale.shape[1] > 1:
+            return scale[:, d_ff:].contiguous() if matrix else scale[:, :d_ff].contiguous()
+        return scale
+
+    def run(self) -> Tensor:
+        """Call the op."""
+        up, gate = self.matrices
+        result: Tensor = EXPERTS(
+            self.x,
+            up,
+            gate,
+            self.down,
+            self.ids,
+            self.weights,
+            self.activation,
+            self.threshold,
+            up_scale=self.scale_of(1),
+            gate_scale=self.scale_of(0) if self.gated else None,
+            down_scale=self.scale_of(2),
+            thresholds=self.thresholds,
+        )
+        return result
+
+    def oracle(self) -> Tensor:
+        """The formula, token by token, in float64."""
+        up, gate = self.matrices
+        y = torch.zeros(self.x.shape[0], self.down.shape[2], dtype=torch.float64)
+
+        def worth(matrix: Tensor, which: int, expert: int) -> Tensor:
+            scale = self.scale_of(which)
+            one = matrix[expert].double()
+            return one if scale is None else one * (scale[expert] if scale.dim() else scale).double()
+
+        for token, experts in enumerate(self.ids.tolist()):
+            row = self.x[token].double()
+            for place, expert in enumerate(experts):
+                if not 0 <= expert < self.down.shape[0]:
+                    continue
+                u = worth(up, 1, expert) @ row
+                z = (u if gate is None else worth(gate, 0, expert) @ row).to(self.x.dtype)
+                cut = self.threshold if self.thresholds is None else self.thresholds[expert].clamp_min(0)
+                g = torch.where(z <= cut, torch.zeros_like(z), z)
+                h = (g * g if self.activation == "relu2" else g).double()
+                if gate is not None:
+                    h = h * (u.relu() if self.activation == "drelu" else u)
+                y[token] += self.weights[token, place].double() * (h @ worth(self.down, 2, expert))
+        return y
+
+
+def draw(
+    tokens: int,
+    experts: int,
+    top: int,
+    widths: tuple[int, int, int] = (16, 24, 32),
+    dtype: torch.dtype = torch.float64,
+    activation: str = "relu2",
+    *,
+    gated: bool = False,
+    scale: str | None = None,
+    seed: int = 0,
+) -> Drawn:
+    """Draw a call. Some ids are out of range, and some experts are there twice in a token."""
+    generator = torch.Generator().manual_seed(seed)
+    d_model, d_ff, d_out = widths
+    x = torch.randn(tokens, d_model, generator=generator).to(dtype)
+    rows = 2 * d_ff if gated else d_ff
+    gate_up = torch.randn(experts, rows, d_model, generator=generator) * d_model**-0.5
+    down = torch.randn(experts, d_ff, d_out, generator=generator) * d_ff**-0.5
+    ids = torch.randint(-1, experts + 1, (tokens, top), generator=generator)
+    weights = torch.rand(tokens, top, generator=generator)
+    scales = None
+    if scale is not None:
+        shapes = {
+            "tensor": ((), ()),
+            "expert": ((experts, 1, 1), (experts, 1, 1)),
+            "row": ((experts, rows, 1), (experts, d_ff, 1)),
+            "output": ((experts, rows, 1), (experts, 1, d_out)),
+        }[scale]
+        first, second = (torch.rand(shape, generator=generator) + 0.5 for shape in shapes)
+        scales = (first, second)
+    weight_dtype = dtype if scale is None else E4M3
+    return Drawn(
+        x, gate_up.to(weight_dtype), down.to(weight_dtype), ids, weights, activation, gated=gated, scales=scales
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_cpu_is_the_formula(data: st.DataObject) -> None:
+    gated = data.draw(st.booleans())
+    activation = data.draw(st.sampled_from(("relu", "relu2", "fatrelu", *(("drelu",) if gated else ()))))
+    call = draw(
+        tokens=data.draw(st.integers(0, 6)),
+        experts=data.draw(st.integers(1, 5)),
+        top=data.draw(st.integers(1, 7)),
+        widths=(data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))),
+        activation=activation,
+        gated=gated,
+        scale=data.draw(st.sampled_from((None, "tensor", "expert", "row", "output"))),
+        seed=data.draw(st.integers(0, 1000)),
+    )
+    if activation == "fatrelu":
+        if data.draw(st.booleans()):
+            call.threshold = 0.4
+        else:
+            call.thresholds = torch.randn(call.down.shape[:2])
+    torch.testing.assert_close(call.run(), call.oracle(), rtol=1e-12, atol=1e-12)
+
+
+def test_sixteen_bits_are_rounded_once() -> None:
+    call = draw(9, 4, 3, dtype=torch.bfloat16, gated=True, activation="relu")
+    torch.testing.assert_close(call.run(), call.oracle().bfloat16(), rtol=1e-2, atol=1e-5)
+
+
+def test_what_takes_no_part_is_not_read() -> None:
+    call = draw(2, 3, 2)
+    call.ids = torch.tensor([[0, 3], [-1, 3]])
+    call.weights[:, 1] = torch.nan
+    y = call.run()
+    assert not y.isnan().any()
+    assert not y[1].any()
+
+
+def test_nan_of_x_reaches_its_row_alone() -> None:
+    call = draw(4, 3, 2)
+    call.ids.fill_(1)
+    call.x[2, 0] = torch.nan
+    nan = call.run().isnan()
+    assert nan[2].all()
+    assert not nan[[0, 1, 3]].any()
+
+
+def test_shapes_are_inferred() -> None:
+    call = draw(5, 3, 2, dtype=torch.bfloat16, gated=True)
+    moved = {name: value.to("meta") for name, value in vars(call).items() if isinstance(value, Tensor)}
+    y = replace(call, **moved).run()
+    assert (y.shape, y.dtype) == ((5, 32), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(2, 3, 16)}, r"x must have 2 dimensions"),
+        ({"x": torch.zeros(5, 17)}, r"x must have shape \(5, 16\)"),
+        ({"down": torch.zeros(3, 25, 32)}, r"down must have shape \(3, 24, 32\)"),
+        ({"weights": torch.zeros(5, 3)}, r"weights must have shape \(5, 2\)"),
+        ({"weights": torch.zeros(5, 2).double()}, r"weights must be torch.float32"),
+        ({"ids": torch.zeros(5, 2)}, r"ids must be torch.int32 or torch.int64"),
+        ({"down": torch.zeros(3, 24, 32).half()}, r"down must be torch.float32 like x"),
+        ({"x": torch.zeros(5, 16, dtype=torch.int32)}, r"x must be of a floating point type"),
+        ({"activation": "silu"}, r"activation must be one of relu, relu2, fatrelu, got 'silu'"),
+        ({"activation": "drelu"}, r"activation must be one of"),
+        ({"threshold": 0.5}, r"threshold must be 0 with activation relu2"),
+        ({"activation": "fatrelu", "threshold": -1.0}, r"threshold must be finite and at least 0, got -1"),
+        ({"thresholds": torch.zeros(3, 24)}, r"thresholds are for fatrelu"),
+        ({"scales": (torch.tensor(1.0), torch.tensor(1.0))}, r"have a scale each, and others none"),
+    ],
+)
+def test_wrong_operands(change: dict[str, object], message: str) -> None:
+    call = replace(draw(5, 3, 2, dtype=torch.float32), **change)
+    with pytest.raises((ValueError, TypeError), match=message):
+        call.run()
