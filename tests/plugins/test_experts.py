@@ -1,6 +1,9 @@
 """`torch.ops.twell.experts`: its meaning on a CPU, its kernels on a GPU, against float64."""
 
+import ctypes
+import itertools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from twellc.plugins import library
 from twellc.plugins.experts_op import EXPERTS
 
 E4M3 = torch.float8_e4m3fn
@@ -201,3 +205,100 @@ def test_wrong_operands(change: dict[str, object], message: str) -> None:
     call = replace(draw(5, 3, 2, dtype=torch.float32), **change)
     with pytest.raises((ValueError, TypeError), match=message):
         call.run()
+
+
+def problem(tokens: int, variant: str = "plain", experts: int = 16) -> library.ExpertsProblem:
+    """Return a problem with an expert a token."""
+    return library.ExpertsProblem(
+        d_model=64,
+        tokens=tokens,
+        experts=experts,
+        top=1,
+        d_ff=24,
+        d_out=64,
+        variant=library.VARIANTS[variant],
+        id_bytes=8,
+        gate=library.ExpertStrides(24 * 64, 64) if variant == "gated" else library.ExpertStrides(),
+        up=library.ExpertStrides(24 * 64, 64),
+        down=library.ExpertStrides(24 * 64, 64),
+    )
+
+
+def test_every_configuration_is_chosen() -> None:
+    function: Any = library.load().twell_internal_configurations
+    function.restype, function.argtypes = ctypes.c_size_t, [ctypes.c_char_p, ctypes.c_size_t]
+    known = {line for line in library.read_text(function).splitlines() if line.startswith("experts")}
+    found = set()
+    for mean, variant, experts in itertools.product((1, 4, 10, 24, 500), ("plain", "gated"), (16, 1024)):
+        given = problem(mean * experts, variant, experts)
+
+        def describe(text: Any, size: int, given: library.ExpertsProblem = given) -> int:
+            count: int = library.load().twell_experts_describe(given, library.GPUS["H200"], text, size)
+            return count
+
+        found |= {line.partition(" | ")[0] for line in library.read_text(describe).splitlines()}
+    assert found == known
+
+
+def test_the_workspace_does_not_shrink() -> None:
+    sizes = [library.load().twell_experts_workspace_bytes(problem(tokens)) for tokens in range(600)]
+    assert sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"experts": 1025}, b"experts must be 1 to 1024"),
+        ({"top": 65}, b"top must be 1 to 64"),
+        ({"tokens": (1 << 20) + 1}, b"tokens must be at least 0"),
+        ({"d_ff": 32769}, b"d_ff must be"),
+        ({"d_model": 12}, b"d_model must be"),
+        ({"weight_dtype": library.E4M3, "d_out": 72}, b"d_out must be"),
+        ({"activation": library.ACTIVATIONS["drelu"]}, b"activation must be"),
+        ({"threshold": 1.0}, b"threshold must be"),
+        ({"id_bytes": 2}, b"id_bytes must be"),
+        ({"down_scale": 1}, b"down_scale must be"),
+        ({"up": library.ExpertStrides(0, 60)}, b"strides must be"),
+    ],
+)
+def test_wrong_problems(change: dict[str, Any], message: bytes) -> None:
+    given = problem(4)
+    assert library.load().twell_experts_validate(given) is None
+    for name, value in change.items():
+        setattr(given, name, value)
+    assert library.load().twell_experts_validate(given).startswith(message)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 3, 40, 300])
+@pytest.mark.parametrize("scale", [None, "tensor", "expert", "row", "output"])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kernels(tokens: int, scale: str | None, gated: bool, dtype: torch.dtype) -> None:
+    call = draw(tokens, 8, 3, (160, 52, 112), dtype, gated=gated, scale=scale, seed=tokens)
+    expected = call.oracle()
+    moved: dict[str, Any] = {name: value.cuda() for name, value in vars(call).items() if isinstance(value, Tensor)}
+    if call.scales is not None:
+        moved["scales"] = tuple(each.cuda() for each in call.scales)
+    on_gpu = replace(call, **moved)
+    y = on_gpu.run()
+    error = (y.cpu().double() - expected).norm() / expected.norm()
+    assert error < (8e-3 if dtype == torch.bfloat16 else 2e-3)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = on_gpu.run()
+    graph.replay()
+    assert torch.equal(y.view(torch.int16), again.view(torch.int16))
+
+
+@pytest.mark.gpu
+def test_skewed_experts_and_rows_of_nan() -> None:
+    call = draw(200, 8, 2, (64, 48, 64), torch.bfloat16)
+    call.ids[:150] = 5
+    call.x[7, 3] = torch.nan
+    moved: dict[str, Any] = {name: value.cuda() for name, value in vars(call).items() if isinstance(value, Tensor)}
+    y = replace(call, **moved).run().cpu().double()
+    expected = call.oracle()
+    assert torch.equal(y.isnan(), expected.isnan())
+    rows = ~expected.isnan().any(1)
+    assert (y[rows] - expected[rows]).norm() < 8e-3 * expected[rows].norm()

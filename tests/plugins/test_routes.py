@@ -94,9 +94,9 @@ def launches(
 
 
 def configurations() -> list[str]:
-    """Return those of blocks; test_linear.py and test_norm.py have the others."""
+    """Return those of blocks; test_linear.py, test_norm.py and test_experts.py have the others."""
     lines = library.read_text(internal("twell_internal_configurations")).splitlines()
-    return [line for line in lines if not line.startswith(("linear_", "norm"))]
+    return [line for line in lines if not line.startswith(("linear_", "norm", "experts_"))]
 
 
 # Where routes begin on 132 multiprocessors, as they were chosen when every limit was a constant: by d_model, d_ff and
