@@ -33,6 +33,9 @@ class BlockProfile:
             each other in the order of the model.
         positions: Tokens, and neurons firing for them, by position in the sequence, int64 [32, 2]: positions 0, 1, 2-3,
             4-7, 8-15 and so on. Tokens whose position is not known are left out.
+        experts: Of experts, how many tokens were sent to each, and how many neurons fired there for all of them, int64
+            [experts, 2]. A token counts once for each of its experts, and the neurons at one place in all experts are
+            one in the other counts. None of other blocks.
     """
 
     module: str
@@ -42,6 +45,7 @@ class BlockProfile:
     rows: Counts
     tiles: Counts
     positions: Counts
+    experts: Counts | None = None
 
     @property
     def d_ff(self) -> int:
@@ -111,9 +115,31 @@ class BlockProfile:
                 found.append((first, max(2 * first - 1, 0), nonzeros / (tokens * self.d_ff)))
         return found
 
+    def gain_of_experts(self, sequences: int, sent: int) -> float:
+        """Return how many times fewer bytes of weights a step reads if it reads only rows of neurons that fire.
+
+        Without a gate all rows of up are read and of down those that any token of the expert needs; with one all rows
+        of the gate, and of up and down those. Tokens and neurons are taken to be independent, as in a step over so
+        many sequences: an expert that a share s of the tokens is sent to, and of whose neurons a share a fires, is
+        read with the probability 1 - (1 - s)^n, and a row of it with 1 - (1 - s a)^n.
+
+        Args:
+            sequences: Tokens of a step, n.
+            sent: How many tokens the experts saw; each was sent to several of them.
+        """
+        assert self.experts is not None
+        tokens, fired = self.experts.T.astype(np.float64)
+        share, active = tokens / sent, fired / np.maximum(tokens * self.d_ff, 1)
+        read = 1 - (1 - share) ** sequences
+        rows = 1 - (1 - share * active) ** sequences
+        skipped = 2 if self.variant == "gated" else 1
+        return float((1 + skipped) * read.sum() / (read.sum() + skipped * rows.sum()))
+
     def plus(self, other: BlockProfile) -> BlockProfile:
         """Return the profile over the tokens of both."""
         arrays: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in ARRAYS}
+        if self.experts is not None and other.experts is not None:
+            arrays["experts"] = self.experts + other.experts
         return BlockProfile(self.module, self.variant, self.activation, **arrays)
 
 

@@ -32,6 +32,7 @@ NEEDED: dict[str, str] = {
     "transformers.models.auto.modeling_auto:MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": "which classes generate text",
     "transformers.models.auto.modeling_auto:MODEL_FOR_MASKED_LM_MAPPING_NAMES": "which decoders may be encoders",
     "transformers.models.auto.modeling_auto:MODEL_MAPPING_NAMES": "which decoders may be encoders",
+    "transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS": "a function of twellc computes experts, and counts",
     "transformers:AttentionInterface.register": "attention is computed by a function of twellc",
     "transformers:AttentionMaskInterface.register": "masks are made by a function of twellc",
     "transformers:PreTrainedConfig._attn_implementation": "which attention a model has",
@@ -156,6 +157,7 @@ class Changed:
 Masks = Callable[[bool, dict[str, Any]], Any]
 # Names in transformers' registers, of attention and of masks that are added to the logits.
 _OURS, _ADDED = "twellc", "twellc_added"
+_COUNTING = "twellc_counting"
 # Where a configuration holds the `Masks` of its model.
 _MASKS = "twellc_masks"
 # Modules with their own attention that look at the name themselves, such as those of Falcon.
@@ -268,6 +270,39 @@ def attention_of_others(module: torch.nn.Module) -> list[Change]:
     if kind in (None, "eager", "sdpa") or getattr(config, "sub_configs", None):
         return []
     return [(config, "_attn_implementation", kind, "sdpa")]
+
+
+# ---- experts ----
+
+# Computes experts: of their module, x [tokens, d_model], and of each token the experts and their factors [tokens, k].
+Experts = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+
+
+def experts_of(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the modules of experts that a function of a register may compute, by path.
+
+    Each has `num_experts`, `has_gate`, `has_bias`, `is_transposed`, `is_concatenated`, `has_post_expert_norm`, the
+    weights `gate_up_proj` or `up_proj` and `down_proj`, and `act_fn` or, with a gate, `_apply_gate`.
+    """
+    named = {path: module for path, module in model.named_modules() if hasattr(module, "has_post_expert_norm")}
+    return {path: module for path, module in named.items() if isinstance(getattr(module, "num_experts", None), int)}
+
+
+@contextmanager
+def experts_computed_by(model: torch.nn.Module, experts: Experts) -> Iterator[None]:
+    """Let a function compute the experts of a model of transformers within this context."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    configs = {id(each.config): each.config for each in experts_of(model).values()}
+    before = [(config, config._experts_implementation) for config in configs.values()]
+    ALL_EXPERTS_FUNCTIONS.register(_COUNTING, experts)
+    try:
+        for config in configs.values():
+            config._experts_implementation = _COUNTING
+        yield
+    finally:
+        for config, name in before:
+            config._experts_implementation = name
 
 
 # ---- caches ----

@@ -6,6 +6,7 @@ Importing this imports nothing large.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +100,28 @@ def print_profile(profile: FiringProfile) -> None:
         )
     console = open_console()
     console.print(table)
+    experts = [each for each in statistics if "experts" in each]
+    if experts:
+        console.print(_table_of_experts(experts))
     bound = max(each["never_fired_rate_bound"] for each in statistics)
     console.print(f"a neuron that never fired fires for at most {bound:.3g} of such tokens, with 95 % confidence")
     console.print(f"data: {first_few([source.name for source in profile.data])}", soft_wrap=True)
+
+
+def _table_of_experts(blocks: Sequence[Any]) -> Table:
+    table = Table(title="experts, and how many times fewer bytes a step of so many sequences reads without idle rows")
+    table.add_column("experts", no_wrap=True)
+    for column in ("reached", "tokens of one", "density of one", *blocks[0]["experts"]["gain_by_bytes"]):
+        table.add_column(column, justify="right")
+    for each in blocks:
+        found = each["experts"]
+        tokens = sorted(found["tokens"])
+        densities = sorted(density for density in found["density"] if density is not None)
+        table.add_row(
+            each["module"],
+            f"{len(densities)} of {len(tokens)}",
+            f"{tokens[0]} to {tokens[-1]}",
+            f"{densities[0]:.2%} to {densities[-1]:.2%}",
+            *(f"{gain:.2f} x" for gain in found["gain_by_bytes"].values()),
+        )
+    return table

@@ -265,8 +265,16 @@ def _is_linear(module: nn.Module) -> bool:
 def _may_hold_block(module: nn.Module, linears: Collection[nn.Linear]) -> bool:
     """Whether two linear layers may follow each other, perhaps with an activation between them, and none has a hook."""
     functions = functions_of(module).values()
-    wide = any(up.out_features == down.in_features > up.in_features for up in linears for down in linears)
-    return len(linears) > 1 and (wide or bool(functions)) and not any(map(has_hooks, (*linears, *functions)))
+    # With a gate the first layer may give both. Mamba's mixers, which take a minute to trace, have no such pair.
+    pairs = [
+        (up, down)
+        for up in linears
+        for down in linears
+        if up.out_features in (down.in_features, 2 * down.in_features)
+        and (down.in_features > up.in_features or down.out_features == up.in_features)
+    ]
+    wide = any(down.in_features > up.in_features for up, down in pairs)
+    return bool(pairs) and (wide or bool(functions)) and not any(map(has_hooks, (*linears, *functions)))
 
 
 def refusal_of(found: FoundBlock) -> str:

@@ -28,6 +28,8 @@ PERCENTILES = (0.5, 0.9, 0.99, 0.999)
 # What a tile may hold beside its count: 256/8 - 1 = 31 with the default compression.
 SLOTS = (7, 15, 31, 63, 127)
 HOTTEST = (128, 512, 1024, 2048)
+# Sequences of a step for which is said what skipping pays in experts.
+SEQUENCES = (1, 4, 16, 64)
 # Above this, a neuron that never fired may fire often enough to matter; 3000 tokens take the bound below it.
 _HIGH_BOUND = 0.001
 _FIX = "Run `twellc profile` again."
@@ -61,6 +63,7 @@ class ProfiledBlock(Record):
     variant: str
     activation: str
     d_ff: Annotated[int, Range(1, LARGEST_SIZE)]
+    experts: Annotated[int, Range(0, LARGEST_SIZE)] = 0
 
 
 @dataclass(frozen=True)
@@ -117,8 +120,18 @@ class FiringProfile:
             "format": VERSION,
             **{name: as_json(getattr(self, name)) for name in ("model", "data", "created", "twellc", "notes")},
             "warnings": list(self.warnings),
-            "blocks": [_statistics(block) for block in self.blocks.values()],
+            "blocks": [_statistics(block) | self._of_experts(block) for block in self.blocks.values()],
         }
+
+    def _of_experts(self, block: BlockProfile) -> dict[str, Json]:
+        """Return the statistics that experts have besides; nothing for other blocks."""
+        if block.experts is None:
+            return {}
+        sent = sum(source.tokens for source in self.data)
+        tokens, fired = block.experts.T.tolist()
+        densities = [count / (seen * block.d_ff) if seen else None for seen, count in zip(tokens, fired, strict=True)]
+        gains = {str(count): block.gain_of_experts(count, sent) for count in SEQUENCES}
+        return {"experts": {"tokens": tokens, "density": densities, "gain_by_bytes": as_json(gains)}}
 
     def merged(self, other: FiringProfile, where: str = "merge") -> FiringProfile:
         """Return the profile of one model over the data of two.
@@ -210,10 +223,19 @@ def _statistics(block: BlockProfile) -> dict[str, Json]:
 
 def _content(profile: FiringProfile) -> bytes:
     blocks = [
-        ProfiledBlock(block.module, block.variant, block.activation, block.d_ff) for block in profile.blocks.values()
+        ProfiledBlock(
+            block.module,
+            block.variant,
+            block.activation,
+            block.d_ff,
+            0 if block.experts is None else len(block.experts),
+        )
+        for block in profile.blocks.values()
     ]
     content = _Content(profile.model, profile.data, profile.created, profile.twellc, profile.notes, blocks).to_json()
-    tensors = {f"{module}/{name}": getattr(block, name) for module, block in profile.blocks.items() for name in ARRAYS}
+    names = (*ARRAYS, "experts")
+    arrays = {f"{module}/{name}": getattr(block, name) for module, block in profile.blocks.items() for name in names}
+    tensors = {name: counts for name, counts in arrays.items() if counts is not None}
     metadata = {"format": FORMAT, "version": str(VERSION), "profile": json.dumps(content)}
     return bytes(save(tensors, metadata))
 
@@ -255,7 +277,8 @@ def _of_content(content: _Content, tensors: dict[str, Any]) -> FiringProfile:
     for described in content.blocks:
         module = described.module
         arrays = {}
-        for name, shape in shapes(described.d_ff).items():
+        expected = shapes(described.d_ff) | ({"experts": (described.experts, 2)} if described.experts else {})
+        for name, shape in expected.items():
             counts = tensors.get(f"{module}/{name}")
             if counts is None or counts.dtype != np.int64 or counts.shape != shape or not _are_counts(counts):
                 raise ValueError(f"the counts {module}/{name} are missing or are not counts")
@@ -264,6 +287,8 @@ def _of_content(content: _Content, tensors: dict[str, Any]) -> FiringProfile:
         by_row, by_tile = (int(counts @ np.arange(len(counts))) for counts in (block.rows, block.tiles))
         possible = block.firing.max() <= block.tokens and (block.positions <= (block.tokens, block.nonzeros)).all()
         whole = block.tiles.sum() == block.tokens * -(-block.d_ff // TILE)
+        if block.experts is not None and block.experts.sum(0).tolist() != [block.tokens, block.nonzeros]:
+            raise ValueError(f"the counts of {module} contradict each other")
         if not (by_row == by_tile == block.nonzeros and possible and whole):
             raise ValueError(f"the counts of {module} contradict each other")
         if block.tokens == 0:

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -19,14 +19,18 @@ from twellc.base.errors import UserError, first_few, first_line
 from twellc.base.files import OutputFiles, read_file, refuse_replacing
 from twellc.base.modules import import_modules
 from twellc.base.version import __version__
-from twellc.export.profiles import program_inputs
+from twellc.export.profiles import ModelInputs, program_inputs
 from twellc.firing.measure import ProgramObserver
+from twellc.firing.modules import ModuleObserver, counted_blocks
 from twellc.firing.profile import DataSource, FiringProfile, ProfiledModel
+from twellc.loaders.autoencoder_files import is_autoencoder
 from twellc.loaders.loaded import LoadedModel, fingerprint
 from twellc.loaders.model import load_model
+from twellc.loaders.modules import empty_with_experts, opened
 from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.loaders.precision import choose_dtype
 from twellc.options.commands import ProfileOptions
+from twellc.options.declared_inputs import refuse_inputs
 from twellc.passes.pipeline import PassOptions, Stage, run_until
 from twellc.samples.batches import DEFAULT_SEQUENCE, Arrays, Batch, Intake, read_batches
 from twellc.samples.documents import IDS, kind_of, notes_on
@@ -91,51 +95,113 @@ def _profile(
         raise UserError(
             str(options.model), "an ONNX file cannot be profiled", expected="the model that it was exported from"
         )
-    progress("loading and tracing the model")
-    model = _load(options, [each for each in data if isinstance(each, Path)])
-    chosen, notes = choose_dtype(model, options.dtype)
-    progress("looking for feed-forward blocks")
-    found = run_until(model.program, PassOptions(torch_dtype(chosen), layers="all"), Stage.DECIDE)
-    program, layers = found.program, found.layers
-    experts = [block for block in found.blocks if block.pre is not None]
-    blocks = [block for block, _ in found.chosen] + experts
-    if not blocks:
-        reasons = first_few([f"{layer.module}: {layer.reason}" for layer in layers], "; ")
-        raise UserError(str(options.model), "has no feed-forward block that twellc can rewrite", got=reasons)
+    paths = [each for each in data if isinstance(each, Path)]
     progress("taking the model's fingerprint")
     sha256 = fingerprint(options.model)
-    notes = [*model.notes, *notes, *notes_on(each for each in data if isinstance(each, Path))]
-    if experts:
-        notes.append(
-            f"experts stay dense, whatever their density: {first_few([block.module for block in experts])}; a token"
-            " counts once for each expert that it is sent to, and the neurons at one place in all experts as one"
-        )
-    intake = _intake(options, model, notes)
-    progress("running the model")
-    with _memory_of(device, "Use --device cpu, or a GPU with more memory."):
-        observer = ProgramObserver(program, blocks, device)
-    sources = _run(observer, read_batches(data, intake), data, options.tokens, device, advance)
-    if observer.unplaced:
-        notes.append(f"padding counts as tokens in {first_few(sorted(observer.unplaced))}: it is not known where it is")
+    with _prepared(options, paths, device, progress) as ready:
+        notes = [*ready.notes, *notes_on(paths)]
+        intake = _intake(options, ready, notes)
+        progress("running the model")
+        sources = _run(ready.observer, read_batches(data, intake), data, options.tokens, device, advance)
+        blocks = {block.module: block for block in ready.observer.profiles()}
+        if isinstance(ready.observer, ProgramObserver) and ready.observer.unplaced:
+            unplaced = first_few(sorted(ready.observer.unplaced))
+            notes.append(f"padding counts as tokens in {unplaced}: it is not known where it is")
     return FiringProfile(
-        ProfiledModel(options.model.name, options.in_memory or model.kind, sha256, chosen),
+        ProfiledModel(options.model.name, options.in_memory or ready.kind, sha256, ready.dtype),
         sources,
         datetime.now(UTC).isoformat(timespec="seconds"),
         __version__,
         notes,
-        {block.module: block for block in observer.profiles()},
+        blocks,
     )
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A model that is ready to run, and how it takes data."""
+
+    observer: ProgramObserver | ModuleObserver
+    kind: str
+    dtype: str
+    notes: list[str]
+    inputs: ModelInputs
+    vocabulary: int | None
+    pads_right: bool
+
+
+@contextmanager
+def _prepared(
+    options: ProfileOptions, paths: Sequence[Path], device: torch.device, progress: Callable[[str], None]
+) -> Iterator[_Ready]:
+    """Load a model: one with experts to run its modules, any other as a traced program."""
+    empty = None
+    if options.model.is_dir() and not is_autoencoder(options.model):
+        empty = empty_with_experts(options.model)
+    if empty is None:
+        yield _traced(options, paths, device, progress)
+        return
+    progress("looking for feed-forward blocks")
+    blocks, reasons = counted_blocks(empty)
+    if not blocks:
+        raise _nothing_to_count(options, reasons)
+    progress("loading the model")
+    refuse_inputs(options.inputs, f"{options.model}, another kind of model")
+    with opened(options.model, empty, options.padding, options.dtype, device) as model:
+        notes = [*model.notes, *([f"not counted: {first_few(reasons, '; ')}"] if reasons else [])]
+        with _memory_of(device, "Use --device cpu, or a GPU with more memory."):
+            observer = ModuleObserver(model.model, blocks, device)
+        yield _Ready(
+            observer,
+            "Hugging Face directory",
+            model.dtype,
+            notes,
+            model.inputs,
+            model.vocabulary,
+            model.padding == "none",
+        )
+
+
+def _traced(
+    options: ProfileOptions, paths: Sequence[Path], device: torch.device, progress: Callable[[str], None]
+) -> _Ready:
+    progress("loading and tracing the model")
+    model = _load(options, paths)
+    chosen, notes = choose_dtype(model, options.dtype)
+    progress("looking for feed-forward blocks")
+    found = run_until(model.program, PassOptions(torch_dtype(chosen), layers="all"), Stage.DECIDE)
+    experts = [block for block in found.blocks if block.pre is not None]
+    blocks = [block for block, _ in found.chosen] + experts
+    if not blocks:
+        raise _nothing_to_count(options, [f"{layer.module}: {layer.reason}" for layer in found.layers])
+    notes = [*model.notes, *notes]
+    if experts:
+        notes.append(
+            f"a token counts once for each expert of {first_few([block.module for block in experts])} that it is sent"
+            " to, padding too, and the neurons at one place in all experts as one; profile the model's Hugging Face"
+            " directory to count each expert by itself, without padding"
+        )
+    with _memory_of(device, "Use --device cpu, or a GPU with more memory."):
+        observer = ProgramObserver(found.program, blocks, device)
+    pads_right = model.settings.get("padding") == "none"
+    inputs = program_inputs(model.program)
+    return _Ready(observer, model.kind, chosen, notes, inputs, model.vocabulary, pads_right)
+
+
+def _nothing_to_count(options: ProfileOptions, reasons: Sequence[str]) -> UserError:
+    what = "has no feed-forward block that twellc can rewrite"
+    return UserError(str(options.model), what, got=first_few(reasons, "; "))
 
 
 def _load(options: ProfileOptions, paths: Sequence[Path]) -> LoadedModel:
     """Load a model; one that does not take every length of a sequence for one to which all are padded."""
     try:
-        return load_model(options, with_experts=True)
+        return load_model(options)
     except UserError:
         if not options.model.is_dir() or any(kind_of(path) == "arrays" for path in paths) or not paths:
             raise
         sequence = options.sequence or DEFAULT_SEQUENCE
-        return load_model(options, ((IDS, (0, sequence)),), with_experts=True)
+        return load_model(options, ((IDS, (0, sequence)),))
 
 
 @contextmanager
@@ -148,7 +214,7 @@ def _memory_of(device: torch.device, fix: str) -> Iterator[None]:
 
 
 def _run(
-    observer: ProgramObserver,
+    observer: ProgramObserver | ModuleObserver,
     batches: Iterable[Batch],
     data: Sequence[Path | Arrays],
     tokens: int | None,
@@ -180,8 +246,8 @@ def _run(
     return list(sources.values())
 
 
-def _intake(options: ProfileOptions, model: LoadedModel, notes: list[str]) -> Intake:
-    limits = Limits(program_inputs(model.program), None, model.vocabulary)
+def _intake(options: ProfileOptions, model: _Ready, notes: list[str]) -> Intake:
+    limits = Limits(model.inputs, None, model.vocabulary)
     directory = model.vocabulary is not None and options.model.is_dir()
     config = json.loads(read_file(options.model / "config.json")) if directory else {}
     pad = config.get("pad_token_id")
@@ -197,7 +263,7 @@ def _intake(options: ProfileOptions, model: LoadedModel, notes: list[str]) -> In
         limits=limits,
         batch=options.batch,
         sequence=options.sequence,
-        pads_right=model.settings.get("padding") == "none",
+        pads_right=model.pads_right,
         pad=pad if isinstance(pad, int) else None,
         field=options.field,
         tokenizer=tokenizer if directory else None,

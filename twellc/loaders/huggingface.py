@@ -37,7 +37,6 @@ def load_directory(
     logits: str = "all",
     sizes: FixedSizes = (),
     cached: bool = False,
-    with_experts: bool = False,
 ) -> LoadedModel:
     """Load and trace a model from config.json and safetensors, in the precision of its weights.
 
@@ -51,7 +50,6 @@ def load_directory(
         logits: `last` computes the logits of the last place of a causal model only, [batch, 1, vocabulary].
         sizes: The only sizes that are asked for; a model that does not take every size is traced for these.
         cached: Whether it is to compute what it does over a cache: see `cached_length`.
-        with_experts: Whether it may have experts, for which ONNX has no operator.
 
     Raises:
         UserError: The directory is incomplete, needs remote code, or holds a model that cannot be traced, or that
@@ -62,13 +60,12 @@ def load_directory(
         if cached:
             cached_length(model)
         loaded = _trace(path, model, config, notes, padding, logits, sizes)
-    if not with_experts:
-        refuse_experts(
-            path,
-            loaded.program,
-            'Its experts would stay dense. Call model.set_experts_implementation("batched_mm"), for which'
-            " ONNX has operators, export the model with torch.export.save, and compile that archive.",
-        )
+    refuse_experts(
+        path,
+        loaded.program,
+        'Its experts would stay dense. Call model.set_experts_implementation("batched_mm"), for which'
+        " ONNX has operators, export the model with torch.export.save, and compile that archive.",
+    )
     return loaded
 
 
@@ -99,13 +96,18 @@ def open_directory(
         model, notes = _make_model(path, transformers.LlamaForCausalLM, llama, tensors, {}, in_dtype)
         notes = notes_on(scaled, {}, torch.bfloat16) + notes
     else:
-        model_class = _class_of(path, checkpoint.config)
-        config = _as_configuration(path, model_class, checkpoint.config)
+        model_class = class_of(path, checkpoint.config)
+        config = configuration_of(path, model_class, checkpoint.config)
         model, notes = _make_model(path, model_class, config, checkpoint.tensors, scaled, in_dtype)
     return model, checkpoint.config, checkpoint.notes + notes
 
 
-def _class_of(path: Path, config: dict[str, Any]) -> Any:
+def class_of(path: Path, config: dict[str, Any]) -> Any:
+    """Return the class of transformers that the config.json of a directory names.
+
+    Raises:
+        UserError: There is no such class.
+    """
     import transformers
 
     architectures = config.get("architectures")
@@ -118,7 +120,12 @@ def _class_of(path: Path, config: dict[str, Any]) -> Any:
     return model_class
 
 
-def _as_configuration(path: Path, model_class: Any, config: dict[str, Any]) -> Any:
+def configuration_of(path: Path, model_class: Any, config: dict[str, Any]) -> Any:
+    """Return the configuration of a class of transformers that the config.json of a directory stands for.
+
+    Raises:
+        UserError: transformers does not take it.
+    """
     try:
         with temporary_folder() as folder:
             (folder / "config.json").write_text(json.dumps(config))
@@ -229,7 +236,7 @@ def cached_length(model: Any) -> int:
     return longest if limit is None else min(longest, limit)
 
 
-def _settings(path: Path, model: Any, padding: str | None, logits: str) -> dict[str, str]:
+def settings_of(path: Path, model: Any, padding: str | None, logits: str) -> dict[str, str]:
     """Return what a model is traced by, with defaults filled in.
 
     Raises:
@@ -307,7 +314,7 @@ def _trace(
     for module in model.modules():
         if hasattr(module, "config"):
             module.config.use_cache = False
-    settings = _settings(path, model, padding, logits)
+    settings = settings_of(path, model, padding, logits)
     inputs = inputs_of(path, model, masked=settings.get("padding") != "none")
     _fix_arguments(model, settings)
     try:

@@ -17,16 +17,13 @@ from twellc.options.declared_inputs import refuse_inputs
 from twellc.options.source import ALL_LOGITS, TracingOptions, refuse_choices, refuse_missing
 
 
-def load_model(
-    source: TracingOptions, sizes: FixedSizes = (), cached: bool = False, with_experts: bool = False
-) -> LoadedModel:
+def load_model(source: TracingOptions, sizes: FixedSizes = (), cached: bool = False) -> LoadedModel:
     """Load and trace a model of any supported kind; files are told apart by their content, not by their names.
 
     Args:
         source: Where the model is, and how it is traced.
         sizes: The only sizes that are asked for, for Hugging Face models that do not take every size.
         cached: See `load_directory`.
-        with_experts: See there.
 
     Raises:
         UserError: There is no such model, it cannot be loaded, or it leaves no choice of `padding` or `logits`.
@@ -40,7 +37,7 @@ def load_model(
     kind = "directory" if path.is_dir() else _sniff(path)
     if kind == "directory":
         refuse_inputs(inputs, f"{path}, another kind of model")
-        return load_directory(path, source.padding, source.logits or ALL_LOGITS, sizes, cached, with_experts)
+        return load_directory(path, source.padding, source.logits or ALL_LOGITS, sizes, cached)
     refuse_choices(source.padding, source.logits, f"{path}, another kind of model")
     if kind == "pickle":
         return load_pickle(path, source.trust_model, inputs)

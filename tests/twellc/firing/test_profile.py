@@ -1,5 +1,6 @@
 """`twellc profile`: counts against a plain run of the model, data of each kind, padding, and what is refused."""
 
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -95,26 +96,85 @@ def test_counts_are_those_of_the_model(request: pytest.FixtureRequest, tmp_path:
     assert block.tokens == 60 and [each[:2] for each in block.density_by_position()] == places
 
 
-@pytest.mark.slow
-def test_experts_are_counted_though_they_stay_dense(tmp_path: Path) -> None:
-    model = models.nemotron_h()
-    folder, rows = models.save(model, tmp_path / "model"), torch.randint(3, 90, (5, 16))
-    np.save(tmp_path / "ids.npy", rows.numpy())
-    profile = twellc.profile(folder, tmp_path / "ids.npy", sequence=16, device="cpu")
-    experts = model.model.layers[1].mixer.experts
-    experts.config._experts_implementation = "eager"  # transformers' loop over the experts that are hit
-    seen: list[torch.Tensor] = []
-    experts.act_fn.register_forward_hook(lambda *call: seen.append(call[-1]))
+ATTENTION: dict[str, Any] = {"layers_block_type": ["attention", "moe"], "num_hidden_layers": 2}
+EXPERTS = {
+    "plain": lambda: models.nemotron_h(layers_block_type=["attention", "moe"], num_hidden_layers=2),
+    "mamba": lambda: models.nemotron_h(),
+    "latent": lambda: models.nemotron_h(
+        layers_block_type=["attention", "moe"], num_hidden_layers=2, moe_latent_size=16
+    ),
+    "gated": lambda: models.mixtral(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.sampled(4)
+def test_each_expert_is_counted_without_padding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
+) -> None:
+    """Counts are those of a loop over tokens and their experts; weights that are read by layer give equal ones."""
+    model = EXPERTS[name]().to(dtype)
+    folder = models.save(model, tmp_path / "model")
+    rows = [torch.randint(3, 90, (length,)).tolist() for length in (9, 2, 17, 5)]
+    data = lines(tmp_path / "ids.jsonl", [{"input_ids": row} for row in rows])
+    profile = twellc.profile(folder, data, device="cpu", batch=4)
+    path, experts = next((p, m) for p, m in model.named_modules() if type(m).__name__.endswith("Experts"))
+    expected, fired = torch.zeros(experts.num_experts, 2, dtype=torch.int64), []
+
+    def count(_: nn.Module, arguments: tuple[torch.Tensor, ...], __: torch.Tensor) -> None:
+        x, ids, _ = arguments
+        for token, expert in ((token, int(expert)) for token, row in enumerate(ids) for expert in row):
+            z = x[token] @ (experts.gate_up_proj if experts.has_gate else experts.up_proj)[expert].t()
+            on = (z.chunk(2)[0] if experts.has_gate else z) > 0
+            expected[expert] += torch.tensor([1, int(on.sum())])
+            fired.append(on)
+
+    experts.register_forward_hook(count)
     with torch.no_grad():
-        model(rows)
-    block = profile.blocks["model.layers.1.mixer.experts"]
-    fired = torch.cat(seen) != 0
-    assert (block.activation, block.d_ff, block.tokens) == ("relu2", 48, len(fired)) == ("relu2", 48, 2 * rows.numel())
+        for row in rows:
+            model(torch.tensor([row]), use_cache=False)
+    block = profile.blocks[path]
+    assert (block.tokens, block.variant) == (2 * sum(map(len, rows)), "gated" if experts.has_gate else "plain")
+    assert block.experts is not None and block.experts[:, 0].tolist() == expected[:, 0].tolist()
     # What is near zero may be rounded the other way.
-    assert np.abs(block.firing - fired.sum(0).numpy()).sum() <= 0.01 * block.nonzeros
-    assert list(profile.blocks) == ["model.layers.1.mixer.shared_experts", "model.layers.1.mixer.experts"]
-    (note,) = (note for note in profile.notes if "experts" in note)
-    assert note.startswith("experts stay dense, whatever their density: model.layers.1.mixer.experts; ")
+    assert np.abs(block.experts[:, 1] - expected[:, 1].numpy()).sum() <= 0.02 * block.nonzeros
+    assert np.abs(block.firing - torch.stack(fired).sum(0).numpy()).sum() <= 0.02 * block.nonzeros
+    assert block.positions[:, 0].sum() == block.tokens and block.experts[:, 1].sum() == block.nonzeros
+
+    monkeypatch.setattr("twellc.loaders.modules._free_memory", lambda device: 0)
+    streamed = twellc.profile(folder, data, device="cpu", batch=4)
+    assert "each layer's are read in each run" in " ".join(streamed.notes)
+    for module, each in profile.blocks.items():
+        other = streamed.blocks[module]
+        assert all((getattr(each, array) == getattr(other, array)).all() for array in ("firing", "rows", "positions"))
+    assert (streamed.blocks[path].experts == block.experts).all()
+
+
+def test_profile_of_experts_as_file_table_and_sum(cli: Cli, tmp_path: Path) -> None:
+    folder = models.save(EXPERTS["plain"]().float(), tmp_path / "model")
+    np.savez(tmp_path / "ids.npz", input_ids=torch.randint(3, 90, (2, 9)).numpy())
+    output = tmp_path / "p.profile"
+    run = cli("profile", folder, "--inputs", tmp_path / "ids.npz", "-o", output, "--device", "cpu")
+    assert run.exit_code == 0, run.output
+    assert "model.layers.1.mixer.experts" in run.stdout and "4 of 4" in run.stdout
+    profile = twellc.FiringProfile.read(output)
+    block = profile.blocks["model.layers.1.mixer.experts"]
+    statistics: Any = profile.to_json()["blocks"]
+    found = next(each for each in statistics if each["module"] == block.module)["experts"]
+    assert block.experts is not None and found["tokens"] == block.experts[:, 0].tolist()
+    assert found["density"] == pytest.approx((block.experts[:, 1] / block.experts[:, 0] / block.d_ff).tolist())
+    # One token is sent to each expert with the share s: rows of up s, of down s a.
+    share = block.experts[:, 0] / profile.data[0].tokens
+    rows = share * np.array(found["density"])
+    assert found["gain_by_bytes"]["1"] == pytest.approx(2 * share.sum() / (share + rows).sum())
+    assert sorted(found["gain_by_bytes"].values(), reverse=True) == list(found["gain_by_bytes"].values())
+    both = profile.merged(profile).blocks[block.module]
+    assert both.experts is not None and (both.experts == 2 * block.experts).all()
+    damaged = dataclasses.replace(block, experts=block.experts[:, ::-1].copy())
+    dataclasses.replace(profile, blocks={block.module: damaged}).write(tmp_path / "damaged.profile")
+    with pytest.raises(twellc.UserError, match="contradict each other"):
+        twellc.FiringProfile.read(tmp_path / "damaged.profile")
 
 
 def lines(path: Path, records: list[dict[str, Any]]) -> Path:
