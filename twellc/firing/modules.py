@@ -218,7 +218,7 @@ class ModuleObserver:
             matrix = matrices[index].t() if experts.is_transposed else matrices[index]
             return nn.functional.linear(x, matrix, None if biases is None else biases[index])
 
-        for index in ids.unique().tolist():
+        for index in torch.unique(ids).tolist():
             if not 0 <= index < experts.num_experts:
                 continue
             tokens, places = (ids == index).nonzero(as_tuple=True)

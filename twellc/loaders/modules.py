@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +117,9 @@ def _free_memory(device: torch.device) -> int:
 
 def _from_disk(path: Path, empty: Any, dtype: torch.dtype, device: torch.device, folder: Path) -> Any:
     """Return the model with its layers' weights on the disk; those that it makes of several go into a folder."""
-    try:
-        import accelerate  # noqa: F401
-    except ImportError as error:
+    if find_spec("accelerate") is None:
         what = "its weights do not fit into memory, and reading them by layer needs accelerate"
-        raise UserError(str(path), what, fix="Run `pip install accelerate`, or use more memory.") from error
+        raise UserError(str(path), what, fix="Run `pip install accelerate`, or use more memory.")
     blocks = {name for name, module in empty.named_modules() if type(module) is torch.nn.ModuleList}
     outer = {name for name in blocks if not any(name.startswith(f"{each}.") for each in blocks)}
     placed: dict[str, Any] = {}
@@ -140,7 +139,8 @@ def _from_disk(path: Path, empty: Any, dtype: torch.dtype, device: torch.device,
 
 
 def _inputs(path: Path, model: Any, masked: bool) -> ModelInputs:
-    specs, bounds, hints = [], {}, {}
+    specs, hints = [], {}
+    bounds: dict[str, tuple[int, object]] = {}
     for name, each in inputs_of(path, model, masked).items():
         shape = tuple(sympy.Symbol(dim.name) if isinstance(dim, Dynamic) else dim for dim in each.shape)
         specs.append(InputSpec(name, each.dtype, shape))

@@ -123,8 +123,8 @@ def test_each_expert_is_counted_without_padding(
     expected, fired = torch.zeros(experts.num_experts, 2, dtype=torch.int64), []
 
     def count(_: nn.Module, arguments: tuple[torch.Tensor, ...], __: torch.Tensor) -> None:
-        x, ids, _ = arguments
-        for token, expert in ((token, int(expert)) for token, row in enumerate(ids) for expert in row):
+        x, ids = arguments[:2]
+        for token, expert in ((place, int(number)) for place, row in enumerate(ids) for number in row):
             z = x[token] @ (experts.gate_up_proj if experts.has_gate else experts.up_proj)[expert].t()
             on = (z.chunk(2)[0] if experts.has_gate else z) > 0
             expected[expert] += torch.tensor([1, int(on.sum())])
