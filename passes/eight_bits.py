@@ -226,7 +226,8 @@ def eight_bits_of(
         UserError: It cannot be quantised; see `quantise`.
     """
     found = _arranged(block, stored)
-    if any(each is None for each in found.values()) or _fault(found):
+    is_stored = not _fault(found) and all(each is not None for each in found.values())
+    if not is_stored:
 
         def make(weight: Weight, role: TensorField) -> EightBits:
             view = arranged_view(tensor(weight).detach(), weight, role.in_out)[1]
@@ -235,7 +236,8 @@ def eight_bits_of(
         found = dict(_matrices(block, make))
     result: dict[str, Tensor] = {}
     by_neuron = any(each is not None and each.scale.dim() for name, each in found.items() if name != "w_down")
-    for name, each in found.items():
+    for name in list(found):
+        each = found.pop(name)  # not all of them twice at once
         assert each is not None
         q, scale = each.q.contiguous(), each.scale
         if name != "w_down" and by_neuron:
@@ -244,7 +246,8 @@ def eight_bits_of(
             own = order.to(q.device)
             q = q.view(torch.uint8).index_select(0, own).view(EIGHT_BITS)
             scale = scale.index_select(0, own) if scale.shape[:1] == each.q.shape[:1] else scale
-        result[name], result[f"{name}_scale"] = q.clone(), scale.clone(memory_format=torch.contiguous_format)
+        result[name] = q.clone() if is_stored and q.data_ptr() == each.q.data_ptr() else q
+        result[f"{name}_scale"] = scale.clone(memory_format=torch.contiguous_format)
     return result
 
 
@@ -333,7 +336,7 @@ def linear_in_eight_bits(layer: FoundLinear, stored: Stored, tensor: Callable[[W
         _as_linear_reads(each.weight, stored(each.weight) or quantised_linear(each.weight, tensor))
         for each in layer.linears
     ]
-    q = torch.cat([each.q.contiguous().view(torch.uint8) for each in known]).view(EIGHT_BITS)
+    q = torch.cat([each.q.view(torch.uint8) for each in known]).view(EIGHT_BITS)
     return EightBits(q, torch.cat([each.scale.expand(len(each.q), 1) for each in known]).contiguous())
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from twellc.base.errors import UserError
 from twellc.plugins.meaning import EIGHT_BITS
@@ -39,3 +43,38 @@ def test_weights_that_are_not_finite_are_refused(value: float) -> None:
     weight[1, 2] = value
     with pytest.raises(UserError, match=r"layer 3: w_up: cannot be quantised: 1 of 32 weights are NaN, or infinite"):
         quantise(weight, "neuron", "layer 3: w_up")
+
+
+KINDS_AND_ORDERS = pytest.mark.parametrize(
+    ("kind", "transposed"), [("neuron", False), ("output", True), ("tensor", True)]
+)
+
+
+@KINDS_AND_ORDERS
+def test_memory_beside_the_matrix(kind: str, transposed: bool) -> None:
+    """The result takes half of it, and no part in float32 is large."""
+    weight = torch.randn(1500, 700).bfloat16()
+    weight = weight.t() if transposed else weight
+    quantise(weight, kind)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        q, scale = quantise(weight, kind)
+    assert profiled.profiler is not None
+    events: list[Any] = [each for each in profiled.profiler.kineto_results.events() if each.name() == "[memory]"]
+    sizes = [each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())]
+    assert sum(sizes) >= q.nbytes + scale.nbytes
+    assert max(itertools.accumulate(sizes)) <= 1.3 * weight.nbytes
+
+
+@pytest.mark.gpu
+@KINDS_AND_ORDERS
+def test_memory_on_a_gpu(kind: str, transposed: bool) -> None:
+    weight = torch.empty(1 << 15, 1 << 12, dtype=torch.bfloat16, device="cuda").normal_()
+    weight = weight.t() if transposed else weight
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    q, scale = quantise(weight, kind)
+    assert torch.cuda.max_memory_allocated() - before <= 1.3 * weight.nbytes
+    rows = torch.randint(len(weight), (64,), device="cuda")
+    some = scale[rows] if kind == "neuron" else scale
+    assert torch.equal((weight[rows].float() / some).to(EIGHT_BITS).view(torch.uint8), q.view(torch.uint8)[rows])

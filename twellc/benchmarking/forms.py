@@ -198,8 +198,8 @@ class Fp8:
         """Quantise the weights, and calibrate the scales of x and of the hidden tensor on x [..., d_model]."""
         self._block = block
         weight, self._bias = packed_weights(block)
-        self._weight, self._weight_scale = _quantised(weight)
-        self._down, self._down_scale = _quantised(block.down)
+        self._weight, self._weight_scale = quantise(weight, "tensor")
+        self._down, self._down_scale = quantise(block.down, "tensor")
         self._x_scale = _scale(x)
         self._h_scale = _scale(block.hidden(x))
         self._x_per_unit, self._h_per_unit = 1 / self._x_scale, 1 / self._h_scale
@@ -252,11 +252,6 @@ def takes_fp8(block: Block) -> bool:
 
 def _scale(x: Tensor) -> Tensor:
     return (x.abs().amax().float() / _FP8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
-
-
-def _quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
-    scale = _scale(weight)
-    return _to_fp8(weight, 1 / scale), scale
 
 
 def _product(

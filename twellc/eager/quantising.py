@@ -142,7 +142,7 @@ class _Watch:
         quantised = _quantised(self._found)  # in each call: those of all blocks would take half of what the model takes
         for name, operand in matrices_of(given).items():
             weight, scale = quantised[operand.layer]
-            weights[name] = operand.view(weight.float() * scale)
+            weights[name] = operand.view(weight.float().mul_(scale))
         self._difference += float((self._output(weights, x) - y).double().square().sum())
         self._whole += float(y.double().square().sum())
         self._called = True

@@ -80,7 +80,7 @@ class Scaled:
         if self.has_blocks:
             rows, columns = self.weight.shape
             scale = scale.repeat_interleave(_SIDE, 0)[:rows].repeat_interleave(_SIDE, 1)[:, :columns]
-        return (self.weight.float() * scale).to(dtype)
+        return self.weight.float().mul_(scale).to(dtype)
 
     def stand_in(self, dtype: torch.dtype) -> Tensor:
         """Return zeros [out, in] without memory, in the place of what is put in later."""
