@@ -35,7 +35,7 @@ from torch.nn import functional
 
 from twellc.base.torch_private import scaled_mm
 from twellc.benchmarking.energy import EnergyMeter
-from twellc.benchmarking.forms import Block, Fp8
+from twellc.benchmarking.forms import Block, Fp8, compile_rival
 from twellc.benchmarking.timing import record
 from twellc.plugins.block import BlockOptions, Operands
 from twellc.plugins.meaning import EIGHT_BITS, dequantised
@@ -61,7 +61,7 @@ def _hidden_rows(gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _compiled(function: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    return torch.compile(function, fullgraph=True, dynamic=False)
+    return compile_rival(function)
 
 
 class RowWise:

@@ -49,7 +49,7 @@ from torch.utils import _pytree as pytree
 from twellc.base.errors import UserError, first_line
 from twellc.benchmarking.blocks import dense_models, see_blocks
 from twellc.benchmarking.contest import Contest
-from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, INT4, LOSSY, PACKED, dense_forms
+from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, INT4, LOSSY, PACKED, compile_rival, dense_forms
 from twellc.benchmarking.plans import add_plan
 from twellc.benchmarking.result import TWELL_COMPILED, TWELL_EAGER
 from twellc.compiling.manifest import manifest_path
@@ -274,25 +274,21 @@ def add_torch(contest: Contest, model: Logits, ids: Tensor, wanted: Wanted) -> N
         torch._dynamo.reset()  # or it would compile for several shapes at once
         labels = {form: f"torch {form}, {attention}" for form in _TORCH}
         chosen = [form for form, label in labels.items() if wanted(label) or (form, attention) == (EAGER, "sdpa")]
-        modules: dict[str, Any] = {EAGER: model, COMPILED: _compiled(model)}
+        modules: dict[str, Any] = {EAGER: model, COMPILED: compile_rival(model)}
         try:
             if not modules.keys() >= {*chosen}:
                 program = rewrite(model, (ids,)).program
                 forms = [
                     dense_forms(each.block, each.x, with_compiled=False) for each in see_blocks(program, (ids,), {})
                 ]
-                modules |= {label: _compiled(module) for label, module in dense_models(program, forms).items()}
+                modules |= {label: compile_rival(module) for label, module in dense_models(program, forms).items()}
                 ours = program.module(check_guards=False)
-                modules |= {TWELL_EAGER: ours, TWELL_COMPILED: _compiled(ours)}
+                modules |= {TWELL_EAGER: ours, TWELL_COMPILED: compile_rival(ours)}
         except Exception as error:  # whatever it is, the others go on
             contest.failed[f"torch rewritten, {attention}"] = f"{type(error).__name__}: {first_line(error)}"
         for form in (form for form in chosen if form in modules):
             call = functools.partial(modules[form], ids)
             contest.add(labels[form], call, modules[form], lossy=form in LOSSY)
-
-
-def _compiled(module: Any) -> Any:
-    return torch.compile(module, dynamic=False)
 
 
 def measure_shape(

@@ -28,7 +28,7 @@ import session
 import torch
 from torch import Tensor
 
-from twellc.benchmarking.forms import Fp8Linear
+from twellc.benchmarking.forms import Fp8Linear, compile_rival
 from twellc.features import Features, decode, encode
 from twellc.plugins.block import BlockOptions, Operands
 from twellc.plugins.ops import run_block
@@ -120,7 +120,7 @@ def _dense_fp8(x: Tensor, enc: Fp8Linear, dec: Fp8Linear, b_enc: Tensor, thresho
 
 @functools.cache
 def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return torch.compile(function, fullgraph=True, dynamic=True)  # its products are cuBLAS's, whatever the sizes
+    return compile_rival(function, dynamic=True)  # its products are cuBLAS's, whatever the sizes
 
 
 def check(sae: Sae, x: Tensor) -> float:

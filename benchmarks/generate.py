@@ -268,6 +268,8 @@ def measure(
     gc.collect()
     torch.cuda.empty_cache()
     torch._dynamo.reset()  # or it would compile for several settings at once
+    left = torch._dynamo.utils.counters["graph_break"]  # why, and how often: then torch went on eagerly
+    left.clear()
     answers: dict[str, Any] = {}
     for label, make in contestants.items():
         click.echo(f"{name}: {label}", err=True)
@@ -280,7 +282,12 @@ def measure(
         except Exception as error:  # whatever it is, the others go on
             contest.failed[label] = f"{type(error).__name__}: {first_line(error)}"
             continue
-        contest.add(label, call(), backend, lossy=label in (*_ROUNDED, TRACED_FP8))
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            contest.add(label, call(), backend, lossy=label in (*_ROUNDED, TRACED_FP8))
+        if left:
+            raise click.ClickException(
+                f"{name}: {label}: torch.compile left its graph: {next(iter(left)).splitlines()[0]}"
+            )
         if label in contest and not prefill and "twell" in label:
             answers[label] = functools.partial(whole_answer, backend, ids)
     times = {label: each.to_json() for label, each in contest.time(repeats).items()}

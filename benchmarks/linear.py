@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from twellc.base.torch_private import scaled_mm
+from twellc.benchmarking.forms import compile_rival
 from twellc.plugins.linear import LinearOperands, LinearOptions
 from twellc.plugins.linear_op import run_linear
 from twellc.plugins.quantise import quantise, rounded
@@ -86,7 +87,7 @@ def measure(tokens: int, inner: int, out: int, norm: str, repeats: int) -> dict[
         error = relative_error(run_linear(operands, options)[0], exact)
         refuse_error(f"{name}, {tokens} tokens of {inner} -> {out}", error, base)
     torch._dynamo.reset()
-    compiled = torch.compile(dense, fullgraph=True, dynamic=False)
+    compiled = compile_rival(dense)
     x8 = rounded(layers[0].x.float(), 1)
     contestants: dict[str, Sequence[Callable[[], object]]] = {
         TWELL: [functools.partial(run_linear, each, options) for each in layers],

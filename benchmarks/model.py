@@ -34,7 +34,7 @@ import twellc
 from twellc.benchmarking.activity import quantile, zipf_offsets
 from twellc.benchmarking.blocks import TWELL, block_calls, dense_models, see_blocks
 from twellc.benchmarking.energy import EnergyMeter
-from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, PACKED, dense_forms
+from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, PACKED, compile_rival, dense_forms
 from twellc.benchmarking.timing import Call, record, time_calls
 from twellc.checks.accuracy import measure
 from twellc.passes.precision import widen
@@ -211,7 +211,7 @@ def measure_setting(
     modules: dict[str, Callable[..., Any]] = {EAGER: dense, "twell eager": ours}
     compiled: dict[str, Callable[..., Any]] = {COMPILED: dense, "twell compiled": ours}
     compiled |= dense_models(rewritten.program, forms)
-    modules |= {label: torch.compile(module, dynamic=False) for label, module in compiled.items()}
+    modules |= {label: compile_rival(module) for label, module in compiled.items()}
     calls = {label: prepare(functools.partial(module, *inputs)) for label, module in modules.items()}
     times = time_all(calls)
     kinds = {"dense": BASELINES, "twell": ("twell eager", "twell compiled"), "FP8": (FP8,)}

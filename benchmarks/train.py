@@ -46,7 +46,7 @@ import twellc
 from twellc.base.errors import UserError
 from twellc.benchmarking.contest import time_rotated
 from twellc.benchmarking.energy import EnergyMeter
-from twellc.benchmarking.forms import combine
+from twellc.benchmarking.forms import combine, compile_rival
 from twellc.plugins.block import BlockOptions, Operands
 from twellc.plugins.training import TrainingState, train_block
 from twellc.training import L1Penalty, take_counts
@@ -119,8 +119,11 @@ class Contestant:
                 layer.mlp.__class__ = Penalised
         if self._compiled:
             for layer in layers:
-                layer.compile(dynamic=False)
-            self._entropy = torch.compile(entropy, dynamic=False)
+                if self._twell:
+                    layer.compile(dynamic=False)  # blocks in training stay outside of graphs
+                else:
+                    layer._compiled_call_impl = compile_rival(layer._call_impl)
+            self._entropy = compile_rival(entropy)
         self._optimizer = torch.optim.AdamW(
             self._task.model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.1, fused=session.DEVICE == "cuda"
         )
@@ -282,13 +285,16 @@ class TwellBlock(nn.Module):
         return train_block(operands, BlockOptions(activation="relu"), self.state)[0]
 
 
-def backward_of(block: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], None]:
-    """Return what runs a block forward and backward."""
+def backward_of(
+    block: nn.Module, x: Tensor, dy: Tensor, call: Callable[[Tensor], Tensor] | None = None
+) -> Callable[[], None]:
+    """Return what runs a block forward and backward; `call`: the block, compiled."""
+    forward = call or block
 
     def run() -> None:
         x.grad = None
         block.zero_grad(set_to_none=True)
-        torch.autograd.backward(block(x), dy)
+        torch.autograd.backward(forward(x), dy)
 
     return run
 
@@ -328,10 +334,10 @@ def measure_block(tokens: int, neurons: Neurons, d_model: int, d_ff: int, varian
     backward_of(dense, x, dy)()
     assert found is not None and x.grad is not None
     compare(dense, twell, (x.grad, found))
-    compiled: Any = torch.compile(dense, dynamic=False)
+    compiled: Any = compile_rival(dense)
     contestants = {
         "dense eager": backward_of(dense, x, dy),
-        "dense compiled": backward_of(compiled, x, dy),
+        "dense compiled": backward_of(dense, x, dy, compiled),
         "twell": run,
     }
     times = time_rotated({name: [call] for name, call in contestants.items()}, rounds)

@@ -37,6 +37,7 @@ from trained import SMOKE, Penalised, Recipe, draw_windows, load_corpus, make_mo
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import twellc
+from twellc.benchmarking.forms import compile_rival
 from twellc.benchmarking.timing import time_calls
 from twellc.training import Blend, L1Penalty, reinitialise_dead, sparsify, take_counts
 from twellc.training.counts import Fired
@@ -128,7 +129,10 @@ def train(model: Any, corpus: Corpus, run: Run, note: Callable[[int, str], None]
     )
     if on_gpu:
         for layer in model.model.layers:
-            layer.compile(dynamic=False)
+            if run.twell:
+                layer.compile(dynamic=False)  # blocks in training stay outside of graphs
+            else:
+                layer._compiled_call_impl = compile_rival(layer._call_impl)
     model.train()
     losses, terms, seen, began = [], [], [], time.monotonic()
     window: dict[str, Fired] | None = None
@@ -353,7 +357,7 @@ def _timed(model: Any, corpus: Corpus) -> dict[str, Any]:
             if model.config.hidden_act != "relu":
                 continue
             half = twellc.optimize(_copy(half))
-        compiled = torch.compile(functools.partial(half, use_cache=False), dynamic=False)
+        compiled = compile_rival(functools.partial(half, use_cache=False))
         calls[name] = functools.partial(compiled, input_ids=ids)
     times = time_calls(list(calls.values()), 8)
     return {"forward_us": {name: each.median_us for name, each in zip(calls, times, strict=True)}}

@@ -36,7 +36,17 @@ from twellc.benchmarking.blocks import (
 )
 from twellc.benchmarking.contest import Contest, time_rotated
 from twellc.benchmarking.energy import EnergyMeter
-from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, FP8_TUNED, LOSSY, dense_forms, many_sizes, tuned
+from twellc.benchmarking.forms import (
+    BASELINES,
+    COMPILED,
+    EAGER,
+    FP8,
+    FP8_TUNED,
+    LOSSY,
+    compile_rival,
+    dense_forms,
+    tuned,
+)
 from twellc.benchmarking.inputs import make_samples
 from twellc.benchmarking.plans import PLAN_TWELL, add_plan, build_plans, profiles_of, why_no_plans
 from twellc.benchmarking.plot import refuse_plot, write_plot
@@ -155,7 +165,6 @@ class _Bench:
             self._notes += [*calibrated.profile.warnings, *calibrated.notes(rewritten.layers, self._dtype)]
         return rewritten
 
-    @many_sizes()
     def run(self) -> BenchResult:
         """Measure every shape."""
         plans, failed = self._plans()
@@ -272,9 +281,9 @@ class _Shape:
             TWELL_EAGER: ours.module(check_guards=False),
         }
         if options.compiled:
-            modules |= {COMPILED: _compiled(modules[EAGER]), TWELL_COMPILED: _compiled(modules[TWELL_EAGER])}
+            modules |= {COMPILED: compile_rival(modules[EAGER]), TWELL_COMPILED: compile_rival(modules[TWELL_EAGER])}
         models = dense_models(whole, forms)
-        modules |= {name: _compiled(each) for name, each in models.items()} if options.compiled else models
+        modules |= {name: compile_rival(each) for name, each in models.items()} if options.compiled else models
         if options.max_autotune and FP8 in models:
             modules[FP8_TUNED] = tuned(models[FP8])
         contest = Contest(truth, self._draw, language_model=False)
@@ -312,10 +321,6 @@ class _Shape:
                 joules = self._meter.of(contest.replay(label), _ENERGY_SECONDS, times[label].median_us)
                 standings.joules_per_token[label] = joules / tokens
         return standings
-
-
-def _compiled(module: Any) -> Any:
-    return torch.compile(module, dynamic=False)
 
 
 def _blocks(seen: list[Seen], ours: list[Seen], forms: list[dict[str, Form]], lossy: set[str]) -> Contest:

@@ -31,7 +31,7 @@ from twellc.base.files import OutputFiles, uninterrupted, writing
 from twellc.benchmarking import timing
 from twellc.benchmarking.activity import draw_activity, hot_neurons_first, thresholds, zipf_offsets
 from twellc.benchmarking.contest import time_rotated
-from twellc.benchmarking.forms import Block, Packed, fused_dense, many_sizes
+from twellc.benchmarking.forms import Block, Packed, fused_dense
 from twellc.decisions.predict import Widths, is_split
 from twellc.decisions.times import DensePoint, GpuTimes, TwellPoint
 from twellc.plugins.block import BlockOptions, Operands
@@ -246,7 +246,6 @@ def _machine() -> dict[str, str]:
     }
 
 
-@many_sizes()
 def calibrate(path: Path, overwrite: bool, progress: Callable[[str], None]) -> GpuTimes:
     """Measure the grid and write the data file, anew after each number of tokens.
 

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,8 +44,7 @@ _FP8_MULTIPLE = 16
 _INT4_CAPABILITY = (8, 0)
 _INT4_GROUP = 128
 _INT4_TILES = 8
-# Sizes that torch compiles one function for.
-_MOST_SIZES = 1024
+_MATRIX = 2  # dimensions of rows, of which torch compiles for any number
 
 
 @dataclass(frozen=True)
@@ -128,19 +126,40 @@ def _combine_fp8(gate_up: Tensor, gated: bool, activation: str, threshold: float
     return _to_fp8(_combine_packed(gate_up, gated, activation, threshold), per_unit)
 
 
-@contextmanager
-def many_sizes() -> Iterator[None]:
-    """Let torch compile these forms for each of many sizes: by default it fails after the eighth."""
-    with dynamo.config.patch(recompile_limit=_MOST_SIZES, accumulated_recompile_limit=_MOST_SIZES):
-        yield
+def compile_rival(function: Callable[..., Any], dynamic: bool | None = False, **settings: Any) -> Callable[..., Any]:
+    """Return what twellc is compared with through torch.compile: as one graph, and compiled for it alone.
+
+    torch goes on eagerly, and says nothing, behind what it cannot trace, and after the eighth size of one function,
+    whoever called it. Here both are errors, and no other rival's sizes count: each has code of its own.
+
+    Args:
+        function: A function or a module.
+        dynamic: As `torch.compile` takes it; False compiles for exactly the sizes of each call.
+        settings: Others of `torch.compile`.
+    """
+
+    def run(*arguments: Any, **named: Any) -> Any:
+        return function(*arguments, **named)
+
+    run.__code__ = run.__code__.replace()
+    return torch.compile(run, fullgraph=True, dynamic=dynamic, **settings)
 
 
 @functools.cache
-def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function through torch.compile."""
-    # Without fullgraph, torch would go on in eager mode, and say nothing, after some recompilations. From its cache it
-    # would take a kernel whose launch suits the number of tokens for which another run compiled it.
-    return torch.compile(function, fullgraph=True, options={"fx_graph_cache": False})
+def _compiled(function: Callable[..., Tensor], *_sizes: Any, dynamic: bool | None = None) -> Callable[..., Tensor]:
+    """Return a function through torch.compile, for some sizes."""
+    # From its cache torch would take a kernel whose launch suits the number of tokens that another run compiled it for.
+    return compile_rival(function, dynamic, options={"fx_graph_cache": False})
+
+
+def _sizes(values: Sequence[Any], tokens: int) -> Iterator[Any]:
+    """Yield what values are compiled for: all but the number of tokens, which is that of the rows of matrices."""
+    yield tokens == 1
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value.dtype, value.shape[1:] if value.dim() == _MATRIX else value.shape
+        else:
+            yield value
 
 
 def _fused(function: Callable[..., Tensor], rows: Tensor, *rest: Any) -> Tensor:
@@ -148,10 +167,10 @@ def _fused(function: Callable[..., Tensor], rows: Tensor, *rest: Any) -> Tensor:
     if torch.compiler.is_compiling():
         return function(rows, *rest)
     for matrix in (rows, *rest):
-        if isinstance(matrix, Tensor) and matrix.dim() == 2:
+        if isinstance(matrix, Tensor) and matrix.dim() == _MATRIX:
             dynamo.maybe_mark_dynamic(matrix, 0)
             dynamo.mark_static(matrix, 1)
-    return _compiled(function)(rows, *rest)
+    return _compiled(function, *_sizes((rows, *rest), len(rows)))(rows, *rest)
 
 
 def fused_dense(block: Block, x: Tensor) -> Tensor:
@@ -316,12 +335,9 @@ def _int4_product(rows: Tensor, weight: tuple[Tensor, Tensor], bias: Tensor | No
 def compiled_dense(block: Block) -> Callable[[Tensor], Tensor]:
     """Return the block through torch.compile, for exactly the sizes of each call; blocks of one form share it."""
     weights = (block.gate, block.up, block.down, block.gate_bias, block.up_bias, block.down_bias)
-    return lambda x: _compiled_dense()(x, *weights, block.activation, block.threshold)
-
-
-@functools.cache
-def _compiled_dense() -> Callable[..., Tensor]:
-    return torch.compile(_dense, dynamic=False, fullgraph=True)
+    rest = (*weights, block.activation, block.threshold)
+    forms = [(value.shape, value.dtype) if isinstance(value, Tensor) else value for value in rest]
+    return lambda x: _compiled(_dense, x.shape, x.dtype, *forms, dynamic=False)(x, *rest)
 
 
 def _dense(x: Tensor, *weights: Any) -> Tensor:
@@ -355,4 +371,4 @@ def dense_forms(
 
 def tuned(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function through torch.compile with max-autotune, for exactly the sizes of each call."""
-    return torch.compile(function, dynamic=False, mode="max-autotune-no-cudagraphs")
+    return compile_rival(function, mode="max-autotune-no-cudagraphs")

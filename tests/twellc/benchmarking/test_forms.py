@@ -1,5 +1,6 @@
 """The dense forms of a block that twellc is compared with: they compute the same, and FP8 nearly so."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -15,9 +16,9 @@ from twellc.benchmarking.forms import (
     PACKED,
     Block,
     Packed,
+    compile_rival,
     dense_forms,
     fused_dense,
-    many_sizes,
 )
 
 
@@ -91,19 +92,39 @@ def test_four_bits() -> None:
 
 
 def test_many_widths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each width of a grid, or of a model's blocks, is compiled for: more of them than torch does by itself."""
-    compiled = torch.compile(forms._combine_packed, fullgraph=True, backend="eager")
-    monkeypatch.setattr(forms, "_compiled", lambda function: compiled)
-    x = torch.randn(3, 8).bfloat16()
+    """Each width of a grid, or of a model's blocks, is compiled for: more of them than torch does for one function."""
+    eager = functools.partial(compile_rival, backend="eager")
+    monkeypatch.setattr(
+        forms, "_compiled", functools.cache(lambda function, *_, dynamic=None: eager(function, dynamic))
+    )
     widths = range(2, 4 + torch._dynamo.config.recompile_limit)
-    blocks = [Block(torch.ones(width, 8).bfloat16(), None, torch.ones(8, width).bfloat16()) for width in widths]
-    with many_sizes():
-        for own in blocks:
-            assert relative(Packed(own)(x), own.double().dense(x.double())) < 0.01
-    torch._dynamo.reset()
+    for width in widths:
+        own = Block(torch.ones(width, 8).bfloat16(), None, torch.ones(8, width).bfloat16())
+        for tokens in (1, 3, 5):
+            x = torch.rand(tokens, 8).bfloat16()
+            for form in (Packed(own), forms.compiled_dense(own)):
+                assert relative(form(x), own.double().dense(x.double())) < 0.01
+
+
+def test_rivals_are_compiled_alone() -> None:
+    """Sizes of one do not count for the others; of its own there may not be too many."""
+    limit = torch._dynamo.config.recompile_limit
+    for size in range(1, limit + 3):
+        x = torch.randn(3, size)
+        assert torch.equal(compile_rival(torch.relu, backend="eager")(x), torch.relu(x))
+    one = compile_rival(torch.relu, backend="eager")
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-        for own in blocks:
-            Packed(own)(x)
+        for size in range(1, limit + 3):
+            one(torch.randn(3, size))
+
+
+def test_rivals_are_compiled_whole() -> None:
+    def broken(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        compile_rival(broken, backend="eager")(torch.ones(2))
 
 
 def test_active() -> None:
@@ -114,7 +135,6 @@ def test_active() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("variant", "activation", "biases"), CASES)
-@many_sizes()
 def test_on_the_gpu(variant: str, activation: str, biases: bool) -> None:
     own = block(variant, activation, biases, "cuda")
     for tokens in (1, 5, 16, 40):
