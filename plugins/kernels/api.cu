@@ -5,15 +5,10 @@
 #include <algorithm>
 
 #include "check.h"
-#include "dense_block/dense_block.h"
-#include "eight_bits/eight_bits.h"
 #include "features/features.h"
-#include "few_tokens/few.h"
 #include "host/problem.h"
 #include "many_tokens/many_tokens.h"
-#include "one_or_two_tokens/one_or_two.h"
 #include "routes.h"
-#include "split/split.h"
 #include "twell/twell.h"
 
 #if !defined(TWELL_VERSION)
@@ -65,18 +60,9 @@ size_t twell_workspace_bytes(twell_problem const* problem) {
     if (twell::read_problem(copy, problem).text != nullptr || copy.tokens == 0) {
         return 0;
     }
-    size_t const first = twell::bytes_taken([&](unsigned char*& end) {
-        twell::take_normalised(copy, end);
-        if (!twell::is_wide(copy)) {
-            twell::take_widened(copy, end);
-            twell::take_quantised(copy, end);
-        }
-    });
-    if (twell::is_wide(copy)) {
-        return first + twell::wide_bytes(copy);
-    }
-    return first + std::max({twell::one_or_two_bytes(copy), twell::few_bytes(copy), twell::dense_block_bytes(copy),
-                             twell::many_tokens_bytes(copy), twell::split_bytes(copy)});
+    Device device = {};
+    bool const asks = twell::has_scales(copy) && twell::find_device(device) == cudaSuccess;
+    return twell::workspace_bytes(copy, asks ? &device : nullptr);
 }
 
 cudaError_t twell_gate(twell_problem const* problem, twell_tensors const* tensors, uint32_t* packed,

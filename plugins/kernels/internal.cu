@@ -31,9 +31,11 @@ cudaError_t run(Call const& call, void* workspace, twell_internal_choice const& 
     if (choice.kernels < TWELL_KERNELS_BEST || choice.kernels > TWELL_KERNELS_SM90) {
         return cudaErrorInvalidValue;
     }
-    bool const takes_scales = choice.path == TWELL_RUN_ROUTES || choice.path == TWELL_RUN_MANY_TOKENS ||
-                              choice.path == TWELL_RUN_EARLY || choice.path == TWELL_RUN_DENSE_ROWS ||
-                              choice.path == TWELL_RUN_DENSE_BLOCK;
+    bool const is_many =
+        choice.path == TWELL_RUN_MANY_TOKENS || choice.path == TWELL_RUN_EARLY || choice.path == TWELL_RUN_DENSE_ROWS;
+    // The workspace has a place for widened weights where the routes widen.
+    bool const takes_scales = choice.path == TWELL_RUN_ROUTES || choice.path == TWELL_RUN_DENSE_BLOCK ||
+                              (is_many && !twell::many_tokens_widen(call.problem));
     if (twell::has_scales(call.problem) && !takes_scales) {
         return cudaErrorNotSupported;
     }
@@ -114,6 +116,11 @@ cudaError_t twell_internal_linear(twell_linear_problem const* problem, twell_lin
     Device device = {};
     TWELL_TRY(twell::find_device(device));
     return twell::launch_linear({*problem, *tensors, device, stream, static_cast<Kernels>(kernels)}, workspace);
+}
+
+size_t twell_internal_workspace_bytes(twell_problem const* problem, twell_device const* described) {
+    Device device = {};
+    return twell::find_device(described, device) == cudaSuccess ? twell::workspace_bytes(*problem, &device) : 0;
 }
 
 uint32_t const* twell_internal_hot_neurons(twell_problem const* problem, void* workspace, int32_t kernels) {

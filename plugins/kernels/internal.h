@@ -58,6 +58,9 @@ TWELL_API cudaError_t twell_internal_schedule(twell_problem const* problem, uint
 TWELL_API cudaError_t twell_internal_linear(twell_linear_problem const* problem, twell_linear_tensors const* tensors,
                                             void* workspace, int32_t kernels, cudaStream_t stream);
 
+// twell_workspace_bytes on a device.
+TWELL_API size_t twell_internal_workspace_bytes(twell_problem const* problem, twell_device const* device);
+
 // The table of routes, as Markdown; and the rows of all tables of configurations: a line each, what twell_describe says
 // of a launch before the bar. They return what twell_describe does.
 TWELL_API size_t twell_internal_routes(char* text, size_t size);

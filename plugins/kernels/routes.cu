@@ -234,6 +234,40 @@ cudaError_t launch(Route route, Call const& call, void* workspace) {
 
 }  // namespace
 
+namespace {
+
+// Whether the call, or one of fewer tokens, widens weights. Up to kMostTokensFewGeneric tokens few_tokens reads them in
+// eight bits, unless there are too many columns for it: then one token widens where more may not.
+bool widens(twell_problem const& problem, Device const& device) {
+    twell_problem one = problem;
+    one.tokens = 1;
+    for (twell_problem const& each : {problem, one}) {
+        Route const route = choose_scaled_route(each, device);
+        if (route == Route::kWidened || (route == Route::kManyTokens && many_tokens_widen(each))) {
+            return true;
+        }
+    }
+    return false;
+}
+
+}  // namespace
+
+size_t workspace_bytes(twell_problem const& problem, Device const* device) {
+    constexpr Device kGeneric = {8, 0, 1, 0, 0};  // what others widen it widens, too
+    size_t const first = bytes_taken([&](unsigned char*& end) {
+        take_normalised(problem, end);
+        if (has_scales(problem) && widens(problem, device == nullptr ? kGeneric : *device)) {
+            take_widened(problem, end);
+        }
+        take_quantised(problem, end);
+    });
+    if (is_wide(problem)) {
+        return first + wide_bytes(problem);
+    }
+    return first + std::max({one_or_two_bytes(problem), few_bytes(problem), dense_block_bytes(problem),
+                             many_tokens_bytes(problem), split_bytes(problem)});
+}
+
 uint16_t* take_normalised(twell_problem const& problem, unsigned char*& memory) {
     return take<uint16_t>(memory, has_norm(problem) ? problem.tokens * problem.d_model : 0);
 }

@@ -28,6 +28,9 @@ char const* name_of(Route route);
 // Rows of x that are normalised by a kernel, [tokens, d_model], in front of all other workspace; without a norm none.
 uint16_t* take_normalised(twell_problem const& problem, unsigned char*& memory);
 
+// Bytes of workspace that launch_route needs on a device, null: on any one; never shrinks when `tokens` grows.
+size_t workspace_bytes(twell_problem const& problem, Device const* device);
+
 // Enqueues the whole block by its route, behind its norm. The problem has been validated, has at least one row, and the
 // pointers have been checked; `workspace` is 256-byte aligned.
 cudaError_t launch_route(Call const& call, void* workspace);

@@ -267,6 +267,48 @@ def test_routes(tokens: int, gpu: str, names: list[str]) -> None:
     assert positions == sorted(positions)
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 16, 33, 64, 65, 300, 768, 769, 2048])
+@pytest.mark.parametrize(("d_model", "d_ff"), [(2048, 5632), (8192, 28672), (2056, 5632)])
+@pytest.mark.parametrize("variant", [0, 1], ids=("gated", "plain"))
+def test_the_workspace_holds_what_a_route_reads(variant: int, d_model: int, d_ff: int, tokens: int) -> None:
+    """Of weights in eight bits a copy in 16 where the GPU's kernels read one, and no copy elsewhere."""
+    own = problem(**SCALED, tokens=tokens, d_model=d_model, d_ff=d_ff, d_out=d_model, variant=variant)
+    copies = {name: _copies(own, gpu) for name, gpu in library.GPUS.items()}
+    reads = {name: "\nwiden |" in library.describe(own, gpu) for name, gpu in library.GPUS.items()}
+    assert copies == reads
+    assert tokens <= 64 or reads["A100"]
+    if not torch.cuda.is_available():  # no GPU, and what is right for all of them
+        assert library.load().twell_workspace_bytes(own) == _workspace(own, library.GPUS["A100"])
+
+
+def _workspace(own: library.Problem, gpu: library.Device) -> int:
+    function: Any = library.load().twell_internal_workspace_bytes
+    function.restype, function.argtypes = ctypes.c_size_t, [ctypes.POINTER(library.Problem), ctypes.c_void_p]
+    return int(function(own, ctypes.addressof(gpu)))
+
+
+def _copies(own: library.Problem, gpu: library.Device) -> bool:
+    """Whether the workspace has room for a copy of the weights; all else differs little from that of a 16-bit call."""
+    wide = library.Problem.from_buffer_copy(own)
+    wide.weight_dtype = wide.dtype
+    copy = 2 * (3 if own.variant == 0 else 2) * own.d_model * own.d_ff
+    more = _workspace(own, gpu) - _workspace(wide, gpu)
+    found = more > copy / 2
+    assert abs(more - copy * found) <= own.tokens * (own.d_model + 2 * own.d_ff) + (1 << 20)
+    return found
+
+
+@pytest.mark.parametrize("name", ["H100", "A100"])
+@pytest.mark.parametrize("d_model", [1024, 2048, 65_664])
+@pytest.mark.parametrize("variant", [0, 1], ids=("gated", "plain"))
+def test_the_workspace_does_not_shrink(variant: int, d_model: int, name: str) -> None:
+    """A plan has that of its largest call: fewer tokens, which may take another route, must do with it."""
+    counts = sorted({tokens + i for tokens in (1, 2, 16, 32, 64, 128, 768, 1280, 2048) for i in (-1, 0, 1)} - {0})
+    sizes = {"d_model": d_model, "d_ff": 5632, "d_out": d_model, "variant": variant}
+    found = [_workspace(problem(**SCALED, **sizes, tokens=tokens), library.GPUS[name]) for tokens in counts]
+    assert found == sorted(found)
+
+
 GPU_CASES = [
     dataclasses.replace(case, tokens=tokens, d_model=d_model, d_ff=d_ff, d_out=d_out)
     for (d_model, d_ff, d_out), tokens in itertools.product(

@@ -152,7 +152,8 @@ TWELL_API void twell_get_limits(twell_limits* limits);
 // Bytes of the packed gate activations, uint32 [tokens, ceil(d_ff / TWELL_TILE) * (TWELL_TILE / compression)].
 TWELL_API size_t twell_packed_bytes(twell_problem const* problem);
 
-// Bytes of device workspace that twell_mlp needs, also by `hot`; it never shrinks when `tokens` grows.
+// Bytes of device workspace that twell_mlp needs, also by `hot`; it never shrinks when `tokens` grows. With weights of
+// eight bits it is that of the current device's compute capability; without a device, of any one.
 TWELL_API size_t twell_workspace_bytes(twell_problem const* problem);
 
 // The two functions below return cudaErrorInvalidValue for a problem that twell_validate refuses, a missing pointer,

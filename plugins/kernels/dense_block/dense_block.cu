@@ -99,7 +99,6 @@ cudaError_t launch_dense_block(Call const& call, void* workspace, bool may_skip)
         twell_problem const& problem = call.problem;
         DenseBlockConfig const config = choose(problem, call.device, may_skip);
         unsigned char* next = static_cast<unsigned char*>(workspace);
-        take_widened(problem, next);
         Quantised const rounded = take_quantised(problem, next);
         Memory memory = take_memory(problem, next);
         if (!config.skips) {

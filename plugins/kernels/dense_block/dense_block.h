@@ -33,7 +33,7 @@ struct DenseBlockConfig {
     int skipping_columns;  // of a CTA of that launch
 };
 
-// Bytes of workspace that launch_dense_block needs, behind those of take_widened and take_quantised, also where it is
+// Bytes of workspace that launch_dense_block needs, behind those of take_quantised, also where it is
 // not for the problem; never shrinks when `tokens` grows.
 size_t dense_block_bytes(twell_problem const& problem);
 

@@ -35,12 +35,10 @@ cudaError_t launch(widen::Params const& params, int32_t dtype, Device const& dev
 
 Widened take_widened(twell_problem const& problem, unsigned char*& memory) {
     Widened widened = {};
-    if (has_scales(problem)) {
-        int64_t const rows = problem.d_ff;
-        widened.w_gate = take<uint16_t>(memory, rows * problem.d_model);
-        widened.w_up = take<uint16_t>(memory, problem.variant == TWELL_GATED ? rows * problem.d_model : 0);
-        widened.w_down = take<uint16_t>(memory, rows * problem.d_out);
-    }
+    int64_t const rows = problem.d_ff;
+    widened.w_gate = take<uint16_t>(memory, rows * problem.d_model);
+    widened.w_up = take<uint16_t>(memory, problem.variant == TWELL_GATED ? rows * problem.d_model : 0);
+    widened.w_down = take<uint16_t>(memory, rows * problem.d_out);
     return widened;
 }
 

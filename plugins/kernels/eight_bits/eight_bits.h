@@ -17,7 +17,7 @@ struct Widened {
     uint16_t* w_down;  // [d_ff, d_out]
 };
 
-// A piece of the workspace for them. With no scales there is none.
+// A piece of the workspace for them.
 Widened take_widened(twell_problem const& problem, unsigned char*& memory);
 
 // The problem and the tensors with these in the place of the weights.

@@ -119,7 +119,7 @@ class Descriptor {
 
 // Handles by device, and algorithms by device and problem: asking takes longer than launching.
 struct Known {
-    using Key = std::array<int64_t, 8>;
+    using Key = std::array<int64_t, 9>;
     static constexpr size_t kMost = 4096;
     std::mutex mutex;
     std::map<int, Handle> handles;
@@ -175,7 +175,7 @@ cudaError_t multiply(Product const& product, void* workspace, cudaStream_t strea
                   lt->set_operation(operation, kEpilogue, &epilogue, sizeof(epilogue)) != 0 ||
                   lt->create_layout(weight.out(), type_in, product.in, product.out, product.in) != 0 ||
                   lt->create_layout(x.out(), type_in, product.in, product.tokens, product.in) != 0 ||
-                  lt->create_layout(y.out(), type, product.out, product.tokens, product.out) != 0;
+                  lt->create_layout(y.out(), type, product.out, product.tokens, product.stride) != 0;
     if (!failed && product.bias != nullptr) {
         failed = lt->set_operation(operation, kBiasPointer, &product.bias, sizeof(product.bias)) != 0;
     }
@@ -193,8 +193,9 @@ cudaError_t multiply(Product const& product, void* workspace, cudaStream_t strea
             return cudaErrorNotSupported;
         }
         handle = of_device;
-        Known::Key const key = {device,     type,        type_in,  product.tokens,
-                                product.in, product.out, epilogue, product.residual != nullptr};
+        Known::Key const key = {device,         type,       type_in,
+                                product.tokens, product.in, product.out,
+                                product.stride, epilogue,   product.residual != nullptr};
         auto const place = all.algorithms.find(key);
         if (place != all.algorithms.end()) {
             found = place->second;

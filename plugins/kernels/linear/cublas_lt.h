@@ -25,11 +25,12 @@ struct Product {
     float const* x_scale;       // [tokens] or null
     float const* weight_scale;  // [out] or null
     void const* bias;           // [out] or null
-    void const* residual;       // [tokens, out] or null
-    void* y;                    // [tokens, out]
+    void const* residual;       // [tokens, out] or null, rows as y's
+    void* y;                    // [tokens, out], rows `stride` elements apart
     int64_t tokens;
     int64_t in;
     int64_t out;
+    int64_t stride;
     bool is_bf16;
 };
 

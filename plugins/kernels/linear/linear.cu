@@ -33,19 +33,34 @@ constexpr Label label_of() {
 bool is_scaled(twell_linear_problem const& problem) { return problem.weight_dtype == TWELL_E4M3; }
 
 // Whether linear_few computes the layer, on every device: a token's row must find a place beside all else. Where those
-// of all tokens find none on an H100, it would read the weights twice; a product reads them once, but not as bytes.
+// of all tokens find none on an H100, it would read the weights twice; a product reads them once, but not as bytes. Of
+// these it reads 16 at once.
 bool is_few(twell_linear_problem const& problem) {
     constexpr int64_t kLeastSharedBytes = 99 * 1024;
     constexpr int64_t kSharedBytes = 227 * 1024;
     int64_t const row_bytes = linear_few::row_bytes<uint16_t>(problem.in);
     int64_t const rest = problem.tokens <= Few8::kTokens ? Few8::kBytesBesideRows : Few16::kBytesBesideRows;
     return problem.tokens <= kMostTokensLinearFew && row_bytes <= kLeastSharedBytes - Few8Small::kBytesBesideRows &&
-           (is_scaled(problem) || problem.tokens * row_bytes <= kSharedBytes - rest);
+           (is_scaled(problem) ? problem.in % (2 * kVector) == 0 : problem.tokens * row_bytes <= kSharedBytes - rest);
 }
 
-// Whether weights of eight bits become 16 first, unless cuBLASLt reads them. linear_few reads 16 bytes at once.
-bool widens(twell_linear_problem const& problem) {
-    return is_scaled(problem) && !(is_few(problem) && problem.in % (2 * kVector) == 0);
+// Whether cuBLASLt has products of eight bits of the sizes.
+bool has_sizes_in_bytes(twell_linear_problem const& problem) {
+    constexpr int kMultiple = 16;  // of all sizes but tokens
+    bool good = problem.in % kMultiple == 0 && problem.out % kMultiple == 0;
+    for (int32_t const width : problem.splits) {
+        good = good && width % kMultiple == 0;
+    }
+    return good;
+}
+
+// Rows of a weight that are widened at once, where cuBLASLt does not read its bytes: parts of equal size, with whole
+// tiles, of kMostBytes if that is a tile. The workspace must do for a process without cuBLASLt, too.
+int64_t rows_widened(twell_linear_problem const& problem) {
+    constexpr int64_t kMostBytes = 32 << 20;
+    int64_t const most = std::max<int64_t>(kMostBytes / 2 / problem.in / linear_many::BLOCK_N, 1);
+    int64_t const tiles = ceil_div(problem.out, linear_many::BLOCK_N);
+    return std::min<int64_t>(ceil_div(tiles, ceil_div(tiles, most)) * linear_many::BLOCK_N, problem.out);
 }
 
 // Of a row in the shared memory of the kernel that rounds it.
@@ -55,7 +70,7 @@ int most_row_bytes(Device const& device) {
 }
 
 struct Scratch {
-    uint16_t* widened;     // [out, in]: weights of eight bits in 16
+    uint16_t* widened;     // [rows_widened, in]: weights of eight bits in 16
     uint16_t* normalised;  // [tokens, in]
     uint8_t* rounded;      // [tokens, in]: x, normalised, in eight bits
     float* scale;          // [tokens], of them
@@ -69,9 +84,10 @@ Scratch take_scratch(twell_linear_problem const& problem, unsigned char*& memory
     Scratch scratch = {};
     int64_t const in = problem.in;
     bool const writes_rows = !is_few(problem) && problem.norm != TWELL_NORM_NONE;
-    scratch.widened = take<uint16_t>(memory, widens(problem) ? problem.out * in : 0);
+    bool const scaled = !is_few(problem) && is_scaled(problem);
+    scratch.widened = take<uint16_t>(memory, scaled ? rows_widened(problem) * in : 0);
     scratch.normalised = take<uint16_t>(memory, writes_rows ? problem.tokens * in : 0);
-    bool const rounds_rows = !is_few(problem) && is_scaled(problem);
+    bool const rounds_rows = scaled && has_sizes_in_bytes(problem);
     scratch.rounded = take<uint8_t>(memory, rounds_rows ? problem.tokens * in : 0);
     scratch.scale = take<float>(memory, rounds_rows ? problem.tokens : 0);
     scratch.weight_scales = take<float>(memory, rounds_rows ? problem.out : 0);
@@ -109,8 +125,7 @@ int64_t num_ctas_few(LinearCall const& call) {
 }
 
 template <class Element, class Stored, class Cfg>
-cudaError_t launch_few(LinearCall const& call, void const* weight, bool weight_is_final, uint64_t* keys,
-                       int64_t tokens) {
+cudaError_t launch_few(LinearCall const& call, uint64_t* keys, int64_t tokens) {
     twell_linear_problem const& problem = call.problem;
     twell_linear_tensors const& tensors = call.tensors;
     dim3 const grid(static_cast<unsigned>(num_ctas_few(call)));
@@ -119,7 +134,7 @@ cudaError_t launch_few(LinearCall const& call, void const* weight, bool weight_i
     for (int64_t begin = 0; begin < problem.tokens; begin += tokens) {
         linear_few::Params<Stored> params = {};
         params.x = static_cast<uint16_t const*>(tensors.x) + begin * problem.in;
-        params.weight = static_cast<Stored const*>(weight);
+        params.weight = static_cast<Stored const*>(tensors.weight);
         params.bias = static_cast<uint16_t const*>(tensors.bias);
         params.residual = tensors.residual == nullptr
                               ? nullptr
@@ -132,7 +147,6 @@ cudaError_t launch_few(LinearCall const& call, void const* weight, bool weight_i
         params.tokens = static_cast<int>(std::min(tokens, problem.tokens - begin));
         params.in = problem.in;
         params.out = problem.out;
-        params.weight_is_final = weight_is_final;
         int const bytes =
             static_cast<int>(Cfg::kBytesBesideRows + params.tokens * linear_few::row_bytes<Stored>(problem.in));
         TWELL_TRY(launch_dependent(label_of<Cfg>(), kernel, params, grid, Cfg::kThreads, bytes, call.device,
@@ -151,18 +165,17 @@ int64_t launches(LinearCall const& call) {
 
 // The configuration of the fewest launches, of equals the first one.
 template <class Element, class Stored, class... Configs>
-cudaError_t launch_one_of(LinearCall const& call, void const* weight, bool weight_is_final, uint64_t* keys) {
+cudaError_t launch_one_of(LinearCall const& call, uint64_t* keys) {
     int64_t const fewest = std::min({launches<Stored, Configs>(call)...});
     int64_t const tokens = ceil_div(call.problem.tokens, fewest);
     return with_config<Configs...>(
         [&](auto c) { return launches<Stored, decltype(c)>(call) == fewest; },
-        [&](auto c) { return launch_few<Element, Stored, decltype(c)>(call, weight, weight_is_final, keys, tokens); });
+        [&](auto c) { return launch_few<Element, Stored, decltype(c)>(call, keys, tokens); });
 }
 
 template <class Element, class Stored>
-cudaError_t launch_few(LinearCall const& call, void const* weight, bool weight_is_final, uint64_t* keys) {
-    return launch_one_of<Element, Stored, Few8Long, Few8, Few8Small, Few16Long, Few16, Few16Small>(
-        call, weight, weight_is_final, keys);
+cudaError_t launch_few(LinearCall const& call, uint64_t* keys) {
+    return launch_one_of<Element, Stored, Few8Long, Few8, Few8Small, Few16Long, Few16, Few16Small>(call, keys);
 }
 
 // The outputs of a product; where only the choice is stored, in the workspace.
@@ -174,10 +187,11 @@ linear::Outputs outputs_of(LinearCall const& call, Scratch const& scratch) {
     return outputs;
 }
 
-// All outputs by cuBLASLt, each from its rows of the weight; cudaErrorNotSupported where it cannot.
+// Columns of all outputs by cuBLASLt, of which `weight` has the rows; cudaErrorNotSupported where it cannot.
 // With scales x and W have eight bits.
 cudaError_t multiply_by_cublas_lt(LinearCall const& call, Scratch const& scratch, void const* x, void const* weight,
-                                  float const* x_scale = nullptr, float const* weight_scale = nullptr) {
+                                  int64_t begin, int64_t end, float const* x_scale = nullptr,
+                                  float const* weight_scale = nullptr) {
     if (call.kernels != Kernels::kBest || cublas_lt::version() == 0) {
         return cudaErrorNotSupported;
     }
@@ -185,23 +199,29 @@ cudaError_t multiply_by_cublas_lt(LinearCall const& call, Scratch const& scratch
     int64_t const element_bytes = x_scale == nullptr ? 2 : 1;
     linear::Outputs const outputs = outputs_of(call, scratch);
     for (int i = 0; i < TWELL_MAX_SPLITS && outputs.widths[i] != 0; ++i) {
+        int64_t const first = std::max<int64_t>(begin, outputs.begins[i]);
+        int64_t const width = std::min<int64_t>(end, outputs.begins[i] + outputs.widths[i]) - first;
+        if (width <= 0) {
+            continue;
+        }
         if (call.device.trace != nullptr) {
             add_line(*call.device.trace, {"cublas_lt", {{"bits", 8 * element_bytes}}});
             continue;
         }
-        int64_t const begin = outputs.begins[i];
         auto const* const bias = static_cast<uint16_t const*>(call.tensors.bias);
+        auto const* const residual = static_cast<uint16_t const*>(call.tensors.residual);
         cublas_lt::Product product = {};
         product.x = x;
-        product.weight = static_cast<unsigned char const*>(weight) + begin * problem.in * element_bytes;
+        product.weight = static_cast<unsigned char const*>(weight) + (first - begin) * problem.in * element_bytes;
         product.x_scale = x_scale;
-        product.weight_scale = weight_scale == nullptr ? nullptr : weight_scale + begin;
-        product.bias = bias == nullptr ? nullptr : bias + begin;
-        product.residual = call.tensors.residual;
-        product.y = outputs.y[i];
+        product.weight_scale = weight_scale == nullptr ? nullptr : weight_scale + first;
+        product.bias = bias == nullptr ? nullptr : bias + first;
+        product.residual = residual == nullptr ? nullptr : residual + first;
+        product.y = outputs.y[i] + (first - outputs.begins[i]);
         product.tokens = problem.tokens;
         product.in = problem.in;
-        product.out = outputs.widths[i];
+        product.out = width;
+        product.stride = outputs.widths[i];
         product.is_bf16 = problem.dtype == TWELL_BF16;
         TWELL_TRY(cublas_lt::multiply(product, scratch.of_cublas_lt, call.stream));
     }
@@ -211,14 +231,10 @@ cudaError_t multiply_by_cublas_lt(LinearCall const& call, Scratch const& scratch
 // The layer as a product of eight bits: x, normalised, is rounded, a scale a token. cudaErrorNotSupported: elsewhere.
 template <class Element>
 cudaError_t launch_in_bytes(LinearCall const& call, Scratch const& scratch) {
-    constexpr int kMultiple = 16;  // of all sizes but tokens
     twell_linear_problem const& problem = call.problem;
-    bool good = is_sm90(call.device) && call.kernels == Kernels::kBest &&
-                cublas_lt::version() >= cublas_lt::kFirstWithScales && problem.in % kMultiple == 0 &&
-                problem.out % kMultiple == 0 && int64_t{2} * problem.in <= most_row_bytes(call.device);
-    for (int32_t const width : problem.splits) {
-        good = good && width % kMultiple == 0;
-    }
+    bool const good = is_sm90(call.device) && call.kernels == Kernels::kBest &&
+                      cublas_lt::version() >= cublas_lt::kFirstWithScales && has_sizes_in_bytes(problem) &&
+                      int64_t{2} * problem.in <= most_row_bytes(call.device);
     if (!good) {
         return cudaErrorNotSupported;
     }
@@ -236,12 +252,21 @@ cudaError_t launch_in_bytes(LinearCall const& call, Scratch const& scratch) {
     TWELL_TRY(launch_dependent({"linear_round"}, linear_many::round_kernel<Element>, params,
                                dim3(static_cast<unsigned>(problem.tokens)), linear_many::kRoundThreads, 2 * problem.in,
                                call.device, call.stream, {}, most_row_bytes(call.device)));
-    return multiply_by_cublas_lt(call, scratch, scratch.rounded, call.tensors.weight, scratch.scale,
+    return multiply_by_cublas_lt(call, scratch, scratch.rounded, call.tensors.weight, 0, problem.out, scratch.scale,
                                  has_one ? scratch.weight_scales : scale);
 }
 
+// Rows of a weight of eight bits in 16, where the workspace has a place for them.
+cudaError_t widen_rows(LinearCall const& call, Scratch const& scratch, int64_t begin, int64_t end) {
+    twell_linear_problem const& problem = call.problem;
+    auto const* const scale = static_cast<float const*>(call.tensors.weight_scale);
+    return launch_widen(static_cast<unsigned char const*>(call.tensors.weight) + begin * problem.in, scratch.widened,
+                        problem.weight_scale == TWELL_SCALE_TENSOR ? scale : scale + begin, problem.weight_scale,
+                        static_cast<int>(end - begin), problem.in, problem.dtype, call.device, call.stream);
+}
+
 template <class Element>
-cudaError_t launch_many(LinearCall const& call, Scratch const& scratch, void const* weight) {
+cudaError_t launch_many(LinearCall const& call, Scratch const& scratch) {
     twell_linear_problem const& problem = call.problem;
     twell_linear_tensors const& tensors = call.tensors;
     linear_many::Params params = {};
@@ -252,45 +277,48 @@ cudaError_t launch_many(LinearCall const& call, Scratch const& scratch, void con
                               call.device, call.stream));
         params.x = scratch.normalised;
     }
-    params.weight = static_cast<uint16_t const*>(weight);
+    bool const scaled = is_scaled(problem);
+    params.weight = scaled ? scratch.widened : static_cast<uint16_t const*>(tensors.weight);
     params.bias = static_cast<uint16_t const*>(tensors.bias);
     params.residual = static_cast<uint16_t const*>(tensors.residual);
     params.outputs = outputs_of(call, scratch);
     params.tokens = problem.tokens;
     params.in = problem.in;
     params.out = problem.out;
-    cudaError_t const status = multiply_by_cublas_lt(call, scratch, params.x, weight);
-    if (status != cudaErrorNotSupported) {
-        return status;
+    int64_t const rows = scaled ? rows_widened(problem) : problem.out;
+    for (int64_t begin = 0; begin < problem.out; begin += rows) {
+        int64_t const end = std::min<int64_t>(begin + rows, problem.out);
+        if (scaled) {
+            TWELL_TRY(widen_rows(call, scratch, begin, end));
+        }
+        cudaError_t status = multiply_by_cublas_lt(call, scratch, params.x, params.weight, begin, end);
+        if (status == cudaErrorNotSupported) {
+            params.begin = static_cast<int>(begin);
+            params.end = static_cast<int>(end);
+            params.num_tiles = static_cast<int>(ceil_div(end - begin, linear_many::BLOCK_N));
+            int64_t const tiles = ceil_div(problem.tokens, Many::BLOCK_M) * params.num_tiles;
+            dim3 const grid(static_cast<unsigned>(std::min<int64_t>(tiles, call.device.num_multiprocessors)));
+            status = launch_dependent({"linear_many"}, linear_many::product_kernel<Element, Many>, params, grid,
+                                      Many::kThreads, Many::kSharedBytes, call.device, call.stream);
+        }
+        TWELL_TRY(status);
     }
-    params.num_tiles = static_cast<int>(ceil_div(problem.out, linear_many::BLOCK_N));
-    int64_t const tiles = ceil_div(problem.tokens, Many::BLOCK_M) * params.num_tiles;
-    dim3 const grid(static_cast<unsigned>(std::min<int64_t>(tiles, call.device.num_multiprocessors)));
-    return launch_dependent({"linear_many"}, linear_many::product_kernel<Element, Many>, params, grid, Many::kThreads,
-                            Many::kSharedBytes, call.device, call.stream);
+    return cudaSuccess;
 }
 
 template <class Element>
 cudaError_t launch_product(LinearCall const& call, Scratch const& scratch) {
-    twell_linear_problem const& problem = call.problem;
-    twell_linear_tensors const& tensors = call.tensors;
-    if (is_scaled(problem) && !widens(problem)) {
-        return launch_few<Element, E4m3>(call, tensors.weight, true, scratch.keys);
+    if (is_few(call.problem)) {
+        return is_scaled(call.problem) ? launch_few<Element, E4m3>(call, scratch.keys)
+                                       : launch_few<Element, uint16_t>(call, scratch.keys);
     }
-    void const* weight = tensors.weight;
-    if (widens(problem)) {
-        if (!is_few(problem)) {
-            cudaError_t const status = launch_in_bytes<Element>(call, scratch);
-            if (status != cudaErrorNotSupported) {
-                return status;
-            }
+    if (is_scaled(call.problem)) {
+        cudaError_t const status = launch_in_bytes<Element>(call, scratch);
+        if (status != cudaErrorNotSupported) {
+            return status;
         }
-        TWELL_TRY(launch_widen(tensors.weight, scratch.widened, tensors.weight_scale, problem.weight_scale, problem.out,
-                               problem.in, problem.dtype, call.device, call.stream));
-        weight = scratch.widened;
     }
-    return is_few(problem) ? launch_few<Element, uint16_t>(call, weight, !is_scaled(problem), scratch.keys)
-                           : launch_many<Element>(call, scratch, weight);
+    return launch_many<Element>(call, scratch);
 }
 
 template <class Element>

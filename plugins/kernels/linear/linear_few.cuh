@@ -68,7 +68,6 @@ struct Params {
     int tokens;  // up to Config::kTokens
     int in;
     int out;
-    bool weight_is_final;  // before the launch before lets this one start, as those of the norm are
 };
 
 // Copies a warp's lines of weights, block after block: in each the steps of its share of the inputs.
@@ -244,9 +243,6 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kMinBlocks) linear_kernel(
     int const steps = (chunks + kChunksOfStep - 1) / kChunksOfStep;
     int const blocks = (params.out + MMA_M - 1) / MMA_M;
 
-    if (!params.weight_is_final) {
-        wait_for_previous_launch();
-    }
     WeightLoader<Stored, Cfg> loader(params, steps);
 #pragma unroll
     for (int i = 0; i < Cfg::kNumStages; ++i) {

@@ -66,14 +66,16 @@ __global__ void __launch_bounds__(kRoundThreads) round_kernel(RoundParams const 
 
 struct Params {
     uint16_t const* x;         // [tokens, in], normalised
-    uint16_t const* weight;    // [out, in]
+    uint16_t const* weight;    // [end - begin, in]: rows from `begin` on
     uint16_t const* bias;      // [out] or null
     uint16_t const* residual;  // [tokens, out] or null
     Outputs outputs;
     int64_t tokens;
     int in;
     int out;
-    int num_tiles;  // of outputs
+    int begin;  // of the outputs that are computed
+    int end;
+    int num_tiles;  // of them
 };
 
 template <class Element, class Cfg>
@@ -88,16 +90,17 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) product_kernel(Params const 
     int64_t const tiles_end = (params.tokens + Cfg::BLOCK_M - 1) / Cfg::BLOCK_M * params.num_tiles;
     for (int64_t i = blockIdx.x; i < tiles_end; i += gridDim.x) {
         int64_t const row_begin = i / params.num_tiles * Cfg::BLOCK_M;
-        int const column_begin = static_cast<int>(i % params.num_tiles) * BLOCK_N;
+        int const weight_begin = static_cast<int>(i % params.num_tiles) * BLOCK_N;
+        int const column_begin = params.begin + weight_begin;
         int64_t const rows_left = params.tokens - row_begin;
         int const num_rows = static_cast<int>(rows_left < Cfg::BLOCK_M ? rows_left : Cfg::BLOCK_M);
-        int const num_columns = min(params.out - column_begin, BLOCK_N);
+        int const num_columns = min(params.end - column_begin, BLOCK_N);
         int const column = column_begin + lane * kVector;
         bool const exists = lane * kVector < num_columns;
         Accumulators<Cfg> accumulators;
         multiply<Element, Cfg, Weights::kByNeuron>(
             accumulators, shared, {params.x + row_begin * stride, stride, num_rows, params.in},
-            {params.weight + column_begin * stride, stride, num_columns, params.in}, num_slices);
+            {params.weight + weight_begin * stride, stride, num_columns, params.in}, num_slices);
         uint16_t const* const bias = params.bias == nullptr ? nullptr : params.bias + column_begin;
         if (params.residual != nullptr) {
             for (int r = warp; r < num_rows; r += Cfg::kWarps) {

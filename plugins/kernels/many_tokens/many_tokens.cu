@@ -64,6 +64,8 @@ bool many_tokens_take_scales(twell_problem const& problem, Device const& device)
     return gate.exists && gate.is_sm90 && problem.d_out % kMultiple == 0;
 }
 
+bool many_tokens_widen(twell_problem const& problem) { return has_scales(problem) && problem.variant == TWELL_PLAIN; }
+
 size_t many_tokens_bytes(twell_problem const& problem) {
     return bytes_taken([&](unsigned char*& next) { take_memory(problem, next); });
 }
@@ -72,7 +74,7 @@ cudaError_t launch_many_tokens(Call const& call, void* workspace, Kernels kernel
     twell_problem const& problem = call.problem;
     ManyTokensConfig const config = choose_many_tokens(problem, call.device, kernels, order);
     unsigned char* next = static_cast<unsigned char*>(workspace);
-    Widened const widened = take_widened(problem, next);
+    Widened const widened = many_tokens_widen(problem) ? take_widened(problem, next) : Widened{};
     Quantised const rounded = take_quantised(problem, next);
     Memory const memory = take_memory(problem, next);
     Schedule const schedule = schedule_at(problem, config.has_direct, memory.schedule);
@@ -127,7 +129,7 @@ cudaError_t launch_many_tokens(Call const& call, void* workspace, Kernels kernel
     } else {
         twell_problem const dense_problem = widened_problem(problem);
         twell_tensors dense_tensors = call.tensors;
-        if (has_scales(problem)) {
+        if (many_tokens_widen(problem)) {
             TWELL_TRY(launch_widen(call, widened, &schedule.header->heavy_count));
             dense_tensors = widened_tensors(call.tensors, widened);
         }

@@ -31,8 +31,11 @@ ManyTokensConfig choose_many_tokens(twell_problem const& problem, Device const& 
 // Whether there are kernels for weights of the problem's that have scales.
 bool many_tokens_take_scales(twell_problem const& problem, Device const& device);
 
-// Bytes of workspace that launch_many_tokens needs, behind those of take_widened and take_quantised; never shrinks when
-// `tokens` grows.
+// Whether weights of eight bits become 16 for the dense rows of the block.
+bool many_tokens_widen(twell_problem const& problem);
+
+// Bytes of workspace that launch_many_tokens needs, behind those of take_widened, if they widen, and take_quantised;
+// never shrinks when `tokens` grows.
 size_t many_tokens_bytes(twell_problem const& problem);
 
 // Enqueues the whole block. The problem has been validated, has at least one row, and the pointers have been checked;
