@@ -342,17 +342,22 @@ def called() -> Iterator[tuple[library.Problem, Run]]:
 
 def run(case: Case, operands: Operands[Tensor], options: BlockOptions) -> Tensor:
     """Run the op, or what the routes would not."""
-    if case.path is Run.ROUTES:
-        return run_block(operands, options)
+    return run_block(operands, options) if case.path is Run.ROUTES else run_kernels(case, operands)
+
+
+def run_kernels(case: Case, operands: Operands[Tensor]) -> Tensor:
+    """Run the C function; nothing behind the workspace is written."""
     lib, problem = library.load(), case.problem()
     function = lib.twell_internal_run
     function.restype, pointer = ctypes.c_int, ctypes.c_void_p
     function.argtypes = [*lib.twell_gate.argtypes[:2], pointer, ctypes.POINTER(Choice), pointer]
     y = operands.x.new_full((case.tokens, case.d_out), float("nan"))
-    workspace = torch.full((lib.twell_workspace_bytes(problem),), 255, dtype=torch.uint8, device="cuda")
+    size = lib.twell_workspace_bytes(problem)
+    workspace = torch.full((size + (1 << 20),), 255, dtype=torch.uint8, device="cuda")
     tensors = tensors_of(operands.map(Tensor.data_ptr), y.data_ptr())
     stream = torch.cuda.current_stream().cuda_stream
     assert function(problem, tensors, workspace.data_ptr(), choose(case.path, BEST), stream) == SUCCESS
+    assert bool((workspace[size:] == 255).all())
     return y
 
 
@@ -370,6 +375,16 @@ def test_no_error_is_larger_than_that_of_dense_fp8(case: Case) -> None:
     operands.x[-1, 1] = float("nan")
     y = run(case, operands, options)
     assert y[-1].isnan().all() and not y[:-1].isnan().any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tokens", [1, 8, 40, 64, 65, 300, 1000, 2048])
+@pytest.mark.parametrize(("d_model", "d_ff", "d_out"), [(1024, 3000, 1040), (1032, 3000, 1032), (2048, 5632, 2048)])
+def test_the_workspace_is_large_enough(d_model: int, d_ff: int, d_out: int, tokens: int, gated: bool) -> None:
+    case = Case(tokens=tokens, d_model=d_model, d_ff=d_ff, d_out=d_out, gated=gated)
+    operands, options = make(case, "cuda")
+    assert torch.equal(run_kernels(case, operands), run_block(operands, options))
 
 
 @pytest.mark.gpu

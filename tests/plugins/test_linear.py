@@ -30,6 +30,7 @@ from twellc.plugins.quantise import quantise, rounded
 __all__ = ["host"]
 BF16, FP16 = torch.bfloat16, torch.float16
 EPS = 1e-5
+BEHIND = 1 << 20  # bytes behind a workspace, which stay as they are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -514,7 +515,7 @@ def run_kernels(case: Case, operands: LinearOperands[Tensor], *, generic: bool =
     if case.choose:
         results = [torch.full((case.tokens,), -1, device="cuda")]
     size = lib.twell_linear_workspace_bytes(problem)
-    workspace = torch.full((size,), 255, dtype=torch.uint8, device="cuda")
+    workspace = torch.full((size + BEHIND,), 255, dtype=torch.uint8, device="cuda")
     pointers = (ctypes.c_void_p * library.MAX_SPLITS)(*map(Tensor.data_ptr, results))
     tensors = library.LinearTensors(**operands.map(Tensor.data_ptr).named(), y=pointers)
     stream = torch.cuda.current_stream().cuda_stream
@@ -524,6 +525,7 @@ def run_kernels(case: Case, operands: LinearOperands[Tensor], *, generic: bool =
         assert function(problem, tensors, workspace.data_ptr(), GENERIC, stream) == 0
     else:
         assert lib.twell_linear(problem, tensors, workspace.data_ptr(), size, stream) == 0
+    assert bool((workspace[size:] == 255).all()), "written behind the workspace"
     return results
 
 
