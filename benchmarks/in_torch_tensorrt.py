@@ -24,7 +24,7 @@ import click
 import session
 import torch
 from draw import Neurons, make_inputs
-from tables import table
+from tables import head, row
 from torch import Tensor, nn
 
 import twellc
@@ -99,15 +99,14 @@ def measure_rows(
     }
 
 
-def page_of(results: list[dict[str, Any]]) -> str:
-    """Return the table of times in microseconds."""
-    names = (EAGER, COMPILED, DENSE, TWELL)
-    rows = []
-    for each in results:
-        median = {name: times["median_us"] for name, times in each["times"].items()}
-        gain = f"{median[DENSE] / median[TWELL]:.2f}" if {DENSE, TWELL} <= set(median) else "-"
-        rows.append([str(each["tokens"]), *(f"{median[n]:.0f}" if n in median else "-" for n in names), gain])
-    return table(["tokens, µs", *names, "speed-up over its dense engine"], rows)
+_NAMES = (EAGER, COMPILED, DENSE, TWELL)
+
+
+def row_of(result: dict[str, Any]) -> str:
+    """Return the row of a result in the table of times in microseconds."""
+    median = {name: times["median_us"] for name, times in result["times"].items()}
+    gain = f"{median[DENSE] / median[TWELL]:.2f}" if {DENSE, TWELL} <= set(median) else "-"
+    return row([str(result["tokens"]), *(f"{median[n]:.0f}" if n in median else "-" for n in _NAMES), gain])
 
 
 @click.command(help=__doc__)
@@ -144,13 +143,14 @@ def main(
     report["build_seconds"] = {}
     for name, source in ((DENSE, program), (TWELL, rewritten.program)):
         contestants[name], report["build_seconds"][name] = build(source, x)
+    click.echo(head(["tokens, µs", *_NAMES, "speed-up over its dense engine"]))
     for count in counts:
         some = x[:count].contiguous()
         wide = some.double()
         truth = wide + sum(block.double().dense(wide) for block in blocks)
         report["results"].append(measure_rows(contestants, some, truth, repeats))
         session.write_results(json_path, report)
-    click.echo(page_of(report["results"]))
+        click.echo(row_of(report["results"][-1]))
     wrong = [
         f"{each['tokens']} tokens: {name} {why}" for each in report["results"] for name, why in each["failed"].items()
     ]
