@@ -26,6 +26,7 @@ class Backend(Protocol):
         longest: How many places the cache of a row has at most.
         largest_batch: How many rows it takes at most; None for any number.
         chunk: How many tokens of a row one call of `fill` takes.
+        scores_prompts: Whether it gives the logits behind each token of a prompt.
         vocabulary: The number of token ids.
         chooses: Whether it computes the likeliest next tokens, int64 [batch], in the place of logits.
         device: Where tokens and logits are.
@@ -35,6 +36,7 @@ class Backend(Protocol):
     longest: int
     largest_batch: int | None
     chunk: int
+    scores_prompts: bool
     vocabulary: int
     chooses: bool
     device: torch.device
@@ -42,8 +44,13 @@ class Backend(Protocol):
     def begin(self, batch: int, places: int) -> bool:
         """Make room for `batch` rows of `places` tokens each; return whether tensors moved since the last time."""
 
-    def fill(self, input_ids: Tensor, start: int) -> Tensor:
-        """Put tokens [batch, tokens] at the places from `start` on of each row; return the logits behind the last."""
+    def fill(self, input_ids: Tensor, start: int, every: bool = False) -> Tensor:
+        """Put tokens [batch, tokens] at the places from `start` on of each row.
+
+        Returns:
+            The logits behind the last of them, [batch, vocabulary]; with `every`, for which `scores_prompts` must hold,
+            behind each of them, [batch, tokens, vocabulary].
+        """
 
     def decode(self, tokens: Tensor, places: Tensor) -> Tensor:
         """Put one token at a place of each row, int64 [batch] both; return the logits behind it, [batch, vocabulary].

@@ -18,6 +18,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import (
+    LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -86,12 +87,36 @@ def _is_penalty(processor: Any) -> bool:
 
 def are_of_a_length(processors: LogitsProcessorList) -> bool:
     """Whether processors hold nothing of a prompt but its length."""
-    return all(type(each) in _OF_SCORES or _is_one_of(each, _OF_A_LENGTH) for each in processors)
+    known = {*_OF_SCORES, OutputPenalties}
+    return all(type(each) in known or _is_one_of(each, _OF_A_LENGTH) for each in processors)
 
 
 def _is_one_of(processor: Any, names: Sequence[str]) -> bool:
     name = type(processor).__name__
     return name in names and getattr(transformers, name, None) is type(processor)
+
+
+class OutputPenalties(LogitsProcessor):
+    """OpenAI's penalties: of each token, by whether and how often it stands in the answer so far.
+
+    Attributes:
+        presence: Is subtracted from the logits of tokens that stand there.
+        frequency: Likewise, as often as they do.
+        length: How many tokens a prompt has.
+    """
+
+    def __init__(self, presence: float, frequency: float, length: int = 0) -> None:
+        self.presence, self.frequency, self.length = presence, frequency, length
+
+    def behind(self, length: int) -> OutputPenalties:
+        """Return the same for a prompt of a length."""
+        return OutputPenalties(self.presence, self.frequency, length)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the scores [rows, vocabulary] behind tokens [rows, tokens]."""
+        answer = input_ids[:, self.length :]
+        counts = torch.zeros_like(scores).scatter_add_(-1, answer, torch.ones_like(answer, dtype=scores.dtype))
+        return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
 class _Processor(Protocol):
@@ -169,12 +194,11 @@ class Choice:
         for rows in self._rows:
             rows.known = torch.cat([rows.known, tokens[rows.index, None]], dim=-1)
 
-    def tokens(self, logits: Tensor, values: Tensor, generator: torch.Generator) -> Tensor:
+    def tokens(self, scores: Tensor, generator: torch.Generator) -> Tensor:
         """Choose the next tokens.
 
         Args:
-            logits: float32 [batch, vocabulary].
-            values: `self.values`, float64, on the device.
+            scores: float32 [batch, vocabulary].
             generator: What draws.
 
         Returns:
@@ -183,7 +207,6 @@ class Choice:
         Raises:
             UserError: Processors leave nothing to draw from.
         """
-        scores = self._scores(logits, values)
         if not self._draws:
             return scores.argmax(-1)
         # torch.multinomial in its own words, with the same noise for every prompt.
@@ -201,7 +224,13 @@ class Choice:
                 fix = "Let them leave the score of at least one token finite."
                 raise UserError("logits processors", what, got=f"no finite score in row {row}", fix=fix)
 
-    def _scores(self, logits: Tensor, values: Tensor) -> Tensor:
+    def scores(self, logits: Tensor, values: Tensor) -> Tensor:
+        """Return what tokens are chosen from, float32 [batch, vocabulary].
+
+        Args:
+            logits: Likewise.
+            values: `self.values`, float64, on the device.
+        """
         if self.key is not None:
             scores = logits
             for (each, name), value in zip(self._chain, values, strict=False):

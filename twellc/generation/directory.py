@@ -68,7 +68,7 @@ class TorchBackend:
         self.longest = length or limit
         self.largest_batch: int | None = None
         self.chooses = False
-        self.chunk = 1 << 20
+        self.chunk, self.scores_prompts = 1 << 20, True
         self._fixed = length is not None
         self._taken = inspect.signature(model.forward).parameters
         self._decode = compiled_call(self._logits, dynamic=False) if compiled else self._logits
@@ -103,12 +103,12 @@ class TorchBackend:
         """Say where the next call writes."""
         self._call.index, self._call.is_prefill, self._call.by_lengths = index, is_prefill, self.by_lengths
 
-    def fill(self, input_ids: Tensor, start: int) -> Tensor:
+    def fill(self, input_ids: Tensor, start: int, every: bool = False) -> Tensor:
         """Compute the first tokens of rows; see `Backend`."""
         self._at(torch.full_like(self._call.index, start), start == 0)
         places = torch.arange(start, start + input_ids.shape[1], device=self.device).expand(len(input_ids), -1)
         with self._attention:
-            return self._fill(input_ids, places)
+            return self._every_logits(input_ids, places) if every else self._fill(input_ids, places)
 
     def decode(self, tokens: Tensor, places: Tensor) -> Tensor:
         """Compute a token of each row; see `Backend`."""
@@ -149,8 +149,12 @@ class TorchBackend:
 
     def _logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
         """Return the logits behind the last token of each row, [batch, vocabulary]."""
+        return self._every_logits(input_ids, places, 1)[:, -1]
+
+    def _every_logits(self, input_ids: Tensor, places: Tensor, kept: int = 0) -> Tensor:
+        """Return logits, [batch, tokens, vocabulary]: of the last `kept` tokens of each row at least, 0 for all."""
         assert self._cache is not None
-        optional = {"use_cache": True, "logits_to_keep": 1, "return_dict": True}
+        optional = {"use_cache": True, "logits_to_keep": kept, "return_dict": True}
         given: dict[str, Any] = {name: value for name, value in optional.items() if name in self._taken}
         given[self._cache_argument] = self._cache
         if "attention_mask" in self._taken:
@@ -158,7 +162,7 @@ class TorchBackend:
             keys, _ = self._cache.get_mask_sizes(input_ids.shape[1], 0)
             given["attention_mask"] = self._ones[:, :keys]
         logits: Tensor = self.model(input_ids=input_ids, position_ids=places, **given).logits
-        return logits[:, -1]
+        return logits
 
 
 def refuse_other_length(length: int | None, limit: int) -> None:

@@ -15,10 +15,19 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedConfig
 
 from twellc.base.errors import UserError
 from twellc.generation.backend import Backend
+from twellc.generation.choice import OutputPenalties
 from twellc.generation.directory import load_directory
+from twellc.generation.logprobs import MODES, RAW, Wanted
 from twellc.generation.model import CausalModel
 from twellc.generation.plan import load_plan
-from twellc.generation.sampling import CompletionOutput, GenerationStats, PromptError, RequestOutput, SamplingParams
+from twellc.generation.sampling import (
+    CompletionOutput,
+    GenerationStats,
+    Logprobs,
+    PromptError,
+    RequestOutput,
+    SamplingParams,
+)
 from twellc.generation.text import Answer, Messages, load_codec
 from twellc.generation.traced import load_traced
 from twellc.generation.vllm_names import CALL, ENGINE, PROMPT, refuse_others
@@ -66,6 +75,9 @@ class LLM:
         weights: str = KEEP,
         fp8_error: float | None = None,
         linear: str = "auto",
+        skip_tokenizer_init: bool = False,
+        logprobs_mode: str = RAW,
+        max_num_batched_tokens: int | None = None,
         **others: Any,
     ) -> None:
         """Load a model.
@@ -87,11 +99,18 @@ class LLM:
             linear: `twell`: the linear layers of a directory outside of these blocks run by the `twell` ops, too, each
                 with its norm and its sum: the ops are those of a plan, steps are faster, and loading takes as long as
                 its tracing. `auto`: torch's own.
+            skip_tokenizer_init: Whether no tokenizer is read: prompts and answers are token ids. So they are of a model
+                without one, too.
+            logprobs_mode: What `SamplingParams(logprobs=…)` returns: `raw_logprobs`, log probabilities of what the
+                model computes; `processed_logprobs`, of what tokens are chosen from, behind penalties, temperature and
+                all else; `raw_logits` and `processed_logits` the logits in their place.
+            max_num_batched_tokens: Prompts are computed in chunks of this many tokens, all rows together; None computes
+                them at once, a plan in its own chunks.
             others: Other arguments of vLLM, with values that ask for nothing that is not there.
 
         Raises:
-            UserError: There is no causal language model, no tokenizer, or no such device; or an argument is of another
-                kind, or asks for what is not there.
+            UserError: There is no causal language model, or no such device; or an argument is of another kind, or asks
+                for what is not there.
         """
         known = (
             "tokenizer",
@@ -103,12 +122,20 @@ class LLM:
             "weights",
             "fp8_error",
             "linear",
+            "skip_tokenizer_init",
+            "logprobs_mode",
+            "max_num_batched_tokens",
         )
         idle = refuse_others("twellc.LLM", ENGINE, known, others)
         precision: Any = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
         if isinstance(precision, str):
             precision = _DTYPES.get(precision, precision)
-        _refuse_other_kinds(model, tokenizer, max_model_len, compiled)
+        _refuse_other_kinds(model, tokenizer, max_model_len, compiled, skip_tokenizer_init, max_num_batched_tokens)
+        if logprobs_mode not in MODES:
+            what = "no such choice"
+            raise UserError("logprobs_mode", what, got=repr(logprobs_mode), expected=" or ".join(MODES))
+        if skip_tokenizer_init and tokenizer is not None:
+            raise UserError("tokenizer", "is not read with skip_tokenizer_init=True", fix="Leave one of them out.")
         path = Path(model)
         refuse_missing(path, "a Hugging Face directory, or a plan")
         backend: Backend
@@ -142,7 +169,9 @@ class LLM:
         self._ends = set(ends)
         if tokenizer is not None and not Path(tokenizer).is_dir():
             raise UserError(f"tokenizer {tokenizer}", "there is no such folder", expected="a folder with a tokenizer")
-        self._codec = load_codec(Path(tokenizer) if tokenizer is not None else folder, backend.vocabulary)
+        texts = Path(tokenizer) if tokenizer is not None else folder
+        self._codec = load_codec(texts, backend.vocabulary, skip_tokenizer_init)
+        self._mode, self.model.decoder.most_tokens = logprobs_mode, max_num_batched_tokens
         self.notes = [*notes, *([self._codec.note] if self._codec.note else [])]
         self.notes += [f"these arguments have no effect here: {', '.join(idle)}"] if idle else []
 
@@ -157,7 +186,7 @@ class LLM:
         return self._codec.has_template
 
     def get_tokenizer(self) -> Any:
-        """Return transformers' tokenizer; None where text is bytes."""
+        """Return transformers' tokenizer; None where text is bytes, or there is none."""
         return self._codec.tokenizer
 
     def generate(
@@ -193,15 +222,21 @@ class LLM:
         *,
         logits_processor: LogitsProcessorList | None = None,
         stopping_criteria: StoppingCriteriaList | None = None,
+        stopped: Callable[[], bool] | None = None,
         **others: Any,
     ) -> Stream:
-        """Answer prompts as `generate` does, and give each piece of an answer as it comes."""
+        """Answer prompts as `generate` does, and give each piece of an answer as it comes.
+
+        `stopped` is asked before each chunk of the prompts and before each step whether to give the answers up: the
+        stream ends there.
+        """
         refuse_others("LLM.generate", CALL, ("logits_processor", "stopping_criteria"), others)
         prompts = _as_lists(prompts)
         several: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
         given = _each("prompts", several, self._tokens_of)
         texts, tokens = [text for text, _ in given], [tokens for _, tokens in given]
-        return self._stream("prompts", texts, tokens, sampling_params, logits_processor, stopping_criteria)
+        asked = (logits_processor, stopping_criteria, stopped)
+        return self._stream("prompts", texts, tokens, sampling_params, *asked)
 
     def chat(
         self,
@@ -239,16 +274,42 @@ class LLM:
         **others: Any,
     ) -> Stream:
         """Answer conversations as `chat` does, and give each piece of an answer as it comes."""
+        tokens = _each("messages", _conversations(messages), self._writer(chat_template, chat_template_kwargs, others))
+        return self._stream("messages", [None] * len(tokens), tokens, sampling_params, None, None, None)
+
+    def write(
+        self,
+        messages: Messages,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> list[int]:
+        """Return the tokens of a conversation as `chat` writes it down; it touches neither model nor cache."""
+        return self._writer(chat_template, chat_template_kwargs, others)(messages)
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the tokens of a prompt as `generate` takes it, likewise."""
+        return self._codec.encode(text)
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included; empty without a tokenizer."""
+        return self._codec.decode(tokens)
+
+    def _writer(
+        self, chat_template: str | None, chat_template_kwargs: Mapping[str, Any] | None, others: dict[str, Any]
+    ) -> Callable[[Messages], list[int]]:
+        """Return what writes conversations down, see `chat`."""
         names = ("tools", "add_generation_prompt", "continue_final_message")
-        options = {name: others.pop(name) for name in names if name in others} | dict(chat_template_kwargs or {})
-        refuse_others("LLM.chat", CALL, ("chat_template", "chat_template_kwargs", *names), others)
+        options = {name: others[name] for name in names if name in others} | dict(chat_template_kwargs or {})
+        rest = {name: value for name, value in others.items() if name not in names}
+        refuse_others("LLM.chat", CALL, ("chat_template", "chat_template_kwargs", *names), rest)
 
         def tokens_of(conversation: Messages) -> list[int]:
             _refuse_other_messages(conversation)
             return self._codec.conversation(conversation, chat_template, options)
 
-        tokens = _each("messages", _conversations(messages), tokens_of)
-        return self._stream("messages", [None] * len(tokens), tokens, sampling_params, None, None)
+        return tokens_of
 
     def _tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         given: Any = prompt
@@ -273,6 +334,7 @@ class LLM:
         sampling_params: Params,
         processors: LogitsProcessorList | None,
         criteria: StoppingCriteriaList | None,
+        stopped: Callable[[], bool] | None,
     ) -> Stream:
         """Answer prompts of given tokens; yield of each that has news an output with these alone.
 
@@ -283,6 +345,7 @@ class LLM:
             sampling_params: See `generate`.
             processors: Likewise.
             criteria: Likewise.
+            stopped: See `generate_stream`.
         """
         params = _one_params(sampling_params)
         if not prompts:
@@ -292,11 +355,19 @@ class LLM:
             kept = longest if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
             prompts = [prompt[-kept:] for prompt in prompts]
         _each(argument, prompts, functools.partial(_refuse_other_tokens, vocabulary))
-        width = max(map(len, prompts))
-        input_ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-        seen = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        if params.stops:
+            self._codec.refuse_without_texts()
         ends = params.stop_tokens | (set() if params.ignore_eos else self._ends)
-        answers = [Answer(self._codec.stream(prompt, params.skip_special_tokens), params) for prompt in prompts]
+        rows = [prompt for prompt in prompts for _ in range(params.n)]
+        answers = [Answer(self._codec.stream(prompt, params.skip_special_tokens), params) for prompt in rows]
+        # transformers copies prompts for answers that are drawn, and refuses to for others.
+        given = prompts if params.draws else rows
+        width = max(map(len, prompts))
+        input_ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in given])
+        seen = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in given])
+        if params.presence_penalty or params.frequency_penalty:
+            penalties = OutputPenalties(float(params.presence_penalty), float(params.frequency_penalty))
+            processors = LogitsProcessorList([penalties, *(processors or ())])
         steps = self.model.steps(
             input_ids,
             attention_mask=seen,
@@ -304,23 +375,40 @@ class LLM:
             stopping_criteria=criteria,
             seed=None if params.seed == -1 else params.seed,
             ignore_eos=True,
+            wanted=Wanted(params.logprobs, params.prompt_logprobs, self._mode, params.n),
+            stopped=stopped,
             **self._options(params, sorted(ends)),
         )
-        going = set(range(len(prompts)))
-        with _saying_which(argument, len(prompts)):
+        of_prompts: list[list[Logprobs]] | None = None
+        going, unread = set(range(len(rows))), set(range(len(prompts)))
+        with _saying_which(argument, len(prompts), copies=params.n):
             for step in steps:
+                of_prompts = step.prompt_logprobs or of_prompts
                 for row in sorted(going):
-                    token, answer = step.tokens[row], answers[row]
+                    token, answer, index = step.tokens[row], answers[row], row // params.n
                     text = answer.put(token) if token not in ends or params.include_stop_str_in_output else ""
                     step.ended[row] |= token in ends or bool(answer.stopped)
-                    output = CompletionOutput(0, text, [token])
+                    output = CompletionOutput(row % params.n, text, [token])
+                    if step.logprobs is not None:
+                        output.logprobs = [self._named(step.logprobs[row])]
                     if step.ended[row]:
                         going.remove(row)
                         output.text += answer.end()
                         output.stop_reason = answer.stopped or (token if token in params.stop_tokens else None)
                         limited = step.limited[row] and token not in ends and not answer.stopped
                         output.finish_reason = "length" if limited else "stop"
-                    yield RequestOutput(str(row), texts[row], prompts[row], [output], step.ended[row])
+                    finished = going.isdisjoint(range(index * params.n, (index + 1) * params.n))
+                    found = RequestOutput(str(index), texts[index], prompts[index], [output], finished)
+                    if of_prompts is not None and index in unread:
+                        unread.remove(index)
+                        found.prompt_logprobs = [None, *map(self._named, of_prompts[index])]
+                    yield found
+
+    def _named(self, found: Logprobs) -> Logprobs:
+        """Return log probabilities with the texts of their tokens."""
+        for token, each in found.items():
+            each.decoded_token = self._codec.name(token)
+        return found
 
     def _options(self, params: SamplingParams, ends: list[int]) -> dict[str, Any]:
         """Return what transformers calls the same; `ends` are the tokens that end an answer.
@@ -348,6 +436,7 @@ class LLM:
             words = [f"{space}{word.lstrip()}" for word in params.bad_words for space in ("", " ")]
             options["bad_words_ids"] = [self._codec.encode(word, special=False) for word in words]
         if params.draws:
+            options |= {"num_return_sequences": params.n} if params.n > 1 else {}
             options |= {
                 "temperature": float(params.temperature),
                 "top_k": max(params.top_k, 0),
@@ -372,14 +461,19 @@ def _one_params(given: Params) -> SamplingParams:
     return several[0]
 
 
-def _refuse_other_kinds(model: object, tokenizer: object, max_model_len: object, compiled: object) -> None:
+def _refuse_other_kinds(
+    model: object, tokenizer: object, max_model_len: object, compiled: object, skips: object, most_tokens: object
+) -> None:
     """Fail for arguments that are of another kind than `LLM` takes."""
     is_whole = isinstance(max_model_len, numbers.Integral) and not isinstance(max_model_len, bool)
+    is_count = most_tokens is None or (type(most_tokens) is int and most_tokens >= 1)
     for name, value, holds, expected in (
         ("model", model, isinstance(model, str | os.PathLike), "a path"),
         ("tokenizer", tokenizer, tokenizer is None or isinstance(tokenizer, str | os.PathLike), "a path"),
         ("max_model_len", max_model_len, max_model_len is None or is_whole, "an integer"),
         ("compiled", compiled, isinstance(compiled, bool), "True or False"),
+        ("skip_tokenizer_init", skips, isinstance(skips, bool), "True or False"),
+        ("max_num_batched_tokens", most_tokens, is_count, "an integer from 1 on"),
     ):
         if not holds:
             raise UserError(name, "is not what twellc.LLM takes", got=repr(value)[:80], expected=expected)
@@ -406,12 +500,15 @@ def _each(argument: str, given: Sequence[_T], taken: Callable[[_T], _U]) -> list
 
 
 @contextmanager
-def _saying_which(argument: str, count: int, index: int | None = None) -> Iterator[None]:
-    """Let a mistake in one of several prompts say in which; `index` says it where the mistake does not know."""
+def _saying_which(argument: str, count: int, index: int | None = None, copies: int = 1) -> Iterator[None]:
+    """Let a mistake in one of several prompts say in which.
+
+    `index` says it where the mistake does not know; it may know the row of a prompt that has several, `copies`.
+    """
     try:
         yield
     except PromptError as error:
-        index = error.index if index is None else index
+        index = error.index // copies if index is None else index
         raise error.at(index, f"{argument}[{index}]" if count > 1 else "") from error
 
 
@@ -483,10 +580,16 @@ def joined(pieces: Iterable[RequestOutput]) -> list[RequestOutput]:
     whole: dict[str, RequestOutput] = {}
     for piece in pieces:
         known = whole.setdefault(piece.request_id, piece)
-        if known is not piece:
-            answer, more = known.outputs[0], piece.outputs[0]
-            answer.text += more.text
-            answer.token_ids += more.token_ids
-            answer.finish_reason, answer.stop_reason = more.finish_reason, more.stop_reason
-            known.finished = piece.finished
+        if known is piece:
+            continue
+        known.finished, (more,) = piece.finished, piece.outputs
+        answer = next((each for each in known.outputs if each.index == more.index), None)
+        if answer is None:
+            known.outputs.append(more)
+            continue
+        answer.text += more.text
+        answer.token_ids += more.token_ids
+        answer.finish_reason, answer.stop_reason = more.finish_reason, more.stop_reason
+        if answer.logprobs is not None:
+            answer.logprobs += more.logprobs or []
     return [whole[key] for key in sorted(whole, key=int)]

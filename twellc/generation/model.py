@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,8 +27,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from twellc.base.errors import UserError
 from twellc.base.transformers_private import allowed_by_prefix, padding_token, without_state
 from twellc.generation.backend import Backend
-from twellc.generation.choice import Prompt, are_of_a_length, are_of_a_set
-from twellc.generation.sampling import SEEDS, is_seed
+from twellc.generation.choice import OutputPenalties, Prompt, are_of_a_length, are_of_a_set
+from twellc.generation.logprobs import Wanted
+from twellc.generation.sampling import SEEDS, is_seed, shown
 from twellc.generation.steps import Decoder, Step
 
 
@@ -81,11 +82,20 @@ class CausalModel(GenerationMixin):
 
     __call__ = forward
 
-    def steps(self, input_ids: Tensor, **options: Any) -> Iterator[Step]:
+    def steps(
+        self,
+        input_ids: Tensor,
+        *,
+        wanted: Wanted | None = None,
+        stopped: Callable[[], bool] | None = None,
+        **options: Any,
+    ) -> Iterator[Step]:
         """Return the steps of `generate`, one after another, for callers that want each token as it comes.
 
         Args:
             input_ids: Prompts [batch, tokens], padded on the left.
+            wanted: Which log probabilities are wanted; None for none.
+            stopped: Asked before each chunk of the prompts and each step whether to end here.
             options: What `generate` takes, `seed`, and `ignore_eos`, after which end tokens do not end a row.
         """
         for name in ("assistant_model", "inputs_embeds", "position_ids", "past_key_values"):
@@ -93,7 +103,7 @@ class CausalModel(GenerationMixin):
                 raise _not_there(name)
         seed, ignore_eos = options.pop("seed", None), options.pop("ignore_eos", False)
         if not is_seed(seed):
-            raise UserError("seed", "is out of its range", got=repr(seed), expected=SEEDS)
+            raise UserError("seed", "is out of its range", got=shown(seed), expected=SEEDS)
         tokenizer = options.pop("tokenizer", None)
         if tokenizer is not None and options.get("stop_strings"):
             # transformers passes no tokenizer on to a `custom_generate`.
@@ -113,7 +123,8 @@ class CausalModel(GenerationMixin):
             if are_of_a_length(prompt.processors):
                 new_tokens_alone = config.max_new_tokens is not None and not options.get("stopping_criteria")
                 known[None if new_tokens_alone and are_of_a_set(prompt.processors) else len(tokens)] = made
-        return self.decoder.steps(prompts, bool(config.do_sample), padding_token(config) or 0, seed)
+        pad = padding_token(config) or 0
+        return self.decoder.steps(prompts, bool(config.do_sample), pad, seed, wanted, stopped)
 
     def _prompt(
         self, index: int, tokens: Tensor, ignore_eos: bool, options: dict[str, Any]
@@ -143,7 +154,7 @@ class CausalModel(GenerationMixin):
                 ends.update(each.eos_token_id.tolist())
         most = max(min(longest) - len(tokens), 1)
         rows = tokens.expand(made.answers, -1)
-        processors = LogitsProcessorList(_of_prompt(each, index) for each in made.processors)
+        processors = LogitsProcessorList(_of_prompt(each, index, len(tokens)) for each in made.processors)
         return Prompt(rows, processors, others, frozenset(ends), most), made.config
 
     def _make(self, input_ids: Tensor, options: dict[str, Any]) -> _Made:
@@ -216,8 +227,10 @@ def _take(
     return _Made(len(input_ids), given.get("attention_mask"), *made)
 
 
-def _of_prompt(processor: Any, index: int) -> Any:
-    """Return a processor as the prompt of a number needs it: its state is its own, where transformers keeps one."""
+def _of_prompt(processor: Any, index: int, length: int) -> Any:
+    """Return a processor as a prompt of a number and a length needs it: its state is its own, where it keeps one."""
+    if type(processor) is OutputPenalties:
+        return processor.behind(length)
     if type(processor) is PrefixConstrainedLogitsProcessor:
         allowed = allowed_by_prefix(processor)  # alone, the prompt would be the first
         return PrefixConstrainedLogitsProcessor(lambda _, known: allowed(index, known), 1)

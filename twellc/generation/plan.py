@@ -53,7 +53,7 @@ class PlanBackend:
         self.name, self.device, self.vocabulary = name, calls.device, cache.vocabulary
         self.longest, self.chunk = cache.length, cache.prefill_chunk
         self.largest_batch: int | None = cache.batch
-        self.chooses = cache.logits == GREEDY
+        self.chooses, self.scores_prompts = cache.logits == GREEDY, cache.logits == ALL
         self._cache, self._calls, self._growing = cache, calls, growing
         self._rows = self._places = 0
         self._memory: list[Tensor] = []
@@ -81,21 +81,26 @@ class PlanBackend:
         self._rows = batch
         return True
 
-    def fill(self, input_ids: Tensor, start: int) -> Tensor:
+    def fill(self, input_ids: Tensor, start: int, every: bool = False) -> Tensor:
         """Compute the first tokens of rows; see `Backend`."""
         tokens = input_ids.shape[1]
         padding = min(_size(tokens), self.chunk, self.longest - start) - tokens
         padded = torch.nn.functional.pad(input_ids, (0, padding))
-        return self._run(padded, start * self._ones, tokens)
+        return self._run(padded, start * self._ones, tokens, every)
 
     def decode(self, tokens: Tensor, places: Tensor) -> Tensor:
         """Compute a token of each row; see `Backend`."""
         return self._run(tokens[:, None], places, 1)
 
-    def _run(self, input_ids: Tensor, starts: Tensor, real: int) -> Tensor:
-        """Run the plan for tokens of which each row has `real` before its padding; return what is behind these."""
+    def _run(self, input_ids: Tensor, starts: Tensor, real: int, every: bool = False) -> Tensor:
+        """Run the plan for tokens of which each row has `real` before its padding.
+
+        Return what is behind these; with `every` behind each of them.
+        """
         counts = self._ones if real == 1 else real * self._ones
         found = self._calls.run({INPUT_IDS: input_ids, WRITE_INDEX: starts, TOKEN_COUNT: counts})
+        if every:
+            return found[:, :real]
         return found[:, real - 1] if self._cache.logits == ALL else found
 
 

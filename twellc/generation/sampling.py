@@ -6,11 +6,11 @@ import functools
 import numbers
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
 from twellc.base.errors import UserError
-from twellc.base.records import Record
+from twellc.base.records import OPTIONAL, Record
 from twellc.generation.vllm_names import SAMPLING, refuse_others
 from twellc.options.option import LARGEST_SEED
 
@@ -62,9 +62,9 @@ class SamplingParams:
     Names and their order are vLLM's. Other names of vLLM are taken, too, with values that ask for nothing.
 
     Attributes:
-        n: Answers of a prompt: 1.
-        presence_penalty: 0.
-        frequency_penalty: 0.
+        n: Answers of a prompt. Those that are drawn differ, also with a seed.
+        presence_penalty: Is subtracted from the logits of tokens that stand in the answer so far.
+        frequency_penalty: Likewise, as often as a token stands there.
         repetition_penalty: Above 1 makes tokens less likely that stand in the prompt or the answer.
         temperature: 0, or less than 1e-5, takes the likeliest token; else logits are divided by it, and a token is
             drawn.
@@ -77,6 +77,9 @@ class SamplingParams:
         ignore_eos: Whether the model's own end tokens do not end an answer.
         max_tokens: New tokens of a prompt at most; None for as many as fit. The cache may end an answer earlier.
         min_tokens: New tokens of a prompt before a token or a text may end its answer.
+        logprobs: How many of the likeliest tokens have their log probabilities beside the chosen one's, in each step:
+            0 for the chosen one alone, -1 for all tokens, None for none.
+        prompt_logprobs: Likewise, of each token of the prompt but the first.
         detokenize: Whether answers have texts.
         skip_special_tokens: Whether special tokens are left out of texts.
         include_stop_str_in_output: Whether what ends an answer is part of its text.
@@ -100,6 +103,8 @@ class SamplingParams:
     ignore_eos: bool = False
     max_tokens: int | None = DEFAULT_TOKENS
     min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     _: KW_ONLY
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -113,12 +118,23 @@ class SamplingParams:
         """Check the values.
 
         Raises:
-            UserError: One is out of its range.
+            UserError: One is out of its range, or of another kind.
         """
-        given = {name: getattr(self, name) for name in ("n", "presence_penalty", "frequency_penalty")}
-        refuse_others("SamplingParams", SAMPLING, (), given)
         truncated, bias = self.truncate_prompt_tokens, self.logit_bias
         for name, holds, expected in (
+            ("n", _from(1, self.n), "an integer from 1 on"),
+            *(
+                (name, _number(getattr(self, name)) and abs(getattr(self, name)) <= _LARGEST, "a number")
+                for name in ("presence_penalty", "frequency_penalty")
+            ),
+            *(
+                (
+                    name,
+                    getattr(self, name) is None or _from(-1, getattr(self, name)),
+                    "an integer from 0 on, -1 for all tokens, or None",
+                )
+                for name in ("logprobs", "prompt_logprobs")
+            ),
             ("max_tokens", self.max_tokens is None or _from(1, self.max_tokens), "an integer from 1 on, or None"),
             ("min_tokens", _from(0, self.min_tokens), "an integer from 0 on"),
             ("temperature", _number(self.temperature) and 0 <= self.temperature <= _LARGEST, "a number from 0 on"),
@@ -161,10 +177,10 @@ class SamplingParams:
             ),
         ):
             if not holds:
-                raise UserError(name, "is out of its range", got=repr(getattr(self, name)), expected=expected)
+                raise misfit(name, getattr(self, name), expected)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             expected = f"max_tokens, {self.max_tokens}, at most"
-            raise UserError("min_tokens", "is out of its range", got=str(self.min_tokens), expected=expected)
+            raise UserError("min_tokens", "is out of its range", got=shown(self.min_tokens), expected=expected)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -180,6 +196,21 @@ class SamplingParams:
     def draws(self) -> bool:
         """Whether tokens are drawn. Logits are not divided by so little that they would be infinite."""
         return self.temperature >= _LEAST_TEMPERATURE
+
+
+def misfit(name: str, value: object, expected: str) -> UserError:
+    """Return the mistake of a value that is out of its range, or of another kind than is expected."""
+    ranged = type(value) in (int, float) and expected.startswith(("a number", "an integer"))
+    what = "is out of its range" if ranged else "does not take this value"
+    return UserError(name, what, got=shown(value), expected=expected)
+
+
+def shown(value: object) -> str:
+    """Return how a message shows a value; Python writes no integers of more than some thousand digits."""
+    try:
+        return repr(value)[:80]
+    except ValueError:
+        return f"{type(value).__name__} of too many digits"
 
 
 def is_seed(value: object) -> bool:
@@ -213,16 +244,35 @@ def _several(values: object, kind: type) -> bool:
 
 
 @dataclass
+class Logprob(Record):
+    """How likely a token was.
+
+    Attributes:
+        logprob: Its log probability; its logit with a `logprobs_mode` of logits.
+        rank: 1 for the likeliest token, 2 for the next, and so on.
+        decoded_token: Its text; None without a tokenizer.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+Logprobs = dict[int, Logprob]
+
+
+@dataclass
 class CompletionOutput(Record):
     """An answer.
 
     Attributes:
-        index: Its number among those of its prompt: 0.
+        index: Its number among those of its prompt.
         text: Its text; in a stream the piece since the last output.
         token_ids: Its tokens, the one that ended it included; in a stream those since the last output.
         finish_reason: `stop` where an end token or a stop text ended it, `length` where `max_tokens` or the cache did;
             None in a stream that goes on.
         stop_reason: The stop text or the token of `stop_token_ids` that ended it.
+        logprobs: Of each of these tokens the chosen one and the likeliest, by token; None unless asked for.
     """
 
     index: int
@@ -230,6 +280,14 @@ class CompletionOutput(Record):
     token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    logprobs: list[Logprobs] | None = field(default=None, metadata=OPTIONAL)
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the log probabilities of these tokens; None unless asked for."""
+        if self.logprobs is None:
+            return None
+        return sum(each[token].logprob for token, each in zip(self.token_ids, self.logprobs, strict=True))
 
 
 @dataclass
@@ -240,8 +298,10 @@ class RequestOutput(Record):
         request_id: The number of the prompt in its call.
         prompt: The prompt; None where it was given as tokens.
         prompt_token_ids: Its tokens.
-        outputs: The answer.
+        outputs: The answers; in a stream the one that has news.
         finished: Whether nothing more comes.
+        prompt_logprobs: Of each token of the prompt itself and the likeliest in its place, by token; None for the first
+            token, and unless asked for. A stream has them in the first output of a prompt.
     """
 
     request_id: str
@@ -249,6 +309,7 @@ class RequestOutput(Record):
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
+    prompt_logprobs: list[Logprobs | None] | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass

@@ -29,7 +29,8 @@ from torch import Tensor
 from twellc.base.errors import UserError
 from twellc.generation.backend import Backend
 from twellc.generation.choice import MOST_VALUES, Choice, Prompt
-from twellc.generation.sampling import GenerationStats, PromptError
+from twellc.generation.logprobs import Table, Wanted
+from twellc.generation.sampling import GenerationStats, Logprobs, PromptError
 
 _LOG = logging.getLogger("twellc")
 # Held while a graph is recorded: torch empties its cache of memory before, which another recording does not survive.
@@ -47,11 +48,15 @@ class Step:
         tokens: Of each row; that of a row which has ended before means nothing.
         limited: Whether each row takes no more tokens than these.
         ended: Whether each row has ended, with this token or before. A reader may end more rows.
+        logprobs: Of each row, of its token and the likeliest; None unless wanted.
+        prompt_logprobs: Of each prompt, of its tokens but the first; None unless wanted, and after the first step.
     """
 
     tokens: list[int]
     limited: list[bool]
     ended: list[bool]
+    logprobs: list[Logprobs] | None = None
+    prompt_logprobs: list[list[Logprobs]] | None = None
 
 
 class Decoder:
@@ -60,6 +65,7 @@ class Decoder:
     Attributes:
         backend: What computes.
         stats: Those of the last call.
+        most_tokens: How many tokens of prompts are computed at once, all rows together; None for all.
         lock: Held while a step is computed; held over a whole call, it keeps other calls from taking the cache.
     """
 
@@ -68,6 +74,7 @@ class Decoder:
         # What is named first goes first: the graph of a plan must not outlive the plan.
         self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Tensor] | bool | None] = {}
         self.backend = backend
+        self.most_tokens: int | None = None
         self.stats, self.lock = GenerationStats(), threading.RLock()
         self._generator = torch.Generator(backend.device)
         self._tokens = self._places = torch.empty(0, device=backend.device)
@@ -78,7 +85,13 @@ class Decoder:
 
     @torch.no_grad()
     def steps(
-        self, prompts: Sequence[Prompt], draws: bool = False, pad: int = 0, seed: int | None = None
+        self,
+        prompts: Sequence[Prompt],
+        draws: bool = False,
+        pad: int = 0,
+        seed: int | None = None,
+        wanted: Wanted | None = None,
+        stopped: Callable[[], bool] | None = None,
     ) -> Iterator[Step]:
         """Decode until every row has ended.
 
@@ -87,14 +100,27 @@ class Decoder:
             draws: Whether a token is drawn; else the likeliest is taken.
             pad: What stands behind the end of a row, where the others of its prompt go on.
             seed: Seed of what is drawn, for each prompt as if it were alone; None draws anew.
+            wanted: Which log probabilities are wanted; None for none.
+            stopped: Asked before each chunk of the prompts and each step whether to end here.
 
         Raises:
             UserError: The cache does not hold a prompt, there are more rows than the backend takes, or another call
-                has taken the cache meanwhile; or logits are needed, and the backend gives tokens alone.
+                has taken the cache meanwhile; or logits are needed, and the backend gives tokens alone, or those behind
+                prompts alone.
         """
+        wanted = wanted or Wanted()
         asked = ["tokens that are drawn"] * draws
+        asked += [
+            name
+            for name, count in (("logprobs", wanted.answer), ("prompt_logprobs", wanted.prompt))
+            if count is not None
+        ]
         for each in asked + [type(each).__name__ for prompt in prompts for each in prompt.processors]:
             self._refuse_without_logits(each)
+        if wanted.prompt is not None and not self.backend.scores_prompts:
+            what = "the plan gives the logits behind prompts, and none within"
+            fix = "Compile the model with --logits all, or give its directory, without linear='twell'."
+            raise UserError("prompt_logprobs", what, got=str(wanted.prompt), expected="None", fix=fix)
         began = time.perf_counter()
         rows = [row for prompt in prompts for row in prompt.tokens]
         most = [prompt.most for prompt in prompts for _ in prompt.tokens]
@@ -102,12 +128,13 @@ class Decoder:
         ended, first, copies = [False] * len(rows), 0.0, len(prompts[0].tokens)
         with self.lock:
             choice = Choice(prompts, draws, pad, ended, self.backend.device, seed is not None)
-            self._begin(rows, most, seed, choice.values)
+            of_prompts = self._begin(rows, most, seed, choice.values, wanted, stopped)
             call, stats = self._call, self.stats
         watch = Stopwatch(self.backend.device)
         known = [prompt.tokens for prompt in prompts]
         try:
-            for number, tokens in enumerate(self._run(call, min(max(most), max(rooms)), choice, watch), 1):
+            running = self._run(call, min(max(most), max(rooms)), choice, watch, wanted, stopped)
+            for number, (tokens, table) in enumerate(running, 1):
                 now = time.perf_counter()
                 first = first or now
                 stats.first_token_seconds, stats.decode_seconds = first - began, now - first
@@ -115,6 +142,8 @@ class Decoder:
                 shown = [pad if over else token for token, over in zip(tokens, ended, strict=True)]
                 limited = [number >= min(limits) for limits in zip(most, rooms, strict=True)]
                 step = Step(shown, limited, [any(why) for why in zip(ended, limited, strict=True)])
+                step.logprobs, step.prompt_logprobs = table.rows() if table is not None else None, of_prompts
+                of_prompts = None
                 for index, prompt in enumerate(prompts):
                     own = slice(index * copies, (index + 1) * copies)
                     step.ended[own] = [
@@ -137,7 +166,7 @@ class Decoder:
         """Return the logits behind prompts, each int64 [tokens]: float32 [batch, vocabulary]."""
         self._refuse_without_logits("logits")
         with self.lock:
-            self._begin(rows, [1] * len(rows), None, [])
+            self._begin(rows, [1] * len(rows), None, [], Wanted(), None)
             with self._on_device():
                 return self.backend.decode(self._tokens, self._places).float().clone()
 
@@ -151,8 +180,19 @@ class Decoder:
         device = self.backend.device
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
-    def _begin(self, rows: Sequence[Tensor], most: Sequence[int], seed: int | None, values: Sequence[float]) -> None:
-        """Put prompts into the cache, but for their last tokens, which the first step computes."""
+    def _begin(
+        self,
+        rows: Sequence[Tensor],
+        most: Sequence[int],
+        seed: int | None,
+        values: Sequence[float],
+        wanted: Wanted,
+        stopped: Callable[[], bool] | None,
+    ) -> list[list[Logprobs]] | None:
+        """Put prompts into the cache, but for their last tokens, which the first step computes.
+
+        Return the log probabilities of their tokens, where these are wanted.
+        """
         backend, batch, lengths = self.backend, len(rows), [len(row) for row in rows]
         if backend.largest_batch is not None and batch > backend.largest_batch:
             what = f"takes at most {backend.largest_batch} prompts per call"
@@ -189,15 +229,36 @@ class Decoder:
             width = max(lengths) - 1
             ends = [torch.arange(width).clamp(max=length - 1) for length in lengths]
             padded = torch.stack([row[end] for row, end in zip(rows, ends, strict=True)]).to(backend.device)
-            for start in range(0, width, backend.chunk):
-                backend.fill(padded[:, start : start + backend.chunk], start)
+            found: list[list[Logprobs]] = [[] for _ in rows[:: wanted.copies]]
+            chunk = min(backend.chunk, max((self.most_tokens or backend.chunk * batch) // batch, 1))
+            chunk = wanted.chunk(batch, backend.vocabulary, chunk)
+            for start in range(0, width, chunk):
+                if stopped is not None and stopped():
+                    break
+                logits = backend.fill(padded[:, start : start + chunk], start, wanted.prompt is not None)
+                if wanted.prompt is None:
+                    continue
+                for known, prompt, behind in zip(found, rows[:: wanted.copies], logits[:: wanted.copies], strict=True):
+                    tokens = prompt[start + 1 : start + 1 + chunk].to(behind.device)
+                    known += wanted.table(behind[: len(tokens)], tokens, wanted.prompt).rows()
+        return None if wanted.prompt is None else found
 
-    def _run(self, call: int, count: int, choice: Choice, watch: Stopwatch) -> Iterator[list[int]]:
-        """Compute the steps of a call and yield their tokens; on a GPU, while the next step runs."""
+    def _run(
+        self,
+        call: int,
+        count: int,
+        choice: Choice,
+        watch: Stopwatch,
+        wanted: Wanted,
+        stopped: Callable[[], bool] | None,
+    ) -> Iterator[tuple[list[int], Table | None]]:
+        """Compute the steps of a call; yield their tokens and what is wanted of them; on a GPU, while the next runs."""
         on_gpu = self.backend.device.type == "cuda"
-        running: deque[Callable[[], list[int]]] = deque()
+        running: deque[tuple[Callable[[], list[int]], Table | None]] = deque()
         slots: list[Tensor] = []
         for number in range(count):
+            if stopped is not None and stopped():
+                return
             with self.lock, self._on_device():
                 if call != self._call:
                     fix = "Read a stream to its end first, or make an LLM for each."
@@ -206,15 +267,22 @@ class Decoder:
                     slots.append(torch.zeros(len(self._tokens), dtype=torch.int64, pin_memory=on_gpu))
                 if number:
                     choice.observe(self._tokens)
-                self._step(choice, watch)
-                running.append(_start_reading(self._tokens, slots[number % 2]))
+                scores = self._step(choice, watch, wanted.processed)
+                table = None
+                if wanted.answer is not None:  # before the next step, which may overwrite them
+                    table = wanted.table(scores, self._tokens, wanted.answer).on_host()
+                running.append((_start_reading(self._tokens, slots[number % 2]), table))
             if len(running) > (on_gpu and choice.may_run_ahead):
-                yield running.popleft()()
-        while running:
-            yield running.popleft()()
+                read, table = running.popleft()
+                yield read(), table
+        for read, table in running:
+            yield read(), table
 
-    def _step(self, choice: Choice, watch: Stopwatch) -> None:
-        """Compute the next tokens in place of those that were."""
+    def _step(self, choice: Choice, watch: Stopwatch, processed: bool) -> Tensor:
+        """Compute the next tokens in place of those that were.
+
+        Return the logits that the model gave; with `processed` what tokens were chosen from.
+        """
 
         def model() -> Tensor:
             found = self.backend.decode(self._tokens, self._places)
@@ -222,11 +290,12 @@ class Decoder:
 
         def whole() -> Tensor:
             logits = model()
-            self._choose(choice, logits)
-            return logits
+            scores = self._choose(choice, logits)
+            return scores if processed else logits
 
         body = model if choice.key is None else whole
-        recorded = self._graph(choice.key, body, watch) if self.backend.device.type == "cuda" else None
+        key = None if choice.key is None else (processed, *choice.key)
+        recorded = self._graph(key, body, watch) if self.backend.device.type == "cuda" else None
         with watch:
             if recorded is None:
                 logits = body()
@@ -234,8 +303,10 @@ class Decoder:
                 graph, logits = recorded
                 graph.replay()
             if choice.key is None:
-                self._choose(choice, logits)
+                scores = self._choose(choice, logits)
+                logits = scores if processed else logits
         self.stats.graph = recorded is not None and choice.key is not None
+        return logits
 
     def _graph(
         self, key: Any, body: Callable[[], Tensor], watch: Stopwatch
@@ -269,11 +340,13 @@ class Decoder:
         found = self._graphs[key]
         return found if isinstance(found, tuple) else None
 
-    def _choose(self, choice: Choice, logits: Tensor) -> None:
-        tokens = logits if self.backend.chooses else choice.tokens(logits, self._values, self._generator)
-        self._tokens.copy_(tokens)
+    def _choose(self, choice: Choice, logits: Tensor) -> Tensor:
+        """Take the next tokens, and return what they were chosen from."""
+        scores = logits if self.backend.chooses else choice.scores(logits, self._values)
+        self._tokens.copy_(scores if self.backend.chooses else choice.tokens(scores, self._generator))
         # A row that has ended goes on; in the last place of its own cache it changes no other row.
         self._places.copy_(torch.minimum(self._places + 1, self._last))
+        return scores
 
 
 def _stream_for(decoder: Decoder, device: torch.device) -> torch.cuda.Stream:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import functools
+import inspect
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,9 @@ from twellc.loaders.checkpoint import read_config
 from twellc.samples.tokenizer import BYTES, has_tokenizer, pretrained_tokenizer, token_ids
 
 Messages = Sequence[Mapping[str, Any]]
+# What transformers takes beside a template for the template itself; and what it takes for rendering and does not name.
+_OF_TEMPLATES = {"tools", "documents", "add_generation_prompt", "continue_final_message"}
+_OF_RENDERING = {"conversations", "messages", "return_assistant_tokens_mask"}
 # What tokenizers that fall back to bytes call these.
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
@@ -52,21 +56,30 @@ class Codec(Protocol):
     def stream(self, prompt: Sequence[int], skip_special_tokens: bool) -> TextStream:
         """Return a stream for an answer to a prompt."""
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
 
-def load_codec(path: Path, vocabulary: int) -> Codec:
+    def name(self, token: int) -> str | None:
+        """Return the text of a token by itself; None without a tokenizer."""
+
+    def refuse_without_texts(self) -> None:
+        """Raise a UserError where there is no tokenizer."""
+
+
+def load_codec(path: Path, vocabulary: int, skipped: bool = False) -> Codec:
     """Load the tokenizer of a Hugging Face directory.
 
-    A model of 256 token ids and without a tokenizer reads and writes bytes.
+    A model of 256 token ids and without a tokenizer reads and writes bytes; another one token ids, and so does any
+    whose tokenizer is `skipped`.
 
     Raises:
-        UserError: There is none, or it is damaged.
+        UserError: It is damaged.
     """
-    if has_tokenizer(path):
+    if has_tokenizer(path) and not skipped:
         return _Pretrained(path)
-    if vocabulary == BYTES:
+    if vocabulary == BYTES and not skipped:
         return _Bytes(path)
-    fix = "Put the files of the model's tokenizer beside its config.json."
-    raise UserError(str(path), "has no tokenizer", expected="tokenizer.json", fix=fix)
+    return _NoTexts(path)
 
 
 def _utf8(text: str) -> bytes:
@@ -84,6 +97,7 @@ class _Pretrained:
     def __init__(self, path: Path) -> None:
         self.tokenizer = pretrained_tokenizer(path)
         self._path = path
+        self._names = functools.lru_cache(maxsize=1 << 16)(lambda token: self.decode([token]))
         self.has_template = bool(getattr(self.tokenizer, "chat_template", None))
 
     def encode(self, text: str, special: bool = True) -> list[int]:
@@ -95,6 +109,10 @@ class _Pretrained:
             expected = "chat_template.jinja, or chat_template in tokenizer_config.json"
             fix = "Add one, or give the prompt as it is: generate, or --no-chat-template."
             raise UserError(str(self._path), "its tokenizer has no chat template", expected=expected, fix=fix)
+        steering = set(inspect.signature(self.tokenizer.apply_chat_template).parameters) | _OF_RENDERING
+        if others := sorted(steering.difference(_OF_TEMPLATES).intersection(options)):
+            what = "say how a conversation is rendered, and not what the template takes"
+            raise UserError("chat_template_kwargs", what, got=others[0], fix="Leave it out.")
         try:
             text = self.tokenizer.apply_chat_template(
                 list(messages), chat_template=template, tokenize=False, **{"add_generation_prompt": True, **options}
@@ -106,6 +124,16 @@ class _Pretrained:
 
     def stream(self, prompt: Sequence[int], skip_special_tokens: bool) -> TextStream:
         return _PretrainedStream(self.tokenizer, prompt, skip_special_tokens)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        stream = _PretrainedStream(self.tokenizer, [], False)
+        return "".join([*map(stream.put, tokens), stream.end()])
+
+    def name(self, token: int) -> str:
+        return self._names(token)
+
+    def refuse_without_texts(self) -> None:
+        pass
 
 
 class _PretrainedStream:
@@ -175,6 +203,54 @@ class _Bytes:
 
     def stream(self, prompt: Sequence[int], skip_special_tokens: bool) -> TextStream:
         return _ByteStream(self._special if skip_special_tokens else set())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+    def name(self, token: int) -> str:
+        return self.decode([token])
+
+    def refuse_without_texts(self) -> None:
+        pass
+
+
+class _NoTexts:
+    """No tokenizer: prompts and answers are token ids, and answers have no texts."""
+
+    tokenizer = None
+    has_template = False
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.note = "there is no tokenizer: prompts and answers are token ids"
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        raise self._error()
+
+    def conversation(self, messages: Messages, template: str | None, options: Mapping[str, Any]) -> list[int]:
+        raise self._error()
+
+    def stream(self, prompt: Sequence[int], skip_special_tokens: bool) -> TextStream:
+        return self
+
+    def put(self, token: int) -> str:
+        return ""
+
+    def end(self) -> str:
+        return ""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return ""
+
+    def name(self, token: int) -> None:
+        return None
+
+    def refuse_without_texts(self) -> None:
+        raise self._error()
+
+    def _error(self) -> UserError:
+        fix = "Put the files of the model's tokenizer beside its config.json, or give token ids."
+        return UserError(str(self._path), "has no tokenizer", expected="tokenizer.json", fix=fix)
 
 
 class _ByteStream:

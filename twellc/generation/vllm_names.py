@@ -15,8 +15,8 @@ from twellc.base.errors import UserError
 # depend on it.
 Names = Mapping[str, tuple[tuple[Any, ...] | None, str]]
 
-_NO_LOGPROBS = "log probabilities are not returned"
-_ONE_ANSWER = "a prompt has one answer: give the prompt several times"
+_OTHER_LOGPROBS = "log probabilities are returned of the chosen token and the likeliest alone"
+_ALL_ANSWERS = "all answers are returned: use n"
 _NO_BEAMS = "there is no search over beams"
 _UNCONSTRAINED = "answers of a given form are not there: give LLM.generate a logits_processor"
 _TEXT_ALONE = "prompts are text or tokens alone"
@@ -26,16 +26,11 @@ _LOCAL = "models are read from a local folder as they are"
 _NO_LORA = "there are no adapters: merge it into the model first"
 
 SAMPLING: Names = {
-    "n": ((1,), _ONE_ANSWER),
-    "best_of": ((None, 1), _ONE_ANSWER),
-    "presence_penalty": ((0, 0.0), "is not there: use repetition_penalty"),
-    "frequency_penalty": ((0, 0.0), "is not there: use repetition_penalty"),
-    "logprobs": ((None, False), _NO_LOGPROBS),
-    "prompt_logprobs": ((None, False), _NO_LOGPROBS),
-    "prompt_logprob_token_ids": ((None,), _NO_LOGPROBS),
-    "prompt_logprob_start": ((None, 0), _NO_LOGPROBS),
-    "logprob_token_ids": ((None,), _NO_LOGPROBS),
-    "flat_logprobs": ((False, None), _NO_LOGPROBS),
+    "best_of": ((None, 1), _ALL_ANSWERS),
+    "prompt_logprob_token_ids": ((None,), _OTHER_LOGPROBS),
+    "prompt_logprob_start": ((None, 0), _OTHER_LOGPROBS),
+    "logprob_token_ids": ((None,), _OTHER_LOGPROBS),
+    "flat_logprobs": ((False, None), _OTHER_LOGPROBS),
     "use_beam_search": ((False, None), _NO_BEAMS),
     "length_penalty": ((1, 1.0, None), _NO_BEAMS),
     "early_stopping": ((False, None), _NO_BEAMS),
@@ -58,7 +53,7 @@ SAMPLING: Names = {
 # Arguments of the engine that change no result.
 _WITHOUT_EFFECT = (
     "trust_remote_code", "gpu_memory_utilization", "kv_cache_memory_bytes", "swap_space", "enforce_eager",
-    "max_num_seqs", "max_num_batched_tokens", "max_num_partial_prefills", "max_seq_len_to_capture", "max_logprobs",
+    "max_num_seqs", "max_num_partial_prefills", "max_seq_len_to_capture", "max_logprobs",
     "max_loras", "max_lora_rank", "block_size", "enable_prefix_caching", "enable_chunked_prefill",
     "disable_sliding_window", "disable_custom_all_reduce", "disable_async_output_proc", "disable_log_stats",
     "disable_log_requests", "compilation_config", "cuda_graph_sizes", "num_gpu_blocks_override", "preemption_mode",
@@ -71,7 +66,6 @@ ENGINE: Names = {
     "task": (("auto", "generate", None), "a model answers, and does nothing else"),
     "convert": (("auto", "none", None), "a model answers, and does nothing else"),
     "tokenizer_mode": (("auto", "hf", None), "the tokenizer is the one that its files describe"),
-    "skip_tokenizer_init": ((False, None), "texts are made of all answers: use SamplingParams(detokenize=False)"),
     "allowed_local_media_path": (("", None), _TEXT_ALONE),
     "allowed_media_domains": ((None, []), _TEXT_ALONE),
     "limit_mm_per_prompt": ((None, {}), _TEXT_ALONE),
