@@ -1,180 +1,80 @@
-"""Serve a model by OpenAI's chat API.
+"""Serve a model by OpenAI's API: chat completions and completions.
 
-    python serve.py MODEL [--port 8000] [--host 127.0.0.1] [--device auto] [--max-length N] [--compile]
+    python serve.py MODEL [--port 8000] [--host 127.0.0.1] [--device auto] [--max-length N] [--api-key KEY]
 
 MODEL is what `twellc.LLM` takes: a Hugging Face directory, or a plan with a key-value cache. Requests are answered one
 after another, by one process. Of a model without a chat template, as bytelm, the last message is the prompt.
+
+    request ─ read (asked.py) ─ written down, in a thread of its own ─ waits ─ the model's thread ─ answers.py ─ client
+
+A request whose client has hung up leaves the queue, or is given up before the next chunk of its prompt or step.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import hmac
 import json
 import logging
 import signal
 import sys
+import threading
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import uvicorn
+from answers import Answer
+from asked import Asked, parse, read
 from starlette.applications import Starlette
+from starlette.authentication import (
+    AuthCredentials,
+    AuthenticationBackend,
+    AuthenticationError,
+    BaseUser,
+    SimpleUser,
+)
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.middleware import Middleware
+from starlette.middleware.authentication import AuthenticationMiddleware
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from twellc import LLM, SamplingParams, UserError
+from twellc import LLM, UserError
 from twellc.generation.sampling import RequestOutput
-from twellc.generation.vllm_names import SAMPLING, Names, refuse_others
 
 _T = TypeVar("_T")
 _LOG = logging.getLogger("uvicorn.error")
 # How long a request may go on after a signal that ends the server.
 SECONDS_TO_END = 2
-MOST_ANSWERS = 128
-_TEMPLATE = ("chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-_NO_TOOLS, _TEXT_ALONE = "tools are not there", "is not there: messages and answers are text"
-# Names of OpenAI: values that ask for nothing, or None for any, and what to say of others.
-OPENAI: Names = {
-    "tools": (([],), _NO_TOOLS),
-    "tool_choice": (("none", "auto"), _NO_TOOLS),
-    "functions": (([],), _NO_TOOLS),
-    "function_call": (("none", "auto"), _NO_TOOLS),
-    "response_format": (({"type": "text"},), "is not there"),
-    "modalities": ((["text"],), _TEXT_ALONE),
-    "audio": ((), _TEXT_ALONE),
-    "prediction": ((), "is not there"),
-    "web_search_options": ((), "is not there"),
-    "top_logprobs": ((0,), "log probabilities are not returned"),
-    "store": ((False,), "answers are not stored"),
-    **dict.fromkeys(
-        (
-            "user",
-            "metadata",
-            "service_tier",
-            "reasoning_effort",
-            "verbosity",
-            "parallel_tool_calls",
-            "safety_identifier",
-            "prompt_cache_key",
-        ),
-        (None, ""),
-    ),
-}
+# Tokens of a prompt that are computed before it is asked again whether the client is there.
+CHUNK_ON_A_CPU, CHUNK_ON_A_GPU = 128, 2048
+# A piece of an answer, behind its number.
+_Piece = tuple[int, RequestOutput]
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A request.
+class Service:
+    """Answers requests.
 
-    Attributes:
-        model: The name of the model.
-        messages: The conversation, texts alone.
-        params: How tokens are chosen, for each answer.
-        template: What the chat template takes besides.
-        streams: Whether pieces are sent as they come.
-        wants_usage: Whether a stream ends with the numbers of tokens by themselves.
+    Args:
+        llm: The model.
+        name: Its name.
+        most_waiting: How many requests may wait while one is answered.
+        most_bytes: How long the body of a request may be.
+        trusts_templates: Whether requests may have chat templates.
     """
 
-    model: str
-    messages: list[dict[str, str]]
-    params: list[SamplingParams]
-    template: dict[str, Any]
-    streams: bool
-    wants_usage: bool
-
-
-def read(given: Any, model: str) -> Asked:
-    """Take the JSON of a request; what it leaves out is as `SamplingParams` has it.
-
-    Raises:
-        UserError: It asks for what is not there, or for values out of range.
-    """
-    if not isinstance(given, dict):
-        raise UserError("the request", "must be a JSON object", got=type(given).__name__)
-    given = {name: value for name, value in given.items() if value is not None}
-    name, messages, count = given.pop("model", model), given.pop("messages", None), given.pop("n", 1)
-    streams, options = given.pop("stream", False), given.pop("stream_options", {})
-    template = {name: given.pop(name) for name in _TEMPLATE if name in given}
-    if "max_completion_tokens" in given:
-        given["max_tokens"] = given.pop("max_completion_tokens")
-    listed = isinstance(messages, list) and messages and all(isinstance(each, dict) for each in messages)
-    for where, value, holds, expected in (
-        ("model", name, isinstance(name, str), "a name"),
-        ("messages", messages, listed, "a list of at least one message"),
-        ("n", count, type(count) is int and 1 <= count <= MOST_ANSWERS, f"an integer from 1 to {MOST_ANSWERS}"),
-        ("stream", streams, isinstance(streams, bool), "true or false"),
-        ("stream_options", options, isinstance(options, dict), "an object"),
-        ("chat_template_kwargs", template, isinstance(template.get("chat_template_kwargs", {}), dict), "an object"),
-    ):
-        if not holds:
-            raise UserError(where, "is out of its range", got=repr(value)[:80], expected=expected)
-    known = {each.name for each in fields(SamplingParams)}
-    refuse_others(
-        "the request",
-        {**SAMPLING, **OPENAI},
-        [*known, "messages"],
-        {name: value for name, value in given.items() if name not in known},
-    )
-    chosen = {name: value for name, value in given.items() if name in known}
-    if isinstance(chosen.get("logit_bias"), dict):  # names of JSON are texts
-        bias = chosen["logit_bias"]
-        chosen["logit_bias"] = {int(key) if key.isdecimal() else key: value for key, value in bias.items()}
-    seed = SamplingParams(**chosen).seed
-    params = [
-        SamplingParams(**chosen | ({} if seed in (None, -1) else {"seed": (seed + number) % 2**63}))
-        for number in range(count)
-    ]
-    wants_usage = bool(options.get("include_usage"))
-    return Asked(name, [_text_message(each) for each in messages], params, template, streams, wants_usage)
-
-
-def _text_message(message: dict[str, Any]) -> dict[str, str]:
-    """Return a message with its text, which may have parts.
-
-    Raises:
-        UserError: It has parts that are not text, or no role.
-    """
-    role, content = message.get("role"), message.get("content")
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            got = part.get("type", "") if isinstance(part, dict) else type(part).__name__
-            raise UserError("a message", "has a part that is not text", got=str(got))
-    if not isinstance(role, str):
-        raise UserError("a message", "has no role", got=repr(message)[:80], expected="user, assistant or system")
-    return {"role": role, "content": "".join(part["text"] for part in parts)}
-
-
-class Chat:
-    """Answers requests for chat completions."""
-
-    def __init__(self, llm: LLM, name: str) -> None:
+    def __init__(self, llm: LLM, name: str, most_waiting: int, most_bytes: int, trusts_templates: bool) -> None:
         self._llm, self._name, self._began = llm, name, int(time.time())
-        self._thread, self._turn = ThreadPoolExecutor(1), asyncio.Lock()
-
-    async def _run(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        """Call a function in the thread of the model."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
-
-    def _begin(self, asked: Asked, params: SamplingParams) -> Iterator[RequestOutput]:
-        if self._llm.has_chat_template or "chat_template" in asked.template:
-            return self._llm.chat_stream(asked.messages, params, **asked.template)
-        return self._llm.generate_stream(asked.messages[-1]["content"], params)
-
-    async def _pieces(self, asked: Asked) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """Yield pieces of answers, each with the number of its answer."""
-        async with self._turn:
-            for number, params in enumerate(asked.params):
-                pieces = await self._run(self._begin, asked, params)
-                while (piece := await self._run(next, pieces, None)) is not None:
-                    yield number, piece
+        self._most_waiting, self._most_bytes, self._trusts_templates = most_waiting, most_bytes, trusts_templates
+        self._thread, self._there = ThreadPoolExecutor(1), 0
 
     async def models(self, request: Request) -> Response:
         """Say which model there is."""
@@ -187,130 +87,262 @@ class Chat:
         error = UserError("model", "is not served here", got=repr(name), expected=repr(self._name))
         return refusal(404, str(error), "model", "model_not_found")
 
-    async def complete(self, request: Request) -> Response:
-        """Answer a request."""
+    async def chat(self, request: Request) -> Response:
+        """Answer a conversation."""
+        return await self._complete(request, is_chat=True)
+
+    async def completions(self, request: Request) -> Response:
+        """Answer prompts."""
+        return await self._complete(request, is_chat=False)
+
+    async def _complete(self, request: Request, is_chat: bool) -> Response:
         given: Any = None
         try:
-            try:
-                given = json.loads(await request.body())
-            except (ValueError, RecursionError) as error:
-                raise UserError("the request", f"is not JSON ({error})") from error
-            asked = read(given, self._name)
-            pieces = self._pieces(asked)
-            answer = _Answer(asked.model, len(asked.params))
-            first = await anext(pieces)  # mistakes are found before a stream begins
-            if asked.streams:
-                events = self._events(answer, first, pieces, asked.wants_usage)
-                return StreamingResponse(events, media_type="text/event-stream")
-            answer.take(*first)
-            async for number, piece in pieces:
-                answer.take(number, piece)
-            return JSONResponse(answer.whole())
+            given = parse(await self._body(request))
+            asked = read(given, self._name, is_chat=is_chat, trusts_templates=self._trusts_templates)
+            events = self._events(asked)
+            # Mistakes are found before a stream begins.
+            first = await _unless_gone(request, anext(events) if asked.streams else self._whole(asked))
+            if not asked.streams:
+                return JSONResponse(first)
+            return _Stream(_with(first, events), media_type="text/event-stream")
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
+        except HTTPException as error:
+            return refusal(error.status_code, error.detail, headers=error.headers)
         except Exception as error:
             return refusal(*_status(error, given))
 
-    async def _events(
-        self, answer: _Answer, first: tuple[int, RequestOutput], pieces: Any, wants_usage: bool
-    ) -> AsyncIterator[str]:
+    async def _body(self, request: Request) -> bytes:
+        """Return the body of a request, of which no more is kept than may be there."""
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > self._most_bytes:
+                raise HTTPException(413, f"the request: is longer than {self._most_bytes} bytes")
+        return bytes(body)
+
+    async def _whole(self, asked: Asked) -> dict[str, Any]:
+        """Return the whole answer to a request."""
+        async with contextlib.aclosing(self._pieces(asked)) as pieces:
+            answer = await anext(pieces)
+            async for piece in pieces:
+                answer.take(*piece)
+        return answer.whole()
+
+    async def _events(self, asked: Asked) -> AsyncGenerator[str, None]:
         """Yield the events of a stream."""
+        begun = False
+        async with contextlib.aclosing(self._pieces(asked)) as pieces:
+            try:
+                answer = await anext(pieces)
+                async for piece in pieces:
+                    for each in [*([] if begun else answer.opening()), answer.take(*piece)]:
+                        yield _event(each)
+                    begun = True
+            except Exception as error:
+                if not begun:
+                    raise
+                yield _event(_body(*_status(error, {})))
+                return
+        for each in answer.closing():
+            yield _event(each)
+        yield "data: [DONE]\n\n"
+
+    async def _pieces(self, asked: Asked) -> AsyncGenerator[Any, None]:
+        """Yield what takes the pieces of an answer, and then these; who reads them slowly lets nobody wait."""
+        if self._there > self._most_waiting:
+            what = f"too many requests: {self._most_waiting} are waiting already"
+            raise HTTPException(429, what, headers={"Retry-After": "1"})
+        arrived: asyncio.Queue[_Piece | None] = asyncio.Queue()
+        loop, gone, work = asyncio.get_running_loop(), threading.Event(), None
+        self._there += 1
         try:
-            for number in range(len(answer.texts)):
-                yield _event(answer.chunk(number, {"role": "assistant", "content": ""}))
-            yield _event(answer.take(*first))
-            async for number, piece in pieces:
-                yield _event(answer.take(number, piece))
-            if wants_usage:
-                yield _event({**answer.head("chat.completion.chunk"), "choices": [], "usage": answer.usage()})
-            yield "data: [DONE]\n\n"
-        except Exception as error:
-            yield _event(_body(*_status(error, {})))
+            prompts, texts = await _apart(self._write, asked)
+            yield Answer(asked, len(prompts), texts, lambda token: self._llm.detokenize([token]))
+
+            def put(piece: _Piece) -> None:
+                loop.call_soon_threadsafe(arrived.put_nowait, piece)
+
+            work = loop.run_in_executor(self._thread, self._compute, asked, prompts, put, gone)
+            work.add_done_callback(lambda _: arrived.put_nowait(None))
+            while (piece := await arrived.get()) is not None:
+                yield piece
+            work.result()
+        finally:
+            gone.set()
+            if work is not None:
+                work.cancel()
+            self._there -= 1
+
+    def _write(self, asked: Asked) -> tuple[list[list[int]], list[str]]:
+        """Return the tokens of prompts, and the texts of those that are echoed; it does not touch the model."""
+        if asked.messages is not None:
+            if self._llm.has_chat_template or "chat_template" in asked.template:
+                return [self._llm.write(asked.messages, **asked.template)], []
+            return [self._llm.tokenize(asked.messages[-1]["content"])], []
+        prompts = [self._llm.tokenize(each) if isinstance(each, str) else each for each in asked.prompts]
+        if not asked.echo:
+            return prompts, []
+        return prompts, [each if isinstance(each, str) else self._llm.detokenize(each) for each in asked.prompts]
+
+    def _compute(
+        self, asked: Asked, prompts: list[list[int]], put: Callable[[_Piece], None], gone: threading.Event
+    ) -> None:
+        """Answer prompts in the thread of the model."""
+        for number, (tokens, params) in enumerate((each, params) for each in prompts for params in asked.params):
+            for piece in self._llm.generate_stream([tokens], params, stopped=gone.is_set):
+                put((number, piece))
+            if gone.is_set():
+                return
 
 
-class _Answer:
-    """What was answered so far."""
+async def _apart(function: Callable[..., _T], *arguments: Any) -> _T:
+    """Call a function in a thread of its own, which ends with the process: others go on, whatever it does."""
+    found: Future[_T] = Future()
 
-    def __init__(self, model: str, count: int) -> None:
-        self.texts, self._reasons, self._tokens, self._prompt = [""] * count, [""] * count, 0, 0
-        self._model, self._id, self._created = model, f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
+    def call() -> None:
+        try:
+            found.set_result(function(*arguments))
+        except BaseException as error:
+            found.set_exception(error)
 
-    def take(self, number: int, piece: RequestOutput) -> dict[str, Any]:
-        """Take a piece, and return it as a chunk of a stream."""
-        (output,) = piece.outputs
-        self.texts[number] += output.text
-        self._reasons[number] = output.finish_reason or ""
-        self._tokens, self._prompt = self._tokens + len(output.token_ids), len(piece.prompt_token_ids)
-        return self.chunk(number, {"content": output.text}, output.finish_reason)
+    found.set_running_or_notify_cancel()
+    threading.Thread(target=call, daemon=True).start()
+    return await asyncio.wrap_future(found)
 
-    def head(self, kind: str) -> dict[str, Any]:
-        """Return what is the same in all answers to a request."""
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
-    def usage(self) -> dict[str, int]:
-        """Return the numbers of tokens; the prompt counts once."""
-        total = self._prompt + self._tokens
-        return {"prompt_tokens": self._prompt, "completion_tokens": self._tokens, "total_tokens": total}
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """Return what a coroutine does; end it when the client hangs up.
 
-    def chunk(self, number: int, delta: dict[str, str], reason: str | None = None) -> dict[str, Any]:
-        """Return a chunk of a stream; the last one says how many tokens there were."""
-        choice = {"index": number, "delta": delta, "finish_reason": reason, "logprobs": None}
-        usage = {"usage": self.usage()} if all(self._reasons) else {}
-        return {**self.head("chat.completion.chunk"), "choices": [choice], **usage}
+    Raises:
+        ClientDisconnect: It has.
+    """
 
-    def whole(self) -> dict[str, Any]:
-        """Return the whole answer."""
-        choices = [
-            {
-                "index": number,
-                "message": {"role": "assistant", "content": text},
-                "finish_reason": reason,
-                "logprobs": None,
-            }
-            for number, (text, reason) in enumerate(zip(self.texts, self._reasons, strict=True))
-        ]
-        return {**self.head("chat.completion"), "choices": choices, "usage": self.usage()}
+    async def hangs_up() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(hangs_up())
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        gone.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _with(first: str, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    async with contextlib.aclosing(events):
+        yield first
+        async for event in events:
+            yield event
+
+
+class _Stream(StreamingResponse):
+    """A stream whose generator is closed as soon as nobody reads it."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            iterator: Any = self.body_iterator
+            await iterator.aclose()
 
 
 def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content)}\n\n"
 
 
-def _status(error: Exception, given: Any) -> tuple[int, str, str | None, str | None]:
-    """Return status, message, parameter and code of a mistake; a fault of the server stands in its log."""
+def _status(error: Exception, given: Any) -> tuple[int, str, str | None]:
+    """Return status, message and parameter of a mistake; a fault of the server stands in its log."""
     if not isinstance(error, UserError):
         _LOG.error("a request failed", exc_info=error)
-        return 500, f"the server failed ({type(error).__name__}): its log says more", None, None
+        return 500, f"the server failed ({type(error).__name__}): its log says more", None
     where = str(error).partition(":")[0]
-    return 400, str(error), where if isinstance(given, dict) and where in given else None, None
+    return 400, str(error), where if isinstance(given, dict) and where in given else None
 
 
-def _body(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
+def _body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """Return a mistake in OpenAI's form."""
-    kind = "server_error" if status >= 500 else "invalid_request_error"
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    kind = "server_error" if status >= 500 else kinds.get(status, "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def refusal(status: int, message: str, param: str | None = None, code: str | None = None) -> Response:
+def refusal(
+    status: int, message: str, param: str | None = None, code: str | None = None, headers: Any = None
+) -> Response:
     """Return the answer to a request with a mistake."""
-    return JSONResponse(_body(status, message, param, code), status)
+    return JSONResponse(_body(status, message, param, code), status, headers)
 
 
 async def _other(request: Request, error: Exception) -> Response:
     """Answer requests for what is not there."""
     assert isinstance(error, HTTPException)
-    what = f"{request.method} {request.url.path}: is not a path of this server; expected POST /v1/chat/completions."
-    return refusal(error.status_code, what, code="unknown_url" if error.status_code == 404 else "method_not_supported")
+    what = f"{request.method} {request.url.path}: is not a path of this server; expected POST /v1/chat/completions"
+    code = "unknown_url" if error.status_code == 404 else "method_not_supported"
+    return refusal(error.status_code, f"{what} or /v1/completions.", code=code)
 
 
-def make_app(llm: LLM, name: str) -> Starlette:
+class _Keys(AuthenticationBackend):
+    """Lets those use the API who have the key; `/health` is for all."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key.encode()
+
+    async def authenticate(self, conn: HTTPConnection) -> tuple[AuthCredentials, BaseUser] | None:
+        """Look at a request.
+
+        Raises:
+            AuthenticationError: It does not have the key.
+        """
+        if conn.url.path == "/health":
+            return None
+        scheme, _, key = conn.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode("latin-1"), self._key):
+            raise AuthenticationError("the request: has no valid key; expected Authorization: Bearer KEY")
+        return AuthCredentials(["authenticated"]), SimpleUser("client")
+
+
+def _without_key(_: HTTPConnection, error: Exception) -> Response:
+    return refusal(401, str(error), code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def make_app(
+    llm: LLM,
+    name: str,
+    *,
+    api_key: str | None = None,
+    most_waiting: int = 64,
+    most_bytes: int = 4 << 20,
+    trusts_templates: bool = False,
+) -> Starlette:
     """Return the application for a model of that name; requests may call it anything."""
-    chat = Chat(llm, name)
+    service = Service(llm, name, most_waiting, most_bytes, trusts_templates)
     routes = [
-        Route("/v1/chat/completions", chat.complete, methods=["POST"]),
-        Route("/v1/models", chat.models),
-        Route("/v1/models/{name:path}", chat.models),
+        Route("/v1/chat/completions", service.chat, methods=["POST"]),
+        Route("/v1/completions", service.completions, methods=["POST"]),
+        Route("/v1/models", service.models),
+        Route("/v1/models/{name:path}", service.models),
         Route("/health", lambda _: Response("ok")),
     ]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _other})
+    keys = Middleware(AuthenticationMiddleware, backend=_Keys(api_key or ""), on_error=_without_key)
+    return Starlette(
+        routes=routes, middleware=[keys] if api_key is not None else [], exception_handlers={HTTPException: _other}
+    )
+
+
+def _count(least: int) -> Callable[[str], int]:
+    def count(text: str) -> int:
+        if int(text) < least:
+            raise ValueError
+        return int(text)
+
+    return count
 
 
 def main() -> None:
@@ -322,15 +354,49 @@ def main() -> None:
     arguments.add_argument("--device", default="auto", help="where it runs: auto, cpu, cuda or cuda:N")
     arguments.add_argument("--max-length", type=int, help="tokens of a prompt and its answer together")
     arguments.add_argument("--compile", action="store_true", help="let torch.compile compile a directory")
+    arguments.add_argument("--api-key", help="answer those alone who send it as Authorization: Bearer KEY")
+    arguments.add_argument(
+        "--max-waiting", type=_count(0), default=64, help="requests that wait at most; others get status 429"
+    )
+    arguments.add_argument(
+        "--max-body-bytes", type=_count(1), default=4 << 20, help="length of a request; longer ones get status 413"
+    )
+    arguments.add_argument(
+        "--max-num-batched-tokens",
+        type=_count(1),
+        help=f"tokens of a prompt that are computed at once: {CHUNK_ON_A_CPU} on a CPU, {CHUNK_ON_A_GPU} on a GPU",
+    )
+    arguments.add_argument(
+        "--trust-request-chat-template",
+        action="store_true",
+        help="take chat templates from requests: these are programs, which may run without end",
+    )
     options = arguments.parse_args()
+    if options.api_key == "":
+        arguments.error("argument --api-key: is empty")
     # Signals end the process at once; the server, once it runs, gives requests a little time first.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    on_cpu = options.device == "cpu" or not torch.cuda.is_available()
+    chunk = options.max_num_batched_tokens or (CHUNK_ON_A_CPU if on_cpu else CHUNK_ON_A_GPU)
     try:
-        llm = LLM(options.model, device=options.device, max_model_len=options.max_length, compiled=options.compile)
+        llm = LLM(
+            options.model,
+            device=options.device,
+            max_model_len=options.max_length,
+            compiled=options.compile,
+            max_num_batched_tokens=chunk,
+        )
     except UserError as error:
         print(f"Error: {error}", file=sys.stderr)
         sys.exit(2)
-    app = make_app(llm, options.model.resolve().name)
+    app = make_app(
+        llm,
+        options.model.resolve().name,
+        api_key=options.api_key,
+        most_waiting=options.max_waiting,
+        most_bytes=options.max_body_bytes,
+        trusts_templates=options.trust_request_chat_template,
+    )
     uvicorn.run(app, host=options.host, port=options.port, timeout_graceful_shutdown=SECONDS_TO_END, lifespan="off")
 
 

@@ -1,12 +1,14 @@
 """examples/serve with OpenAI's client."""
 
 import contextlib
+import http.client
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -33,12 +35,13 @@ MESSAGES = user("the lazy dog")
 
 
 @contextlib.contextmanager
-def serving(model: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def serving(model: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """Run a server; yield it and its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, ROOT / "examples" / "serve" / "serve.py", model, "--port", str(port), "--device", "cpu"]
+    script = ROOT / "examples" / "serve" / "serve.py"
+    command = [sys.executable, script, model, "--port", str(port), "--device", "cpu", *options]
     server = subprocess.Popen(
         command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=end_with_parent
     )
@@ -106,10 +109,10 @@ def test_a_stream(client: Any) -> None:
     whole = ask(client, max_tokens=20)
     chunks = list(ask(client, max_tokens=20, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
-    assert len(chunks) > 10 and chunks[-1].usage == whole.usage
+    assert len(chunks) > 10 and not any(chunk.usage for chunk in chunks)
     assert {chunk.id for chunk in chunks} == {chunks[0].id} and chunks[0].choices[0].delta.role == "assistant"
-    *_, last = ask(client, max_tokens=20, stream=True, stream_options={"include_usage": True})
-    assert (last.choices, last.usage) == ([], whole.usage)
+    *others, last = ask(client, max_tokens=20, stream=True, stream_options={"include_usage": True})
+    assert (last.choices, last.usage) == ([], whole.usage) and not any(chunk.usage for chunk in others)
 
 
 def test_why_an_answer_ends(client: Any) -> None:
@@ -138,7 +141,13 @@ def test_seeds_and_several_answers(client: Any) -> None:
 
 def test_neutral_values_and_names_of_vllm(client: Any) -> None:
     plain = ask(client, max_tokens=6).choices[0].message.content
-    neutral: dict[str, Any] = {"logprobs": False, "presence_penalty": 0, "tools": [], "user": "me"}
+    neutral: dict[str, Any] = {
+        "logprobs": False,
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "tools": [],
+        "user": "me",
+    }
     neutral |= {"response_format": {"type": "text"}, "extra_body": {"top_k": 5, "min_p": 0.1, "ignore_eos": False}}
     assert ask(client, max_tokens=6, **neutral).choices[0].message.content == plain
     biased = ask(client, max_tokens=3, logit_bias={"7": 100}, extra_body={"ignore_eos": True})
@@ -151,22 +160,29 @@ def test_neutral_values_and_names_of_vllm(client: Any) -> None:
         ({"max_tokens": 0}, "max_tokens: is out of its range; got 0"),
         ({"top_p": 0}, "top_p: is out of its range; got 0"),
         ({"response_format": {"type": "json_object"}}, "response_format: is not there"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty: is not there"),
+        ({"frequency_penalty": "much"}, "frequency_penalty: does not take this value; got 'much'; expected a number"),
         ({"n": 0}, "n: is out of its range; got 0; expected an integer from 1 to 128"),
         ({"n": -1}, "n: is out of its range; got -1"),
         ({"n": 1.5}, "n: is out of its range; got 1.5"),
         ({"n": 10**9}, "n: is out of its range"),
         ({"seed": -5}, "seed: is out of its range; got -5"),
-        ({"max_tokens": "5"}, "max_tokens: is out of its range; got '5'"),
+        ({"max_tokens": "5"}, "max_tokens: does not take this value; got '5'; expected an integer"),
         ({"max_tokens": 10**40}, "max_tokens: is out of its range"),
         ({"temperature": -1}, "temperature: is out of its range; got -1"),
-        ({"temperature": "hot"}, "temperature: is out of its range; got 'hot'"),
-        ({"stop": [""]}, "stop: is out of its range"),
-        ({"stream": "yes"}, "stream: is out of its range; got 'yes'"),
-        ({"logprobs": True}, "logprobs: log probabilities are not returned; got True"),
-        ({"logit_bias": {"x": 1}}, "logit_bias: is out of its range"),
-        ({"messages": "hello"}, "messages: is out of its range; got 'hello'"),
-        ({"messages": []}, "messages: is out of its range"),
+        ({"temperature": "hot"}, "temperature: does not take this value; got 'hot'; expected a number"),
+        ({"stop": [""]}, "stop: does not take this value; got ['']"),
+        ({"stream_options": {"include_usage": "yes"}}, "stream_options"),
+        ({"logprobs": 3}, "logprobs: does not take this value; got 3; expected true or false"),
+        ({"top_logprobs": 3}, "top_logprobs: is there with logprobs alone"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: is out of its range; got 21"),
+        ({"logit_bias": {"x": 1}}, "logit_bias: does not take this value"),
+        ({"logit_bias": {"1" * 5000: 1}}, "logit_bias: does not take this value"),
+        ({"messages": "hello"}, "messages: does not take this value; got 'hello'"),
+        ({"messages": []}, "messages: does not take this value"),
+        ({"extra_body": {"chat_template": "x"}}, "chat_template: is not taken from requests"),
+        ({"extra_body": {"chat_template_kwargs": {"tokenize": True}}}, "chat_template_kwargs: say how a conversation"),
+        ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "chat_template_kwargs: say how a conv"),
+        ({"extra_body": {"chat_template_kwargs": []}}, "chat_template_kwargs: does not take this value; got []"),
         ({"messages": [{"content": "a"}]}, "a message: has no role"),
         ({"messages": [{"role": "user", "content": 5}]}, "a message: has a part that is not text"),
         ({"messages": user([{"type": "image_url"}])}, "a message: has a part that is not text; got image_url"),
@@ -179,17 +195,32 @@ def test_what_is_not_there(client: Any, options: dict[str, Any], message: str, s
     with pytest.raises(openai.BadRequestError) as refusal:
         ask(client, **{"stream": stream, **options})
     assert message in refusal.value.message and message in refusal.value.body["message"]
-    name = next(iter(options))
     assert refusal.value.type == "invalid_request_error"
-    assert refusal.value.param == (name if message.startswith(f"{name}:") else None)
+    given = {**options, **options.get("extra_body", {})}
+    where = message.partition(":")[0]
+    assert refusal.value.param == (where if where in given else None)
 
 
 def test_requests_that_cannot_be_read(client: Any, address: str) -> None:
     """In OpenAI's form, each."""
-    for body in (b"{", b"\xff", b"[" * 100000, b"", b"[]", b"null", b'"text"', b'{"model": 5}', b"{}"):
+    for body in (
+        b"{",
+        b"\xff",
+        b"[" * 100000,
+        b"",
+        b"[]",
+        b"null",
+        b'"text"',
+        b'{"model": 5}',
+        b"{}",
+        b'{"stream": "yes"}',
+        b'{"model": "\\ud83d"}',
+        b'{"n": ' + b"1" * 5000 + b"}",
+        b'{"temperature": NaN}',
+    ):
         status, found = post(address, body)
         assert status == 400 and set(found["error"]) == {"message", "type", "param", "code"}, (body, found)
-    for path, status in (("/v1/completions", 404), ("/health", 405), ("/", 404)):
+    for path, status in (("/v1/complete", 404), ("/health", 405), ("/", 404)):
         found = post(address, b"{}", path)
         assert found[0] == status and "POST /v1/chat/completions" in found[1]["error"]["message"]
     assert ask(client, model="gpt").model == "gpt"  # there is one model
@@ -207,6 +238,117 @@ def test_requests_at_once_and_one_that_is_given_up(client: Any) -> None:
     found: list[str] = []
     at_once(lambda _: found.append(ask(client, max_tokens=12).choices[0].message.content), 3)
     assert found == [expected] * 3
+
+
+def test_completions(client: Any, talker: Path) -> None:
+    """Texts and token ids, several at once, echoed, with log probabilities of the prompt: as lm-eval asks for them."""
+    llm = LLM(talker, device="cpu")
+    params = SamplingParams(max_tokens=5, logprobs=2, prompt_logprobs=2)
+    expected = llm.generate(["the lazy dog", "fox"], params)
+    for prompts in (["the lazy dog", "fox"], [each.prompt_token_ids for each in expected]):
+        found = client.completions.create(
+            model="any", prompt=prompts, max_tokens=5, temperature=0, echo=True, logprobs=2, n=2
+        )
+        assert [each.index for each in found.choices] == [0, 1, 2, 3]
+        for choice, whole in zip(found.choices, [each for each in expected for _ in range(2)], strict=True):
+            answer = whole.outputs[0]
+            assert choice.text.endswith(answer.text) and "".join(choice.logprobs.tokens) == choice.text
+            rows = [*(whole.prompt_logprobs or ()), *(answer.logprobs or ())]
+            for token, row, value, top in zip(
+                whole.prompt_token_ids + answer.token_ids, rows, choice.logprobs.token_logprobs,
+                choice.logprobs.top_logprobs, strict=True,
+            ):  # fmt: skip
+                assert (row is None) == (value is None) == (top is None)
+                assert row is None or abs(row[token].logprob - value) < 1e-4 and value in top.values()
+        assert found.usage.prompt_tokens == sum(len(each.prompt_token_ids) for each in expected)
+    chunks = list(client.completions.create(
+        model="any", prompt="fox", max_tokens=5, temperature=0, echo=True, logprobs=0, stream=True,
+        stream_options={"include_usage": True},
+    ))  # fmt: skip
+    assert "".join(each.choices[0].text for each in chunks[:-1]) == "fox" + expected[1].outputs[0].text
+    assert sum(len(each.choices[0].logprobs.tokens) for each in chunks[:-1]) == chunks[-1].usage.total_tokens
+    scored = client.completions.create(model="any", prompt="fox", max_tokens=0, echo=True, logprobs=1)
+    assert scored.choices[0].text == "fox" and scored.usage.completion_tokens == 0
+    assert len(scored.choices[0].logprobs.token_logprobs) == scored.usage.prompt_tokens
+    for prompt in (None, 5, [], [[]], [5, "a"], ["a", 5], [[True]], [10**6], [-1], ""):
+        for echo in (False, True):
+            with pytest.raises(openai.BadRequestError, match="prompt"):
+                client.completions.create(model="any", prompt=prompt, extra_body={"echo": echo})
+
+
+def test_log_probabilities_and_penalties_of_a_chat(client: Any, talker: Path) -> None:
+    (expected,) = LLM(talker, device="cpu").chat(MESSAGES, SamplingParams(max_tokens=6, logprobs=3))
+    found = ask(client, max_tokens=6, logprobs=True, top_logprobs=3).choices[0].logprobs.content
+    rows = expected.outputs[0].logprobs or []
+    for token, row, entry in zip(expected.outputs[0].token_ids, rows, found, strict=True):
+        assert abs(entry.logprob - row[token].logprob) < 1e-4 and entry.token == row[token].decoded_token
+        values = [each.logprob for each in entry.top_logprobs]
+        assert len(values) == 3 and values == sorted(values, reverse=True) and values[0] == entry.logprob
+    penalised = ask(client, max_tokens=20, frequency_penalty=2, presence_penalty=2).choices[0].message.content
+    assert penalised != ask(client, max_tokens=20).choices[0].message.content
+
+
+def slow_model(folder: Path) -> Path:
+    """Return a model whose prompts of some thousand tokens, and answers, take some seconds."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8}
+    config = LlamaConfig(vocab_size=256, max_position_embeddings=16384, hidden_act="relu", eos_token_id=None, **shape)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def hang_up(address: str, body: dict[str, Any], after: float) -> None:
+    """Ask, and hang up without an answer."""
+    host, port = address.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=after)
+    with contextlib.suppress(TimeoutError):
+        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        connection.getresponse().read(1)
+    connection.close()
+
+
+@pytest.mark.slow
+def test_clients_that_hang_up_a_full_queue_a_key_and_a_limit(tmp_path: Path) -> None:
+    options = ("--api-key", "secret", "--max-waiting", "1", "--max-body-bytes", "200000")
+    with serving(slow_model(tmp_path), *options) as (_, address):
+        assert post(address, b"{}", "/v1/completions")[0] == 401
+        assert urllib.request.urlopen(f"{address}/health").status == 200
+        for key in ("secre", "secret2", "größer"):
+            with pytest.raises((openai.AuthenticationError, UnicodeEncodeError)):
+                openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0).models.list()
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="secret", max_retries=0)
+        with pytest.raises(openai.APIStatusError) as refusal:
+            client.completions.create(model="any", prompt="a" * 200001)
+        assert refusal.value.status_code == 413
+
+        def short() -> Any:
+            return client.completions.create(model="any", prompt="a", max_tokens=1)
+
+        long: dict[str, Any] = {"prompt": [5] * 16000, "max_tokens": 1}
+        answer: dict[str, Any] = {"prompt": [5], "max_tokens": 10000, "ignore_eos": True}
+        short()
+        for body in (long, answer, answer | {"stream": True}):
+            began = time.monotonic()
+            with pytest.raises(openai.APITimeoutError):
+                patient = client.with_options(timeout=2)
+                list(patient.completions.create(model="any", extra_body={"ignore_eos": True}, **{
+                    name: value for name, value in body.items() if name not in ("ignore_eos", "stream")
+                }))  # fmt: skip
+            assert time.monotonic() - began > 1.9, "too quick for this test"
+            began = time.monotonic()
+            short()
+            assert time.monotonic() - began < 1.5
+        holding = [threading.Thread(target=hang_up, args=(address, answer, 4), daemon=True) for _ in range(2)]
+        for each in holding:
+            each.start()
+        time.sleep(1)
+        with pytest.raises(openai.RateLimitError) as full:
+            short()
+        assert full.value.response.headers["retry-after"] == "1"
+        for each in holding:
+            each.join()
+        short()
 
 
 def ends_by(server: subprocess.Popen[bytes], address: str, signals: tuple[signal.Signals, ...], busy: bool) -> None:

@@ -293,7 +293,13 @@ class LLM:
         return self._codec.encode(text)
 
     def detokenize(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, special ones included; empty without a tokenizer."""
+        """Return the text of tokens, special ones included; empty without a tokenizer.
+
+        Raises:
+            UserError: The model does not have one of them.
+        """
+        if tokens:
+            _refuse_other_tokens(self.model.decoder.backend.vocabulary, list(tokens))
         return self._codec.decode(tokens)
 
     def _writer(
