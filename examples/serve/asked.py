@@ -105,7 +105,9 @@ def read(given: Any, model: str, *, is_chat: bool, trusts_templates: bool) -> As
     options = _taken(given, "stream_options", None, dict, "an object")
     if options is not None and not streams:
         raise UserError("stream_options", "is there for streams alone", fix="Set stream, or leave it out.")
-    wants_usage = _flag({} if options is None else dict(options), "include_usage", "stream_options.include_usage")
+    wants_usage = (options or {}).get("include_usage")
+    if wants_usage is not None and not isinstance(wants_usage, bool):
+        raise misfit("stream_options", options, "include_usage: true or false")
     count = given.pop("n", 1)
     if type(count) is not int or not 1 <= count <= MOST_ANSWERS:
         raise misfit("n", count, f"an integer from 1 to {MOST_ANSWERS}")
@@ -125,7 +127,7 @@ def read(given: Any, model: str, *, is_chat: bool, trusts_templates: bool) -> As
         SamplingParams(**chosen | ({} if seed in (None, -1) else {"seed": (seed + number) % 2**63}))
         for number in range(count)
     ]
-    return Asked(name, params, streams, wants_usage, **of_kind)
+    return Asked(name, params, streams, bool(wants_usage), **of_kind)
 
 
 def _taken(given: dict[str, Any], name: str, default: Any, kind: type, expected: str) -> Any:
@@ -136,10 +138,10 @@ def _taken(given: dict[str, Any], name: str, default: Any, kind: type, expected:
     return value
 
 
-def _flag(given: dict[str, Any], name: str, shown: str = "") -> bool:
+def _flag(given: dict[str, Any], name: str) -> bool:
     value = given.pop(name, False)
-    if value not in (None, True, False) or type(value) in (int, float):
-        raise misfit(shown or name, value, "true or false")
+    if value is not None and not isinstance(value, bool):
+        raise misfit(name, value, "true or false")
     return bool(value)
 
 

@@ -55,7 +55,7 @@ _LOG = logging.getLogger("uvicorn.error")
 # How long a request may go on after a signal that ends the server.
 SECONDS_TO_END = 2
 # Tokens of a prompt that are computed before it is asked again whether the client is there.
-CHUNK_ON_A_CPU, CHUNK_ON_A_GPU = 128, 2048
+CHUNK_ON_A_CPU, CHUNK_ON_A_GPU = 32, 2048
 # A piece of an answer, behind its number.
 _Piece = tuple[int, RequestOutput]
 

@@ -64,9 +64,11 @@ class StandIn:
         return logits
 
 
-def by_a_plan(folder: Path, rows: int, settings: GenerationConfig, vocabulary: int) -> CausalModel:
+def by_a_plan(
+    folder: Path, rows: int, settings: GenerationConfig, vocabulary: int, logits: str = "last"
+) -> CausalModel:
     """Return a model of a folder that a stand-in for a plan computes."""
-    loaded = load_with_cache(folder, CacheOptions(40, rows, 5), "last", torch.float32)
+    loaded = load_with_cache(folder, CacheOptions(40, rows, 5), logits, torch.float32)
     config: Any = PreTrainedConfig
     backend = PlanBackend("a stand-in", loaded.cache, StandIn(loaded))
     return CausalModel(backend, config(vocab_size=vocabulary), settings)

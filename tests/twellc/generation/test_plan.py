@@ -138,7 +138,7 @@ def test_llm(loaded: Any, talker: Path, tmp_path: Path, monkeypatch: pytest.Monk
             LLM(plan, **given)
     text.unlink()
     with pytest.raises(UserError, match=r"m\.plan\.text: has no tokenizer"):
-        LLM(plan)
+        LLM(plan).generate("fox")
 
 
 def test_plans_that_do_not_answer(archive: Path, tmp_path: Path) -> None:
