@@ -351,6 +351,32 @@ def test_clients_that_hang_up_a_full_queue_a_key_and_a_limit(tmp_path: Path) -> 
         short()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["langchain", "litellm", "lm_eval"])
+def test_real_clients(name: str, address: str, talker: Path) -> None:
+    """In the environment of TWELLC_CLIENTS_PYTHON, or in this one."""
+    python = os.environ.get("TWELLC_CLIENTS_PYTHON", sys.executable)
+    command = [python, str(ROOT / "tests" / "examples" / "clients.py"), name, f"{address}/v1", str(talker)]
+    offline = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **offline})
+    if run.returncode == 3 and not os.environ.get("TWELLC_REQUIRE_CLIENTS"):
+        pytest.skip(f"{run.stderr.strip()} in {python}")
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.strip().splitlines()[-1])
+    llm, params = LLM(talker, device="cpu"), SamplingParams(max_tokens=14)
+    assert found["completion"] == llm.generate("the lazy dog", params)[0].outputs[0].text
+    if name == "lm_eval":
+        for (context, whole), (likely, greedy) in zip(found["tokens"], found["likely"], strict=True):
+            (output,) = llm.generate([whole], SamplingParams(max_tokens=1, prompt_logprobs=1))
+            rows = list(zip(whole, output.prompt_logprobs or (), strict=True))[len(context) :]
+            assert likely == pytest.approx(sum(row[token].logprob for token, row in rows if row), abs=1e-3)
+            assert greedy == all(row[token].rank == 1 for token, row in rows if row)
+        return
+    answer = llm.chat(MESSAGES, params)[0].outputs[0]
+    assert found["text"] == found["streamed"] == answer.text and found["tokens"] == len(answer.token_ids)
+    assert found.get("at once", []) in ([], [answer.text] * 20)
+
+
 def ends_by(server: subprocess.Popen[bytes], address: str, signals: tuple[signal.Signals, ...], busy: bool) -> None:
     """Demand that signals end a server with all of its processes, in an answer, too, and that the port is free then."""
     psutil = pytest.importorskip("psutil")

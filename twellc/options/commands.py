@@ -219,7 +219,7 @@ class GenerateOptions(WeightOptions):
             or the conversation as messages.
         max_tokens: Tokens of an answer at most.
         temperature: 0 takes the likeliest token. Above, tokens are drawn from the logits divided by it.
-        top_k: Draw among the N likeliest tokens.
+        top_k: Draw among the N likeliest tokens; 0 and -1: among all.
         top_p: Draw among the likeliest tokens whose probabilities add up to X.
         min_p: Draw among tokens at least X times as likely as the likeliest.
         repetition_penalty: Above 1: make tokens less likely that stand in the prompt or the answer.
@@ -243,7 +243,7 @@ class GenerateOptions(WeightOptions):
     prompts_file: Path | None = option(None, "FILE", Path)
     max_tokens: int = option(128, "N", COUNT, names=("--max-new-tokens",))
     temperature: float = option(0.0, "X", NOT_NEGATIVE)
-    top_k: int = option(0, "N", Number("number", 0))
+    top_k: int = option(0, "N", Number("number", -1))
     top_p: float = option(1.0, "X", SHARE)
     min_p: float = option(0.0, "X", SHARE)
     repetition_penalty: float = option(1.0, "X", NOT_NEGATIVE)
