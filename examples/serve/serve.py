@@ -100,11 +100,10 @@ class Service:
         try:
             given = parse(await self._body(request))
             asked = read(given, self._name, is_chat=is_chat, trusts_templates=self._trusts_templates)
-            events = self._events(asked)
-            # Mistakes are found before a stream begins.
-            first = await _unless_gone(request, anext(events) if asked.streams else self._whole(asked))
             if not asked.streams:
-                return JSONResponse(first)
+                return JSONResponse(await _unless_gone(request, self._whole(asked)))
+            events = self._events(asked)
+            first = await _unless_gone(request, anext(events))  # mistakes are found before a stream begins
             return _Stream(_with(first, events), media_type="text/event-stream")
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
@@ -128,7 +127,8 @@ class Service:
             answer = await anext(pieces)
             async for piece in pieces:
                 answer.take(*piece)
-        return answer.whole()
+        whole: dict[str, Any] = answer.whole()
+        return whole
 
     async def _events(self, asked: Asked) -> AsyncGenerator[str, None]:
         """Yield the events of a stream."""

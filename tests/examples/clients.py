@@ -1,7 +1,7 @@
 """What real clients get of a server: `python clients.py CLIENT ADDRESS TOKENIZER` prints it as JSON.
 
-It imports nothing of this project, so that an environment with the clients alone can run it. Exit status 3: the client is
-not installed.
+It imports nothing of this project, so that an environment with the clients alone can run it. Exit status 3: the client
+is not installed.
 """
 
 import json

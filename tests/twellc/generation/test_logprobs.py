@@ -142,7 +142,7 @@ def test_a_stream_that_is_given_up(llm: LLM) -> None:
     """Between the chunks of a prompt, and between steps."""
     llm.model.decoder.most_tokens = 4
     for chunks, steps in ((2, 0), (6, 3)):
-        asked = []
+        asked: list[int] = []
 
         def stopped(most: int = chunks, asked: list[int] = asked) -> bool:
             asked.append(1)
