@@ -36,9 +36,16 @@ class EightBitLinear(nn.Module):
     @staticmethod
     def take_over(linear: nn.Module, weight: Tensor, scale: Tensor) -> None:
         """Make a `torch.nn.Linear` one in eight bits, in place: it keeps its bias, hooks and places in a model."""
+        made = {"weight": nn.Parameter(weight, requires_grad=False), "scale": nn.Parameter(scale, requires_grad=False)}
+        linear._parameters.update(made)
         linear.__class__ = EightBitLinear
-        linear.weight = nn.Parameter(weight, requires_grad=False)
-        linear.scale = nn.Parameter(scale, requires_grad=False)
+
+    @staticmethod
+    def give_back(layer: nn.Module, weight: nn.Parameter) -> None:
+        """Make a layer in eight bits a `torch.nn.Linear` with this weight, in place."""
+        layer.__class__ = nn.Linear
+        layer._parameters["weight"] = weight
+        layer._parameters.pop("scale", None)
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute y [..., out_features] of x [..., in_features]."""
@@ -50,9 +57,7 @@ class EightBitLinear(nn.Module):
 
     def dequantise(self, dtype: torch.dtype) -> None:
         """Become a `torch.nn.Linear`, in place."""
-        self.weight = nn.Parameter(self.worth(dtype), requires_grad=False)
-        del self._parameters["scale"]
-        self.__class__ = nn.Linear  # type: ignore[assignment]
+        self.give_back(self, nn.Parameter(self.worth(dtype), requires_grad=False))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EightBitLinear:
         """Let `.to()` and its kind move bytes and scales, but never convert them."""

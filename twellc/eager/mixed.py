@@ -95,12 +95,6 @@ class Mixed(Optimized):
         return _remake, (original, type(self).__bases__[0]), self.__getstate__()  # type: ignore[no-untyped-call]
 
 
-def mix(module: Any, mixed_in: type[Mixed]) -> None:
-    """Mix a class into that of a module, unless that is done."""
-    if not isinstance(module, mixed_in):
-        module.__class__ = class_with(mixed_in, type(module))  # type: ignore[arg-type]
-
-
 @functools.cache
 def class_with(mixed_in: type[Mixed], original: type[nn.Module]) -> type[nn.Module]:
     """Return the class that a module of class `original` gets."""

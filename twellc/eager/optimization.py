@@ -15,11 +15,11 @@ FSDP and `save_pretrained` want contiguous parameters.
 
 from __future__ import annotations
 
-import inspect
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -29,32 +29,11 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from twellc.base.errors import UserError, first_few, first_line
+from twellc.eager.changes import compress, put_in_eight_bits, store_as_usual, take, take_off, taken_in
 from twellc.eager.eight_bits import EightBitLinear
-from twellc.eager.mixed import (
-    BlockModule,
-    ContainerModule,
-    Mixed,
-    Projection,
-    TakenBlock,
-    TrainedModule,
-    class_with,
-    forms_of,
-    inner_modules,
-    mix,
-    original_class,
-    taken_by,
-)
-from twellc.eager.module_blocks import (
-    FoundBlock,
-    Operand,
-    drops,
-    find_blocks,
-    functions_of,
-    operands_of,
-    refusal_of,
-)
-from twellc.eager.quantising import judge, put_in_eight_bits
-from twellc.eager.sharded import local_of
+from twellc.eager.mixed import BlockModule, ContainerModule, TrainedModule, class_with, taken_by
+from twellc.eager.module_blocks import FoundBlock, Operand, drops, find_blocks, operands_of, refusal_of
+from twellc.eager.quantising import judge, quantised, refuse_other_samples
 from twellc.eager.tracing import LOG
 from twellc.eager.training_block import BlockInTraining
 from twellc.eager.trials import own_gradient, passes_hidden
@@ -63,7 +42,6 @@ from twellc.options.weights import KEEP, WeightOptions, refuse_weights
 from twellc.passes.decide import decide, options_of
 from twellc.passes.eight_bits import KEPT
 from twellc.passes.report import Layer
-from twellc.plugins.block import BlockOptions
 from twellc.plugins.library import COMPRESSIONS
 
 _PARAMETRIZED = (
@@ -128,6 +106,9 @@ def optimize(
     A second call takes what `layers` names besides the blocks that are taken already, and gives those that it names
     the `compression`, if one is given.
 
+    After an error, also one that the module itself raises on a sample, or an interrupt, the module is what it was. So
+    the 16 bits of blocks that are quantised are kept until all eight bits are made.
+
     Args:
         module: Any module.
         layers: Which of the blocks: `auto`, `all`, `none` or a regular expression over module paths.
@@ -143,12 +124,42 @@ def optimize(
 
     Raises:
         UserError: `layers` is not a regular expression, or matches no block; there is no such `compression` or
-            `weights`; weights in eight bits are to be trained, are not finite, or are those of blocks that run already.
+            `weights`; weights in eight bits are to be trained, are not finite, or are those of blocks that run already;
+            there are no samples for `fp8_error`, or what is given is none.
 
     Warns:
         UserWarning: There is no block to optimize.
     """
     refuse_other_than_modules("twellc.optimize", module)
+    _refuse_other_choices(layers, compression)
+    refuse_other_weights(weights, fp8_error)
+    if weights != KEEP and training:
+        what = "weights in eight bits are not trained"
+        fix = "Train in 16 bits, and optimize the trained model with weights='fp8'."
+        raise UserError("twellc.optimize", what, got="training=True and weights='fp8'", fix=fix)
+    refuse_other_samples(samples, fp8_error)
+    with ExitStack() as undo:
+        is_other = any((block.training is not None) != training for _, _, block in taken_in(module))
+        other = take_off(module, undo) if is_other else []
+        running = {block.path(path): (submodule, block) for path, submodule, block in taken_in(module)}
+        planned = _plan(module, layers, training, running)
+        named = {path: each for path, each in running.items() if _names(layers, path)}
+        if weights != KEEP:
+            _refuse_running([path for path, (_, block) in named.items() if not block.weights.scales()])
+            _plan_eight_bits(module, planned, fp8_error, samples)
+        # All that may be refused is known: from here on the model changes.
+        store_as_usual(other, undo)
+        if compression is not None:
+            for submodule, block in named.values():
+                compress(submodule, block, compression, undo)
+        for each in planned:
+            _take(each, compression, training, undo)
+        _report(module, planned, layers)
+        undo.pop_all()
+    return module
+
+
+def _refuse_other_choices(layers: object, compression: object) -> None:
     if not isinstance(layers, str):
         raise UserError(
             "layers", "must be a string", got=repr(layers), expected="auto, all, none or a regular expression"
@@ -156,74 +167,27 @@ def optimize(
     if compression is not None and (type(compression) is not int or compression not in COMPRESSIONS):
         expected = ", ".join(map(str, COMPRESSIONS))
         raise UserError("twellc.optimize", "no such compression", got=repr(compression), expected=expected)
-    refuse_other_weights(weights, fp8_error)
-    if weights != KEEP and training:
-        what = "weights in eight bits are not trained"
-        fix = "Train in 16 bits, and optimize the trained model with weights='fp8'."
-        raise UserError("twellc.optimize", what, got="training=True and weights='fp8'", fix=fix)
-    held = _taken_in(module)
-    if any((block.training is not None) != training for _, _, block in held):
-        # A mistake in `layers` is found before anything is changed.
-        _decide(list(_find(module, training)), layers, [block.path(path) for path, _, block in held])
-        restore(module)
-    parametrized = [path for path, submodule in module.named_modules() if _computes_weights(submodule)]
-    for path in parametrized:
-        LOG.info("%s: %s", path, _PARAMETRIZED)
-    found = list(_find(module, training))
-    running = {block.path(path): (submodule, block) for path, submodule, block in _taken_in(module)}
-    decisions = _decide(found, layers, list(running))
-    named = {path: each for path, each in running.items() if _names(layers, path)}
-    if weights != KEEP:
-        _refuse_running([path for path, (_, block) in named.items() if not block.weights.scales()])
-    if compression is not None:
-        for submodule, block in named.values():
-            _compress(submodule, block, compression)
-    if weights != KEEP:
-        decisions = _quantise(module, found, decisions, fp8_error, samples)
-    for each, layer in zip(found, decisions, strict=True):
-        if layer.decision == "twell" and each.weights is not None:
-            _replace(each, layer, options_of(each.block, layer, compression), training)
-        else:
-            LOG.info("%s stays dense: %s", layer.module or "the model itself", layer.reason)
-    others = _others_in_eight_bits(module)
-    if others:
-        what = "layers in E4M3 that no block by the op reads compute in 16 bits, dequantised in each call"
-        LOG.info("%d %s: %s", len(others), what, first_few(list(others)))
-    if not optimized_blocks(module) and layers != "none":
-        left = [layer for layer in decisions if layer.decision != "twell"]
-        reasons = [f"{layer.module or 'the model itself'}: {layer.reason}" for layer in left]
-        reasons += [f"{path}: {_PARAMETRIZED}" for path in parametrized]
-        warnings.warn(
-            "twellc.optimize: no submodule is a feed-forward block that the twell ops compute"
-            + (f" ({first_few(reasons, '; ')})" if reasons else ""),
-            stacklevel=2,
-        )
-    return module
 
 
 def restore(module: _Module) -> _Module:
     """Undo `optimize`, in place: every submodule has its own class again, and weights their usual strides.
 
+    After an error, as of memory, the module is what it was.
+
     Returns:
         The same module.
     """
     refuse_other_than_modules("twellc.restore", module)
-    for _, submodule, block in _taken_in(module):
-        for operand in block.weights.named().values():
-            parameter = operand.parameter(submodule)
-            if operand.transposed and parameter is not None and block.training is None:
-                _store(local_of(parameter), local_of(parameter).data.contiguous())
-    for submodule in module.modules():
-        if isinstance(submodule, Mixed):
-            vars(submodule).pop("_twellc", None)
-            submodule.__class__ = original_class(submodule) or type(submodule)  # type: ignore[assignment]
+    with ExitStack() as undo:
+        store_as_usual(take_off(module, undo), undo)
+        undo.pop_all()
     return module
 
 
 def optimized_blocks(module: nn.Module) -> list[Layer]:
     """Return the blocks of a module that `optimize` has taken, as rows of a report, in the order of `named_modules`."""
     refuse_other_than_modules("twellc.optimized_blocks", module)
-    return [replace(block.layer, module=block.path(path)) for path, _, block in _taken_in(module)]
+    return [replace(block.layer, module=block.path(path)) for path, _, block in taken_in(module)]
 
 
 def dequantise_others(module: nn.Module, dtype: torch.dtype) -> list[str]:
@@ -238,7 +202,7 @@ def _others_in_eight_bits(module: nn.Module) -> dict[str, EightBitLinear]:
     """Return the layers in eight bits that no block reads which the op computes, by path."""
     read = {
         id(operand.parameter(submodule))
-        for _, submodule, block in _taken_in(module)
+        for _, submodule, block in taken_in(module)
         for operand in block.weights.named().values()
     }
     return {
@@ -313,7 +277,7 @@ def blocks_in_training(module: nn.Module) -> dict[str, TrainedBlock]:
     Paths are those of the model, also where DDP, FSDP, torch.compile or a checkpointing wrapper is around a part of it.
     """
     found = {}
-    for path, submodule, block in _taken_in(module):
+    for path, submodule, block in taken_in(module):
         if block.training is not None:
             plain = block.path(_without_wrappers(module, path))
             gate, _ = block.weights.first
@@ -403,17 +367,51 @@ def _computes_weights(module: nn.Module) -> bool:
     return is_parametrized(module) or any(isinstance(hook, hooks) for hook in module._forward_pre_hooks.values())
 
 
-# ---- what is changed ----
+# ---- what becomes of it ----
 
 
-def _taken_in(module: nn.Module) -> list[tuple[str, nn.Module, TakenBlock]]:
-    """Return the blocks of a module that the ops compute, each with its submodule and the path of that."""
-    return [
-        (path, submodule, block)
-        for path, submodule in module.named_modules()
-        if isinstance(submodule, Mixed)
-        for block in taken_by(submodule)
-    ]
+@dataclass
+class _Planned:
+    """A block that was found, what becomes of it, and weights and scales in eight bits for its layers, by path."""
+
+    found: FoundBlock
+    layer: Layer
+    made: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the op is to run it."""
+        return self.layer.decision == "twell" and self.found.weights is not None
+
+
+def _plan(module: nn.Module, layers: str, training: bool, running: Iterable[str]) -> list[_Planned]:
+    """Find the blocks of a module besides those that run already, and decide what becomes of each."""
+    found = list(_find(module, training))
+    return [_Planned(*each) for each in zip(found, _decide(found, layers, list(running)), strict=True)]
+
+
+def _plan_eight_bits(
+    module: nn.Module, planned: list[_Planned], most: float | None, samples: Iterable[Any] | None
+) -> None:
+    """Decide in how many bits each block that the op is to run is read, and make its eight bits."""
+    chosen = [each for each in planned if each.layer.decision == "twell" and each.layer.weights is None]
+    for each, weights in zip(chosen, judge(module, [one.found for one in chosen], most, samples), strict=True):
+        LOG.info("%s: %s", each.layer.module or "the model itself", weights)
+        each.layer = replace(each.layer, weights=weights, reason=f"{each.layer.reason}; {weights}")
+        if weights.bits == 8:
+            each.made = quantised(each.found)
+
+
+def _take(planned: _Planned, compression: int | None, training: bool, undo: ExitStack) -> None:
+    """Let a module be what is planned."""
+    found, layer = planned.found, planned.layer
+    if not planned.is_taken:
+        LOG.info("%s stays dense: %s", layer.module or "the model itself", layer.reason)
+        return
+    if planned.made:
+        put_in_eight_bits(found, planned.made, undo)
+        found = replace(found, weights=operands_of(found.module, found.block))
+    take(found, layer, options_of(found.block, layer, compression), training, undo)
 
 
 def _refuse_running(paths: Sequence[str]) -> None:
@@ -423,65 +421,25 @@ def _refuse_running(paths: Sequence[str]) -> None:
         raise UserError("twellc.optimize", what, got=first_few(paths), fix="Call twellc.restore(module) first.")
 
 
-def _quantise(
-    module: nn.Module, found: list[FoundBlock], layers: list[Layer], most: float | None, samples: Iterable[Any] | None
-) -> list[Layer]:
-    """Quantise the blocks that the op is to run, and say in how many bits each is read."""
-    chosen = [i for i, layer in enumerate(layers) if layer.decision == "twell" and layer.weights is None]
-    blocks = [found[i] for i in chosen]
-    for i, weights in zip(chosen, judge(module, blocks, most, samples), strict=True):
-        path = found[i].block.module
-        LOG.info("%s: %s", path or "the model itself", weights)
-        layers[i] = replace(layers[i], weights=weights, reason=f"{layers[i].reason}; {weights}")
-        if weights.bits == 8:
-            put_in_eight_bits(found[i])
-            found[i] = replace(found[i], weights=operands_of(found[i].module, found[i].block))
-    return layers
+def _report(module: nn.Module, planned: Sequence[_Planned], layers: str) -> None:
+    """Say what is not as fast as it might be.
 
-
-def _replace(found: FoundBlock, layer: Layer, options: BlockOptions, training: bool) -> None:
-    """Let a submodule compute a block by the op."""
-    submodule, weights = found.module, found.weights
-    assert weights is not None
-    for operand in weights.named().values():
-        parameter = operand.parameter(submodule)
-        if training or not operand.transposed or parameter is None:
-            continue
-        if not local_of(parameter).t().is_contiguous():
-            _store(local_of(parameter), local_of(parameter).data.t().contiguous().t())
-    argument = next(iter(inspect.signature(submodule.forward).parameters.values()))
-    parts: tuple[str, ...] = ()
-    mixed_in: type[Mixed] = TrainedModule if training else BlockModule
-    if found.is_written_out:
-        parts, mixed_in = (weights.w_up.layer, weights.w_down.layer, *functions_of(submodule)), ContainerModule
-        for part in parts[:2]:
-            mix(submodule._modules[part], Projection)
-    block = TakenBlock(
-        layer=layer,
-        weights=weights,
-        options=options,
-        argument=argument.name if argument.kind is argument.POSITIONAL_OR_KEYWORD else "",
-        ranks=found.ranks,
-        forms=forms_of(inner_modules(submodule, parts)),
-        training=BlockInTraining(options, layer.d_ff) if training else None,
-        parts=parts,
-        inner=found.block.module.removeprefix(found.path).lstrip("."),
-    )
-    vars(submodule)["_twellc"] = (*taken_by(submodule), block)
-    mix(submodule, mixed_in)
-
-
-def _store(parameter: Tensor, data: Tensor) -> None:
-    """Let a parameter have other data, in shared memory where its own was."""
-    if type(data) is Tensor and data.device.type == "cpu" and parameter.data.is_shared():  # type: ignore[no-untyped-call]
-        data.share_memory_()  # type: ignore[no-untyped-call]
-    parameter.data = data
-
-
-def _compress(submodule: nn.Module, block: TakenBlock, compression: int) -> None:
-    """Give a block that is taken another compression factor."""
-    options = replace(block.options, compression=compression)
-    if block.training is not None:
-        block.training.options = options
-    held = taken_by(submodule)
-    vars(submodule)["_twellc"] = tuple(replace(each, options=options) if each is block else each for each in held)
+    Warns:
+        UserWarning: There is no block by the op, and `layers` asks for one.
+    """
+    parametrized = [path for path, submodule in module.named_modules() if _computes_weights(submodule)]
+    for path in parametrized:
+        LOG.info("%s: %s", path, _PARAMETRIZED)
+    others = _others_in_eight_bits(module)
+    if others:
+        what = "layers in E4M3 that no block by the op reads compute in 16 bits, dequantised in each call"
+        LOG.info("%d %s: %s", len(others), what, first_few(list(others)))
+    if not optimized_blocks(module) and layers != "none":
+        left = [each.layer for each in planned if each.layer.decision != "twell"]
+        reasons = [f"{layer.module or 'the model itself'}: {layer.reason}" for layer in left]
+        reasons += [f"{path}: {_PARAMETRIZED}" for path in parametrized]
+        warnings.warn(
+            "twellc.optimize: no submodule is a feed-forward block that the twell ops compute"
+            + (f" ({first_few(reasons, '; ')})" if reasons else ""),
+            stacklevel=3,
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from twellc.base.errors import UserError
-from twellc.eager.eight_bits import EightBitLinear
 from twellc.eager.module_blocks import FoundBlock, Operand, called_otherwise, matrices_of
 from twellc.eager.sharded import is_sharded
 from twellc.eager.tracing import in_mode
@@ -20,6 +19,21 @@ from twellc.passes.report import Weights
 from twellc.plugins.block import BlockOptions, WeightOperands
 from twellc.plugins.meaning import hidden_of, output_of
 from twellc.plugins.quantise import finite, quantise
+
+_NO_SAMPLES = "there is nothing to measure it on"
+_FIX = "Give twellc.optimize samples: what the module is called with, each a tensor, a tuple or a dict."
+
+
+def refuse_other_samples(samples: object, most: float | None) -> None:
+    """Raise a UserError for what are no samples, and where a largest error has none to be measured on."""
+    if samples is None and most is not None:
+        raise UserError("fp8_error", _NO_SAMPLES, fix=_FIX)
+    if samples is None:
+        return
+    is_one = isinstance(samples, str | bytes | Mapping) or (isinstance(samples, Tensor) and samples.dim() == 0)
+    if is_one or not isinstance(samples, Iterable):
+        expected = "several samples, as in a list"
+        raise UserError("samples", "are not what a module is called with", got=type(samples).__name__, expected=expected)
 
 
 def judge(
@@ -41,7 +55,7 @@ def judge(
     )
     faults = [_fault(each, owners) for each in blocks]
     for each, fault in zip(blocks, faults, strict=True):
-        if not fault:  # before the first of them is changed
+        if not fault:  # before anything is measured
             for where, _, parameter in _matrices(each):
                 finite(parameter, where)
     if most is None:
@@ -68,13 +82,7 @@ def _reached(error: float | None, most: float) -> Weights:
     return Weights(16, "the samples do not reach it") if error is None else by_error(error, most)
 
 
-def put_in_eight_bits(found: FoundBlock) -> None:
-    """Quantise the weights of a block in place: its linear layers become layers in eight bits."""
-    for path, (weight, scale) in _quantised(found).items():
-        EightBitLinear.take_over(found.module.get_submodule(path), weight, scale)
-
-
-def _quantised(found: FoundBlock) -> dict[str, tuple[Tensor, Tensor]]:
+def quantised(found: FoundBlock) -> dict[str, tuple[Tensor, Tensor]]:
     """Return weights [out, in] and scales of the layers of a block, a scale for each neuron, by path."""
     made = {}
     for where, operand, parameter in _matrices(found):
@@ -101,15 +109,14 @@ def _errors(module: nn.Module, blocks: Sequence[FoundBlock], samples: Iterable[A
     """Return by how much eight bits change the output of blocks: the norm of the difference over that of the output."""
     watches = [_Watch(each) for each in blocks]
     calls = 0
-    with ExitStack() as stack, torch.no_grad(), in_mode(module, False):
+    with ExitStack() as stack, torch.no_grad(), in_mode(module, False, runs=True):
         for each in watches:
             stack.enter_context(each.layer.register_forward_pre_hook(each, with_kwargs=True))
         for sample in () if samples is None else samples:
             _call(module, sample)
             calls += 1
     if not calls:
-        fix = "Give twellc.optimize samples: what the module is called with, each a tensor, a tuple or a dict."
-        raise UserError("fp8_error", "there is nothing to measure it on", fix=fix)
+        raise UserError("fp8_error", _NO_SAMPLES, fix=_FIX)
     return [each.error for each in watches]
 
 
@@ -139,9 +146,9 @@ class _Watch:
             assert parameter is not None
             weights[name] = operand.view(parameter.detach()).float()
         y = self._output(weights, x)
-        quantised = _quantised(self._found)  # in each call: those of all blocks would take half of what the model takes
+        made = quantised(self._found)  # in each call: those of all blocks would take half of what the model takes
         for name, operand in matrices_of(given).items():
-            weight, scale = quantised[operand.layer]
+            weight, scale = made[operand.layer]
             weights[name] = operand.view(weight.float().mul_(scale))
         self._difference += float((self._output(weights, x) - y).double().square().sum())
         self._whole += float(y.double().square().sum())

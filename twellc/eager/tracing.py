@@ -94,13 +94,38 @@ def _traceable(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
-    """Put a module in training or eval mode; in training, a blended activation is what it becomes: a ReLU."""
-    modes = [(each, each.training) for each in module.modules()]
-    try:
+def in_mode(module: nn.Module, training: bool, *, runs: bool = False) -> Iterator[None]:
+    """Put a module in training or eval mode; in training, a blended activation is what it becomes: a ReLU.
+
+    Then it is what it was, whatever its forward has changed in it but values of parameters.
+
+    Args:
+        module: The module.
+        training: Whether in training mode.
+        runs: Whether its forward computes, and is not only traced: then it may change what is in buffers, too.
+    """
+    with as_it_was(module, runs=runs), as_relu(module):
         module.train(training)
-        with as_relu(module):
-            yield
+        yield
+
+
+@contextmanager
+def as_it_was(module: nn.Module, *, runs: bool = True) -> Iterator[None]:
+    """Put back what running a module changes in it, such as buffers, hooks and training mode; see `in_mode`."""
+    held = [(vars(each), _with_own_sets(vars(each))) for each in module.modules()]
+    held += [(each, each.copy()) for _, before in held for each in before.values() if type(each) in (dict, OrderedDict)]
+    buffers = [(each, each.clone()) for each in module.buffers() if not each.is_inference()] if runs else []
+    try:
+        yield
     finally:
-        for each, before in modes:
-            each.training = before
+        for now, before in held:
+            for name in now.keys() - before.keys():
+                del now[name]
+            now.update(before)
+        for buffer, values in buffers:
+            buffer.data.copy_(values)
+
+
+def _with_own_sets(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return attributes with copies of sets, such as that of the names of buffers that a state dict leaves out."""
+    return {name: each.copy() if type(each) is set else each for name, each in attributes.items()}

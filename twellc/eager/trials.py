@@ -14,7 +14,7 @@ from twellc.base.errors import first_line
 from twellc.base.torch_private import FakeTensorMode
 from twellc.eager.hidden import Deferred, Hidden, holds_hidden, real
 from twellc.eager.module_blocks import FoundBlock
-from twellc.eager.tracing import LOG, in_mode, traced
+from twellc.eager.tracing import LOG, as_it_was, in_mode, traced
 from twellc.passes.graph.program import quiet_torch
 
 
@@ -43,15 +43,13 @@ def passes_hidden(found: FoundBlock, *, training: bool) -> bool:
     def forward(*arguments: Any, **named: Any) -> Any:
         return real(original(*arguments, **named))
 
-    module.forward, up.forward, down.forward = forward, defer, receive
     try:
-        with quiet_torch(), torch.no_grad(), _scripts_refuse_hidden():
+        with quiet_torch(), torch.no_grad(), _scripts_refuse_hidden(), as_it_was(module, runs=False):
+            module.forward, up.forward, down.forward = forward, defer, receive
             traced(module, *found.inputs, training)
     except Exception as error:  # of the module's code
         LOG.debug("%s takes only a tensor between its projections: %s", found.path, first_line(error))
         return False
-    finally:
-        del module.forward, up.forward, down.forward
     return bool(received)
 
 
@@ -63,22 +61,18 @@ def own_gradient(found: FoundBlock) -> str:
     """
     seen: set[Any] = set()
     waiting: list[Any] = []
-    hooks = []
-    if found.is_written_out:
-        up, down = _projections(found)
-        hooks += [up.register_forward_hook(lambda _, __, result: seen.add(result.grad_fn))]
-        hooks += [down.register_forward_pre_hook(lambda _, given: waiting.append(given[0].grad_fn))]
     x, others = found.inputs
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.enable_grad(), in_mode(found.module, True):
+            if found.is_written_out:
+                up, down = _projections(found)
+                up.register_forward_hook(lambda _, __, result: seen.add(result.grad_fn))
+                down.register_forward_pre_hook(lambda _, given: waiting.append(given[0].grad_fn))
             named = {name: each if each is None else fake.from_tensor(each) for name, each in others.items()}
             result = found.module(fake.from_tensor(x), **named)
             waiting += [] if found.is_written_out else [result.grad_fn]
     except Exception as error:  # of the module's code
         LOG.debug("what has a gradient that is not torch's is not known: %s", first_line(error))
-    finally:
-        for hook in hooks:
-            hook.remove()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
