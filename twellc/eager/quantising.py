@@ -33,7 +33,9 @@ def refuse_other_samples(samples: object, most: float | None) -> None:
     is_one = isinstance(samples, str | bytes | Mapping) or (isinstance(samples, Tensor) and samples.dim() == 0)
     if is_one or not isinstance(samples, Iterable):
         expected = "several samples, as in a list"
-        raise UserError("samples", "are not what a module is called with", got=type(samples).__name__, expected=expected)
+        raise UserError(
+            "samples", "are not what a module is called with", got=type(samples).__name__, expected=expected
+        )
 
 
 def judge(

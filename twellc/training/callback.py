@@ -69,7 +69,6 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             UserError: The model has no block in training, or a number is out of range.
         """
         refuse_other_counts(profile_steps=profile_steps)
-        self.penalty = L1Penalty(model, l1, warm_up=l1_warm_up)
         self.window: FiringWindow | None = None
         self._model = model
         self._blocks = blocks_of(model)
@@ -84,6 +83,7 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._l1: list[Tensor] = []
         self._pending: LoggedStep | None = None
         self._last = 0
+        self.penalty = L1Penalty(model, l1, warm_up=l1_warm_up)  # last: from here on the blocks note their terms
 
     def note(self, loss: Tensor, share: float) -> None:
         """Note the loss of a forward without the L1 term, and which share of the step's loss its L1 term is."""

@@ -49,9 +49,17 @@ def reinitialise_dead(
         raise UserError(
             "fired", "is not of this model", got=type(fired).__name__, expected="what take_counts(model) has returned"
         )
+    other = [path for path, block in blocks.items() if fired[path].counts.shape != (block.layer.d_ff,)]
+    if other:
+        raise UserError(
+            "fired",
+            f"has other neurons than layer {other[0]}",
+            got=str(list(fired[other[0]].counts.shape)),
+            expected=str([blocks[other[0]].layer.d_ff]),
+        )
+    weights = [block.gate_parameter() for block in blocks.values()]  # all are there before the first one moves
     dead: list[Tensor] = []
-    for place, (path, block) in enumerate(blocks.items()):
-        weight = block.gate_parameter()
+    for place, ((path, block), weight) in enumerate(zip(blocks.items(), weights, strict=True)):
         neurons = fired[path].dead.to(weight.device)
         mask = torch.zeros(weight.shape[block.gate.transposed], dtype=torch.bool, device=weight.device)
         mask[slice(*block.gate.rows) if block.gate.rows else slice(None)] = neurons

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from twellc.base.torch_private import DropoutNd
 from twellc.base.transformers_private import activation_classes
 from twellc.eager.module_blocks import blocks_at
 from twellc.eager.optimization import refuse_other_than_modules
+from twellc.eager.tracing import as_it_was
 from twellc.eager.training_block import BlendedActivation
 from twellc.training.penalty import refuse_other_counts
 
@@ -66,11 +68,18 @@ class Blend:
         """
         refuse_other_counts(step=step)
         share = self.share(step)
-        for each in self._activations:
-            each.share = share
-        for config, field, original, relu in self._named:
-            on_the_way = f"{original}, {step}/{self.steps} of the way to {_RELU}" if share > 0 else original
-            setattr(config, field, relu if share == 1 else on_the_way)
+        with ExitStack() as undo:
+            for each in self._activations:
+                _set(each, "share", share, undo)
+            for config, field, original, relu in self._named:
+                on_the_way = f"{original}, {step}/{self.steps} of the way to {_RELU}" if share > 0 else original
+                _set(config, field, relu if share == 1 else on_the_way, undo)
+            undo.pop_all()
+
+
+def _set(owner: Any, name: str, value: Any, undo: ExitStack) -> None:
+    undo.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
 
 
 def sparsify(model: nn.Module, *, steps: int = 0) -> Blend:
@@ -90,30 +99,26 @@ def sparsify(model: nn.Module, *, steps: int = 0) -> Blend:
         Which blocks have got one, and how far they are: `set_step` moves them on.
 
     Raises:
-        UserError: There is no such block, or the model's configuration cannot say what it is now.
+        UserError: There is no such block, or the model's configuration cannot say what it is now. After this, and any
+            other error, the model is what it was.
     """
     refuse_other_than_modules("sparsify", model)
     refuse_other_counts(steps=steps)
-    replaced = list(_replace(model, steps > 0))
-    if not replaced:
-        where = type(model).__name__
-        expected = "blocks that twellc.optimize would take with a ReLU, with their activation as a submodule"
-        raise UserError(where, "has no feed-forward block with a SiLU or GELU to replace", expected=expected)
-    named: list[tuple[Any, str, str]] = []
-    if hasattr(model, "config"):
-        try:
-            named = _configure(model, replaced)
-        except UserError:
-            for path, original in replaced:
-                model.set_submodule(path, original)
-            raise
-    activations = [each for each in model.modules() if isinstance(each, BlendedActivation)]
-    blend = Blend([path.rpartition(".")[0] for path, _ in replaced], activations, steps, named)
-    blend.set_step(0)
+    with ExitStack() as undo:
+        replaced = list(_replace(model, steps > 0, undo))
+        if not replaced:
+            where = type(model).__name__
+            expected = "blocks that twellc.optimize would take with a ReLU, with their activation as a submodule"
+            raise UserError(where, "has no feed-forward block with a SiLU or GELU to replace", expected=expected)
+        named = _configure(model, replaced) if hasattr(model, "config") else []
+        activations = [each for each in model.modules() if isinstance(each, BlendedActivation)]
+        blend = Blend([path.rpartition(".")[0] for path, _ in replaced], activations, steps, named)
+        blend.set_step(0)
+        undo.pop_all()
     return blend
 
 
-def _replace(model: nn.Module, blended: bool) -> Iterator[tuple[str, nn.Module]]:
+def _replace(model: nn.Module, blended: bool, undo: ExitStack) -> Iterator[tuple[str, nn.Module]]:
     """Replace activations; yield the path of each, and what it was."""
     for path, module in list(model.named_modules()):
         candidates = [name for name, child in module.named_children() if _is_silu_or_gelu(child)]
@@ -123,11 +128,10 @@ def _replace(model: nn.Module, blended: bool) -> Iterator[tuple[str, nn.Module]]
         (name,) = candidates
         original = getattr(module, name)
         replacement = (BlendedActivation(original) if blended else nn.ReLU()).train(original.training)
+        undo.callback(module._modules.__setitem__, name, original)
         module._modules[name] = replacement
-        try:
-            found = blocks_at(path, module)
-        finally:
-            module._modules[name] = original
+        found = blocks_at(path, module)
+        module._modules[name] = original
         # In training an activation on its way is that of the gate alone, and nothing is squared behind it.
         taken = bool(found) and (not blended or all(block.activation == "relu" for block in found))
         if taken and len(blocks_at(path, module)) < len(found):
@@ -141,7 +145,7 @@ def _is_silu_or_gelu(module: nn.Module) -> bool:
         return False
     z = torch.linspace(-6, 6, 97)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), as_it_was(module):
             y = module(z)
     except Exception:  # it is not a function of one tensor
         return False
@@ -165,24 +169,22 @@ def _configure(model: Any, replaced: Sequence[tuple[str, nn.Module]]) -> list[tu
     classes = activation_classes()
     known = dict(_configurations(model))
     before = {id(config): (config, copy.deepcopy(vars(config))) for config in known.values()}
-    for path, original in replaced:
-        for config in _above(path, known):
-            for name, value in list(vars(config).items()):
-                if name == "feed_forward_proj" and isinstance(value, str):  # of T5: gated-gelu
-                    setattr(config, name, f"{value.rpartition('-')[0]}-{_RELU}".lstrip("-"))
-                elif isinstance(value, str) and value in classes and type(classes[value]) is type(original):
-                    setattr(config, name, _RELU)
-    try:
-        with torch.device("meta"):
-            described = dict(type(model)(copy.deepcopy(model.config)).named_modules())
-    except Exception:
-        described = {}
     named = []
-    for config, values in before.values():
-        changed = {name: value for name, value in vars(config).items() if value != values.get(name)}
-        vars(config).clear()
-        vars(config).update(values)
-        named += [(config, name, value) for name, value in changed.items()]
+    try:
+        for path, original in replaced:
+            for config in _above(path, known):
+                for name, value in list(vars(config).items()):
+                    if name == "feed_forward_proj" and isinstance(value, str):  # of T5: gated-gelu
+                        setattr(config, name, f"{value.rpartition('-')[0]}-{_RELU}".lstrip("-"))
+                    elif isinstance(value, str) and value in classes and type(classes[value]) is type(original):
+                        setattr(config, name, _RELU)
+        described = _described(model)
+    finally:
+        for config, values in before.values():
+            changed = {name: value for name, value in vars(config).items() if value != values.get(name)}
+            vars(config).clear()
+            vars(config).update(values)
+            named += [(config, name, value) for name, value in changed.items()]
     wanted: dict[str, type[nn.Module]] = {
         path: type(module)
         for path, module in model.named_modules()
@@ -200,6 +202,15 @@ def _configure(model: Any, replaced: Sequence[tuple[str, nn.Module]]) -> list[tu
             fix="Set the activation in its config.json, load the model, and leave sparsify out.",
         )
     return named
+
+
+def _described(model: Any) -> dict[str, nn.Module]:
+    """Return the modules of a model as its configuration describes it; none where it does not."""
+    try:
+        with torch.device("meta"):
+            return dict(type(model)(copy.deepcopy(model.config)).named_modules())
+    except Exception:
+        return {}
 
 
 def _configurations(model: nn.Module) -> Iterator[tuple[str, Any]]:
