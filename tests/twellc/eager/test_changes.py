@@ -1,0 +1,279 @@
+"""After an error, a refusal or an interrupt a model is what it was: `optimize`, `restore`, `sparsify`, in any order.
+
+By default two sequences of changes, with `-m ""` some more. `TWELLC_FUZZ_EXAMPLES=100 pytest -m ""
+tests/twellc/eager/test_changes.py` runs longer, and with other examples each time.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from torch import Tensor, nn
+
+import twellc
+from tests import models
+from tests.twellc.eager.test_optimize import tokens
+from twellc.base.errors import UserError
+from twellc.eager import changes, eight_bits, optimization, quantising
+from twellc.eager.eight_bits import holds_eight_bits
+from twellc.eager.optimization import blocks_in_training
+from twellc.loaders.huggingface import open_directory
+from twellc.training import Blend, L1Penalty, reinitialise_dead, relu, sparsify, take_counts
+
+LONGER = os.environ.get("TWELLC_FUZZ_EXAMPLES")
+CHANGING = {str(module.__file__) for module in (optimization, changes, quantising, eight_bits, relu)}
+ERRORS = (KeyboardInterrupt, torch.OutOfMemoryError, ZeroDivisionError)
+
+
+@contextmanager
+def failing(step: int | None, error: type[BaseException]) -> Iterator[list[int]]:
+    """Let the call number `step` that the files of `CHANGING` make, of Python or of C, fail; count them."""
+    count = [0]
+
+    def watch(frame: Any, event: str, function: Any) -> None:
+        if event not in ("call", "c_call") or frame.f_code.co_filename not in CHANGING:
+            return
+        count[0] += 1
+        if count[0] - 1 == step:
+            sys.setprofile(None)
+            raise error("injected")
+
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        yield count
+    finally:
+        sys.setprofile(before)
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    """Return all that makes a model what it is; of values a copy."""
+    found: dict[str, Any] = {"keys": list(model.state_dict())}
+    for path, module in model.named_modules():
+        for name, held in vars(module).items():
+            found[f"{path}: {name}"] = list(held.items()) if isinstance(held, dict) else held
+        found[f"{path}: class"] = type(module)
+        found[f"{path}: options"] = [
+            block.training and block.training.options for block in vars(module).get("_twellc", ())
+        ]
+    for name, each in [*model.named_parameters(), *model.named_buffers()]:
+        found[f"{name}: value"] = each.detach().clone()
+        found[f"{name}: form"] = each.requires_grad, each.dtype, each.stride(), each.device
+    found["config"] = copy.deepcopy(vars(model.config)) if hasattr(model, "config") else None
+    return found
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return [name for name in before.keys() | after.keys() if not _same(before.get(name), after.get(name))]
+
+
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return first is second or (first.dtype == second.dtype and torch.equal(_bits(first), _bits(second)))
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(map(_is, first, second))
+    return bool(first is second or first == second)
+
+
+def _is(first: Any, second: Any) -> bool:
+    """Whether a thing that is held is the same: a name and a module, a parameter or a hook, or a block."""
+    if isinstance(first, tuple) and isinstance(second, tuple):
+        return first[0] == second[0] and all(
+            a is b or (not isinstance(a, Tensor) and a == b) for a, b in zip(first[1:], second[1:], strict=True)
+        )
+    return bool(first is second or (not isinstance(first, Tensor) and first == second))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor.reshape(1).view(torch.uint8)
+
+
+def counted(module: Any, *_: Any) -> None:
+    """Count calls in two buffers: in one in place, and in one anew."""
+    module.calls.add_(1)
+    module.last = module.calls + 1
+
+
+def make_model() -> Any:
+    model = models.llama("silu", num_hidden_layers=1).bfloat16()
+    model.register_buffer("calls", torch.zeros((), dtype=torch.int64), persistent=False)
+    model.register_buffer("last", torch.zeros((), dtype=torch.int64))
+    model.register_forward_pre_hook(counted)
+    model.lm_head.weight.requires_grad_(False)
+    return model.train()
+
+
+class Changes(RuleBasedStateMachine):
+    """What is done to a model, each step with an error in it or without; the model computes the same in all forms."""
+
+    faults = st.one_of(st.none(), st.tuples(st.integers(0, 250), st.sampled_from(ERRORS)))
+
+    @initialize()
+    def begin(self) -> None:
+        self.model: Any = make_model()
+        self.blend: Blend | None = None
+        self.expected: Tensor | None = None
+
+    def change(self, action: Callable[[], Any], fault: tuple[int, type[BaseException]] | None = None) -> Any:
+        before = state(self.model)
+        try:
+            with failing(*(fault or (None, KeyboardInterrupt))):
+                result = action()
+        except (*ERRORS, UserError) as error:
+            changed = differences(before, state(self.model))
+            assert not changed, f"after {error!r}: {changed}"
+            return None
+        return result
+
+    @property
+    def is_relu(self) -> bool:
+        return self.blend is not None and self.blend.share(9) == 1
+
+    @precondition(lambda self: self.blend is None)
+    @rule(steps=st.sampled_from([0, 4]), fault=faults)
+    def sparsify(self, steps: int, fault: Any) -> None:
+        self.blend = self.change(lambda: sparsify(self.model, steps=steps), fault)
+
+    @precondition(lambda self: self.blend is not None)
+    @rule(step=st.sampled_from([0, 1, 4, -1]), fault=faults)
+    def move(self, step: int, fault: Any) -> None:
+        blend = self.blend
+        assert blend is not None
+        self.change(lambda: blend.set_step(step), fault)
+        self.expected = None
+
+    @precondition(lambda self: self.blend is not None)
+    @rule(training=st.booleans(), compression=st.sampled_from([None, 4, 8]), fault=faults)
+    def optimize(self, training: bool, compression: int | None, fault: Any) -> None:
+        self.change(lambda: twellc.optimize(self.model, training=training, compression=compression), fault)
+
+    @precondition(lambda self: self.blend is not None)
+    @rule(most=st.sampled_from([None, 0.0, 0.5]), fault=faults)
+    def quantise(self, most: float | None, fault: Any) -> None:
+        samples = None if most is None else [tokens()]
+        before = holds_eight_bits(self.model)
+        options: dict[str, Any] = {"weights": "fp8:blocks", "fp8_error": most, "samples": samples}
+        self.change(lambda: twellc.optimize(self.model, **options), fault)
+        if holds_eight_bits(self.model) != before:
+            self.expected = None
+
+    @rule(fault=faults)
+    def restore(self, fault: Any) -> None:
+        if self.change(lambda: twellc.restore(self.model), fault) is not None:
+            assert not twellc.optimized_blocks(self.model)
+
+    @rule(name=st.sampled_from(["samples", "kinds", "none", "one", "layers", "match", "compression", "train", "nan"]))
+    def refused(self, name: str) -> None:
+        fp8: dict[str, Any] = {"weights": "fp8:blocks", "fp8_error": 0.5}
+        options: dict[str, dict[str, Any]] = {
+            "samples": {**fp8, "samples": [tokens(), tokens() + 1000]},
+            "kinds": {**fp8, "samples": 3},
+            "none": {**fp8, "samples": iter(())},
+            "one": {**fp8},
+            "layers": {"layers": "("},
+            "match": {"layers": "no such layer", "training": not blocks_in_training(self.model)},
+            "compression": {"compression": 3},
+            "train": {"weights": "fp8:blocks", "training": True},
+            "nan": {"weights": "fp8:blocks"},
+        }
+        weight = self.model.model.layers[0].mlp.up_proj.weight
+        kept = weight[0, 0].item()
+        if name == "nan":
+            weight.data[0, 0] = float("nan")
+        before, said = state(self.model), ""
+        try:
+            twellc.optimize(self.model, **options[name])
+        except (UserError, IndexError) as error:
+            said = str(error)
+        # Without a block that is left to be taken there is nothing to be quantised, nor to be named by `layers`.
+        if said or name not in ("nan", "match", "samples"):
+            assert said and not differences(before, state(self.model)), (name, differences(before, state(self.model)))
+        weight.data[0, 0] = kept
+
+    @precondition(lambda self: bool(blocks_in_training(self.model)))
+    @rule()
+    def train(self) -> None:
+        penalty = L1Penalty(self.model.train(), 0.1)
+        (self.model(input_ids=tokens()).logits.float().square().mean() + penalty(0)).backward()
+        reinitialise_dead(self.model, take_counts(self.model), step=0)
+        assert self.model.model.layers[0].mlp.up_proj.weight.grad is not None
+        penalty.close()
+        self.expected = None
+
+    @rule()
+    def save_and_load_a_state(self) -> None:
+        stream = io.BytesIO()
+        torch.save(self.model.state_dict(), stream)
+        stream.seek(0)
+        other = copy.deepcopy(self.model)
+        for each in other.parameters():
+            each.data.zero_()
+        other.load_state_dict(torch.load(stream))
+        assert torch.equal(self.logits(other), self.logits(self.model))
+
+    @precondition(lambda self: self.blend is None or self.model.config.hidden_act == "relu")
+    @rule()
+    def save_and_load_files(self) -> None:
+        plain = twellc.restore(copy.deepcopy(self.model))
+        with tempfile.TemporaryDirectory() as folder:
+            plain.save_pretrained(folder)
+            loaded, _, _ = open_directory(Path(folder))
+        assert holds_eight_bits(loaded) == holds_eight_bits(plain)
+        assert torch.equal(self.logits(loaded), self.logits(plain))
+
+    def logits(self, model: Any) -> Tensor:
+        """Run a copy in eval mode, which counts no calls."""
+        with torch.no_grad():
+            found: Tensor = copy.deepcopy(model).eval()(input_ids=tokens()).logits
+        return found.float()
+
+    @invariant()
+    def computes_the_same(self) -> None:
+        found = self.logits(self.model)
+        if self.expected is None:
+            self.expected = found
+        assert (found - self.expected).norm() <= 0.02 * self.expected.norm()
+
+
+def run(examples: int, steps: int) -> None:
+    run_state_machine_as_test(
+        Changes,
+        settings=settings(
+            max_examples=int(LONGER or examples),
+            stateful_step_count=steps,
+            derandomize=LONGER is None,
+            deadline=None,
+            database=None,
+            phases=(Phase.generate,),
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_some_sequences_of_changes() -> None:
+    run(2, 6)
+
+
+@pytest.mark.slow
+def test_sequences_of_changes() -> None:
+    run(40, 20)
