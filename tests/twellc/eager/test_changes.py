@@ -11,6 +11,7 @@ import io
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,9 +30,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import twellc
 from tests import models
+from tests.models import Gated, Plain
 from tests.twellc.eager.test_optimize import tokens
 from twellc.base.errors import UserError
 from twellc.eager import changes, eight_bits, optimization, quantising
@@ -87,21 +90,17 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return [name for name in before.keys() | after.keys() if not _same(before.get(name), after.get(name))]
 
 
-def _same(first: Any, second: Any) -> bool:
-    if isinstance(first, Tensor) and isinstance(second, Tensor):
-        return first is second or (first.dtype == second.dtype and torch.equal(_bits(first), _bits(second)))
+def _same(first: Any, second: Any, *, is_copy: bool = True) -> bool:
+    """Whether values are; tensors that are held have to be the same objects, of copies the bytes."""
+    if first is second:
+        return True
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
+        return is_copy and first.dtype == second.dtype and torch.equal(_bits(first), _bits(second))
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):
-        return len(first) == len(second) and all(map(_is, first, second))
-    return bool(first is second or first == second)
-
-
-def _is(first: Any, second: Any) -> bool:
-    """Whether a thing that is held is the same: a name and a module, a parameter or a hook, or a block."""
-    if isinstance(first, tuple) and isinstance(second, tuple):
-        return first[0] == second[0] and all(
-            a is b or (not isinstance(a, Tensor) and a == b) for a, b in zip(first[1:], second[1:], strict=True)
+        return len(first) == len(second) and all(
+            _same(one, other, is_copy=False) for one, other in zip(first, second, strict=True)
         )
-    return bool(first is second or (not isinstance(first, Tensor) and first == second))
+    return bool(first == second)
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -277,3 +276,97 @@ def test_some_sequences_of_changes() -> None:
 @pytest.mark.slow
 def test_sequences_of_changes() -> None:
     run(40, 20)
+
+
+# ---- single steps ----
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Gated(), Plain(), Gated()).eval()
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("change", ["optimize", "restore", "train"])
+def test_strides_are_undone_without_a_copy(change: str, error: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of the last block cannot be stored anew: memory of those before is gone by then."""
+    model = blocks()
+    if change != "optimize":
+        twellc.optimize(model)
+    before = state(model)
+    held = [StorageWeakRef(each.down.weight.untyped_storage()) for each in model]
+    store, calls = changes._store, []
+
+    def fail(*arguments: Any, **named: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 3:
+            assert [each.expired() for each in held] == [True, True, False]
+            raise error
+        store(*arguments, **named)
+
+    monkeypatch.setattr(changes, "_store", fail)
+    with pytest.raises(error):
+        twellc.restore(model) if change == "restore" else twellc.optimize(model, training=change == "train")
+    assert not differences(before, state(model)) and len(calls) == 3
+
+
+def test_a_forward_that_fails_on_a_sample() -> None:
+    """What it has changed before is put back, too."""
+
+    class Failing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = blocks()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.calls = self.calls * 2
+            self.inner[0].register_forward_hook(lambda *_: None)
+            self.inner.train()
+            self.register_buffer("more", torch.ones(2))
+            if len(x) == 4:
+                raise ZeroDivisionError
+            return self.inner(x)  # type: ignore[no-any-return]
+
+    model: Any = twellc.optimize(Failing(), training=True)
+    before = state(model)
+    wish: dict[str, Any] = {"weights": "fp8:blocks", "fp8_error": 0.5}
+    with pytest.raises(ZeroDivisionError):
+        twellc.optimize(model, **wish, samples=[torch.randn(3, 16), torch.randn(4, 16)])
+    assert not differences(before, state(model)) and len(blocks_in_training(model)) == 3
+    twellc.optimize(model, **wish, samples=[torch.randn(3, 16)])
+    assert model.calls == 0 and not hasattr(model, "more") and not model.inner[0]._forward_hooks
+    assert all(each.weights is not None for each in twellc.optimized_blocks(model))
+
+
+def test_no_memory_for_the_last_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = twellc.optimize(blocks(), training=True)
+    before, quantise, left = state(model), quantising.quantise, [7]
+
+    def fail(*arguments: Any) -> tuple[Tensor, Tensor]:
+        left[0] -= 1
+        if not left[0]:
+            raise torch.OutOfMemoryError
+        return quantise(*arguments)
+
+    monkeypatch.setattr(quantising, "quantise", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        twellc.optimize(model, weights="fp8:blocks")
+    assert not differences(before, state(model))
+
+
+def test_a_warning_that_is_an_error() -> None:
+    model = twellc.optimize(nn.Sequential(Gated()).train(), training=True)
+    model[0].activation = nn.SiLU()
+    before = state(model)
+    with warnings.catch_warnings(), pytest.raises(UserWarning, match="no submodule is a feed-forward block"):
+        warnings.simplefilter("error")
+        twellc.optimize(model)
+    assert not differences(before, state(model))
+
+
+@pytest.mark.parametrize("samples", [3, "text", {"x": 1}, torch.tensor(1.0)])
+def test_what_are_no_samples(samples: Any) -> None:
+    with pytest.raises(UserError, match="samples: are not what a module is called with"):
+        twellc.optimize(blocks(), weights="fp8:blocks", fp8_error=0.1, samples=samples)
