@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -161,30 +161,25 @@ def _configure(model: Any, replaced: Sequence[tuple[str, nn.Module]]) -> list[tu
     """Find out how the configuration names ReLU, and check that the model it then describes is this one.
 
     Returns:
-        What `Blend` takes as `named`. The configuration is as it was.
+        What `Blend` takes as `named`. The configuration stays as it is.
 
     Raises:
         UserError: It is not.
     """
     classes = activation_classes()
     known = dict(_configurations(model))
-    before = {id(config): (config, copy.deepcopy(vars(config))) for config in known.values()}
-    named = []
-    try:
-        for path, original in replaced:
-            for config in _above(path, known):
-                for name, value in list(vars(config).items()):
-                    if name == "feed_forward_proj" and isinstance(value, str):  # of T5: gated-gelu
-                        setattr(config, name, f"{value.rpartition('-')[0]}-{_RELU}".lstrip("-"))
-                    elif isinstance(value, str) and value in classes and type(classes[value]) is type(original):
-                        setattr(config, name, _RELU)
-        described = _described(model)
-    finally:
-        for config, values in before.values():
-            changed = {name: value for name, value in vars(config).items() if value != values.get(name)}
-            vars(config).clear()
-            vars(config).update(values)
-            named += [(config, name, value) for name, value in changed.items()]
+    named: dict[tuple[int, str], tuple[Any, str, str]] = {}
+    for path, original in replaced:
+        for config in _above(path, known):
+            for name, value in vars(config).items():
+                relu = value
+                if name == "feed_forward_proj" and isinstance(value, str):  # of T5: gated-gelu
+                    relu = f"{value.rpartition('-')[0]}-{_RELU}".lstrip("-")
+                elif isinstance(value, str) and value in classes and type(classes[value]) is type(original):
+                    relu = _RELU
+                if relu != value:
+                    named[id(config), name] = config, name, relu
+    described = _described(model, named.values())
     wanted: dict[str, type[nn.Module]] = {
         path: type(module)
         for path, module in model.named_modules()
@@ -201,14 +196,19 @@ def _configure(model: Any, replaced: Sequence[tuple[str, nn.Module]]) -> list[tu
             got=f"another activation at {first_few(sorted(set(other)))}",
             fix="Set the activation in its config.json, load the model, and leave sparsify out.",
         )
-    return named
+    return list(named.values())
 
 
-def _described(model: Any) -> dict[str, nn.Module]:
-    """Return the modules of a model as its configuration describes it; none where it does not."""
+def _described(model: Any, named: Iterable[tuple[Any, str, str]]) -> dict[str, nn.Module]:
+    """Return the modules of a model that a copy of its configuration with these changes describes; none if it fails."""
+    copies: dict[int, Any] = {}
     try:
+        config = copy.deepcopy(model.config, copies)
+        for original, name, relu in named:
+            if id(original) in copies:
+                setattr(copies[id(original)], name, relu)
         with torch.device("meta"):
-            return dict(type(model)(copy.deepcopy(model.config)).named_modules())
+            return dict(type(model)(config).named_modules())
     except Exception:
         return {}
 

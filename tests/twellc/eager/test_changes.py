@@ -238,7 +238,7 @@ class Changes(RuleBasedStateMachine):
             plain.save_pretrained(folder)
             loaded, _, _ = open_directory(Path(folder))
         assert holds_eight_bits(loaded) == holds_eight_bits(plain)
-        assert torch.equal(self.logits(loaded), self.logits(plain))
+        self.compare(self.logits(loaded), self.logits(plain))
 
     def logits(self, model: Any) -> Tensor:
         """Run a copy in eval mode, which counts no calls."""
@@ -251,7 +251,11 @@ class Changes(RuleBasedStateMachine):
         found = self.logits(self.model)
         if self.expected is None:
             self.expected = found
-        assert (found - self.expected).norm() <= 0.02 * self.expected.norm()
+        self.compare(found, self.expected)
+
+    def compare(self, found: Tensor, expected: Tensor) -> None:
+        """Forms of a model round otherwise, in bfloat16; eight bits change more."""
+        assert (found - expected).norm() <= 0.02 * expected.norm()
 
 
 def run(examples: int, steps: int) -> None:
@@ -270,12 +274,12 @@ def run(examples: int, steps: int) -> None:
 
 
 def test_some_sequences_of_changes() -> None:
-    run(2, 6)
+    run(3, 6)
 
 
 @pytest.mark.slow
 def test_sequences_of_changes() -> None:
-    run(40, 20)
+    run(12, 20)
 
 
 # ---- single steps ----
