@@ -50,7 +50,7 @@ def judge(
         samples: What the module is called with, see `twellc.optimize`.
 
     Raises:
-        UserError: There is a largest error and no sample, or a weight is not finite.
+        UserError: There is a largest error and no sample, or a weight is not finite, or has no values.
     """
     owners = Counter(
         id(parameter) for each in module.modules() for parameter in each._parameters.values() if parameter is not None
@@ -59,6 +59,9 @@ def judge(
     for each, fault in zip(blocks, faults, strict=True):
         if not fault:  # before anything is measured
             for where, _, parameter in _matrices(each):
+                if parameter.is_meta:
+                    what = "cannot be quantised: it is on the meta device, without values"
+                    raise UserError(where, what, fix="Load the weights first.")
                 finite(parameter, where)
     if most is None:
         return [Weights(16, fault) if fault else by_error(None, None) for fault in faults]

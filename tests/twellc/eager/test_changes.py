@@ -374,3 +374,19 @@ def test_a_warning_that_is_an_error() -> None:
 def test_what_are_no_samples(samples: Any) -> None:
     with pytest.raises(UserError, match="samples: are not what a module is called with"):
         twellc.optimize(blocks(), weights="fp8:blocks", fp8_error=0.1, samples=samples)
+
+
+@pytest.mark.parametrize(
+    "options", [{"weights": "fp8:blocks", "layers": "[12]"}, {"compression": 2}, {"compression": 2, "training": True}]
+)
+def test_the_last_of_all_steps_fails(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = twellc.optimize(blocks(), layers="0", training=options.get("training", False))
+    before = state(model)
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(optimization, "_report", fail)
+    with pytest.raises(KeyboardInterrupt):
+        twellc.optimize(model, **options)
+    assert not differences(before, state(model)) and len(twellc.optimized_blocks(model)) == 1

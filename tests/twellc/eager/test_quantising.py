@@ -100,6 +100,16 @@ def test_a_weight_that_is_not_finite_changes_no_block() -> None:
     assert not any(isinstance(each, EightBitLinear) for each in model.modules())
 
 
+def test_a_layer_of_two_blocks_is_quantised_once() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Gated(), Gated()).eval(), torch.randn(5, 16)
+    model[1].down = model[0].down
+    with torch.no_grad():
+        exact = model(x)
+    found, counts = ops_of(twellc.optimize(model, weights="fp8:blocks"), x)
+    assert counts == {"gated_mlp": 2} and (found - exact).norm() < 0.1 * exact.norm()
+
+
 def broken() -> nn.Module:
     block = Gated()
     block.up.weight.data[0, 0] = float("nan")
@@ -116,6 +126,11 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "no samples": (Gated, {"weights": "fp8", "fp8_error": 0.1}, "fp8_error: there is nothing to measure it on"),
     "training": (Gated, {"weights": "fp8", "training": True}, "weights in eight bits are not trained"),
     "running": (lambda: twellc.optimize(Gated().eval()), {"weights": "fp8"}, "Call twellc.restore"),
+    "meta": (
+        lambda: Gated().to("meta"),
+        {"weights": "fp8:blocks"},
+        "layer the model itself: w_gate: cannot be quantised: it is on the meta device",
+    ),
     "NaN": (broken, {"weights": "fp8"}, "layer the model itself: w_up: cannot be quantised: 1 of 640 weights are NaN"),
 }
 
