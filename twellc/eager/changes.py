@@ -113,7 +113,9 @@ def put_in_eight_bits(found: FoundBlock, made: Mapping[str, tuple[Tensor, Tensor
 
 def _mix(module: Any, mixed_in: type[Mixed], undo: ExitStack, blocks: tuple[TakenBlock, ...] | None = None) -> None:
     """Mix a class into that of a module, unless that is done, and let it compute blocks; None: those that it has."""
-    kind = type(module) if isinstance(module, mixed_in) else class_with(mixed_in, type(module))
+    kind = type(module)
+    if not isinstance(module, mixed_in):
+        kind = class_with(mixed_in, kind)  # type: ignore[arg-type]
     _become(module, kind, taken_by(module) if blocks is None else blocks, undo)
 
 
@@ -127,7 +129,7 @@ def _set(module: nn.Module, kind: type[nn.Module], blocks: tuple[TakenBlock, ...
         vars(module)["_twellc"] = blocks
     else:
         vars(module).pop("_twellc", None)
-    module.__class__ = kind  # type: ignore[assignment]
+    module.__class__ = kind
 
 
 # ---- strides ----

@@ -41,6 +41,7 @@ from twellc.eager import changes, eight_bits, optimization, quantising
 from twellc.eager.eight_bits import holds_eight_bits
 from twellc.eager.optimization import blocks_in_training
 from twellc.loaders.huggingface import open_directory
+from twellc.plugins.quantise import quantise
 from twellc.training import Blend, L1Penalty, reinitialise_dead, relu, sparsify, take_counts
 
 LONGER = os.environ.get("TWELLC_FUZZ_EXAMPLES")
@@ -318,6 +319,8 @@ def test_a_forward_that_fails_on_a_sample() -> None:
     """What it has changed before is put back, too."""
 
     class Failing(nn.Module):
+        calls: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.inner = blocks()
@@ -346,7 +349,7 @@ def test_a_forward_that_fails_on_a_sample() -> None:
 
 def test_no_memory_for_the_last_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     model = twellc.optimize(blocks(), training=True)
-    before, quantise, left = state(model), quantising.quantise, [7]
+    before, left = state(model), [7]
 
     def fail(*arguments: Any) -> tuple[Tensor, Tensor]:
         left[0] -= 1
