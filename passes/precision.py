@@ -3,7 +3,9 @@
 `lower` turns a program into a strongly typed bfloat16 or float16 one, by the policy of torch's autocast: products run
 in the low precision, reductions and transcendental functions in float32, everything else in the widest dtype of its
 operands. Parameters are stored in the low precision, buffers (rotary frequencies, masks) stay as they are, except for
-those that hold weights, and the inputs and outputs of the program keep their dtypes. What is computed from buffers and
+those that hold weights, and the inputs and outputs of the program keep their dtypes. Thresholds, which are parameters or
+numbers that something is only compared with, stay float32, and so do the comparisons: rounded they would turn neurons
+on and off that are next to them. What is computed from buffers and
 integers alone is not data of the model: its products, such as rotary angles, which would be wrong by whole turns, stay
 as they are, too.
 
@@ -27,6 +29,7 @@ from torch.fx.node import map_aggregate, map_arg
 from twellc.base.errors import UserError, first_line
 from twellc.base.torch_private import FakeTensor, OpOverload, pytree, schema_of
 from twellc.passes.fold_weights import is_view
+from twellc.passes.graph.constants import fixed_nodes
 from twellc.passes.graph.program import (
     add_call,
     call_key,
@@ -41,7 +44,7 @@ from twellc.passes.graph.program import (
     tensor_of,
     user_inputs,
 )
-from twellc.passes.match.activations import arguments, is_squared_relu, packet
+from twellc.passes.match.activations import arguments, constant_number, is_squared_relu, packet
 from twellc.passes.match.linear import PRODUCTS, LinearReader
 
 aten = torch.ops.aten
@@ -64,6 +67,7 @@ _FLOAT32_OPS = frozenset(
 # Operators that bring operands of several dtypes to the widest by themselves: these and the elementwise ones, but two.
 _PROMOTING_OPS = frozenset((aten.cat, aten.stack, aten.where, aten.masked_fill))
 _NOT_PROMOTING_OPS = frozenset((aten.lerp, aten.heaviside))
+_COMPARISONS = frozenset((aten.gt, aten.ge, aten.lt, aten.le))
 # Their numbers become elements of the result, so these must fit: masks are filled with the least float32, for example.
 _FILLING_OPS = frozenset((aten.masked_fill, aten.where, aten.clamp, aten.clamp_min, aten.clamp_max, aten.full_like))
 # They take the shape of their operand, not its values.
@@ -73,8 +77,11 @@ _SHAPED_LIKE = frozenset(
 
 
 def parameter_dtypes(program: ExportedProgram) -> set[torch.dtype]:
-    """Return the floating-point dtypes of the parameters that the graph reads; if there are none, of other weights."""
-    parameters = set(program.graph_signature.parameters)
+    """Return the floating-point dtypes of the parameters that the graph reads; if there are none, of other weights.
+
+    Thresholds are not looked at.
+    """
+    parameters = set(program.graph_signature.parameters).difference(_thresholds(program).values())
     dtypes = {tensor_of(program, name).dtype for name in constants_of(program).values() if name in parameters}
     if not any(dtype.is_floating_point for dtype in dtypes):
         data = _data(program)
@@ -99,7 +106,11 @@ def lower(program: ExportedProgram, dtype: torch.dtype) -> ExportedProgram:
     explicit = {torch.float64: torch.float32, torch.bfloat16: dtype, torch.float16: dtype}
     outputs = [node.meta["val"].dtype for node in _output_tensors(program)]
     data = _data(program)
-    _convert_stored(program, set(program.graph_signature.parameters) | _weights(program, data), dtype)
+    thresholds, wide = _thresholds(program), _wide_comparisons(program, dtype)
+    lowered = set(program.graph_signature.parameters).difference(thresholds.values()) | _weights(program, data)
+    _convert_stored(program, lowered, dtype)
+    stored = {name for name in thresholds.values() if tensor_of(program, name).dtype == torch.float64}
+    _convert_stored(program, stored, torch.float32)
     caster, known = _Caster(program.graph), dict[str, Any]()
     for node in list(program.graph.nodes):
         if node.op != "call_function":
@@ -108,6 +119,8 @@ def lower(program: ExportedProgram, dtype: torch.dtype) -> ExportedProgram:
         wanted = torch.float32 if op in _FLOAT32_OPS else None if _promotes(node) else _widest(node)
         if op in _LOW_PRECISION_OPS and node in data:
             wanted = dtype
+        if node in wide:
+            wanted = torch.float32
         if op is aten.pow and is_squared_relu(node):
             wanted = None  # squared and rounded once, like `square` and like the op that may replace it
         if wanted is not None:
@@ -220,6 +233,38 @@ def _weights(program: ExportedProgram, data: set[Node]) -> set[str]:
         return packet(user) in PRODUCTS and not adds
 
     return {name for node, name in constants.items() if only_weighs(node, node)}
+
+
+def _thresholds(program: ExportedProgram) -> dict[Node, str]:
+    """Return the constants that something is only compared with, also by what is computed from them alone."""
+    constants = constants_of(program)
+    fixed = fixed_nodes(program.graph, constants)
+
+    def only_compares(node: Node) -> bool:
+        return bool(node.users) and all(
+            only_compares(user) if user in fixed else packet(user) in _COMPARISONS for user in node.users
+        )
+
+    return {node: name for node, name in constants.items() if _has_floats(node) and only_compares(node)}
+
+
+def _wide_comparisons(program: ExportedProgram, dtype: torch.dtype) -> set[Node]:
+    """Return the comparisons in more than 16 bits with constants, or with numbers that `dtype` rounds."""
+    fixed = fixed_nodes(program.graph, constants_of(program))
+
+    def is_rounded(bound: object) -> bool:
+        number = constant_number(bound)
+        if number is None:
+            return isinstance(bound, Node) and bound in fixed
+        return float(torch.tensor(number, dtype=torch.float64).to(dtype)) != number
+
+    return {
+        node
+        for node in program.graph.nodes
+        if packet(node) in _COMPARISONS
+        and _widest(node) in (torch.float32, torch.float64)
+        and any(map(is_rounded, arguments(node)))
+    }
 
 
 def _viewed(node: Node) -> Node:

@@ -248,7 +248,8 @@ def _encode_on_gpu(
         if kinds is not None:
             set_scales(problem, *kinds)
         if not len(x):
-            return x.new_empty(0, dtype=torch.int32), x.new_empty(0), offsets.zero_()[:1]
+            places = capacity or 0
+            return x.new_zeros(places, dtype=torch.int32), x.new_zeros(places), offsets.zero_()[:1]
 
         def run(places: int, keeps_all: bool) -> tuple[Tensor, Tensor]:
             lib, places = library.load(), max(1, places)
@@ -281,6 +282,8 @@ def _decode_on_gpu(
     read = {name: as_read(each) for name, each in given.items()}
     y = values.new_empty(tokens, operands.w_down.shape[1])
     tensors = library.Tensors(**{name: each.data_ptr() for name, each in read.items()}, y=y.data_ptr())
+    if indices.dtype.itemsize > 4:  # else cut to what may be an index
+        indices = indices.long().clamp(-1, len(operands.w_down))
     indices, values = indices.int().contiguous(), values.contiguous()
     with torch.cuda.device(values.device):
         check_problem(problem)

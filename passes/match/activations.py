@@ -155,13 +155,13 @@ def _is_flat_below_zero(node: Node) -> bool:
     """Whether an activation that is a line below zero, or a curve there, has the factor 0 for it."""
     if packet(node) not in (aten.leaky_relu, aten.elu) or node.kwargs:
         return False
-    return any(_number(factor) == 0 for factor in arguments(node)[1:2])
+    return any(constant_number(factor) == 0 for factor in arguments(node)[1:2])
 
 
 def _parse_clamp(node: Node, pre: Node) -> Activation | None:
     default = {"min_val": -1.0, "max_val": 1.0} if packet(node) is aten.hardtanh else {"min": None, "max": None}
     low, high = {**default, **dict(zip(default, arguments(node)[1:], strict=False)), **node.kwargs}.values()
-    if _number(low) != 0 or isinstance(high, Node):
+    if constant_number(low) != 0 or isinstance(high, Node):
         return None
     nodes = (node, *_numbers_shaped_like(low, pre))
     if high is None or high == math.inf:
@@ -172,7 +172,7 @@ def _parse_clamp(node: Node, pre: Node) -> Activation | None:
 
 def _parse_maximum(node: Node) -> Activation | None:
     for pre, other in (arguments(node), reversed(arguments(node))):
-        if isinstance(pre, Node) and isinstance(other, Node) and _number(other) == 0:
+        if isinstance(pre, Node) and isinstance(other, Node) and constant_number(other) == 0:
             return Activation("relu", 0.0, pre, (node, *_numbers_shaped_like(other, pre)))
     return None
 
@@ -193,7 +193,7 @@ def _parse_where(node: Node) -> Activation | None:
     if mask is None:
         return None
     kept, dropped = (other, chosen) if mask.inverse else (chosen, other)
-    return _cut(kept, mask, (node, *_numbers_shaped_like(dropped, mask.x))) if _number(dropped) == 0 else None
+    return _cut(kept, mask, (node, *_numbers_shaped_like(dropped, mask.x))) if constant_number(dropped) == 0 else None
 
 
 def _parse_top_k(node: Node) -> Activation | None:
@@ -223,7 +223,7 @@ def _parse_mean_with_abs(node: Node) -> Activation | None:
     """Read (x + |x|) / 2."""
     half = 2 if packet(node) is aten.div else 0.5
     for total, factor in (arguments(node), reversed(arguments(node))):
-        if not isinstance(total, Node) or packet(total) is not aten.add or _number(factor) != half:
+        if not isinstance(total, Node) or packet(total) is not aten.add or constant_number(factor) != half:
             continue
         for x, size in (arguments(total), reversed(arguments(total))):
             if isinstance(size, Node) and packet(size) is aten.abs and arguments(size)[0] is x and not total.kwargs:
@@ -254,12 +254,12 @@ def _negative_part(node: Node) -> tuple[Node | None, tuple[Node, ...]]:
     """Return x where `node` computes min(x, 0), and the nodes that do."""
     if packet(node) in (aten.minimum, aten.fmin) or node.target is aten.min.other:
         for x, zero in (arguments(node), reversed(arguments(node))):
-            if isinstance(x, Node) and _number(zero) == 0:
+            if isinstance(x, Node) and constant_number(zero) == 0:
                 return x, (node, *_numbers_shaped_like(zero, x))
     elif packet(node) in (aten.clamp, aten.clip, aten.clamp_max):
         x, *bounds = arguments(node)
         low, high = (None, *bounds) if packet(node) is aten.clamp_max else (*bounds, None, node.kwargs.get("max"))[:2]
-        if low is None and _number(high) == 0:
+        if low is None and constant_number(high) == 0:
             return x, (node, *_numbers_shaped_like(high, x))
     return None, ()
 
@@ -272,7 +272,7 @@ def _parse_written(node: Node) -> Activation | None:
             return None
         (mask,) = mask
     found = _mask(mask)
-    if found is None or not found.inverse or _number(value) != 0:
+    if found is None or not found.inverse or constant_number(value) != 0:
         return None
     return _cut(x, found, (node, *_numbers_shaped_like(value, found.x)))
 
@@ -333,7 +333,7 @@ def _mask(node: object) -> _Mask | None:
     if op in _MIRRORED:
         return _comparison(node)
     if op is aten.heaviside:
-        at_zero = _number(given[1])
+        at_zero = constant_number(given[1])
         finite = at_zero is not None and math.isfinite(at_zero)
         return _Mask(given[0], 0.0, False, (node, *_numbers_shaped_like(given[1], given[0]))) if finite else None
     if op is aten.sign:
@@ -346,7 +346,7 @@ def _mask(node: object) -> _Mask | None:
         inner = _mask(given[0])
         inner = inner and inner.inverted()
     elif op is aten.where and len(given) == 3:
-        inner, ends = _mask(given[0]), (_number(given[1]), _number(given[2]))
+        inner, ends = _mask(given[0]), (constant_number(given[1]), constant_number(given[2]))
         if inner is None or ends not in ((1, 0), (0, 1)):
             return None
         inner = inner if ends == (1, 0) else inner.inverted()
@@ -354,7 +354,7 @@ def _mask(node: object) -> _Mask | None:
         inner = replace(inner, nodes=(*inner.nodes, *filled))
     elif op in (aten.rsub, aten.sub) and len(given) == 2 and not node.kwargs:
         whole, part = given if op is aten.sub else given[::-1]
-        inner = _mask(part) if _number(whole) == 1 else None
+        inner = _mask(part) if constant_number(whole) == 1 else None
         inner = inner and inner.inverted()
     elif op in (aten.relu, aten.clamp, aten.clamp_min):
         relu = _parse_relu(node)
@@ -369,12 +369,12 @@ _MIRRORED: dict[object, object] = {aten.gt: aten.lt, aten.ge: aten.le, aten.lt: 
 
 def _comparison(node: Node) -> _Mask | None:
     op, (x, bound) = packet(node), arguments(node)
-    if _number(x) is not None or (_is_vector_of_constants(x, bound) and not _is_vector_of_constants(bound, x)):
+    if constant_number(x) is not None or (_is_vector_of_constants(x, bound) and not _is_vector_of_constants(bound, x)):
         op, x, bound = _MIRRORED[op], bound, x
     if not isinstance(x, Node) or not x.meta["val"].is_floating_point():
         return None
     nodes, inverse = (node, *_numbers_shaped_like(bound, x)), op in (aten.le, aten.lt)
-    number = _number(bound)
+    number = constant_number(bound)
     if number is None:
         if not isinstance(bound, Node) or not _is_vector_of_constants(bound, x):
             return None
@@ -420,7 +420,7 @@ def _numbers_shaped_like(argument: object, pre: Node) -> tuple[Node, ...]:
     return (argument,) if isinstance(argument, Node) and argument is not pre and pre in argument.all_input_nodes else ()
 
 
-def _number(argument: object) -> float | None:
+def constant_number(argument: object) -> float | None:
     """Return the number that an argument is, or that fills it as a tensor."""
     if isinstance(argument, int | float):
         return float(argument)
@@ -432,7 +432,7 @@ def _number(argument: object) -> float | None:
     if op in (aten.ones_like, aten.ones, aten.new_ones):
         return 1.0
     if op in (aten.full, aten.full_like, aten.new_full, aten.scalar_tensor):
-        return _number(arguments(argument)[-1])
+        return constant_number(arguments(argument)[-1])
     if op in (aten.clone, aten._to_copy, aten.expand, aten.view, aten.lift_fresh_copy, aten.alias):
-        return _number(arguments(argument)[0])
+        return constant_number(arguments(argument)[0])
     return None

@@ -25,14 +25,15 @@ class Dictionary(nn.Module):
 
     Attributes:
         encoder, decoder: Its two products.
-        threshold: JumpReLU's, [d_features]: a feature that is not larger is zero; None for plain ReLU.
+        threshold: JumpReLU's, float32 [d_features]: a feature that is not larger is zero; None for plain ReLU. It
+            stays float32 where the rest is cast, as by `.bfloat16()`: rounded it would turn features on and off.
         k: How many features of a token are kept, the largest; None keeps all.
     """
 
     def __init__(self, encoder: nn.Linear, decoder: nn.Linear, threshold: Tensor | None, k: int | None) -> None:
         super().__init__()
         self.encoder, self.decoder, self.k = encoder, decoder, k
-        self.threshold = None if threshold is None else nn.Parameter(threshold)
+        self.threshold = None if threshold is None else nn.Parameter(threshold.float().contiguous())
 
     def features(self, z: Tensor) -> Tensor:
         """Return the features [..., d_features] of z [..., d_in]."""
@@ -48,6 +49,17 @@ class Dictionary(nn.Module):
         """Return what the features of z [..., d_in] add up to, [..., d_out]."""
         y: Tensor = self.decoder(self.features(z))
         return y
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Dictionary:
+        """Let `.to()` and its kind move thresholds, but never convert them."""
+        threshold = self.threshold
+
+        def moved(tensor: Tensor) -> Tensor:
+            found = fn(tensor)
+            return tensor.to(found.device) if tensor is threshold and found.dtype != tensor.dtype else found
+
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        return self
 
 
 class SparseAutoencoder(nn.Module):

@@ -171,7 +171,8 @@ def _read_sae_lens(folder: Path) -> _Stored:
     dtype = str(config.get("dtype", "float32")).removeprefix("torch.")
     if dtype not in _DTYPES:
         raise UserError(str(folder / _CONFIG), "not a dtype", got=repr(dtype), expected=", ".join(_DTYPES))
-    stored = _Stored(where, {name: each.to(getattr(torch, dtype)) for name, each in weights.items()}, config)
+    others = {name: each.to(getattr(torch, dtype)) for name, each in weights.items() if name != "threshold"}
+    stored = _Stored(where, weights | others, config)
     hook = str(config.get("hook_name", config.get("hook_point", "")))
     if config.get("reshape_activations", "hook_z" if "hook_z" in hook else "none") != "none":
         stored.notes.append("x holds the outputs of all heads of a token side by side (hook_z)")
@@ -289,7 +290,7 @@ def _check_weights(where: str, weights: dict[str, Tensor], needed: set[str], tra
     d_in, features = (*sizes["W_enc"], 0, 0)[:2]
     d_out = (*sizes["W_dec"], 0, 0)[1] if transcodes else d_in
     shapes = {"W_enc": (d_in, features), "W_dec": (features, d_out), "W_skip": (d_out, d_in), "b_dec": (d_out,)}
-    dtypes = {each.dtype for each in weights.values()}
+    dtypes = {each.dtype for name, each in weights.items() if name != "threshold"}
     fits = all(size == shapes.get(name, (features,)) for name, size in sizes.items())
     if not fits or len(dtypes) != 1 or not dtypes.pop().is_floating_point:
         got = [f"{name} {list(size)} {dtype_name(weights[name].dtype)}" for name, size in sorted(sizes.items())]
@@ -310,7 +311,7 @@ def _as_jumprelu(weights: dict[str, Tensor], config: dict[str, Any]) -> dict[str
     weights = dict(weights)
     if "r_mag" in weights:
         factor, magnitude = weights.pop("r_mag").exp(), weights.pop("b_mag")
-        threshold = magnitude - factor * weights.pop("b_gate")
+        threshold = magnitude.float() - factor.float() * weights.pop("b_gate").float()
         weights |= {"W_enc": weights["W_enc"] * factor, "b_enc": magnitude, "threshold": threshold.clamp(min=0)}
     if config.get("rescale_acts_by_decoder_norm") and "topk" in str(config.get("architecture")):
         norms = weights["W_dec"].norm(dim=-1)

@@ -10,6 +10,7 @@ namespace twell {
 namespace {
 
 constexpr Label kListLabel = {"list_features"};
+constexpr Label kScanLabel = {"scan_counts"};
 constexpr Label kDecodeLabel = {"decode_features"};
 
 // The neurons of a group of a row's list.
@@ -71,6 +72,13 @@ cudaError_t launch_lists(Call const& call, features::ListParams params) {
     int const threads = static_cast<int>(ceil_div(tiles, kWarpSize)) * kWarpSize;
     dim3 const grid(static_cast<unsigned>(call.problem.tokens * params.num_groups));
     return launch_dependent(kListLabel, features::list_kernel, params, grid, threads, 0, call.device, call.stream);
+}
+
+// Turns the counts of all groups into the entries before each. A part has fewer than 2^31 pairs of a row and a neuron.
+cudaError_t launch_scan(Call const& call, uint32_t* counts) {
+    features::ScanParams const params = {counts, call.problem.tokens * num_groups(call.problem)};
+    return launch_dependent(kScanLabel, features::scan_kernel, params, dim3(1), features::kScanThreads, 0, call.device,
+                            call.stream);
 }
 
 cudaError_t launch_sums(Call const& call, features::DecodeParams params) {
@@ -178,6 +186,7 @@ cudaError_t launch_encode(Call const& call, bool keeps_all, EncodedLists const& 
         params.missing = lists.offsets + problem.tokens + 1;
         params.is_first = row == 0;
         TWELL_TRY(launch_lists(of_part, params));
+        TWELL_TRY(launch_scan(of_part, memory.counts));
         params.counts = nullptr;
         params.is_first = false;
         params.before = memory.counts;
@@ -247,6 +256,7 @@ cudaError_t launch_wide(Call const& call, void* workspace) {
 
 void list_features(Text& text) {
     add_line(text, kListLabel);
+    add_line(text, kScanLabel);
     add_line(text, kDecodeLabel);
 }
 

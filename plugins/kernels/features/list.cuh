@@ -1,8 +1,8 @@
 // Lists of features out of packed and spilled tiles: of each row the active neurons in ascending order, with g.
 //
 // A CTA has a group: up to kTilesOfGroup tiles of a row, one a thread. Its entries come after those of the groups
-// before, so a row's list is in order without atomics. Where lists are to have no gaps, one launch counts and the next
-// one lists. Entries have 16 bits of their column; the number of the tile says the rest.
+// before, so a row's list is in order without atomics. Where lists are to have no gaps, one launch counts, one adds up
+// the counts, and one lists. Entries have 16 bits of their column; the number of the tile says the rest.
 #pragma once
 
 #include "device/dependent_launch.cuh"
@@ -19,7 +19,7 @@ struct ListParams {
     int num_groups;   // of a row
     int first_neuron;
     uint32_t* counts;  // [tokens, num_groups]: becomes how many entries each group has; null: not wanted
-    // The same, from a launch before: a group's entries go behind those of all groups before. Null: they go to the
+    // [tokens, num_groups]: how many entries all groups before have, behind which a group's go. Null: they go to the
     // group's number times `stride`.
     uint32_t const* before;
     int64_t stride;
@@ -30,6 +30,11 @@ struct ListParams {
     int64_t* offsets;
     int64_t* missing;  // and how many entries have not been written, to which a launch adds
     bool is_first;     // of a call, which makes the first offset and `missing` 0
+};
+
+struct ScanParams {
+    uint32_t* counts;
+    int64_t num_counts;
 };
 
 // Entries of a tile that has spilled, by one warp.
@@ -66,10 +71,45 @@ __device__ __forceinline__ uint32_t sum_of_block(uint32_t value, uint32_t* parts
     return sum;
 }
 
+constexpr int kScanThreads = 1024;
+constexpr int kCountsOfThread = 4;  // at a time
+
+// counts [num_counts] becomes how much is counted before each, by one CTA: work that grows with `num_counts` alone.
+__global__ void __launch_bounds__(kScanThreads) scan_kernel(ScanParams const params) {
+    __shared__ uint32_t totals[kScanThreads / kWarpSize];
+    wait_for_previous_launch();
+    allow_dependent_launch();
+    int const warp = static_cast<int>(threadIdx.x) / kWarpSize;
+    uint32_t before = 0;  // this round
+    for (int64_t first = 0; first < params.num_counts; first += kScanThreads * kCountsOfThread) {
+        int64_t const own = first + static_cast<int64_t>(threadIdx.x) * kCountsOfThread;
+        uint32_t counts[kCountsOfThread];
+        uint32_t count = 0;
+#pragma unroll
+        for (int i = 0; i < kCountsOfThread; ++i) {
+            counts[i] = own + i < params.num_counts ? params.counts[own + i] : 0;
+            count += counts[i];
+        }
+        uint32_t const total = sum_of_block(count, totals);
+        uint32_t sum = before + sum_up_to(count) - count;
+        for (int w = 0; w < warp; ++w) {
+            sum += totals[w];
+        }
+#pragma unroll
+        for (int i = 0; i < kCountsOfThread; ++i) {
+            if (own + i < params.num_counts) {
+                params.counts[own + i] = sum;
+            }
+            sum += counts[i];
+        }
+        before += total;
+        __syncthreads();  // the next round writes `totals`
+    }
+}
+
 // Four CTAs a multiprocessor: with eight, registers would be spilled on 8.0.
 __global__ void __launch_bounds__(kTilesOfGroup, 4) list_kernel(ListParams const params) {
     __shared__ uint32_t totals[kTilesOfGroup / kWarpSize];
-    __shared__ uint32_t earlier[kTilesOfGroup / kWarpSize];
     wait_for_previous_launch();
     allow_dependent_launch();
     PackedGate const& gate = params.gate;
@@ -98,12 +138,7 @@ __global__ void __launch_bounds__(kTilesOfGroup, 4) list_kernel(ListParams const
     }
     int64_t begin = blockIdx.x * params.stride;
     if (params.before != nullptr) {
-        uint32_t own = 0;
-#pragma unroll 8
-        for (unsigned i = threadIdx.x; i < blockIdx.x; i += blockDim.x) {
-            own += params.before[i];
-        }
-        begin = params.offsets[0] + sum_of_block(own, earlier);
+        begin = params.offsets[0] + params.before[blockIdx.x];
         if (threadIdx.x == 0 && group == params.num_groups - 1) {
             params.offsets[row + 1] = begin + total;
         }
