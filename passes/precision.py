@@ -3,11 +3,10 @@
 `lower` turns a program into a strongly typed bfloat16 or float16 one, by the policy of torch's autocast: products run
 in the low precision, reductions and transcendental functions in float32, everything else in the widest dtype of its
 operands. Parameters are stored in the low precision, buffers (rotary frequencies, masks) stay as they are, except for
-those that hold weights, and the inputs and outputs of the program keep their dtypes. Thresholds, which are parameters or
-numbers that something is only compared with, stay float32, and so do the comparisons: rounded they would turn neurons
-on and off that are next to them. What is computed from buffers and
-integers alone is not data of the model: its products, such as rotary angles, which would be wrong by whole turns, stay
-as they are, too.
+those that hold weights, and the inputs and outputs of the program keep their dtypes. Thresholds, constants that
+something is only compared with, and comparisons with them stay in float32: rounding would turn neurons on and off.
+What is computed from buffers and integers alone is not data of the model: its products, such as rotary angles, which
+would be wrong by whole turns, stay as they are, too.
 
     x: f32 ─ linear(W: f32) ─ layer_norm ─ y: f32
     x: f32 ─ cast bf16 ─ linear(W: bf16) ─ cast f32 ─ layer_norm(f32) ─ y: f32

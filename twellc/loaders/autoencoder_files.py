@@ -27,6 +27,7 @@ from twellc.base.errors import UserError, first_few, first_line
 from twellc.loaders.autoencoder import Dictionary, SparseAutoencoder
 from twellc.loaders.checkpoint import read_json, read_tensors
 from twellc.loaders.loaded import LoadedModel
+from twellc.loaders.other_autoencoders import OTHER, library_of
 from twellc.loaders.tracing import keep_tensor_outputs, trace
 from twellc.options.source import refuse_missing
 
@@ -93,8 +94,27 @@ def load_autoencoder(path: str | Path) -> SparseAutoencoder:
     refuse_missing(path, EXPECTED)
     read = _reader_of(path)
     if read is None:
+        refuse_other_libraries(path)
         raise UserError(str(path), "there is no sparse autoencoder", expected=EXPECTED)
     return _module_of(read(path)).eval().requires_grad_(False)
+
+
+def refuse_other_libraries(path: Path) -> None:
+    """Raise `UserError` for a sparse autoencoder in files that are not read."""
+    found = library_of(path)
+    if found is not None:
+        file, library = found
+        beside = {_WEIGHTS: _CONFIG, _PARAMETERS: "config.json"}.get(file.name)
+        if beside is not None and library == OTHER:
+            raise UserError(str(file), f"is read with {beside} beside it", fix="Name the folder that holds both.")
+        raise UserError(
+            str(file),
+            "holds a sparse autoencoder in a form that is not read",
+            got=f"weights as {library} names them",
+            expected=EXPECTED,
+            fix=f"Write {_CONFIG} and {_WEIGHTS} as sae-lens does: W_enc [d_in, d_sae], W_dec [d_sae, d_in], b_enc, "
+            "b_dec.",
+        )
 
 
 def trace_autoencoder(path: Path) -> LoadedModel:
@@ -147,9 +167,17 @@ def _reader_of(path: Path) -> Callable[[Path], _Stored] | None:
         if names & {"W_enc.npy", "w_enc.npy"}:
             return _read_arrays
         if any(name.endswith("/data.pkl") for name in names):
-            content = torch.load(path, map_location="meta", weights_only=True)
-            return _read_dict if isinstance(content, dict) and {"W_enc", "W_dec"} <= content.keys() else None
+            content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)  # reads no weights
+            return _read_dict if isinstance(content, dict) and _is_qwen_scope(content) else None
     return None
+
+
+def _is_qwen_scope(content: dict[str, Any]) -> bool:
+    """Whether a dict is of Qwen-Scope: others, such as the files that sae-lens calls hook_z, turn W_enc round."""
+    if not {"W_enc", "W_dec"} <= content.keys():
+        return False
+    shape, features = (list(getattr(content.get(name), "shape", ())) for name in ("W_enc", "b_enc"))
+    return shape[1:] != features or shape[:1] == features
 
 
 def _read_sae_lens(folder: Path) -> _Stored:
@@ -205,16 +233,7 @@ def _of_gemma_scope(file: Path, stored: dict[str, Tensor]) -> _Stored:
 
 
 def _read_dict(file: Path) -> _Stored:
-    # The file does not say how many features are kept; its folder does, also in the cache of Hugging Face's hub.
-    found = [re.search(r"-L0_(\d+)$", part) for part in file.absolute().parts]
-    kept = next((int(match[1]) for match in found if match), None)
-    if kept is None:
-        raise UserError(
-            str(file),
-            "how many features of a token are kept stands in no file",
-            expected="a folder named as the repository, such as SAE-Res-Qwen3-1.7B-Base-W32K-L0_50",
-            fix="Name a folder above the file so.",
-        )
+    kept = _kept_by(file)
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises what it likes for a damaged file
@@ -222,6 +241,27 @@ def _read_dict(file: Path) -> _Stored:
     weights = {name: each for name, each in content.items() if isinstance(each, Tensor)}
     weights |= {name: _turned(weights[name]) for name in ("W_enc", "W_dec") if name in weights}
     return _Stored(file, weights, {"architecture": "topk", "k": kept, "apply_b_dec_to_input": False})
+
+
+def _kept_by(file: Path) -> int:
+    """Return how many features are kept: the file does not say it, but a folder above does, also in a cache.
+
+    A folder that is named as a repository of Qwen-Scope counts before others.
+    """
+    folders = [match for part in file.absolute().parts[:-1] if (match := re.search(r"-L0_(\d+)$", part))]
+    named = [match for match in folders if re.search(r"(^|--)SAE-", match.string)] or folders
+    said = dict.fromkeys(int(match[1]) for match in named)
+    if len(said) == 1:
+        return next(iter(said))
+    raise UserError(
+        str(file),
+        "its folders say different numbers of features that are kept"
+        if said
+        else "no folder says how many features of a token are kept, and the file does not",
+        got=", ".join(match.string for match in named),
+        expected="one folder named as the repository, such as SAE-Res-Qwen3-1.7B-Base-W32K-L0_50",
+        fix="Rename the others." if said else "Name a folder above the file so.",
+    )
 
 
 def _turned(matrix: Tensor) -> Tensor:

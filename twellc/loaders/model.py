@@ -9,7 +9,12 @@ from twellc.base.errors import UserError
 from twellc.base.files import open_file
 from twellc.export.shapes import FixedSizes
 from twellc.loaders.archive import load_archive
-from twellc.loaders.autoencoder_files import EXPECTED, is_autoencoder, trace_autoencoder
+from twellc.loaders.autoencoder_files import (
+    EXPECTED,
+    is_autoencoder,
+    refuse_other_libraries,
+    trace_autoencoder,
+)
 from twellc.loaders.huggingface import load_directory
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.pickled import load_pickle
@@ -34,6 +39,7 @@ def load_model(source: TracingOptions, sizes: FixedSizes = (), cached: bool = Fa
         refuse_inputs(inputs, f"{path}, another kind of model")
         refuse_choices(source.padding, source.logits, f"{path}, another kind of model")
         return trace_autoencoder(path)
+    refuse_other_libraries(path)
     kind = "directory" if path.is_dir() else _sniff(path)
     if kind == "directory":
         refuse_inputs(inputs, f"{path}, another kind of model")

@@ -67,7 +67,8 @@ def _refuse_other_pickles(path: Path) -> None:
         fix = "Write it with torch.export.save(program, FILE), where it was made."
         raise UserError(str(path), "holds a program of torch.export that torch.save wrote", fix=fix)
     try:
-        content = torch.load(path, map_location="meta", weights_only=True)
+        # Mapped, no weights are read, which a file of before torch 1.6 cannot be.
+        content = torch.load(path, map_location="meta", mmap=zipfile.is_zipfile(path), weights_only=True)
     except Exception:  # anything that the restricted unpickler does not take
         return
     raise _no_module(path, content)
