@@ -93,7 +93,8 @@ def traceable_twin(module: nn.Module) -> nn.Module:
         return module
     own = {id(parameter) for each in module.modules() for parameter in _of_eight_bits(each)}
     dtypes = [each.dtype for each in module.parameters() if each.is_floating_point() and id(each) not in own]
-    return _twin(module, dtypes[0] if dtypes else torch.bfloat16)
+    # Of several the narrowest: thresholds, for one, are float32 whatever the rest is.
+    return _twin(module, min(dtypes, key=lambda each: each.itemsize, default=torch.bfloat16))
 
 
 def _of_eight_bits(module: nn.Module) -> list[Tensor]:

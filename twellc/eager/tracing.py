@@ -36,13 +36,13 @@ def trace_alone(
         training: Whether in training mode.
         alone: Whether x is all that its forward takes. Else other arguments that it needs are None, or as x is.
     """
-    parameters = list(module.parameters())
+    matrices = [each for each in module.parameters() if each.dim() == 2]
     # The widths of Linear's inputs first.
-    widths = [p.shape[-1] for p in parameters if p.dim() == 2] + [p.shape[0] for p in parameters if p.dim() == 2]
+    widths = [each.shape[-1] for each in matrices] + [each.shape[0] for each in matrices]
     needed = [] if alone else _needed(module)
     for width in dict.fromkeys(widths):
         sizes = (*_LEADING[: rank - 1], width)
-        x = torch.zeros(sizes, dtype=parameters[0].dtype, device=parameters[0].device)
+        x = torch.zeros(sizes, dtype=matrices[0].dtype, device=matrices[0].device)
         choices: list[dict[str, Any]] = [dict.fromkeys(needed)]
         choices += [{name: torch.zeros_like(x) for name in needed}] * bool(needed)
         for others in choices:

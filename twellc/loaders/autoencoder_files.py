@@ -27,7 +27,7 @@ from twellc.base.errors import UserError, first_few, first_line
 from twellc.loaders.autoencoder import Dictionary, SparseAutoencoder
 from twellc.loaders.checkpoint import read_json, read_tensors
 from twellc.loaders.loaded import LoadedModel
-from twellc.loaders.other_autoencoders import OTHER, library_of
+from twellc.loaders.other_autoencoders import SAE_LENS, library_of
 from twellc.loaders.tracing import keep_tensor_outputs, trace
 from twellc.options.source import refuse_missing
 
@@ -105,7 +105,7 @@ def refuse_other_libraries(path: Path) -> None:
     if found is not None:
         file, library = found
         beside = {_WEIGHTS: _CONFIG, _PARAMETERS: "config.json"}.get(file.name)
-        if beside is not None and library == OTHER:
+        if beside is not None and library == SAE_LENS:
             raise UserError(str(file), f"is read with {beside} beside it", fix="Name the folder that holds both.")
         raise UserError(
             str(file),

@@ -12,7 +12,7 @@ from twellc.base.errors import UserError
 from twellc.loaders.checkpoint import read_json
 
 _FOLDERS = ("", "checkpoints")  # the latter is Llama Scope's
-OTHER = "another library"
+SAE_LENS = "sae-lens"
 _SUFFIXES = (".pt", ".pth", ".safetensors")
 # Weights that a library's autoencoders have, those of several last.
 _LIBRARIES: tuple[tuple[str, frozenset[str]], ...] = (
@@ -22,9 +22,9 @@ _LIBRARIES: tuple[tuple[str, frozenset[str]], ...] = (
     ("dictionary_learning", frozenset(("encoder.weight", "decoder.weight", "b_dec"))),
     ("dictionary_learning", frozenset(("encoder.weight", "decoder.weight", "bias"))),
     ("dictionary_learning", frozenset(("encoder.weight", "decoder.weight", "gate_bias"))),
-    (OTHER, frozenset(("encoder.weight", "decoder.weight"))),  # Llama Scope, or what torch users write
-    (OTHER, frozenset(("W_enc", "W_dec"))),
-    (OTHER, frozenset(("W_E", "W_D"))),
+    ("another library", frozenset(("encoder.weight", "decoder.weight"))),  # Llama Scope, or what torch users write
+    (SAE_LENS, frozenset(("W_enc", "W_dec"))),
+    ("another library", frozenset(("W_E", "W_D"))),
 )
 
 
@@ -39,7 +39,7 @@ def library_of(path: Path) -> tuple[Path, str] | None:
         for library, needed in _LIBRARIES:
             if needed <= names:
                 return file, library
-        if file.name == "ae.pt":
+        if path.is_dir() and file.name == "ae.pt":
             return file, "dictionary_learning"
     return None
 
