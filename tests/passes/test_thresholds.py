@@ -1,6 +1,7 @@
 """A threshold for each neuron, as of JumpReLU autoencoders, on its way through the passes, and in optimize."""
 
 import copy
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -69,6 +70,62 @@ def test_a_model_that_is_lowered(dtype: torch.dtype) -> None:
     assert (layer.neurons.unable, layer.neurons.kept, layer.hot) == (len(CANNOT) - 1, D_SAE - len(CANNOT) + 1, 8)
     assert calls(found.program)["mlp"] == 1
     compare(run(found.program, sample(torch.float32))[0].to(dtype), module.to(dtype), sample(dtype))
+
+
+class Edge(nn.Module):
+    """Thresholds just below z of x = 1.0078125, which is above all of them; in bfloat16 they would be z."""
+
+    def __init__(self, form: Callable[[Tensor, Tensor], Tensor], thresholds: Tensor) -> None:
+        super().__init__()
+        self.up, self.down, self.form = nn.Linear(D_MODEL, D_SAE), nn.Linear(D_SAE, D_MODEL), form
+        self.bounds = nn.Parameter(thresholds)
+        with torch.no_grad():
+            self.up.weight.fill_(1 / D_MODEL)
+            self.up.bias.zero_()
+            self.down.weight.fill_(1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        down: Tensor = self.down(self.form(self.up(x), self.bounds))
+        return down
+
+
+BOUNDS = torch.linspace(1.005, 1.0051, D_SAE)
+EDGES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor]] = {
+    "relu times mask": (lambda z, t: z.relu() * (z > t), BOUNDS),
+    "mask cast": (lambda z, t: z.relu() * (z > t).to(z.dtype), BOUNDS),
+    "mask of z widened": (lambda z, t: z.relu() * (z.float() > t), BOUNDS),
+    "where": (lambda z, t: torch.where(z > t, z, 0.0), BOUNDS),
+    "one number, stored": (lambda z, t: z.masked_fill(z <= t, 0.0), torch.full((D_SAE,), 1.005)),
+    "float64": (lambda z, t: z.relu() * (t < z), BOUNDS.double()),
+    "computed": (lambda z, t: z.relu() * (z > t.exp()), BOUNDS.log()),  # which leaves the block dense
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("edge", EDGES)
+def test_thresholds_are_not_rounded(edge: str, dtype: torch.dtype) -> None:
+    """Whether the model is lowered or its matrices are in bfloat16 already, as a block or dense."""
+    module, x = Edge(*EDGES[edge]), torch.full((2, 3, D_MODEL), 1.0078125, dtype=dtype)
+    module.up.to(dtype), module.down.to(dtype)
+    program = export(module, x)
+    for layers in ("all", "none"):
+        found = run_passes(program, PassOptions(torch.bfloat16, layers))
+        assert calls(found.program)["mlp"] == (layers == "all" and edge != "computed")
+        assert (run(found.program, x)[0] > 60).all()
+
+
+@pytest.mark.parametrize("edge", ["relu times mask", "mask cast", "mask of z widened", "float64"])
+def test_optimize_does_not_round(edge: str) -> None:
+    """Neither where matrices alone are in bfloat16, nor where the model is cast afterwards."""
+    x = torch.full((3, D_MODEL), 1.0078125, dtype=torch.bfloat16)
+    mixed, cast = (Edge(*EDGES[edge]).requires_grad_(False).eval() for _ in range(2))
+    mixed.up.bfloat16(), mixed.down.bfloat16()
+    twellc.optimize(mixed, layers="all")
+    twellc.optimize(cast, layers="all").bfloat16()
+    for module in (mixed, cast, copy.deepcopy(cast)):
+        assert len(twellc.optimized_blocks(module)) == 1 and torch.equal(module.bounds, EDGES[edge][1])
+        assert (module(x) > 60).all()
+        assert (twellc.restore(module)(x) > 60).all()
 
 
 def test_ranks() -> None:

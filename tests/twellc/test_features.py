@@ -102,6 +102,82 @@ def test_features_of_torch_topk_decode(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("dtype", "outside"),
+    [
+        (torch.uint8, [70, 255]), (torch.int8, [70, -1, -128]), (torch.int16, [70, -1, 32767]),
+        (torch.int32, [70, -1, 2**31 - 1, -(2**31)]), (torch.uint16, [70, 65535]), (torch.uint32, [70, 2**32 - 1]),
+        (torch.int64, [70, -1, 2**31, 2**32, 2**32 + 5, -(2**32), 2**63 - 1, -(2**63)]),
+        (torch.uint64, [70, 2**32, 2**63, 2**64 - 1]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_index_outside_of_the_range(dtype: torch.dtype, outside: list[int], device: str) -> None:
+    """Its token's y is NaN, and nothing is waited for, unless its value is 0."""
+    w_dec = torch.arange(70 * 8).view(70, 8).to(device, BF16)
+    indices = torch.tensor([[5], *([each] for each in outside), [5]], dtype=dtype).to(device)
+    values = torch.ones(len(indices), 1, dtype=BF16, device=device)
+    decode((indices, values), w_dec)  # what is loaded and set up once is waited for
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        y = decode((indices, values), w_dec)
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    assert_equal(y[[0, -1]], w_dec[[5, 5]])
+    assert y[1:-1].isnan().all()
+    assert not decode((indices, values * 0), w_dec).any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_tokens_with_a_capacity(device: str) -> None:
+    x, w_enc, b_enc, _, w_dec, _ = autoencoder(6, 64, 300, 0.02, device)
+    found = encode(x[:0], w_enc, b_enc, capacity=10)
+    assert (found.indices.shape, found.values.shape, found.offsets.tolist()) == ((10,), (10,), [0])
+    assert decode(found, w_dec).shape == (0, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "d_ff"), [(100_003, 256), (4099, 70_000)])
+@pytest.mark.parametrize("is_bounded", [False, True])
+def test_many_tokens(tokens: int, d_ff: int, is_bounded: bool) -> None:
+    """The lists are those of a CPU, in each run, where counts of a part are more than one round of their scan."""
+    x, w_enc, b_enc, thresholds, *_ = autoencoder(tokens, 64, d_ff, 0.01, "cuda")
+    capacity = tokens * d_ff // 50 if is_bounded else None
+
+    def lists(device: str) -> list[Tensor]:
+        given = (each.to(device) for each in (x, w_enc, b_enc))
+        bounds = thresholds.to(device)
+        found = encode(*given, activation="fatrelu", thresholds=bounds, capacity=capacity)
+        total = int(found.offsets[-1])
+        assert 0 < total <= len(found.indices)
+        return [found.offsets.cpu(), found.indices[:total].cpu(), found.values[:total].cpu()]
+
+    expected = lists("cpu")
+    for _ in range(2):
+        for actual, wanted in zip(lists("cuda"), expected, strict=True):
+            assert torch.equal(actual, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_time_grows_with_the_number_of_tokens() -> None:
+    """Counts of 10 times the tokens are added up in about 10 times the time."""
+    times = []
+    for tokens in (100_000, 1_000_000):
+        x, w_enc, b_enc, thresholds, *_ = autoencoder(tokens, 64, 4096, 0.001, "cuda")
+        for _ in range(2):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            encode(x, w_enc, b_enc, activation="fatrelu", thresholds=thresholds, capacity=tokens * 64)
+            end.record()
+            end.synchronize()
+        times.append(begin.elapsed_time(end))
+    assert times[1] < 13 * times[0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_sparse_csr(device: str) -> None:
     x, w_enc, b_enc, thresholds, *_ = autoencoder(6, 64, 300, 0.02, device)
     found = encode(x.view(2, 3, 64), w_enc, b_enc, activation="fatrelu", thresholds=thresholds)

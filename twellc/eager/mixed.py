@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from twellc.base.casts import moves_only
 from twellc.base.errors import UserError
 from twellc.base.torch_private import DropoutNd, is_traceable_wrapper_subclass, top_saved_tensors_default_hooks
 from twellc.eager.hidden import Blended, Deferred, Hidden, holds_hidden, real
@@ -93,6 +95,13 @@ class Mixed(Optimized):
         if original is None:
             return super().__reduce_ex__(protocol)
         return _remake, (original, type(self).__bases__[0]), self.__getstate__()  # type: ignore[no-untyped-call]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Mixed:
+        """Let `.to()` and its kind move the thresholds of blocks, but never convert them: z is compared in float32."""
+        operands = [block.weights.thresholds for block in taken_by(self)]
+        thresholds = [None if each is None else each.parameter(self) for each in operands]
+        super()._apply(moves_only(fn, thresholds), recurse)  # type: ignore[no-untyped-call]
+        return self
 
 
 @functools.cache

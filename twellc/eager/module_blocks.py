@@ -218,7 +218,7 @@ def _may_be_block(module: nn.Module) -> bool:
         and len(parameters) <= 6
         and all(type(parameter) is nn.Parameter and parameter.dim() in (1, 2) for parameter in parameters)
         and all(parameter.is_floating_point() for parameter in parameters)
-        and len({(parameter.dtype, parameter.device) for parameter in parameters}) == 1
+        and len({matrix.dtype for matrix in matrices}) == len({parameter.device for parameter in parameters}) == 1
         and _has_its_forward(module)
         and not any(map(has_hooks, module.modules()))
     )

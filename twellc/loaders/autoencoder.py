@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from twellc.base.casts import moves_only
 from twellc.features import Features, encode
 
 _EPSILON = 1e-5  # what sae-lens adds to the deviation
@@ -52,13 +53,7 @@ class Dictionary(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Dictionary:
         """Let `.to()` and its kind move thresholds, but never convert them."""
-        threshold = self.threshold
-
-        def moved(tensor: Tensor) -> Tensor:
-            found = fn(tensor)
-            return tensor.to(found.device) if tensor is threshold and found.dtype != tensor.dtype else found
-
-        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(moves_only(fn, [self.threshold]), recurse)  # type: ignore[no-untyped-call]
         return self
 
 

@@ -1,7 +1,9 @@
 """Sparse autoencoders and transcoders, by their formulas, by the commands, and by sae-lens itself."""
 
+import copy
 import json
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import twellc
@@ -168,6 +170,127 @@ def test_nothing_is_above_a_threshold_that_is_nan(tmp_path: Path) -> None:
     assert_same(module.encode(x).to_sparse_csr().to_dense(), module.block.features(x))
 
 
+CASTS: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
+    "bfloat16": lambda module: module.bfloat16(),
+    "half and float": lambda module: module.half().float(),
+    "to(dtype)": lambda module: module.to(torch.bfloat16),
+    "to(device, dtype)": lambda module: module.to("cpu", torch.float16),
+    "to(tensor)": lambda module: module.to(torch.zeros(1, dtype=torch.bfloat16)),
+    "type": lambda module: module.type(torch.bfloat16),
+    "double": lambda module: module.double(),
+    "its parent": lambda module: torch.nn.ModuleList([module]).bfloat16()[0],
+    "copied": lambda module: copy.deepcopy(module.bfloat16()),
+    "pickled": lambda module: pickle.loads(pickle.dumps(module.bfloat16())),
+    "optimized": lambda module: twellc.optimize(module, layers="all").bfloat16(),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_thresholds_stay_float32(cast: str, tmp_path: Path) -> None:
+    """Just below z, which is above all of them only so; in bfloat16 they would be z."""
+    made = weights(threshold=torch.linspace(1.005, 1.0051, D_SAE), W_enc=torch.zeros(D_IN, D_SAE))
+    made["W_enc"][0], made["b_enc"] = 1, torch.zeros(D_SAE)
+    module = CASTS[cast](load_autoencoder(gemma_scope(tmp_path, made)))
+    block = module.get_submodule("block")
+    x = torch.zeros(1, D_IN, dtype=block.get_parameter("encoder.weight").dtype)
+    x[0, 0] = 1.0078125
+    assert torch.equal(block.get_parameter("threshold"), made["threshold"])
+    assert len(module.encode(x).indices) == D_SAE  # type: ignore[operator]
+    active = decoded(torch.full((1, D_SAE), 1.0078125), made)
+    assert (module(x) - active).abs().max() < 0.1 < (active - made["b_dec"]).abs().max()
+    block.load_state_dict(block.state_dict())
+    assert torch.equal(block.get_parameter("threshold"), made["threshold"])
+
+
+def test_thresholds_in_files_of_another_dtype(tmp_path: Path) -> None:
+    folder = sae_lens(tmp_path / "sae", weights(threshold=threshold()), architecture="jumprelu", dtype="bfloat16")
+    module, (layer,) = load_autoencoder(folder), twellc.inspect(folder).layers
+    stored = load_file(folder / "sae_weights.safetensors")["threshold"]
+    assert torch.equal(module.block.threshold, stored) and module.block.encoder.weight.dtype == torch.bfloat16
+    assert layer.decision == "twell"
+    found = twellc.rewrite(folder)
+    assert any(each.dtype == stored.dtype and torch.equal(each, stored) for each in found.program.state_dict.values())
+
+
+@pytest.mark.parametrize(
+    ("folders", "kept"),
+    [
+        ("sweep-L0_10/SAE-Res-W64-L0_5", 5), ("SAE-Res-W64-L0_5/run-L0_10", 5), ("mine-L0_6/more", 6),
+        ("models--Qwen--SAE-Res-W64-L0_50/snapshots/abc", 50),
+    ],
+)  # fmt: skip
+def test_k_is_that_of_the_folder_named_as_the_repository(folders: str, kept: int, tmp_path: Path) -> None:
+    path = qwen_scope(tmp_path, weights())
+    (tmp_path / folders).mkdir(parents=True)
+    assert load_autoencoder(path.rename(tmp_path / folders / path.name)).block.k == kept
+
+
+def test_a_file_that_is_none_is_not_read(tmp_path: Path) -> None:
+    """Of a dict of weights only their names are looked at."""
+    torch.save({"weight": torch.zeros(1 << 24)}, tmp_path / "model.pt")
+
+    def read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    before = read()
+    with pytest.raises(UserError, match="holds no module; got weights by their names"):
+        load_model(TracingOptions(tmp_path / "model.pt"))
+    assert read() - before < 1 << 20
+
+
+def other_folder(name: str, config: str | None, file: str, made: Weights) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        path = folder / name / file
+        path.parent.mkdir(parents=True)
+        if config is not None:
+            (folder / name / "config.json").write_text(config)
+        (save_file if file.endswith(".safetensors") else torch.save)(made, path)
+        return folder / name
+
+    return write
+
+
+def other_file(name: str, made: Any) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        torch.save(made, folder / name)
+        return folder / name
+
+    return write
+
+
+LINEAR = {"encoder.weight": torch.randn(D_SAE, D_IN), "decoder.weight": torch.randn(D_IN, D_SAE)}
+OTHERS: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "dictionary_learning": (
+        other_folder("ae", '{"trainer": {"k": 8}}', "ae.pt", LINEAR | {"b_dec": torch.zeros(D_IN)}),
+        "dictionary_learning",
+    ),
+    "hook_z": (other_file("gpt2-small_L5_Hcat_z.pt", weights()), "sae-lens"),
+    "hook_z in a folder of k": (other_file("hook_z-L0_50/gpt2-small_L5_Hcat_z.pt", weights()), "sae-lens"),
+    "sparsify": (other_folder("layers.5", None, "sae.safetensors", LINEAR | {"W_dec": torch.zeros(2)}), "sparsify"),
+    "Llama Scope": (other_folder("L5R-8x", None, "checkpoints/final.safetensors", LINEAR), "another library"),
+    "OpenMOSS": (other_folder("L5R", '{"sae_type": "sae"}', "sae_weights.safetensors", LINEAR), "another library"),
+    "OpenAI": (
+        other_file("5.pt", {"pre_bias": torch.zeros(2), "latent_bias": torch.zeros(2), "activation": "TopK"}),
+        "OpenAI's sparse_autoencoder",
+    ),
+    "Goodfire": (
+        other_file("l19.pth", {"encoder_linear.weight": torch.zeros(2), "decoder_linear.weight": torch.zeros(2)}),
+        "Goodfire",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_of_other_libraries(kind: str, tmp_path: Path) -> None:
+    write, library = OTHERS[kind]
+    path = write(tmp_path)
+    for load in (load_autoencoder, twellc.inspect):
+        with pytest.raises(UserError, match=f"in a form that is not read; got weights as {library} names") as refusal:
+            load(path)
+        assert "Qwen-Scope). Write cfg.json and sae_weights.safetensors as sae-lens does" in str(refusal.value)
+
+
 def test_by_the_commands(cli: Cli, tmp_path: Path) -> None:
     folder = sae_lens(tmp_path / "sae", weights())
     np.savez(tmp_path / "x.npz", x=np.random.default_rng(0).standard_normal((50, D_IN), np.float32))
@@ -230,6 +353,11 @@ def nameless(folder: Path) -> Path:
     return path.rename(folder / path.name)
 
 
+def nested(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
 BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
     "kind": (
         of_sae_lens(architecture="temporal"),
@@ -255,7 +383,15 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "cut": (cut_npz, "cannot be read as an .npz file"),
     "pickled": (pickled_array, "pickled objects are never loaded"),
-    "no k": (nameless, "stands in no file; expected a folder named as the repository"),
+    "no k": (nameless, "no folder says how many features of a token are kept, and the file does not; expected one fol"),
+    "two k": (
+        lambda folder: qwen_scope(nested(folder / "SAE-Res-W64-L0_9"), weights()),
+        "different numbers of features that are kept; got SAE-Res-W64-L0_9, SAE-Res-Qwen3-1.7B-Base-W32K-L0_7; exp",
+    ),
+    "weights without their settings": (
+        lambda folder: sae_lens(folder / "sae", weights()) / "sae_weights.safetensors",
+        "is read with cfg.json beside it. Name the folder that holds both.",
+    ),
 }
 
 

@@ -1,0 +1,18 @@
+"""Tensors of modules that keep their type where the module is cast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+
+def moves_only(fn: Callable[[Tensor], Tensor], kept: Iterable[Tensor | None]) -> Callable[[Tensor], Tensor]:
+    """Return what `Module._apply` is to do in place of `fn`: the same, but tensors in `kept` are never converted."""
+    own = {id(tensor) for tensor in kept}
+
+    def moved(tensor: Tensor) -> Tensor:
+        found = fn(tensor)
+        return tensor.to(found.device) if id(tensor) in own and found.dtype != tensor.dtype else found
+
+    return moved
