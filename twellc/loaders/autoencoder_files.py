@@ -252,7 +252,7 @@ def _kept_by(file: Path) -> int:
     named = [match for match in folders if re.search(r"(^|--)SAE-", match.string)] or folders
     said = dict.fromkeys(int(match[1]) for match in named)
     if len(said) == 1:
-        return next(iter(said))
+        return min(said)
     raise UserError(
         str(file),
         "its folders say different numbers of features that are kept"
