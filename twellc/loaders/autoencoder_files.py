@@ -250,7 +250,7 @@ def _kept_by(file: Path) -> int:
     """
     folders = [match for part in file.absolute().parts[:-1] if (match := re.search(r"-L0_(\d+)$", part))]
     named = [match for match in folders if re.search(r"(^|--)SAE-", match.string)] or folders
-    said = dict.fromkeys(int(match[1]) for match in named)
+    said = {int(match[1]) for match in named}
     if len(said) == 1:
         return min(said)
     raise UserError(
