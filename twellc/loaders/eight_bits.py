@@ -82,10 +82,6 @@ class Scaled:
             scale = scale.repeat_interleave(_SIDE, 0)[:rows].repeat_interleave(_SIDE, 1)[:, :columns]
         return self.weight.float().mul_(scale).to(dtype)
 
-    def stand_in(self, dtype: torch.dtype) -> Tensor:
-        """Return zeros [out, in] without memory, in the place of what is put in later."""
-        return torch.zeros((), dtype=dtype).expand(self.weight.shape)
-
 
 # ---- what configurations say ----
 
@@ -258,7 +254,44 @@ def _scale_of(where: str, weight: Tensor, scale: Tensor) -> Tensor:
 # ---- what the model keeps ----
 
 
-def kept_layers(model_class: Any, config: Any, scaled: Mapping[str, Scaled]) -> dict[str, str]:
+def stand_ins(scaled: Mapping[str, Scaled], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return what transformers is given in the place of matrices in eight bits, to see where it puts each of them.
+
+    Element [i, j] is number 2 i + j of a short random vector: next to no memory, and what is transposed, permuted,
+    merged or cut on its way is another matrix.
+    """
+    made = {}
+    for seed, (name, each) in enumerate(scaled.items()):
+        rows, columns = each.weight.shape
+        drawn = torch.randn(2 * rows + columns, generator=torch.Generator().manual_seed(seed))
+        made[name] = drawn.to(dtype).as_strided((rows, columns), (2, 1))
+    return made
+
+
+def places_of(model: torch.nn.Module, given: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return which stand-in each parameter of a model is: the names of the matrices, by path of the parameter."""
+    by_start = {_start(tensor): name for name, tensor in given.items()}
+    places = {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        name = by_start.get(_start(parameter)) if parameter.dim() == 2 else None
+        if name is not None and _is_same(parameter, given[name]):
+            places[path] = name
+    return places
+
+
+def _start(matrix: Tensor) -> tuple[float, ...]:
+    return tuple(matrix[0, :8].tolist()) if matrix.numel() else ()
+
+
+def _is_same(parameter: Tensor, given: Tensor) -> bool:
+    if parameter.data_ptr() == given.data_ptr() and parameter.stride() == given.stride():
+        return parameter.shape == given.shape
+    return torch.equal(parameter, given.to(parameter.dtype))  # a copy in another precision
+
+
+def kept_layers(
+    model_class: Any, config: Any, scaled: Mapping[str, Scaled], places: Mapping[str, str]
+) -> dict[str, str]:
     """Return the linear layers that keep their eight bits: the names of their weights, by path.
 
     They are all that have such weights, but of a feed-forward block all or none.
@@ -267,16 +300,13 @@ def kept_layers(model_class: Any, config: Any, scaled: Mapping[str, Scaled]) -> 
         model_class: The class of transformers.
         config: Its configuration.
         scaled: The matrices in eight bits.
+        places: Where they are in the model, see `places_of`.
     """
     with torch.device("meta"):
         empty = model_class(copy.deepcopy(config)).eval()
-    same, prefix = _without_repetitions(empty), f"{model_class.base_model_prefix}."
+    same = _without_repetitions(empty)
     kept: dict[str, str] = {}
     of_blocks: set[str] = set()
-
-    def name_of(path: str) -> str | None:
-        names = (f"{path}.weight", f"{prefix}{path}.weight", f"{path}.weight".removeprefix(prefix))
-        return next((each for each in names if each in scaled), None)
 
     for found in find_blocks(empty, ranks=(3,)):
         if found.block.refusal or found.weights is None:
@@ -286,7 +316,7 @@ def kept_layers(model_class: Any, config: Any, scaled: Mapping[str, Scaled]) -> 
             layers: dict[str, str | None] = {}
             for operand in matrices_of(found.weights).values():
                 path, parameter = ".".join(filter(None, (module, operand.layer))), operand.parameter(found.module)
-                name = None if dequantised else name_of(path)
+                name = None if dequantised else places.get(f"{path}.weight")
                 fits = name is not None and parameter is not None and _fits(scaled[name], parameter, operand.transposed)
                 layers[path] = name if fits else None
             if None not in layers.values():
@@ -296,7 +326,7 @@ def kept_layers(model_class: Any, config: Any, scaled: Mapping[str, Scaled]) -> 
         if type(layer) is not torch.nn.Linear or reads_weight(empty, first):
             continue
         for path in same(first):
-            name = name_of(path)
+            name = places.get(f"{path}.weight")
             if path not in of_blocks and name is not None and _fits(scaled[name], layer.weight):
                 kept[path] = name
     return kept
@@ -330,20 +360,22 @@ def _without_repetitions(model: torch.nn.Module) -> Callable[[str], list[str]]:
     return paths
 
 
-def put_eight_bits(model: Any, kept: Mapping[str, str], scaled: Mapping[str, Scaled]) -> dict[str, str]:
-    """Put layers in eight bits in the place of a model's linear layers; return those of `kept` that are.
+def put_eight_bits(
+    model: Any, kept: Mapping[str, str], scaled: Mapping[str, Scaled], places: Mapping[str, str]
+) -> dict[str, str]:
+    """Put matrices in the place of their stand-ins, in eight bits for linear layers; return those of `kept` that are.
 
     Others have the weight of another module, as an embedding that is stored as the logits' weight alone: dequantised.
     """
     owners = Counter(id(each) for module in model.modules() for each in module._parameters.values())
     put = {}
-    for path, name in kept.items():
-        linear, each = model.get_submodule(path), scaled[name]
-        if owners[id(linear.weight)] > 1:
-            linear.weight.data = each.dequantised(linear.weight.dtype)
-        else:
-            model.set_submodule(path, EightBitLinear(each.weight, each.scale, linear.bias))
+    for place, name in places.items():
+        path, parameter, each = place.rpartition(".")[0], model.get_parameter(place), scaled[name]
+        if path in kept and owners[id(parameter)] == 1:
+            model.set_submodule(path, EightBitLinear(each.weight, each.scale, model.get_submodule(path).bias))
             put[path] = name
+        else:
+            parameter.data = each.dequantised(parameter.dtype)
     return put
 
 

@@ -20,7 +20,7 @@ from twellc.export.shapes import FixedSizes
 from twellc.loaders import sparselm
 from twellc.loaders.attention import traced_attention
 from twellc.loaders.checkpoint import activations, read_checkpoint
-from twellc.loaders.eight_bits import Scaled, kept_layers, notes_on, put_eight_bits
+from twellc.loaders.eight_bits import Scaled, kept_layers, notes_on, places_of, put_eight_bits, stand_ins
 from twellc.loaders.huggingface_inputs import Input, at_sizes, inputs_of, longest_text, vocabulary_of, written_sizes
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.tracing import keep_tensor_outputs, trace
@@ -148,23 +148,30 @@ def _make_model(
     stored = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
     own = config.dtype if isinstance(config.dtype, torch.dtype) else stored
     dtype = in_dtype(own) if in_dtype else own
-    try:
-        kept = kept_layers(model_class, config, scaled) if scaled else {}
-        eight_bits = {
-            # Those that stay are put in afterwards.
-            name: each.stand_in(dtype) if name in kept.values() else each.dequantised(dtype)
-            for name, each in scaled.items()
-        }
+    given = stand_ins(scaled, dtype)
+
+    def load() -> tuple[Any, dict[str, Any]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model, info = model_class.from_pretrained(
+            return model_class.from_pretrained(  # type: ignore[no-any-return]
                 None,
                 config=config,
-                state_dict=tensors | eight_bits,
+                state_dict=tensors | given,
                 dtype=dtype if in_dtype else "auto",
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
+
+    try:
+        model, info = load()
+        places = places_of(model, given)
+        lost = scaled.keys() - places.values() - info["unexpected_keys"]
+        if lost:  # transformers makes other weights of them, as it merges experts: it is given what they are worth
+            del model
+            given |= {name: scaled[name].dequantised(dtype) for name in lost}
+            model, info = load()
+            places = places_of(model, {name: each for name, each in given.items() if name not in lost})
+        kept = kept_layers(model_class, config, scaled, places) if scaled else {}
     except Exception as error:  # transformers raises what it likes for a configuration that does not fit
         raise _cannot_make(path, config, error) from error
     missing = sorted(info["missing_keys"])
@@ -174,7 +181,7 @@ def _make_model(
         fix = "Check that config.json and the weights belong together."
         raise UserError(str(path), what, got=first_few(missing or others), fix=fix)
     unused = sorted(info["unexpected_keys"])
-    notes = notes_on(scaled, put_eight_bits(model, kept, scaled), dtype)
+    notes = notes_on(scaled, put_eight_bits(model, kept, scaled, places), dtype)
     if unused:
         notes.append(f"{len(unused)} tensors of the checkpoint have no place in the model: {first_few(unused)}")
     return model.eval().requires_grad_(False), notes
