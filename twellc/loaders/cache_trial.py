@@ -23,7 +23,7 @@ from torch import Tensor
 from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_line
 from twellc.base.transformers_private import cache_over
-from twellc.loaders.huggingface import ATTENTION_MODELS
+from twellc.loaders.huggingface import ATTENTION_MODELS, cannot_be_run
 from twellc.loaders.huggingface_inputs import text_config
 
 # Numbers of a configuration that are not places: widths, counts and token ids.
@@ -92,7 +92,7 @@ class CacheTrial:
         """Run the model.
 
         Raises:
-            UserError: It cannot be run, or its logits are NaN.
+            UserError: It cannot be run, also over a cache, or its logits are NaN.
         """
         model = self.model
         tokens, vocabulary = min(_TOKENS, self.longest), text_config(model).vocab_size
@@ -103,11 +103,13 @@ class CacheTrial:
                 self.logits = model(input_ids=self.ids, use_cache=False).logits[:, -1]
                 positions = torch.arange(tokens, device=model.device).expand(2, -1)
                 self.placed = model(input_ids=self.ids, position_ids=positions, use_cache=False).logits[:, -1]
+        except Exception as error:
+            raise cannot_be_run(self.where, model, error) from error
+        try:
+            with torch.no_grad():
                 self.at_places = {place: self._behind(place) for place in _places(model, self.longest)}
-        except Exception as error:  # transformers' own, for configurations that contradict themselves
-            what = f"the model cannot be run ({first_line(error)})"
-            fix = "Check that the numbers in config.json belong together."
-            raise UserError(self.where, what, got=type(model).__name__, fix=fix) from error
+        except Exception as error:  # transformers raises what it likes for a cache that does not fit
+            raise other_state(self.where, model, first_line(error)) from error
         if any(bool(logits.isnan().any()) for logits in (self.logits, *self.at_places.values())):
             raise UserError(
                 self.where,

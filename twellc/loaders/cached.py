@@ -79,9 +79,9 @@ def load_with_cache(
         limit = limit if limit < NO_LIMIT else 0
         _refuse_length(path, options, limit)
         _refuse_infinite_weights(model)
+        trial = CacheTrial(where, model, options.length, taken)
         sizes = _probe(where, model, taken)
         precision: torch.dtype = model.dtype
-        trial = CacheTrial(where, model, options.length, taken)
         _take_caches(model, taken, logits, options.length)
         _refuse_other_logits(model, sizes, trial)
         traced = _trace(path, model, sizes, options, precision, growing)

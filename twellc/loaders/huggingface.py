@@ -201,6 +201,12 @@ def _cannot_make(path: Path, config: Any, error: Exception) -> UserError:
     return UserError(str(path), f"transformers cannot load the model ({first_line(error)})", fix=fix)
 
 
+def cannot_be_run(where: str, model: Any, error: Exception) -> UserError:
+    """Return what to say of a model that fails in any call: transformers does, where a configuration contradicts itself."""
+    fix = "Check that the numbers in config.json belong together."
+    return UserError(where, f"the model cannot be run ({first_line(error)})", got=type(model).__name__, fix=fix)
+
+
 def refuse_experts(path: Path, program: ExportedProgram, fix: str) -> None:
     """Fail if a program computes experts in a way for which ONNX has no operator; `fix` says what to do."""
     experts = next((node for node in program.graph.nodes if "grouped_mm" in str(node.target)), None)
@@ -305,8 +311,16 @@ def _trace_inputs(path: Path, model: Any, inputs: dict[str, Input]) -> ExportedP
     if any("expert" in f"{name} {type(module).__name__}".lower() for name, module in model.named_modules()):
         fix = f"Mixture-of-experts models cannot be exported as they are. {fix}"
     fix_sizes = f"Compile it for one size, such as {_at_one_size(inputs)}." if dynamic else ""
-    with traced_attention(model, padded="attention_mask" in inputs, longest=longest_text(model)):
-        return trace(str(path), model, (), examples, shapes, fix, fix_sizes)
+    try:
+        with traced_attention(model, padded="attention_mask" in inputs, longest=longest_text(model)):
+            return trace(str(path), model, (), examples, shapes, fix, fix_sizes)
+    except UserError:
+        try:
+            with torch.no_grad():
+                model(**examples)
+        except Exception as error:
+            raise cannot_be_run(str(path), model, error) from error
+        raise
 
 
 def _trace(
