@@ -179,7 +179,7 @@ def make_contestants(model: Any, cache: int, labels: set[str], prefill: bool) ->
         PACKED: lambda: with_forms(model, lambda block, _: Packed(block), calibration),
         TWELL_EAGER: ours,
         TWELL_COMPILED: ours,
-        TWELL_COMPILED_FP8: lambda: ours("fp8"),
+        TWELL_COMPILED_FP8: lambda: ours("fp8:blocks"),
     }
     block = _block_of(model.model.layers[0])
     if takes_fp8(block):

@@ -58,7 +58,7 @@ def main(directory: Path, text: Path, windows: int, json_path: Path | None) -> N
         "bf16": lambda: model,
         FP8: lambda: with_forms(model, Fp8, ids[:1]),
         "twell bf16": lambda: twellc.optimize(copy.deepcopy(model), layers="all"),
-        "twell FP8": lambda: twellc.optimize(copy.deepcopy(model), layers="all", weights="fp8"),
+        "twell FP8": lambda: twellc.optimize(copy.deepcopy(model), layers="all", weights="fp8:blocks"),
     }
     report = {**session.new_report(), "bytes": ids.numel(), "text": text.name}
     click.echo("| blocks | bits a byte | more than bf16 |\n| --- | ---: | ---: |")

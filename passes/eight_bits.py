@@ -34,7 +34,7 @@ from twellc.passes.rewrite_ffn import arranged_view, weights_of
 from twellc.plugins.block import SCALES, TensorField
 from twellc.plugins.library import MAX_PACKED_D_FF
 from twellc.plugins.meaning import EIGHT_BITS
-from twellc.plugins.quantise import quantise
+from twellc.plugins.quantise import quantise, refuse_infinite, refuse_nan
 
 aten = torch.ops.aten
 
@@ -90,6 +90,9 @@ def dequantise(program: ExportedProgram) -> tuple[ExportedProgram, dict[str, Eig
     """Return the program without weights in eight bits, and those that it had by the names of the constants for them.
 
     Weights whose scales have another shape, or are not finite, are left to `fold_weights`.
+
+    Raises:
+        UserError: A weight in eight bits is NaN, or overflows the float16 that it is dequantised to.
     """
     if not any(_is_narrow(node) for node in program.graph.nodes):
         return program, {}
@@ -103,7 +106,10 @@ def dequantise(program: ExportedProgram) -> tuple[ExportedProgram, dict[str, Eig
         while len(last.users) == 1 and packet(next(iter(last.users))) in CASTS:
             last = next(iter(last.users))
         sources = [each for each in sources_of(source) if each in constants.names]
-        made = constants.add(f"{constants.names[sources[0]]}_folded", constants.value(last).clone(), like=sources)
+        name, worth = constants.names[sources[0]], constants.value(last).clone()
+        refuse_nan(f"weight {name}", found.q)
+        refuse_infinite(f"weight {name}", worth)
+        made = constants.add(f"{name}_folded", worth, like=sources)
         made.meta = {**last.meta, "val": made.meta["val"]}
         constants.replace(last, made, computes=made)
         known[constants.names[made]] = found

@@ -283,7 +283,8 @@ def _convert_stored(program: ExportedProgram, names: set[str], dtype: torch.dtyp
         if name not in names or not tensor.is_floating_point() or tensor.dtype == dtype:
             continue
         is_parameter = isinstance(tensor, torch.nn.Parameter)
-        converted = convert(tensor.detach(), dtype, f"{'parameter' if is_parameter else 'buffer'} {name}")
+        where = f"{'parameter' if is_parameter else 'buffer'} {name.removesuffix('_folded')}"
+        converted = convert(tensor.detach(), dtype, where)
         if is_parameter:
             converted = torch.nn.Parameter(converted, requires_grad=False)
         (program.state_dict if name in program.state_dict else program.constants)[name] = converted

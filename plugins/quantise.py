@@ -44,6 +44,21 @@ def finite(weight: Tensor, where: str) -> None:
     _refuse_not_finite(_largest(weight, None), weight, where)
 
 
+def refuse_nan(where: str, weight: Tensor) -> None:
+    """Raise a UserError if a matrix in E4M3 holds a NaN; `where` names it."""
+    bits = weight.detach().view(torch.int8)  # NaN is all ones, but for the sign
+    if bits.numel() and (int(bits.max()) == 0x7F or bool((bits == -1).any())):
+        bad = int(weight.float().isnan().sum())
+        raise UserError(where, f"{bad} of {bits.numel()} weights in E4M3 are NaN", fix="Get the checkpoint again.")
+
+
+def refuse_infinite(where: str, worth: Tensor) -> None:
+    """Raise a UserError if a matrix, once E4M3 with finite scales, does not fit into its type; `where` names it."""
+    if bool(worth.isinf().any()):
+        what = "its weights in E4M3 times their scales overflow float16"
+        raise UserError(where, what, expected="at most 65504", fix="Use --dtype bf16.")
+
+
 def rounded(wide: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
     """Return a tensor in E4M3 and its float32 scales, which `axis` shares; None: one for all. NaN stays NaN."""
     return _rounded(wide, _largest(wide, axis))

@@ -1,5 +1,6 @@
 """What `twellc.vllm` does without vLLM, and with a stand-in for its registry. `tests/vllm` runs vLLM itself."""
 
+import importlib
 import logging
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 import twellc.vllm
@@ -70,6 +72,41 @@ def test_an_untried_release_is_named(
     tried = ", ".join(f"{major}.{minor}" for major, minor in twellc.vllm.VLLM.tested)
     assert caplog.messages == [f"vLLM 0.99.1+cu130 was not tried with twellc; tried: {tried}"]
     assert caplog.records[0].levelno == logging.WARNING
+
+
+class Linear(torch.nn.Module):
+    """Stands for vLLM's `ColumnParallelLinear` of one rank."""
+
+    prefix = "mlp.up"
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        vars(self.weight)["weight_loader"] = lambda parameter, loaded: parameter.data.copy_(loaded)
+
+
+@pytest.mark.parametrize("down", [False, True])
+def test_quantised_layers_take_other_weights(registry: Registry, monkeypatch: pytest.MonkeyPatch, down: bool) -> None:
+    """As trainers send them while vLLM runs: they are quantised as the first ones were."""
+    name = "vllm.model_executor.layers.linear"
+    linear: Any = ModuleType(name)
+    for each in ("ColumnParallelLinear", "LinearBase", "RowParallelLinear", "UnquantizedLinearMethod"):
+        setattr(linear, each, type(each, (), {}))
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.layers", ModuleType("vllm.model_executor.layers"))
+    monkeypatch.setitem(sys.modules, name, linear)
+    monkeypatch.delitem(sys.modules, "twellc.vllm.blocks", raising=False)
+    blocks = importlib.import_module("twellc.vllm.blocks")
+    monkeypatch.delitem(sys.modules, "twellc.vllm.blocks")
+    first, second = torch.randn(2, 6, 4, dtype=torch.bfloat16)
+    method = blocks._CallsOp(None, None, True) if down else blocks._PassInput(True)
+    loaded, fresh = Linear(first), Linear(second)
+    for layer in (loaded, fresh):
+        method.process_weights_after_loading(layer)
+    loaded.weight.weight_loader(loaded.weight, second)  # type: ignore[operator]
+    assert loaded.weight_scale.shape == ((1, 4) if down else (6, 1))
+    for name in ("weight", "weight_scale"):
+        ours, expected = getattr(loaded, name), getattr(fresh, name)
+        assert ours.stride() == expected.stride() and torch.equal(ours.float(), expected.float())
 
 
 def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

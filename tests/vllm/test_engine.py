@@ -126,7 +126,7 @@ def test_two_ranks_compiled(made: Any, ask: Ask) -> None:
 
 # ---- in eight bits ----
 
-FP8 = {**TWELL, "additional_config": {"twellc": {"weights": "fp8"}}}
+FP8 = {**TWELL, "additional_config": {"twellc": {"weights": "fp8:blocks"}}}
 IN_EIGHT_BITS = f"{LAYERS} of them read weights in eight bits"
 
 
@@ -143,7 +143,7 @@ IN_EIGHT_BITS = f"{LAYERS} of them read weights in eight bits"
 def test_quantised_blocks(made: Any, ask: Ask, family: str, options: dict[str, Any]) -> None:
     model, _ = made(family)
     own = transformers.AutoModelForCausalLM.from_pretrained(model)
-    twellc.optimize(own, weights="fp8")
+    twellc.optimize(own, weights="fp8:blocks")
     answer = ask(model, **options, **FP8)
     assert answer.tokens == generate(own)
     assert answer.log.count(BLOCKS_RUN) == answer.log.count(IN_EIGHT_BITS) == options.get("ranks", 1)
@@ -197,6 +197,13 @@ def test_a_checkpoint_in_eight_bits(made: Any, ask: Ask, tmp_path: Path, strateg
     assert answer.calls.keys() == {"twell::gated_mlp"} and dense.calls == {}
     assert BLOCKS_RUN in answer.log and IN_EIGHT_BITS in answer.log
     assert [each[0] for each in answer.tokens] == [each[0] for each in dense.tokens]
+
+
+def test_linear_layers_are_not_quantised(made: Any, ask: Ask) -> None:
+    model, _ = made("llama")
+    said = "--additional-config: vLLM computes the linear layers outside of blocks; got 'fp8'; .* Take fp8:blocks"
+    with pytest.raises(RuntimeError, match=said):
+        ask(model, **{**FP8, "additional_config": {"twellc": {"weights": "fp8"}}})
 
 
 @pytest.mark.parametrize("settings", [{"weights": "int8"}, {"fp8_error": 0.1}, "fp8"])

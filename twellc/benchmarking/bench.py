@@ -72,7 +72,7 @@ from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.loaders.precision import choose_dtype
 from twellc.options.commands import BenchOptions
 from twellc.options.source import refuse_missing
-from twellc.options.weights import refuse_weights
+from twellc.options.weights import refuse_samples
 from twellc.passes.graph.execution import call_arguments
 from twellc.passes.pipeline import PassOptions, Rewritten
 from twellc.passes.precision import widen
@@ -97,7 +97,7 @@ def bench_model(options: BenchOptions, progress: Callable[[str], None]) -> Bench
         UserError: There is no GPU, the model or its inputs cannot be read, or none of its blocks is rewritten.
     """
     import_modules(options.import_modules)
-    refuse_weights(options)
+    refuse_samples(options, {"--inputs": options.arrays, "--text": options.text}, only_to_measure=False)
     refuse_missing(options.model, "a model")
     if looks_like_onnx(options.model):
         raise UserError(str(options.model), "is an ONNX file, which torch does not run", fix="Give the model itself.")

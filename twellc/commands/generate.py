@@ -64,6 +64,7 @@ def generate(model: Path, template: bool | None, **options: Any) -> None:
                 compiled=given.compiled,
                 weights=given.weights,
                 fp8_error=given.fp8_error,
+                text=given.text,
                 linear=given.linear,
             )
     for note in llm.notes:

@@ -38,7 +38,7 @@ from twellc.eager.tracing import LOG
 from twellc.eager.training_block import BlockInTraining
 from twellc.eager.trials import own_gradient, passes_hidden
 from twellc.options.option import taken
-from twellc.options.weights import KEEP, WeightOptions, refuse_weights
+from twellc.options.weights import FP8_BLOCKS, KEEP, WeightOptions, refuse_weights, refuse_weights_of_linear
 from twellc.passes.decide import decide, options_of
 from twellc.passes.eight_bits import KEPT
 from twellc.passes.report import Layer
@@ -97,11 +97,11 @@ def optimize(
     densely, and counted, too. docs/training.md says what `twellc.training` does with it. Optimize before DDP or FSDP
     wraps the model.
 
-    With `weights="fp8"` the blocks are quantised to E4M3, with a scale for each neuron, as docs/weights.md says: their
-    `torch.nn.Linear` become layers in eight bits, whose `weight` and `scale` are in `state_dict()`, and which `.half()`
-    and its kind do not convert. Blocks with weights that are tied, spread over ranks or not those of a linear layer
-    keep their bits. The 16 bits are gone then: `restore` leaves layers in eight bits. Blocks that have such layers
-    already, as of a checkpoint, keep them in any case.
+    With `weights="fp8:blocks"` the blocks are quantised to E4M3, with a scale for each neuron, as docs/weights.md says:
+    their `torch.nn.Linear` become layers in eight bits, whose `weight` and `scale` are in `state_dict()`, and which
+    `.half()` and its kind do not convert. Blocks with weights that are tied, spread over ranks or not those of a linear
+    layer keep their bits. The 16 bits are gone then: `restore` leaves layers in eight bits. Blocks that have such
+    layers already, as of a checkpoint, keep them in any case.
 
     A second call takes what `layers` names besides the blocks that are taken already, and gives those that it names
     the `compression`, if one is given.
@@ -114,7 +114,8 @@ def optimize(
         layers: Which of the blocks: `auto`, `all`, `none` or a regular expression over module paths.
         compression: The TwELL compression factor: 1, 2, 4 or 8; None is 8. It changes speed and memory, never results.
         training: Whether for training. What is optimized for the other purpose is restored first.
-        weights: `keep`: as the module has them; `fp8`: in eight bits.
+        weights: `keep`: as the module has them; `fp8:blocks`: blocks in eight bits. `fp8`, which means linear layers
+            outside of them, too, is refused.
         fp8_error: Leave a block as it is where, on the samples, eight bits change its output by more than this: the
             norm of the difference over the norm of the output.
         samples: With `fp8_error`: what the module is called with, a tensor, or a tuple or dict of arguments each.
@@ -128,15 +129,16 @@ def optimize(
             there are no samples for `fp8_error`, or what is given is none.
 
     Warns:
-        UserWarning: There is no block to optimize.
+        UserWarning: There is no block to optimize; or layers in E4M3 are left that no block reads: slower than 16 bits.
     """
     refuse_other_than_modules("twellc.optimize", module)
     _refuse_other_choices(layers, compression)
     refuse_other_weights(weights, fp8_error)
+    refuse_weights_of_linear("weights", "twellc.optimize computes no linear layers outside of blocks", weights)
     if weights != KEEP and training:
         what = "weights in eight bits are not trained"
-        fix = "Train in 16 bits, and optimize the trained model with weights='fp8'."
-        raise UserError("twellc.optimize", what, got="training=True and weights='fp8'", fix=fix)
+        fix = f"Train in 16 bits, and optimize the trained model with weights={weights!r}."
+        raise UserError("twellc.optimize", what, got=f"training=True and weights={weights!r}", fix=fix)
     refuse_other_samples(samples, fp8_error)
     with ExitStack() as undo:
         is_other = any((block.training is not None) != training for _, _, block in taken_in(module))
@@ -212,10 +214,12 @@ def _others_in_eight_bits(module: nn.Module) -> dict[str, EightBitLinear]:
     }
 
 
-def refuse_other_weights(weights: object, fp8_error: object) -> None:
-    """Raise a UserError for what `optimize` does not take as `weights` and `fp8_error`."""
+def refuse_other_weights(weights: object, fp8_error: object) -> WeightOptions:
+    """Return `weights` and `fp8_error` as options; raise a UserError for what these are not."""
     given = {"weights": weights, "fp8_error": fp8_error}
-    refuse_weights(WeightOptions(**{name: taken(WeightOptions, name, value) for name, value in given.items()}))
+    options = WeightOptions(**{name: taken(WeightOptions, name, value) for name, value in given.items()})
+    refuse_weights(options)
+    return options
 
 
 def refuse_other_than_modules(where: str, module: object) -> None:
@@ -417,7 +421,7 @@ def _take(planned: _Planned, compression: int | None, training: bool, undo: Exit
 def _refuse_running(paths: Sequence[str]) -> None:
     """Fail if blocks are to be quantised that run already: what they read would change under them."""
     if paths:
-        what = "weights='fp8' is for blocks that are not optimized yet"
+        what = f"weights={FP8_BLOCKS!r} is for blocks that are not optimized yet"
         raise UserError("twellc.optimize", what, got=first_few(paths), fix="Call twellc.restore(module) first.")
 
 
@@ -425,7 +429,8 @@ def _report(module: nn.Module, planned: Sequence[_Planned], layers: str) -> None
     """Say what is not as fast as it might be.
 
     Warns:
-        UserWarning: There is no block by the op, and `layers` asks for one.
+        UserWarning: There is no block by the op, and `layers` asks for one; or layers in E4M3 are left that no block
+            reads.
     """
     parametrized = [path for path, submodule in module.named_modules() if _computes_weights(submodule)]
     for path in parametrized:
@@ -433,7 +438,7 @@ def _report(module: nn.Module, planned: Sequence[_Planned], layers: str) -> None
     others = _others_in_eight_bits(module)
     if others:
         what = "layers in E4M3 that no block by the op reads compute in 16 bits, dequantised in each call"
-        LOG.info("%d %s: %s", len(others), what, first_few(list(others)))
+        warnings.warn(f"twellc.optimize: {len(others)} {what}: {first_few(list(others))}", stacklevel=3)
     if not optimized_blocks(module) and layers != "none":
         left = [each.layer for each in planned if each.layer.decision != "twell"]
         reasons = [f"{layer.module or 'the model itself'}: {layer.reason}" for layer in left]

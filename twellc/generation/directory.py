@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 
@@ -16,15 +17,17 @@ from twellc.base.errors import UserError, first_few
 from twellc.base.torch_private import dynamo
 from twellc.base.transformers_private import nothing_fetched
 from twellc.eager.optimization import dequantise_others, optimize, optimized_blocks, refuse_other_weights
+from twellc.export.profiles import InputSpec, ModelInputs
 from twellc.generation.backend import places_for
 from twellc.generation.rows import RowCache
 from twellc.loaders.attention import NextCall, row_attention
 from twellc.loaders.cache_trial import CacheTrial, MadeUpKeys
 from twellc.loaders.huggingface import cache_argument, cached_length, open_directory
 from twellc.loaders.huggingface_inputs import longest_text
-from twellc.options.weights import FP8, KEEP
+from twellc.options.weights import KEEP, refuse_samples, refuse_weights_of_linear
 from twellc.passes.graph.program import quiet_torch
 from twellc.plugins.cache_op import attends_by_cudnn
+from twellc.samples.samples import Limits, read_text
 
 # Numbers of rows, and sizes of prompts and caches, that a model is compiled for; torch would go on without compiling
 # after the eighth, and say little.
@@ -192,6 +195,7 @@ def load_directory(
     layers: str = "auto",
     weights: str = KEEP,
     fp8_error: float | None = None,
+    text: Path | None = None,
 ) -> TorchBackend:
     """Load a Hugging Face directory, its feed-forward blocks by the `twell` ops.
 
@@ -203,22 +207,24 @@ def load_directory(
         compiled: Whether torch.compile compiles prompts and decoding.
         layers: Which blocks the `twell` ops compute, see `twellc.optimize`.
         weights: In how many bits, likewise.
-        fp8_error: The largest relative error of a block in eight bits, on random tokens, likewise.
+        fp8_error: The largest relative error of a block in eight bits, likewise.
+        text: What that is measured on.
 
     Raises:
         UserError: There is no causal language model, no such device, or see `TorchBackend`.
     """
-    refuse_other_weights(weights, fp8_error)
+    refuse_samples(refuse_other_weights(weights, fp8_error), {"--text": text})
+    refuse_weights_of_linear("weights", "linear layers are torch's own without linear='twell'", weights)
     chosen = choose_device("auto" if device is None else device)
     in_dtype, dtype_notes = precision_for(dtype, chosen)
     with nothing_fetched():
         model, _, notes = open_directory(path, in_dtype)
     cache_argument(model, f"{path}, a {type(model).__name__}")
     notes += dtype_notes
-    if weights != FP8 or fp8_error is not None:
+    if weights == KEEP or fp8_error is not None:
         model.to(chosen)
+    samples = None if text is None else _samples_of(text, path, model)
     with quiet_torch():
-        samples = None if fp8_error is None else [_random_tokens(model)]
         optimize(model, layers=layers, weights=weights, fp8_error=fp8_error, samples=samples)
     others = dequantise_others(model, model.dtype)
     model.to(chosen)  # of blocks that are quantised, and not measured before, only the eight bits
@@ -263,11 +269,12 @@ def precision_for(dtype: str | None, device: torch.device) -> tuple[Callable[[to
     return in_dtype, notes
 
 
-def _random_tokens(model: Any) -> dict[str, Any]:
-    """Return arguments of a model: the same 256 tokens each time, in four texts."""
-    length, vocabulary = min(64, longest_text(model)), model.config.get_text_config(decoder=True).vocab_size
-    ids = torch.randint(0, vocabulary, (4, length), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids.to(model.device), "use_cache": False}
+def _samples_of(text: Path, path: Path, model: Any) -> list[dict[str, Any]]:
+    """Return a text as arguments of a model, through the tokenizer in its directory."""
+    longest = {"tokens": (1, longest_text(model))}
+    inputs = ModelInputs([InputSpec("input_ids", torch.int64, (1, sympy.Symbol("tokens")))], longest, {})
+    found = read_text(text, path, True, Limits(inputs, None, model.config.get_text_config(decoder=True).vocab_size))
+    return [{"input_ids": each["input_ids"].to(model.device), "use_cache": False} for each in found.samples]
 
 
 def device_name(device: torch.device) -> str:

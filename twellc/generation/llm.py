@@ -74,6 +74,7 @@ class LLM:
         layers: str = "auto",
         weights: str = KEEP,
         fp8_error: float | None = None,
+        text: str | os.PathLike[str] | None = None,
         linear: str = "auto",
         skip_tokenizer_init: bool = False,
         logprobs_mode: str = RAW,
@@ -93,9 +94,11 @@ class LLM:
                 in the cache; None makes the cache as it is needed.
             compiled: Whether torch.compile compiles a directory: faster, after minutes.
             layers: Which feed-forward blocks of a directory the `twell` ops compute, see `twellc.optimize`.
-            weights: `keep`: as a directory has them; `fp8`: these blocks are quantised to eight bits.
-            fp8_error: With `fp8`: leave a block as it is where, on random tokens, eight bits change its output by more
-                than this: the norm of the difference over the norm of the output.
+            weights: `keep`: as a directory has them; `fp8:blocks`: these blocks are quantised to eight bits; `fp8`, if
+                `linear` is `twell`: and the linear layers that are computed so.
+            fp8_error: With these: leave a block as it is where, on `text`, eight bits change its output by more than
+                this: the norm of the difference over the norm of the output. Linear layers are left, too.
+            text: With `fp8_error`: a file with text, in UTF-8, which the tokenizer of the directory reads.
             linear: `twell`: the linear layers of a directory outside of these blocks run by the `twell` ops, too, each
                 with its norm and its sum: the ops are those of a plan, steps are faster, and loading takes as long as
                 its tracing. `auto`: torch's own.
@@ -121,6 +124,7 @@ class LLM:
             "layers",
             "weights",
             "fp8_error",
+            "text",
             "linear",
             "skip_tokenizer_init",
             "logprobs_mode",
@@ -143,7 +147,8 @@ class LLM:
         plan_config: Any = PreTrainedConfig
         if linear not in LINEARS:
             raise UserError("linear", "no such choice", got=repr(linear), expected=" or ".join(LINEARS))
-        options = (path, device, precision, max_model_len, compiled, layers, weights, fp8_error)
+        measured = None if text is None else Path(text)
+        options = (path, device, precision, max_model_len, compiled, layers, weights, fp8_error, measured)
         if path.is_dir() and linear == "twell":
             backend, cache, notes = load_traced(*options)
             config, ends, folder = plan_config(vocab_size=backend.vocabulary), cache.end_tokens, path
@@ -156,7 +161,7 @@ class LLM:
             backend, cache = load_plan(path, device)
             config, notes, ends = plan_config(vocab_size=backend.vocabulary), [], cache.end_tokens
             folder = path.with_name(cache.text or path.name)
-            quantises = {"weights": weights != KEEP, "fp8_error": fp8_error is not None}
+            quantises = {"weights": weights != KEEP, "fp8_error": fp8_error is not None, "text": text is not None}
             asked = {"compiled": compiled, "layers": layers != "auto", "linear": linear != "auto"}
             _refuse_of_a_plan(dtype=precision, **asked, **quantises)
             if max_model_len is not None and max_model_len != backend.longest:

@@ -19,21 +19,26 @@ from torch.fx.graph import CodeGen
 
 from twellc.base.caches import KeyValueCache
 from twellc.base.devices import choose_device
+from twellc.base.dtypes import DTYPES
 from twellc.base.errors import UserError, first_few
 from twellc.base.torch_private import schema_of
-from twellc.compiling.fp8_errors import wish_of
+from twellc.compiling.fp8_errors import measure_errors, wish_of
 from twellc.eager.optimization import refuse_other_weights
+from twellc.export.profiles import program_inputs
 from twellc.generation.directory import compiled_call, device_name, precision_for, refuse_other_length
 from twellc.generation.plan import PlanBackend
 from twellc.loaders.cached import LARGEST_BATCH, NO_LIMIT, load_with_cache
-from twellc.options.source import LAST_LOGITS, CacheOptions
-from twellc.options.weights import KEEP, WeightOptions
+from twellc.loaders.model import load_model
+from twellc.loaders.precision import choose_dtype
+from twellc.options.source import LAST_LOGITS, CacheOptions, TracingOptions
+from twellc.options.weights import KEEP, refuse_samples
 from twellc.passes.attention import CUDNN, OPERATOR
 from twellc.passes.graph.device import on_device
 from twellc.passes.graph.program import quiet_torch, user_inputs
 from twellc.passes.pipeline import PassOptions, run_passes
 from twellc.plugins.cache_op import IN_PLACE
 from twellc.plugins.library import load_attention
+from twellc.samples.samples import Limits, read_text
 
 
 class ProgramCalls:
@@ -93,6 +98,7 @@ def load_traced(
     layers: str = "auto",
     weights: str = KEEP,
     fp8_error: float | None = None,
+    text: Path | None = None,
 ) -> tuple[PlanBackend, KeyValueCache, list[str]]:
     """Load a Hugging Face directory, its blocks and the linear layers outside of them by the `twell` ops.
 
@@ -104,10 +110,8 @@ def load_traced(
     Raises:
         UserError: See `load_directory` and `load_with_cache`.
     """
-    refuse_other_weights(weights, fp8_error)
-    if fp8_error is not None:
-        what = "is not measured where linear layers outside of the blocks run by the ops"
-        raise UserError("fp8_error", what, got="linear='twell', too", fix="Leave one of them out.")
+    options = refuse_other_weights(weights, fp8_error)
+    refuse_samples(options, {"--text": text})
     chosen = choose_device("auto" if device is None else device)
     if chosen.type == "cuda" and load_attention() is None:
         what = "libtwell_attention.so is not there, which appends to caches on a GPU"
@@ -117,7 +121,14 @@ def load_traced(
     cache = loaded.cache
     assert cache is not None
     refuse_other_length(length, cache.length)
-    wish = wish_of(WeightOptions(weights=weights))
+    errors = None
+    if text is not None:  # a model with a cache has other inputs than a text; its blocks are those of one without
+        plain = load_model(TracingOptions(path))
+        limits = Limits(program_inputs(plain.program), None, plain.vocabulary)
+        samples = read_text(text, path, plain.language_model, limits).samples
+        precision = cache.dtype if cache.dtype in DTYPES else None
+        errors = measure_errors(plain, choose_dtype(plain, precision)[0], samples, lambda _: None)
+    wish = wish_of(options, errors)
     wanted = PassOptions(layers=layers, attention=(CUDNN, OPERATOR), weights=wish, linear="twell")
     with quiet_torch():
         rewritten = run_passes(loaded.program, wanted)

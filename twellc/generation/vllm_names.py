@@ -21,7 +21,9 @@ _NO_BEAMS = "there is no search over beams"
 _UNCONSTRAINED = "answers of a given form are not there: give LLM.generate a logits_processor"
 _TEXT_ALONE = "prompts are text or tokens alone"
 _ONE_GPU = "a model runs on one GPU"
-_FULL_PRECISION = "weights are bfloat16, float16 or float32"
+_BY_ITS_FILES = (
+    "the files say how a model is quantised, and E4M3 is read; weights='fp8:blocks' quantises one of 16 bits"
+)
 _LOCAL = "models are read from a local folder as they are"
 _NO_LORA = "there are no adapters: merge it into the model first"
 
@@ -76,7 +78,7 @@ ENGINE: Names = {
     "data_parallel_size": ((1, None), _ONE_GPU),
     "enable_expert_parallel": ((False, None), _ONE_GPU),
     "distributed_executor_backend": ((None, "uni"), _ONE_GPU),
-    "quantization": ((None,), _FULL_PRECISION),
+    "quantization": ((None,), _BY_ITS_FILES),
     "kv_cache_dtype": (("auto", None), "the cache has the element type of the model"),
     "load_format": (("auto", "safetensors", "hf", None), "weights are read from safetensors"),
     "revision": ((None,), _LOCAL),

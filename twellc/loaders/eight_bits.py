@@ -30,6 +30,7 @@ from twellc.base.errors import UserError, first_few
 from twellc.eager.eight_bits import EightBitLinear
 from twellc.eager.module_blocks import called_otherwise, find_blocks, matrices_of, reads_weight
 from twellc.plugins.meaning import EIGHT_BITS
+from twellc.plugins.quantise import LARGEST, refuse_infinite, refuse_nan
 
 _SIDE = 128
 _BLOCK = [_SIDE, _SIDE]
@@ -188,7 +189,7 @@ def take_eight_bits(path: Path, tensors: dict[str, Tensor]) -> tuple[dict[str, T
     """Return the tensors of no matrix in eight bits, these matrices by the names of their weights, and notes.
 
     Raises:
-        UserError: A weight has no scale, or not one that is read; or a scale has no weight.
+        UserError: A weight has no scale, or not one that is read, or is NaN; or a scale has no weight.
     """
     weights = {name: tensor for name, tensor in tensors.items() if tensor.dtype == EIGHT_BITS}
     scales = {name: found[1] for name in tensors if (found := _SCALE.fullmatch(name))}
@@ -208,6 +209,7 @@ def take_eight_bits(path: Path, tensors: dict[str, Tensor]) -> tuple[dict[str, T
             what = "is a weight in E4M3 that needs one scale"
             raise UserError(f"{path}: {weight}", what, got=got, expected=expected, fix=f"{_TAKE_ORIGINAL}.")
         scaled[weight] = Scaled(tensor, _scale_of(f"{path}: {names[0]}", tensor, tensors[names[0]]))
+        refuse_nan(f"{path}: {weight}", tensor)
     rest = {name: tensor for name, tensor in tensors.items() if name not in weights and name not in scales}
     unused = [name for name in rest if weights and name.rpartition(".")[2] in _ACTIVATIONS]
     notes = []
@@ -249,6 +251,13 @@ def _scale_of(where: str, weight: Tensor, scale: Tensor) -> Tensor:
     if wide.numel() == 1:
         return wide.reshape(())
     return wide.reshape(rows, 1) if wide.shape == (rows,) else wide
+
+
+def refuse_overflow(path: Path, scaled: Mapping[str, Scaled], dtype: torch.dtype) -> None:
+    """Fail for matrices that are worth more than float16 holds, if a model is made in that."""
+    for name, each in scaled.items() if dtype == torch.float16 else ():
+        if float(each.scale.max()) * LARGEST > torch.finfo(dtype).max:  # else none can be
+            refuse_infinite(f"{path}: {name}", each.dequantised(dtype))
 
 
 # ---- what the model keeps ----

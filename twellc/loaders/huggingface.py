@@ -20,7 +20,15 @@ from twellc.export.shapes import FixedSizes
 from twellc.loaders import sparselm
 from twellc.loaders.attention import traced_attention
 from twellc.loaders.checkpoint import activations, read_checkpoint
-from twellc.loaders.eight_bits import Scaled, kept_layers, notes_on, places_of, put_eight_bits, stand_ins
+from twellc.loaders.eight_bits import (
+    Scaled,
+    kept_layers,
+    notes_on,
+    places_of,
+    put_eight_bits,
+    refuse_overflow,
+    stand_ins,
+)
 from twellc.loaders.huggingface_inputs import Input, at_sizes, inputs_of, longest_text, vocabulary_of, written_sizes
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.tracing import keep_tensor_outputs, trace
@@ -148,6 +156,7 @@ def _make_model(
     stored = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
     own = config.dtype if isinstance(config.dtype, torch.dtype) else stored
     dtype = in_dtype(own) if in_dtype else own
+    refuse_overflow(path, scaled, dtype)
     given = stand_ins(scaled, dtype)
 
     def load() -> tuple[Any, dict[str, Any]]:
@@ -202,7 +211,7 @@ def _cannot_make(path: Path, config: Any, error: Exception) -> UserError:
 
 
 def cannot_be_run(where: str, model: Any, error: Exception) -> UserError:
-    """Return what to say of a model that fails in any call: transformers does, where a configuration contradicts itself."""
+    """Return what to say of a model that fails in any call, as where its configuration contradicts itself."""
     fix = "Check that the numbers in config.json belong together."
     return UserError(where, f"the model cannot be run ({first_line(error)})", got=type(model).__name__, fix=fix)
 

@@ -14,7 +14,7 @@ from twellc.export.triton import PLAN_NAME, VERSION, model_folder
 from twellc.options.decisions import DecisionOptions
 from twellc.options.option import COUNT, NOT_NEGATIVE, OUTPUT, SEED, SHARE, SIZE, Number, option
 from twellc.options.source import CacheOptions, SampleOptions, SourceOptions, TracingOptions
-from twellc.options.weights import WeightOptions, WeightTypeOptions, refuse_weights
+from twellc.options.weights import WeightOptions, WeightTypeOptions, refuse_samples
 from twellc.plugins.library import GPUS
 
 ATTENTIONS = ("auto", "tensorrt", "cudnn")
@@ -232,8 +232,7 @@ class GenerateOptions(WeightOptions):
         max_model_len: Tokens of a prompt and its answer together, but for the answer's last. Default: as many as are
             needed, or the cache of a plan.
         compiled: Let torch.compile compile a directory: it takes minutes, then it is faster.
-        fp8_error: With --weights fp8: leave a block as it is where, on random tokens, eight bits change its output by
-            more than this: the norm of the difference over the norm of the output.
+        text: With --fp8-error: measure on this text, in UTF-8, through the tokenizer in the model's directory.
         linear: Linear layers of a directory outside of the blocks: twell computes each with the norm before it and the
             sum behind it, and those of one input at once, as a plan does: steps are faster, and loading takes as long
             as tracing. auto: torch's own.
@@ -255,7 +254,7 @@ class GenerateOptions(WeightOptions):
     device: str = option("auto", "auto|cpu|cuda[:N]")
     max_model_len: int | None = option(None, "N", COUNT, names=("--max-length",))
     compiled: bool = option(False, names=("--compile",))
-    fp8_error: float | None = option(None, "SHARE", SHARE)
+    text: Path | None = option(None, "FILE", Path)
     linear: str = option("auto", kind=LINEARS_IN_TORCH)
 
 
@@ -306,20 +305,8 @@ def compile_options(
         raise UserError(f"--onnx {onnx}", "an ONNX file is not a plan", fix="Call it otherwise.")
     chosen = CompileOptions(model, output, onnx=onnx, triton=triton, **options)
     _refuse_cache(chosen)
-    _refuse_samples(chosen)
+    refuse_samples(chosen, {"--inputs": chosen.arrays, "--text": chosen.text})
     return chosen
-
-
-def _refuse_samples(options: CompileOptions) -> None:
-    """Raise `UserError` if samples are missing for the largest error of eight bits, or given for nothing."""
-    refuse_weights(options)
-    given = {"--inputs": options.arrays, "--text": options.text}
-    sources = [f"{name} {path}" for name, path in given.items() if path is not None]
-    if options.fp8_error is None and sources:
-        raise UserError(sources[0], "the model is run only to measure eight bits", fix="Add --fp8-error SHARE.")
-    if options.fp8_error is not None and len(sources) != 1:
-        what, got = "is measured on samples", " and ".join(sources) or "none"
-        raise UserError(f"--fp8-error {options.fp8_error}", what, got=got, expected="one of --inputs and --text")
 
 
 def _refuse_cache(options: CompileOptions) -> None:

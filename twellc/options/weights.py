@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from twellc.base.errors import UserError
@@ -16,8 +17,8 @@ class WeightTypeOptions:
 
     Attributes:
         weights: keep: as the model has them. fp8: blocks that are rewritten are quantised to eight bits, E4M3, with a
-            scale for each neuron; so are linear layers outside of them that are, with a scale for each output.
-            fp8:blocks: blocks alone.
+            scale for each neuron, and so are the linear layers outside of them that twellc computes, with a scale for
+            each output. fp8:blocks: blocks alone; it is that where twellc computes no linear layers.
     """
 
     weights: str = option(KEEP, kind=WEIGHTS)
@@ -28,12 +29,25 @@ class WeightOptions(WeightTypeOptions):
     """In which type the weights of blocks are read, and by how much that may change them.
 
     Attributes:
-        fp8_error: With --weights fp8: leave a block as it is where, on the samples, eight bits change its output by
-            more than this: the norm of the difference over the norm of the output. Linear layers outside of blocks
-            are left, too.
+        fp8_error: With --weights fp8 or fp8:blocks: leave a block as it is where, on the samples, eight bits change its
+            output by more than this: the norm of the difference over the norm of the output. Samples are given: by
+            --text or --inputs. Linear layers outside of blocks are left, too.
     """
 
     fp8_error: float | None = option(None, "SHARE", SHARE)
+
+
+def refuse_weights_of_linear(where: str, what: str, weights: str) -> None:
+    """Raise `UserError` if linear layers are to be quantised of what computes none.
+
+    Args:
+        where: The argument or setting.
+        what: Why there are none.
+        weights: One of WEIGHTS.
+    """
+    if weights == FP8:
+        fix = f"Take {FP8_BLOCKS}, which quantises the blocks."
+        raise UserError(where, what, got=repr(weights), expected=" or ".join((KEEP, FP8_BLOCKS)), fix=fix)
 
 
 def refuse_weight_type(options: WeightTypeOptions, target: str) -> None:
@@ -48,4 +62,24 @@ def refuse_weights(options: WeightOptions) -> None:
     """Raise `UserError` if a largest error of eight bits is given and nothing is quantised."""
     if options.fp8_error is not None and options.weights == KEEP:
         what, got = "no weights are quantised", f"--weights {options.weights}"
-        raise UserError(f"--fp8-error {options.fp8_error}", what, got=got, fix=f"Add --weights {FP8}, or leave it out.")
+        fix = f"Add --weights {FP8_BLOCKS}, or leave it out."
+        raise UserError(f"--fp8-error {options.fp8_error}", what, got=got, fix=fix)
+
+
+def refuse_samples(options: WeightOptions, samples: Mapping[str, object], only_to_measure: bool = True) -> None:
+    """Raise `UserError` if the largest error of eight bits has no samples, or more than one kind.
+
+    Args:
+        options: The options.
+        samples: What was given of each kind of samples, by the names of their options.
+        only_to_measure: Whether samples are good for nothing else: without a largest error they are refused then.
+    """
+    refuse_weights(options)
+    given = [f"{name} {value}" for name, value in samples.items() if value is not None]
+    if options.fp8_error is None:
+        if given and only_to_measure:
+            raise UserError(given[0], "the model is run only to measure eight bits", fix="Add --fp8-error SHARE.")
+    elif len(given) != 1:
+        what, got = "is measured on samples", " and ".join(given) or "none"
+        expected = f"{'one of ' * (len(samples) > 1)}{' and '.join(samples)}"
+        raise UserError(f"--fp8-error {options.fp8_error}", what, got=got, expected=expected)

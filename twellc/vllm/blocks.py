@@ -14,7 +14,7 @@ So the bias of `down` on one rank, and the sum over ranks behind it, stay vLLM's
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -109,7 +109,7 @@ class _PassInput(_OfBlock):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Leave the weight [d_ff, d_model] where it is; on a CPU vLLM would pack it and drop it."""
         if self._quantised:
-            _put_scaled(layer, *quantise(layer.weight, "neuron", f"layer {layer.prefix}"))
+            _put_scaled(layer, lambda weight: weight)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x [..., d_model]."""
@@ -132,8 +132,7 @@ class _CallsOp(_OfBlock):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Store the weight [d_out, d_ff] with other strides: its transpose, which the op reads, is contiguous."""
         if self._quantised:
-            q, scale = quantise(layer.weight.t(), "neuron", f"layer {layer.prefix}")
-            _put_scaled(layer, q.t(), scale.t())
+            _put_scaled(layer, Tensor.t)
         if not layer.weight.t().is_contiguous():
             layer.weight.data = layer.weight.data.t().contiguous().t()
 
@@ -143,9 +142,32 @@ class _CallsOp(_OfBlock):
         return run_block(replace(read, b_down=bias).of(x), self._options)
 
 
-def _put_scaled(layer: Any, weight: Tensor, scale: Tensor) -> None:
-    """Let a layer have a weight in eight bits, and its scales."""
+def _put_scaled(layer: Any, by_neuron: Callable[[Tensor], Tensor]) -> None:
+    """Let a layer have its weight in eight bits, with a scale for each neuron, also where it is loaded again.
+
+    Args:
+        layer: A layer with a weight of 16 bits.
+        by_neuron: Returns the transpose of a matrix whose columns are neurons, and a matrix whose rows are as it is.
+    """
+
+    def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
+        q, scale = quantise(by_neuron(weight), "neuron", f"layer {layer.prefix}")
+        return by_neuron(q), by_neuron(scale)
+
+    def load(parameter: nn.Parameter, *given: Any, **named: Any) -> None:
+        """Take other weights of 16 bits, as trainers send them: the layer's own loader finds its part of them."""
+        wide.data = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+        wide.weight_loader(wide, *given, **named)
+        q, scale = quantised(wide.data)
+        wide.data = wide.data.new_empty(0)
+        parameter.data.copy_(q)
+        getattr(layer, _SCALE).data.copy_(scale)
+
+    wide, dtype = layer.weight, layer.weight.dtype
+    weight, scale = quantised(wide.data)
+    wide.data = wide.data.new_empty(0)
     layer.weight = nn.Parameter(weight, requires_grad=False)
+    layer.weight.weight_loader = load
     layer.register_parameter(_SCALE, nn.Parameter(scale, requires_grad=False))
 
 

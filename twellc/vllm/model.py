@@ -23,7 +23,7 @@ from twellc.base.transformers_private import causal_lm_classes
 from twellc.base.version import __version__
 from twellc.eager.module_blocks import FoundBlock
 from twellc.loaders import sparselm
-from twellc.options.weights import FP8, KEEP, WEIGHTS
+from twellc.options.weights import FP8_BLOCKS, KEEP, WEIGHTS, refuse_weights_of_linear
 from twellc.passes.decide import decide, options_of
 from twellc.plugins import library
 from twellc.plugins.block import BlockOptions, problem_of
@@ -62,7 +62,7 @@ class TwellForCausalLM(TransformersForCausalLM):
         else:
             with torch.device("cpu"):
                 found = list(blocks.find(self.model))
-            _replace_blocks(self.model, found, config, wanted == FP8)
+            _replace_blocks(self.model, found, config, wanted == FP8_BLOCKS)
         super().recursive_replace()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -133,9 +133,10 @@ def _wanted_weights(settings: dict[str, Any]) -> str:
     given = settings.get("twellc", {})
     wanted = given.get("weights", KEEP) if isinstance(given, dict) and given.keys() <= {"weights"} else None
     if wanted not in WEIGHTS:
-        expected = " or ".join(f'{{"twellc": {{"weights": "{each}"}}}}' for each in WEIGHTS)
+        expected = " or ".join(f'{{"twellc": {{"weights": "{each}"}}}}' for each in (KEEP, FP8_BLOCKS))
         got = json.dumps({"twellc": given})
         raise UserError("--additional-config", "twellc knows no such settings", got=got, expected=expected)
+    refuse_weights_of_linear("--additional-config", "vLLM computes the linear layers outside of blocks", str(wanted))
     return str(wanted)
 
 

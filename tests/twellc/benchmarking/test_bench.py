@@ -198,6 +198,9 @@ def test_a_profile_is_refused(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", [(), ("--layers", "all", "--weights", "fp8", "--fp8-error", "0.5")])
 def test_on_the_gpu(cli: Cli, bytelm: Path, tmp_path: Path, weights: tuple[str, ...]) -> None:
+    if weights:
+        (tmp_path / "text").write_bytes(bytes(range(32, 127)) * 4)
+        weights = (*weights, "--text", str(tmp_path / "text"))
     shared = ("--shapes", "1x1,4x64", "--repeats", 3, "--json", "--plot", tmp_path / "a.png")
     found = cli("bench", bytelm, *shared, *weights)
     assert found.exit_code == 0, found.output

@@ -1,4 +1,4 @@
-"""`twellc.optimize(weights="fp8")`: which blocks are quantised, by how much that changes them, and what is refused."""
+"""`twellc.optimize(weights="fp8:blocks")`: which blocks it quantises, by how much that changes them, and refusals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_quantising_a_model(name: str) -> None:
     x = torch.randn(2, 3, 16).to(BF16) if name in made else tokens()
     before = copy.deepcopy(model)
     layers = [each for each in model.modules() if type(each) is nn.Linear]
-    found, counts = ops_of(twellc.optimize(model, weights="fp8"), x)
+    found, counts = ops_of(twellc.optimize(model, weights="fp8:blocks"), x)
     assert set(bits(model).values()) == {(8, "quantised")} and sum(counts.values()) == len(bits(model))
     assert layers == [each for each in model.modules() if isinstance(each, nn.Linear | EightBitLinear)]
     down = next(each for each in layers[::-1] if isinstance(each, EightBitLinear))
@@ -52,7 +52,7 @@ def test_quantising_a_model(name: str) -> None:
 def test_what_is_not_quantised() -> None:
     tied = nn.Sequential(Gated(), Gated()).eval()
     tied[1].up.weight = tied[0].up.weight
-    twellc.optimize(tied, weights="fp8")
+    twellc.optimize(tied, weights="fp8:blocks")
     assert bits(tied) == {
         "0": (16, "the weight of up is another layer's, too"),
         "1": (16, "the weight of up is another layer's, too"),
@@ -61,11 +61,11 @@ def test_what_is_not_quantised() -> None:
         twellc.optimized_blocks(tied)[0].reason
         == "matches; weights in 16 bits, the weight of up is another layer's, too"
     )
-    other = twellc.optimize(copy.deepcopy(WRITTEN_OUT).eval(), weights="fp8")
+    other = twellc.optimize(copy.deepcopy(WRITTEN_OUT).eval(), weights="fp8:blocks")
     assert bits(other) == {"": (16, "up.weight is not the weight of a torch.nn.Linear that is called")}
-    (reason,) = set(bits(twellc.optimize(models.t5().to(BF16).eval(), weights="fp8")).values())
+    (reason,) = set(bits(twellc.optimize(models.t5().to(BF16).eval(), weights="fp8:blocks")).values())
     assert reason == (16, "its forward also looks at the weight of wo")
-    kept = twellc.optimize(in_eight_bits(Gated()), weights="fp8", fp8_error=0.0, samples=[torch.randn(3, 16)])
+    kept = twellc.optimize(in_eight_bits(Gated()), weights="fp8:blocks", fp8_error=0.0, samples=[torch.randn(3, 16)])
     assert bits(kept) == {"": (8, "as the model has them")} and kept.down.scale.shape == (16, 1)
 
 
@@ -74,13 +74,13 @@ def test_a_largest_error() -> None:
     model, x = nn.Sequential(Gated(), Gated()).eval(), torch.randn(50, 16)
     inner = model[0](x).detach()
     exact = model[1](inner).detach()
-    twellc.optimize(model, weights="fp8", fp8_error=0.5, samples=[x[:20], (x[20:],)])
+    twellc.optimize(model, weights="fp8:blocks", fp8_error=0.5, samples=[x[:20], (x[20:],)])
     first, second = (layer.weights for layer in twellc.optimized_blocks(model))
     assert first is not None and second is not None and first.error is not None and second.error is not None
     assert 0.01 < first.error < 0.1 and first.bits == second.bits == 8
     assert second.error == pytest.approx(float((model[1](inner) - exact).norm() / exact.norm()), rel=1e-3)
     other = nn.Sequential(Gated()).eval()
-    twellc.optimize(other, weights="fp8", fp8_error=0.001, samples=[{"input": x}])
+    twellc.optimize(other, weights="fp8:blocks", fp8_error=0.001, samples=[{"input": x}])
     (found,) = bits(other).values()
     assert found[0] == 16 and re.fullmatch(
         r"eight bits change its output by \d\.\d\d%, more than --fp8-error 0.001", found[1]
@@ -89,14 +89,14 @@ def test_a_largest_error() -> None:
 
 @pytest.mark.parametrize("samples", [[torch.full((3, 16), torch.nan)], torch.full((2, 3, 16), torch.nan)])
 def test_an_error_that_is_not_finite(samples: Any) -> None:
-    model = twellc.optimize(Gated().eval(), weights="fp8", fp8_error=0.5, samples=samples)
+    model = twellc.optimize(Gated().eval(), weights="fp8:blocks", fp8_error=0.5, samples=samples)
     assert bits(model) == {"": (16, "what eight bits change could not be measured on the samples")}
 
 
 def test_a_weight_that_is_not_finite_changes_no_block() -> None:
     model = nn.Sequential(Gated(), broken()).eval()
     with pytest.raises(UserError, match="layer 1: w_up: cannot be quantised"):
-        twellc.optimize(model, weights="fp8")
+        twellc.optimize(model, weights="fp8:blocks")
     assert not any(isinstance(each, EightBitLinear) for each in model.modules())
 
 
@@ -123,15 +123,20 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         "--weights: no such choice; got 'int4'; expected keep or fp8 or fp8:blocks",
     ),
     "an error alone": (Gated, {"fp8_error": 0.1}, "--fp8-error 0.1: no weights are quantised"),
-    "no samples": (Gated, {"weights": "fp8", "fp8_error": 0.1}, "fp8_error: there is nothing to measure it on"),
-    "training": (Gated, {"weights": "fp8", "training": True}, "weights in eight bits are not trained"),
-    "running": (lambda: twellc.optimize(Gated().eval()), {"weights": "fp8"}, "Call twellc.restore"),
+    "no samples": (Gated, {"weights": "fp8:blocks", "fp8_error": 0.1}, "fp8_error: there is nothing to measure it on"),
+    "training": (Gated, {"weights": "fp8:blocks", "training": True}, "weights in eight bits are not trained"),
+    "running": (lambda: twellc.optimize(Gated().eval()), {"weights": "fp8:blocks"}, "Call twellc.restore"),
     "meta": (
         lambda: Gated().to("meta"),
         {"weights": "fp8:blocks"},
         "layer the model itself: w_gate: cannot be quantised: it is on the meta device",
     ),
-    "NaN": (broken, {"weights": "fp8"}, "layer the model itself: w_up: cannot be quantised: 1 of 640 weights are NaN"),
+    "NaN": (
+        broken,
+        {"weights": "fp8:blocks"},
+        "layer the model itself: w_up: cannot be quantised: 1 of 640 weights are NaN",
+    ),
+    "linear layers, too": (Gated, {"weights": "fp8"}, "computes no linear layers outside of blocks; got 'fp8'"),
 }
 
 
@@ -148,7 +153,7 @@ def test_wrong_calls(name: str) -> None:
 def test_on_a_gpu(make: Any, count: int) -> None:
     torch.manual_seed(0)
     block = make(d_model=128, d_ff=640).to("cuda", BF16).eval()
-    twellc.optimize(block, weights="fp8")
+    twellc.optimize(block, weights="fp8:blocks")
     x = torch.randn(count, 128).to("cuda", BF16)
     found, counts = ops_of(block, x)
     assert sum(counts.values()) == 1

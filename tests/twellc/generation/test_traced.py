@@ -72,7 +72,7 @@ def test_answers(family: Family) -> None:
         load_traced(folder, "cpu", length=601)
     for given, message in (
         ({"linear": "tensorrt"}, "linear: no such choice; got 'tensorrt'; expected auto or twell"),
-        ({"linear": "twell", "weights": "fp8", "fp8_error": 0.1}, "fp8_error: is not measured where linear layers"),
+        ({"linear": "twell", "weights": "fp8", "fp8_error": 0.1}, "--fp8-error 0.1: is measured on samples; got none"),
     ):
         with pytest.raises(UserError, match=message):
             LLM(folder, device="cpu", **given)

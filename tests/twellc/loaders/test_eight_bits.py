@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import twellc
 from tests import models
+from twellc.base.errors import UserError
 from twellc.eager.eight_bits import EightBitLinear
 from twellc.generation.directory import load_directory
 from twellc.loaders.cached import load_with_cache
@@ -152,12 +154,14 @@ def test_generation_runs_blocks_in_eight_bits(folder: Path) -> None:
 
 @pytest.mark.parametrize(("fp8_error", "moved"), [(None, [EIGHT_BITS]), (1.0, [torch.bfloat16, EIGHT_BITS])])
 def test_blocks_are_moved_in_eight_bits(
-    folder: Path, fp8_error: float | None, moved: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
+    bytelm: Path, tmp_path: Path, fp8_error: float | None, moved: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU never holds the 16 bits of all of them, unless it is to measure what quantising changes."""
-    seen = []
+    seen: list[torch.dtype] = []
+    (tmp_path / "text").write_text("some words to measure on")
+    text = None if fp8_error is None else tmp_path / "text"
     monkeypatch.setattr(LlamaForCausalLM, "to", lambda model, _: seen.append(model.get_submodule(GATE).weight.dtype))
-    load_directory(folder, "cpu", weights="fp8", fp8_error=fp8_error)
+    load_directory(bytelm, "cpu", weights="fp8:blocks", fp8_error=fp8_error, text=text)
     assert seen == moved
 
 
@@ -182,7 +186,7 @@ def test_a_program_has_the_bytes(folder: Path) -> None:
 
 def test_what_was_quantised_here_is_read_again(folder: Path) -> None:
     model, _, _ = open_directory(folder)
-    twellc.restore(twellc.optimize(model, weights="fp8")).save_pretrained(folder)
+    twellc.restore(twellc.optimize(model, weights="fp8:blocks")).save_pretrained(folder)
     again, _, notes = open_directory(folder)
     assert notes == ["6 matrices keep their eight bits, E4M3, where an op of twellc reads them"]
     ids = torch.arange(7)[None]
@@ -227,6 +231,69 @@ def test_logits_that_are_stored_for_the_embedding_too(tmp_path: Path) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert torch.equal(model.lm_head.weight, (weight.float() * scale).bfloat16())
     assert notes == ["all 1 matrices in E4M3 are dequantised to bfloat16: lm_head.weight"]
+
+
+def test_logits_that_are_stored_beside_the_embedding(tmp_path: Path) -> None:
+    """A configuration may tie what the files have twice: the embedding of 16 bits is the better one, and stays."""
+    models.llama(tie_word_embeddings=True).bfloat16().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    weight, scale = quantise(embedding, "neuron")
+    save_file(tensors | {"lm_head.weight": weight, "lm_head.weight_scale": scale}, tmp_path / "model.safetensors")
+    model, _, _ = open_directory(tmp_path)
+    assert torch.equal(model.model.embed_tokens.weight, embedding)
+
+
+def llava() -> Any:
+    sees = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = transformers.CLIPVisionConfig(**sees, image_size=16, patch_size=8)
+    text = transformers.LlamaConfig(**models.WIDE | {"intermediate_size": 320}, hidden_act="relu")
+    return transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=95)
+    )
+
+
+# What has other names in files than in modules, or is merged on its way: how many linear layers keep their bytes.
+WRAPPED: dict[str, tuple[Callable[[], Any], int]] = {
+    "text and images": (llava, 22),
+    "merged experts": (models.mixtral, 8),
+    "encoder and decoder": (models.m2m100, 32),
+    "in the other order": (models.gpt2, 0),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_matrices_are_where_transformers_puts_them(kind: str, tmp_path: Path) -> None:
+    make, count = WRAPPED[kind]
+    made = make().bfloat16()
+    made.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    chosen = [name for name, each in tensors.items() if each.dim() == 2 and "embed" not in name and name != "lm_head"]
+    stored = {name: quantise(tensors[name], "tensor") for name in chosen if name.endswith("weight")}
+    worth = {name: (weight.float() * scale).bfloat16() for name, (weight, scale) in stored.items()}
+    save_file(tensors | worth, file, metadata={"format": "pt"})
+    expected = type(made).from_pretrained(tmp_path, dtype="auto").state_dict()
+    narrow = {name: weight for name, (weight, _) in stored.items()}
+    save_file(tensors | narrow | {f"{name}_scale": scale for name, (_, scale) in stored.items()}, file)
+    model, _, _ = open_directory(tmp_path)
+    layers = {path: each for path, each in model.named_modules() if isinstance(each, EightBitLinear)}
+    found = model.state_dict() | {f"{path}.weight": each.worth(torch.bfloat16) for path, each in layers.items()}
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert len([path for path in layers if "lm_head" not in path]) == count
+
+
+@pytest.mark.parametrize("linear", ["tensorrt", "twell"])
+def test_weights_that_overflow_float16(folder: Path, linear: str) -> None:
+    write(folder, "FP8_DYNAMIC")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{GATE}.weight_scale"][:] = 1000.0
+    save_file(tensors, folder / "model.safetensors")
+    assert twellc.inspect(folder, linear=linear).layers
+    with pytest.raises(UserError, match=rf"{GATE}\.weight: its values overflow float16"):
+        twellc.inspect(folder, linear=linear, dtype="fp16")
+    with pytest.raises(UserError, match=rf"{GATE}\.weight: its weights in E4M3 times their scales overflow float16"):
+        load_directory(folder, "cpu", "fp16")
 
 
 def test_layers_whose_weight_the_model_looks_at(tmp_path: Path) -> None:

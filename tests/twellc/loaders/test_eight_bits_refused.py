@@ -82,6 +82,10 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         storing(weight_scale=torch.tensor([float("inf")])),
         "1 of 1 scales are not finite and positive",
     ),
+    "NaN": (
+        storing(weight=torch.full((320, 32), torch.nan).to(torch.float8_e4m3fn)),
+        f"{GATE}.weight: 10240 of 10240 weights in E4M3 are NaN",
+    ),
     "another shape": (
         storing(weight_scale=torch.ones(32)),
         "got [32] for a weight [320, 32]; expected [], [320], [320, 1], [1, 32] or, for blocks of 128 x 128, [3, 1]",
