@@ -101,12 +101,7 @@ def generated(folder: Path, work: Path, **given: Any) -> Any:
 CONSUMERS: dict[str, tuple[Callable[..., Any], dict[str, tuple[Any, ...]], Given]] = {
     "compile": (compiled, values_of(CompileOptions), {"backend": "none"}),
     "inspect": (inspected, values_of(InspectOptions), {}),
-    # What bench measures does not show which logits and padding a model has; it loads as inspect does.
-    "bench": (
-        benched,
-        {name: each for name, each in values_of(BenchOptions).items() if name not in ("padding", "logits")},
-        {},
-    ),
+    "bench": (benched, values_of(BenchOptions), {}),
     "optimize": (
         optimized,
         {name: EVERY[name] for name in inspect.signature(twellc.optimize).parameters if name in EVERY},
@@ -129,6 +124,8 @@ SAME: dict[str, set[Any]] = {
     "gpu": {"H100"},
     "device": {"cpu"},
 }
+# What these take for a plan, and what they return does not show: only that they run is looked at.
+UNSEEN = {("inspect", "logits"), ("inspect", "compression"), ("bench", "logits"), ("bench", "padding")}
 
 
 def cases() -> Iterator[Any]:
@@ -151,6 +148,8 @@ def test_it_has_an_effect_or_is_refused(
     except UserError as error:
         assert value not in SAME[name] or name in ("linear", "device", "backend"), error
         assert len(str(error)) > 20
+        return
+    if (consumer, name) in UNSEEN or value == "tensorrt":  # what `auto` comes to, for another reason
         return
     assert (found == before) == (value in SAME[name]), f"{consumer}: {name}={value}"
 
