@@ -13,6 +13,7 @@ from typing import Any
 import click.testing
 import onnx
 import pytest
+import torch
 
 import twellc
 from tests import models
@@ -122,7 +123,7 @@ SAME: dict[str, set[Any]] = {
     "backend": {"none"},
     "attention": {"auto", "tensorrt"},
     "gpu": {"H100"},
-    "device": {"cpu"},
+    "device": {"cpu"} if torch.cuda.is_available() else {"cpu", "auto"},
 }
 # What these take for a plan, and what they return does not show: only that they run is looked at.
 UNSEEN = {("inspect", "logits"), ("inspect", "compression"), ("bench", "logits"), ("bench", "padding")}
