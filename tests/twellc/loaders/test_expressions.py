@@ -13,7 +13,9 @@ SIZES = [
     "min(16*L['past'][0].size()[2], 8*L['past'][0].size()[2]) == 8*L['past'][0].size()[2]",
     "max(1, L['x']['y-z.0'].stride()[0]) >= 2 and not (L['x'].storage_offset() % 2)",
     "math.floor(1.5*L['x'].size()[0]) != 3 or L['n'] < math.inf", "(s0 if s0 > 1 else 2)",
-    "((-1)*L['x'].size()[1]) + ((-1)*L['past'][0].size()[2]) > -32",
+    "((-1)*L['x'].size()[1]) + ((-1)*L['past'][0].size()[2]) > -32", "s0**-1 * (s1 + 1)**16", "PowByNatural(s0, 2)",
+    "Pow(Symbol('s0', positive=True, integer=True), Rational(1, 2))", "Mul(Integer(3), Pow(Symbol('s0'), Integer(-1)))",
+    "Float('1.5e-05', precision=53)", "Max(1, 2)**Float('0.5', precision=53)",
 ]  # fmt: skip
 
 
@@ -95,6 +97,20 @@ CODE = [
     "-" * 9000 + "s0",
     "min(s0, " * 150 + "s0" + ")" * 150 + ".__class__",
 ]
+# Sizes by their grammar; what computes them would not end, or fill the memory.
+ENDLESS = [
+    "9**9**9**9 > 0", "2**17", "s0**s1", "2**(8 + 8)", "Pow(9, Pow(9, 9))", "PowByNatural(2, s0)", "2**-17", "2**1e300",
+    "Pow(2, Integer('99999999'))", "Pow(2, Float('1e9'))", "Pow(2, Rational(99999, 2))", "Pow(2)", "(((9**16)**16)**16)**16",
+    "s0*s0" + "*s0" * 100, "(s0+s1+u0+u1+1)**16", "((s0 + 1)**16*(s1 + 1)**16)**4", "Float('1.5', precision=10**9)",
+    "Float('1.5', precision=1000000000)", "Float(1.5, 1000000000)", "Float('1e9999999999')", "Integer('1e-9999999999')",
+    "round(s0, -1000000000)", "round(s0, s1)", "min('s0', 's1') * 10000000000", "Max('s0', 1)", "Mul('s0', 10000000000)",
+    "Symbol('s0', positive=9**9)", "Max(" + "s0, " * 200 + "s1)", "min()",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ENDLESS, ids=lambda text: text[:40])
+def test_what_is_not_computed_in_moments_is_refused(text: str) -> None:
+    assert not is_size_expression(text)
 
 
 @pytest.mark.parametrize("text", CODE, ids=lambda text: text[:40].encode("unicode_escape").decode())
