@@ -11,6 +11,7 @@ import functools
 import importlib
 import io
 import json
+import math
 import re
 import threading
 import zipfile
@@ -22,9 +23,10 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from twellc.base.bounds import refuse_bomb, refuse_unfolding
 from twellc.base.errors import UnregisteredOperatorsError, UserError, first_line
 from twellc.base.torch_private import FakeTensor, PyTorchFileReader, pt2_package, serialize
-from twellc.loaders.expressions import is_size_expression
+from twellc.loaders.expressions import LARGEST_POWER, Extent, extent_of, is_size_expression
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.tracing import keep_tensor_outputs
 from twellc.passes.graph.program import quiet_torch
@@ -42,7 +44,12 @@ _AGAIN = "Copy it again, or export the model again."
 # The module of an output class of transformers, which tells pytree of it; the class is named in JSON in a string.
 _OUTPUT_CLASS = re.compile(rb'\\"type\\": \\"(transformers\.(?:modeling_outputs|models\.\w+\.modeling_\w+))\.')
 _TARGET = re.compile(r'"target": "torch\.ops\.(\w+\.\w+)')
-_OPERATORS = re.compile(r"torch\.ops\.[\w.]+|_operator\.\w+|math\.\w+|torch\.sym_\w+")
+_OPERATORS = re.compile(
+    r"torch\.ops\.[\w.]+|torch\.sym_\w+|math\.(trunc|floor|ceil|sqrt)"
+    r"|_operator\.(getitem|eq|ne|le|ge|lt|gt|neg|pos|mul|add|sub|floordiv|mod|pow|truediv|and_|or_|lshift|rshift)"
+)
+_ARITHMETIC = re.compile(r"(?:_operator|math|torch)\.(?!getitem)(\w+)")
+_NUMBERS = {"as_int", "as_float", "as_bool", "as_sym_int", "as_sym_float", "as_sym_bool", "as_none"}
 
 
 def load_archive(path: Path, trust_model: bool) -> LoadedModel:
@@ -51,6 +58,7 @@ def load_archive(path: Path, trust_model: bool) -> LoadedModel:
     Raises:
         UserError: It is damaged, of a torch that this one cannot read, or could execute code and is not trusted.
     """
+    refuse_bomb(path)
     if not trust_model:
         _refuse_code(path)
     _refuse_damage(path)
@@ -183,11 +191,15 @@ def _refuse_damage(path: Path) -> None:
 def _refuse_code(path: Path) -> None:
     try:
         # The reader that torch.export.load uses: a crafted file can show other records to Python's zipfile.
-        reason = next(_code_in(PyTorchFileReader(str(path))), None)
+        archive = PyTorchFileReader(str(path))
+        size = sum(map(archive.get_record_size, archive.get_all_records()))
+        refuse_unfolding(str(path), "what is compressed in it", size, path.stat().st_size)
+        reason = next(_code_in(archive), None)
+        refuse_unfolding(str(path), "its tensors", _size_of_tensors(archive), path.stat().st_size)
     except (RuntimeError, OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise UserError(str(path), f"the archive is damaged ({first_line(error)})", fix=_AGAIN) from error
     if reason is not None:
-        what = f"loading this archive could execute code: {reason}"
+        what = f"loading this archive could execute code, or not end: {reason}"
         raise UserError(str(path), what, fix="If you trust its author, add --trust-model.")
 
 
@@ -212,6 +224,17 @@ def _code_in(archive: Any) -> Iterator[str]:
             yield from _code_in_graph(json.loads(archive.get_record(record)))
 
 
+def _size_of_tensors(archive: Any) -> int:
+    """Return about how many bytes the weights and constants have by their shapes: two for each element."""
+    size = 0
+    for record in archive.get_all_records():
+        if record.endswith("_config.json"):
+            for meta in json.loads(archive.get_record(record))["config"].values():
+                sizes = (meta.get("tensor_meta") or {"sizes": []})["sizes"]
+                size += 2 * math.prod(dim["as_int"] for dim in sizes)
+    return size
+
+
 def _code_in_graph(model: Any) -> Iterator[str]:
     pending = [model]
     while pending:
@@ -221,6 +244,8 @@ def _code_in_graph(model: Any) -> Iterator[str]:
         if not isinstance(value, dict):
             continue
         pending.extend(value.values())
+        if isinstance(value.get("nodes"), list):
+            yield from _endless_in(value["nodes"])
         pending.extend(json.loads(value[key]) for key in _CONTAINERS if isinstance(value.get(key), str))
         if any(key in value for key in _IMPORTS):
             yield "its inputs or outputs hold objects of other modules"
@@ -233,3 +258,36 @@ def _code_in_graph(model: Any) -> Iterator[str]:
         for expression in expressions:
             if isinstance(expression, str) and not is_size_expression(expression):
                 yield f"its graph holds the expression {expression!r}"
+
+
+def _endless_in(nodes: list[Any]) -> Iterator[str]:
+    """Yield a reason for every node of a graph that computes more with sizes than sizes need."""
+    extents: dict[str, Extent] = {}
+    for node in nodes:
+        found = _ARITHMETIC.fullmatch(node["target"])
+        if found is None:
+            continue
+        arguments = [each["arg"] for each in node["inputs"]]
+        if any(len(each) != 1 or not each.keys() <= _NUMBERS for each in arguments):
+            yield f"{node['target']!r} is given something else than numbers"
+            return
+        values = [next(iter(each.values())) for each in arguments]
+        values = [value.get("as_int", value.get("as_float", value)) if isinstance(value, dict) else value
+                  for value in values]  # fmt: skip
+        operands = [
+            extents.get(value["as_name"], Extent())
+            if isinstance(value, dict) else Extent(int(value).bit_length() if isinstance(value, int) else 64)
+            for value in values
+        ]  # fmt: skip
+        name, exponent = found[1], None
+        if name in ("pow", "lshift"):
+            exponent = values[1]
+            if not isinstance(exponent, int | float) or not abs(exponent) <= LARGEST_POWER:
+                yield f"{node['target']!r} is given the exponent {str(exponent)[:40]}"
+                return
+        extent = extent_of(name, operands, exponent)
+        if not extent.bounded:
+            yield f"{node['name']!r} comes to a number that is no size"
+            return
+        for output in node["outputs"]:
+            extents |= {each["as_name"]: extent for each in output.values() if isinstance(each, dict)}

@@ -42,7 +42,7 @@ _POWERS = frozenset({"Pow", "PowByNatural"})
 _OF_TEXT = frozenset({"Symbol", "Integer", "Float"})  # they take a name or a number in quotes
 _PRODUCTS = frozenset({"Mul", "Rational", "IntTrueDiv", "FloatTrueDiv"})
 # Exponents, decimal exponents of a number, digits of a precision.
-_LARGEST_POWER, _LARGEST_SCALE, _FINEST = 16, 400, 100
+LARGEST_POWER, _LARGEST_SCALE, _FINEST = 16, 400, 100
 _MOST_OPERANDS = 32
 _OPERATORS = (
     *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.BitAnd, ast.BitOr, ast.BitXor),
@@ -72,7 +72,7 @@ class Extent:
 def extent_of(operator: str, operands: list[Extent], exponent: float | None = None) -> Extent:
     """Return the extent of an operation, by its name in Python or SymPy; `exponent` is that of a power."""
     bits, terms = [each.bits for each in operands], [each.terms for each in operands]
-    if operator == "pow":
+    if operator in ("pow", "lshift"):
         power = math.ceil(abs(exponent or 0))
         return Extent(bits[0] * max(power, 1), math.comb(terms[0] + power - 1, power))
     if operator in ("mul", "truediv"):
@@ -131,7 +131,7 @@ def _number(node: ast.expr) -> float | None:
             value = _number(operand)
             return None if value is None else -value
         case ast.Constant(value=int() | float() as value):
-            return float(value) if abs(value) <= _LARGEST_POWER else None
+            return float(value) if abs(value) <= LARGEST_POWER else None
         case ast.Constant(value=str(text)) if _QUOTED.fullmatch(text) and not text.startswith(("s", "u", "z")):
             return float(text)
         case ast.Call(func=ast.Name(id="Integer" | "Float"), args=[argument]):
@@ -144,7 +144,7 @@ def _number(node: ast.expr) -> float | None:
 
 def _is_small_power(exponent: ast.expr) -> bool:
     value = _number(exponent)
-    return value is not None and abs(value) <= _LARGEST_POWER
+    return value is not None and abs(value) <= LARGEST_POWER
 
 
 def _operands(node: ast.expr) -> list[ast.expr] | None:

@@ -99,11 +99,13 @@ CODE = [
 ]
 # Sizes by their grammar; what computes them would not end, or fill the memory.
 ENDLESS = [
-    "9**9**9**9 > 0", "2**17", "s0**s1", "2**(8 + 8)", "Pow(9, Pow(9, 9))", "PowByNatural(2, s0)", "2**-17", "2**1e300",
-    "Pow(2, Integer('99999999'))", "Pow(2, Float('1e9'))", "Pow(2, Rational(99999, 2))", "Pow(2)", "(((9**16)**16)**16)**16",
+    "9**9**9**9 > 0", "2**17", "s0**s1", "2**(8 + 8)", "Pow(9, Pow(9, 9))", "PowByNatural(2, s0)", "2**-17",
+    "2**1e300", "Pow(2, Integer('99999999'))", "Pow(2, Float('1e9'))", "Pow(2, Rational(99999, 2))", "Pow(2)",
+    "(((9**16)**16)**16)**16",
     "s0*s0" + "*s0" * 100, "(s0+s1+u0+u1+1)**16", "((s0 + 1)**16*(s1 + 1)**16)**4", "Float('1.5', precision=10**9)",
     "Float('1.5', precision=1000000000)", "Float(1.5, 1000000000)", "Float('1e9999999999')", "Integer('1e-9999999999')",
-    "round(s0, -1000000000)", "round(s0, s1)", "min('s0', 's1') * 10000000000", "Max('s0', 1)", "Mul('s0', 10000000000)",
+    "round(s0, -1000000000)", "round(s0, s1)", "min('s0', 's1') * 10000000000", "Max('s0', 1)",
+    "Mul('s0', 10000000000)",
     "Symbol('s0', positive=9**9)", "Max(" + "s0, " * 200 + "s1)", "min()",
 ]  # fmt: skip
 
