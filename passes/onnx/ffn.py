@@ -37,6 +37,7 @@ from twellc.passes.fold_weights import fold_weights_in
 from twellc.passes.graph.program import free_name
 from twellc.passes.match.find_ffn import FfnBlock, find_blocks
 from twellc.passes.match.linear import Weight
+from twellc.passes.onnx.carry import carry
 from twellc.passes.onnx.graph import Shadow, constant_values, in_eight_bits, names_in_eight_bits, shadow_of
 from twellc.passes.precision import convert
 from twellc.passes.report import Layer
@@ -262,6 +263,9 @@ def _open(model: onnx.ModelProto) -> tuple[tuple[gs.Graph, Shadow], list[FfnBloc
     graph = gs.import_onnx(model)
     graph.import_domains = list(model.opset_import)  # it is the model's own, and grows with the first twell node
     tensors = graph.tensors()
+    for tensor in tensors.values():
+        if isinstance(tensor, gs.Variable) and tensor.type != "tensor_type":
+            tensor.dtype = tensor.shape = None  # a sequence, say
     for value in (*inferred.graph.value_info, *inferred.graph.output):
         tensor, kind = tensors.get(value.name), value.type.tensor_type
         if isinstance(tensor, gs.Variable) and value.type.HasField("tensor_type") and kind.elem_type:
@@ -418,8 +422,9 @@ def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto
         if casts:
             nodes.append(_cast(result, y, found_block.dtype))
         graph.nodes[position:position] = nodes
-    graph.cleanup()
+    graph.cleanup(recurse_subgraphs=False)
     exported: onnx.ModelProto = gs.export_onnx(graph, do_type_check=False)
+    carry(found.model, exported)
     if found.narrow:
         exported.ir_version = max(exported.ir_version, _FIRST_WITH_E4M3)
     return exported

@@ -12,23 +12,23 @@ _SPARE = 256 << 20
 _MOST = 4
 
 
-def unfolds_too_far(size: int, stored: int) -> bool:
-    """Whether `size` bytes are more than a file may make of the `stored` ones that it has."""
-    return size > _SPARE + _MOST * stored
+def unfolds_too_far(size: int, stored: int, most: int = _MOST) -> bool:
+    """Whether `size` bytes are more than a file may make of the `stored` ones that it has: `most` times these."""
+    return size > _SPARE + most * stored
 
 
-def refuse_unfolding(where: str, what: str, size: int, stored: int) -> None:
+def refuse_unfolding(where: str, what: str, size: int, stored: int, most: int = _MOST) -> None:
     """Fail where a file makes far more of the bytes that it has stored.
 
     Raises:
         UserError: It does; `what` says which of its parts.
     """
-    if unfolds_too_far(size, stored):
+    if unfolds_too_far(size, stored, most):
         raise UserError(
             where,
             f"{what} would take far more memory than the file has bytes",
             got=f"{_shown(size)}, of {_shown(stored)} that are stored",
-            expected=f"at most {_MOST} times that, and {_shown(_SPARE)}",
+            expected=f"at most {most} times that, and {_shown(_SPARE)}",
             fix="Write it again, without compression, and with each tensor as large as it is.",
         )
 

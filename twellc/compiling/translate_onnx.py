@@ -77,7 +77,7 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     dump.text("source", lambda: onnx.helper.printable_graph(model.graph))
     dump.text("rewrite_onnx", lambda: onnx.helper.printable_graph(rewritten.graph))
     warnings = [*check_matches(found.layers, options), *size_warnings]
-    graph = RotaryHalves()(onnx_ir.serde.deserialize_model(rewritten)).model
+    graph = RotaryHalves()(_as_ir(rewritten)).model
     names = [spec.name for spec in inputs.specs]
     outputs, renamed = distinct_outputs(names, [value.name for value in model.graph.output])
     name_ends(graph.graph, names, outputs)
@@ -96,6 +96,16 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
         warnings=warnings,
         relations=relations,
     )
+
+
+def _as_ir(model: onnx.ModelProto) -> onnx_ir.Model:
+    """Return the model in onnx_ir, which would write the metadata of its initializers twice."""
+    found = onnx_ir.serde.deserialize_model(model)
+    for value in found.graph.initializers.values():
+        tensor = value.const_value
+        if isinstance(tensor, onnx_ir.serde.TensorProtoTensor) and tensor.metadata_props:  # kept from here on
+            del tensor.raw.metadata_props[:]
+    return found
 
 
 def rows_of_inputs(inputs: ModelInputs, profiles: list[ShapeProfile]) -> Callable[[FfnBlock], list[Tokens]]:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import onnx
 import onnx.inliner
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 
+from twellc.base.bounds import refuse_unfolding
 from twellc.base.errors import UserError, first_line
+from twellc.loaders.onnx_content import check_size, make_dense, refuse_many_calls, refuse_unread, tensors_in
 from twellc.passes.onnx.ffn import skeleton
 
 _KEYS = ("location", "offset", "length", "checksum")
@@ -38,8 +39,20 @@ def load_onnx(path: Path) -> onnx.ModelProto:
         model.ParseFromString(path.read_bytes())
     except DecodeError as error:
         raise UserError(str(path), "is a truncated or damaged ONNX file") from error
-    for tensor, data in _check_external(path, model):
+    external = _check_external(path, model)
+    stored = {data.file: data.file.stat().st_size for _, data in external}
+    size = sum(data.length for _, data in external)
+    refuse_unfolding(str(path), "the external data of its tensors", size, sum(stored.values()))
+    for tensor, data in external:
+        check_size(path, tensor, data.length)
+    for tensor, data in external:
         _read_external(tensor, data, path)
+    refuse_unread(path, model)
+    make_dense(path, model)
+    for each in tensors_in(model):
+        check_size(path, each)
+    if model.functions:
+        refuse_many_calls(path, model)
     try:
         if model.functions:
             model = onnx.inliner.inline_local_functions(model)
@@ -53,8 +66,6 @@ def load_onnx(path: Path) -> onnx.ModelProto:
             raise ValueError("it has no outputs")
         model.graph.name = model.graph.name or "graph"  # some tools write none, and the checker asks for one
         onnx.checker.check_model(skeleton(model))
-        for tensor in _tensors(model):
-            _check_size(tensor)
     except Exception as error:  # the checker's own errors, and what C++ throws at a damaged model
         raise UserError(str(path), f"is not a valid ONNX model ({first_line(error)})") from error
     return model
@@ -74,21 +85,9 @@ class _External:
         self.file, self.offset, self.length = file, offset, length
 
 
-def _tensors(message: Message) -> Iterator[onnx.TensorProto]:
-    """Yield every tensor in a message, wherever it is."""
-    for descriptor, value in message.ListFields():
-        if descriptor.message_type is None:
-            continue
-        for each in value if hasattr(value, "__len__") else [value]:
-            if isinstance(each, onnx.TensorProto):
-                yield each
-            elif isinstance(each, Message):
-                yield from _tensors(each)
-
-
 def _check_external(path: Path, model: onnx.ModelProto) -> list[tuple[onnx.TensorProto, _External]]:
     external = []
-    for tensor in _tensors(model):
+    for tensor in tensors_in(model):
         if tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data:
             external.append((tensor, _external(path, tensor)))
     return external
@@ -150,27 +149,3 @@ def _read_external(tensor: onnx.TensorProto, data: _External, path: Path) -> Non
         tensor.raw_data = stream.read(data.length)
     del tensor.external_data[:]
     tensor.data_location = onnx.TensorProto.DEFAULT
-
-
-def _check_size(tensor: onnx.TensorProto) -> None:
-    """Check that a tensor holds as many bytes as its shape says, before anything takes the shape at its word.
-
-    Raises:
-        ValueError: It does not.
-    """
-    if not tensor.HasField("raw_data") or tensor.data_type == onnx.TensorProto.STRING:
-        return
-    elements = 1
-    for dim in tensor.dims:
-        elements *= dim
-    bits = _bits(tensor.data_type)
-    expected = -(-elements * bits // 8)
-    if len(tensor.raw_data) != expected:
-        raise ValueError(f"tensor {tensor.name!r} holds {len(tensor.raw_data)} bytes where its shape needs {expected}")
-
-
-def _bits(data_type: int) -> int:
-    name = onnx.TensorProto.DataType.Name(data_type)
-    four = name in ("INT4", "UINT4", "FLOAT4E2M1")
-    two = name in ("INT2", "UINT2")
-    return 4 if four else 2 if two else onnx.helper.tensor_dtype_to_np_dtype(data_type).itemsize * 8
