@@ -16,7 +16,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from twellc.passes.graph.constants import Constants, ProgramConstants, is_pure
+from twellc.passes.graph.constants import Constants, ProgramConstants, grows_too_far, is_pure
 from twellc.passes.graph.program import editable, finish
 from twellc.passes.match.activations import packet
 from twellc.passes.match.linear import PRODUCTS, VALUE_PRESERVING, VIEWS, matrix_sizes, same_sizes
@@ -37,6 +37,8 @@ def fold_weights_in(constants: Constants) -> None:
     """Make constants of the computed weights of a graph whose nodes have their values in `meta`."""
     folds: list[tuple[Node, list[Node], torch.Tensor]] = []  # complete before the first: one may be made of another
     for node in computed_weights(constants):
+        if grows_too_far(sources_of(node), constants.names):
+            continue
         sources = [source for source in sources_of(node) if source in constants.names]
         folds.append((node, sources, constants.value(node).clone()))
     for node, sources, tensor in folds:
@@ -77,7 +79,10 @@ def _keeps_matrix(node: Node) -> bool:
 
 def sources_of(node: Node) -> list[Node]:
     """Return the nodes that a node is computed from, the nearest first."""
-    found = [node]
-    for source in found:
-        found.extend(operand for operand in source.all_input_nodes if operand not in found)
-    return found
+    found = {node: None}
+    pending = [node]
+    for source in pending:
+        new = [operand for operand in source.all_input_nodes if operand not in found]
+        found |= dict.fromkeys(new)
+        pending += new
+    return pending

@@ -13,8 +13,12 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from twellc.base.bounds import unfolds_too_far
 from twellc.base.torch_private import OpOverload, schema_of
 from twellc.passes.graph.program import add_parameter, constants_of, replace_node, tensor_of
+
+# Of weights that are made of others: the steps of a dequantisation in groups, say.
+_MOST = 16
 
 
 class Constants(Protocol):
@@ -69,17 +73,32 @@ class ProgramConstants:
 def evaluate(node: Node, lookup: Callable[[Node], Tensor]) -> Tensor:
     """Return what a graph computes from constants alone, as the graph does; `lookup` gives those of placeholders."""
     known: dict[Node, Tensor] = {}
+    pending = [node]  # not by recursion: a chain may be long
+    while pending:
+        each = pending[-1]
+        missing = [] if each.op == "placeholder" else [one for one in each.all_input_nodes if one not in known]
+        if missing:
+            pending += missing
+            continue
+        if pending.pop() not in known:
+            if each.op == "placeholder":
+                known[each] = lookup(each)
+            else:
+                assert callable(each.target)
+                args, kwargs = map_arg((each.args, each.kwargs), known.__getitem__)
+                known[each] = each.target(*args, **kwargs)
+    return known[node]
 
-    def compute(node: Node) -> Tensor:
-        if node.op == "placeholder":
-            return lookup(node)
-        if node not in known:
-            assert callable(node.target)
-            args, kwargs = map_arg((node.args, node.kwargs), compute)
-            known[node] = node.target(*args, **kwargs)
-        return known[node]
 
-    return compute(node)
+def grows_too_far(nodes: Iterable[Node], constants: Iterable[Node]) -> bool:
+    """Whether computing nodes takes far more memory than the constants of the graph have."""
+    return unfolds_too_far(*(sum(map(_bytes_of, each)) for each in (nodes, constants)), most=_MOST)
+
+
+def _bytes_of(node: Node) -> int:
+    value = node.meta.get("val")
+    parts = value if isinstance(value, list | tuple) else [value]
+    return sum(int(each.numel()) * each.element_size() for each in parts if isinstance(each, Tensor))
 
 
 def fixed_nodes(graph: Graph, constants: Iterable[Node]) -> set[Node]:

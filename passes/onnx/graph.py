@@ -97,7 +97,11 @@ def constant_values(tensor: gs.Tensor) -> NDArray[Any] | None:
     if tensor.inputs[0].op == "DequantizeLinear":
         operands = [constant_values(each) for each in tensor.inputs[0].inputs if each.name]
         known = [each for each in operands if each is not None]
-        return None if len(known) < len(operands) else _dequantised(attributes, *known)
+        return (
+            None
+            if len(known) < max(len(operands), 2) or not _fits(attributes, *known)
+            else _dequantised(attributes, *known)
+        )
     for name, kind in (("value_float", np.float32), ("value_floats", np.float32),
                        ("value_int", np.int64), ("value_ints", np.int64)):  # fmt: skip
         if name in attributes:
@@ -145,6 +149,19 @@ def names_in_eight_bits(tensor: gs.Tensor) -> list[str]:
         operands = node.inputs[:1] if node.op == "DequantizeLinear" else node.inputs
         found += [name for each in operands for name in names_in_eight_bits(each)]
     return found
+
+
+def _fits(attributes: dict[str, Any], x: NDArray[Any], *numbers: NDArray[Any]) -> bool:
+    """Whether scales and zero points have the sizes that ONNX has for them: nothing is larger than x."""
+    axis, block = int(attributes.get("axis", 1)), int(attributes.get("block_size", 0))
+    if any(each.ndim == 0 for each in numbers) and all(each.ndim == 0 for each in numbers):
+        return True
+    if not -x.ndim <= axis < x.ndim or not 0 <= block <= x.shape[axis]:
+        return False
+    if block:
+        wanted = [-(-size // block) if index == axis % x.ndim else size for index, size in enumerate(x.shape)]
+        return all(list(each.shape) == wanted for each in numbers)
+    return all(each.ndim == 0 or each.shape in ((x.shape[axis],), (1,)) for each in numbers)
 
 
 def _dequantised(

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from twellc.base.bounds import refuse_bomb, refuse_unfolding
 from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_few, first_line
 from twellc.loaders.autoencoder import Dictionary, SparseAutoencoder
@@ -161,6 +162,7 @@ def _reader_of(path: Path) -> Callable[[Path], _Stored] | None:
         return _read_parameters if {"config.json", _PARAMETERS} <= names else None
     if not path.is_file():
         return None
+    refuse_bomb(path)
     # Of other files and damaged ones zipfile and torch raise what they like.
     with contextlib.suppress(Exception), zipfile.ZipFile(path) as archive:
         names = set(archive.namelist())
@@ -208,6 +210,7 @@ def _read_sae_lens(folder: Path) -> _Stored:
 
 
 def _read_arrays(file: Path) -> _Stored:
+    refuse_bomb(file)
     try:
         with np.load(file, allow_pickle=False) as arrays:
             weights = {name: torch.from_numpy(arrays[name]) for name in arrays}
@@ -239,6 +242,8 @@ def _read_dict(file: Path) -> _Stored:
     except Exception as error:  # torch raises what it likes for a damaged file
         raise UserError(str(file), f"torch cannot read it ({first_line(error)})") from error
     weights = {name: each for name, each in content.items() if isinstance(each, Tensor)}
+    size = sum(each.numel() * each.element_size() for each in weights.values())
+    refuse_unfolding(str(file), "its tensors", size, file.stat().st_size)
     weights |= {name: _turned(weights[name]) for name in ("W_enc", "W_dec") if name in weights}
     return _Stored(file, weights, {"architecture": "topk", "k": kept, "apply_b_dec_to_input": False})
 

@@ -43,6 +43,11 @@ _WRAPPERS = {
     "_checkpoint_wrapped_module.": "activation checkpointing",
 }
 _PARALLEL = "module."
+# Numbers of a configuration: of modules, of names, of a base or a token, and of all else.
+_PARTS = re.compile("layer|depth|block|stage|expert|repeat")
+_DEEPEST = 64
+_MOST_PARTS, _LARGEST_SIZE = 1000, 1 << 27
+_MOST_OF = ((re.compile("num_labels"), 10**6), (re.compile("theta|base|seed|_id$|_id[.]|token|factor"), 2**63 - 1))
 
 
 @dataclass(frozen=True)
@@ -174,11 +179,22 @@ def read_json(file: Path) -> dict[str, Any]:
     """
     try:
         config = json.loads(read_file(file))
+        _refuse_nesting(config)
     except (ValueError, RecursionError) as error:
         raise UserError(str(file), f"cannot be read as JSON ({error})") from error
     if not isinstance(config, dict):
         raise UserError(str(file), "is not a JSON object")
     return config
+
+
+def _refuse_nesting(value: Any) -> None:
+    """Fail with a ValueError for JSON that is nested more deeply than what is read walks down."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        level = [each for values in inner for each in values]
+    if level:
+        raise ValueError(f"it is nested more than {_DEEPEST} deep")
 
 
 def _entries(value: Any, place: str = "") -> Iterator[tuple[str, str, Any]]:
@@ -194,6 +210,30 @@ def _without_choices(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_choices(each) for key, each in value.items() if key not in (*_CHOICES, *_QUANTISED)}
     return [_without_choices(each) for each in value] if isinstance(value, list) else value
+
+
+def refuse_absurd_sizes(path: Path, checkpoint: Checkpoint) -> None:
+    """Fail if a number of a configuration is far from what the weights can be for, before a model is made of it.
+
+    Raises:
+        UserError: It is.
+    """
+    stored = list(checkpoint.tensors.values())
+    elements = sum(each.numel() for each in stored) + sum(each.weight.numel() for each in checkpoint.scaled.values())
+    for place, _, value in _entries(checkpoint.config):
+        if type(value) is not int:
+            continue
+        most = next((limit for pattern, limit in _MOST_OF if pattern.search(place)), max(_LARGEST_SIZE, elements))
+        if _PARTS.search(place):
+            most = max(_MOST_PARTS, len(stored) + len(checkpoint.scaled))
+        if abs(value) > most:
+            raise UserError(
+                str(path / "config.json"),
+                f"{place} is no size of a model with these weights",
+                got=str(value) if abs(value) < 10**18 else "more than 10^18",
+                expected=f"at most {most}",
+                fix="Check that config.json and the weights belong together.",
+            )
 
 
 def activations(config: dict[str, Any]) -> dict[str, str]:

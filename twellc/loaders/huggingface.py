@@ -19,7 +19,7 @@ from twellc.base.transformers_private import causal_lm_classes, is_causal, keep_
 from twellc.export.shapes import FixedSizes
 from twellc.loaders import sparselm
 from twellc.loaders.attention import traced_attention
-from twellc.loaders.checkpoint import activations, read_checkpoint
+from twellc.loaders.checkpoint import activations, read_checkpoint, refuse_absurd_sizes
 from twellc.loaders.eight_bits import (
     Scaled,
     kept_layers,
@@ -94,6 +94,7 @@ def open_directory(
     """
     checkpoint = read_checkpoint(path)
     scaled = checkpoint.scaled
+    refuse_absurd_sizes(path, checkpoint)
     import transformers
 
     transformers.logging.set_verbosity_error()
