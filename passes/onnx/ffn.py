@@ -257,7 +257,7 @@ def _open(model: onnx.ModelProto) -> tuple[tuple[gs.Graph, Shadow], list[FfnBloc
     G_LOGGER.severity = G_LOGGER.CRITICAL
     try:
         inferred = onnx.shape_inference.infer_shapes(skeleton(model), data_prop=True)
-    except onnx.shape_inference.InferenceError as error:
+    except (onnx.shape_inference.InferenceError, MemoryError) as error:
         what = f"its shapes contradict themselves ({first_line(error)})"
         raise UserError("ONNX model", what, fix="Export it again.") from error
     graph = gs.import_onnx(model)

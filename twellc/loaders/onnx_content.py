@@ -83,6 +83,8 @@ def _unread_in(model: onnx.ModelProto) -> Iterator[str]:
             if message.device_configurations:
                 yield f"a device configuration {where}"
             for each in message.attribute:
+                if each.name == "num_outputs" and each.i != len(message.output):  # shape inference makes as many
+                    yield f"{each.i} outputs {where}, which has {len(message.output)}"
                 constant = message.op_type == "Constant" and each.name == "sparse_value"
                 if each.type not in _ATTRIBUTES and not (constant and each.type == AttributeProto.SPARSE_TENSOR):
                     kind = AttributeProto.AttributeType.Name(each.type)

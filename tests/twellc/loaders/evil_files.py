@@ -150,7 +150,7 @@ def _onnx(
             helper.make_node("MatMul", ["r", "v"], ["y"]),
         ]
         x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", d_model])
-        y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+        y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 64])
         v = numpy_helper.from_array(np.ones((128, 64), np.float32), "v")
         graph = helper.make_graph(nodes, "g", [x], [y], [v, *initializers], sparse_initializer=sparse)
         opsets = [helper.make_opsetid("", opset), *([helper.make_opsetid("f", 1)] if functions else [])]
@@ -186,7 +186,8 @@ def _function(index: int, calls: list[int]) -> onnx.FunctionProto:
         helper.make_node(f"f{call}" if call else "Relu", [names[i]], [names[i + 1]], domain="f" if call else "")
         for i, call in enumerate(calls)
     ]
-    return helper.make_function("f", f"f{index}", ["a"], ["b"], nodes, [helper.make_opsetid("", 21), helper.make_opsetid("f", 1)])  # fmt: skip
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("f", 1)]
+    return helper.make_function("f", f"f{index}", ["a"], ["b"], nodes, opsets)
 
 
 def _call(count: int) -> onnx.NodeProto:
@@ -218,11 +219,12 @@ ONNX: dict[str, Callable[[Path], None]] = {
     "functions in depth": _onnx(
         [_call(5000)], _array("w0", 64, 128), functions=[_function(i, [i - 1]) for i in range(1, 5001)]
     ),
-    "nested graphs": _onnx([_nested_graphs(25)], _array("w0", 64, 128), numpy_helper.from_array(np.array(True), "c")),
+    "Split": _onnx([helper.make_node("Split", ["w0"], ["w"], num_outputs=HUGE, axis=0)], _array("w0", 64, 128)),
     "rank": _onnx([], _promised(*[1] * 100_000)),
 }  # fmt: skip
 # What computes a weight that a reader need not compute: the block stays as it is, or is rewritten.
 HARMLESS_ONNX: dict[str, Callable[[Path], None]] = {
+    "nested graphs": _onnx([_nested_graphs(25)], _array("w0", 64, 128), numpy_helper.from_array(np.array(True), "c")),
     "outer product": _onnx([helper.make_node("MatMul", ["a0", "b0"], ["w"])], _array("a0", 10**6, 1),
                            _array("b0", 1, 10**6), d_model=10**6),
     "broadcast": _onnx([helper.make_node("Mul", ["a0", "b0"], ["w"])], _array("a0", 10**6, 1), _array("b0", 1, 10**6),
@@ -240,7 +242,6 @@ HARMLESS_ONNX: dict[str, Callable[[Path], None]] = {
                    _array("w0", 64, 128), *(numpy_helper.from_array(np.array(value, np.int64), name)
                                             for name, value in (("a0", 0), ("b0", HUGE), ("c0", 1)))),
     "RandomNormal": _onnx([helper.make_node("RandomNormal", [], ["w"], shape=[HUGE, HUGE])]),
-    "Split": _onnx([helper.make_node("Split", ["w0"], ["w"], num_outputs=HUGE, axis=0)], _array("w0", 64, 128)),
     "Pow": _onnx([helper.make_node("Pow", ["w0", "p"], ["w"])], _array("w0", 64, 128), _array("p")),
     "chain of a weight": _onnx(
         [helper.make_node("Neg", [f"w{i}" if i < 4999 else "w4999"], [f"w{i + 1}" if i < 4999 else "w"])
