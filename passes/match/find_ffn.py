@@ -427,9 +427,16 @@ def _interior(inside: set[Node], down: Linear, x: Node) -> Iterator[Node]:
 def _check_readers(inside: set[Node], down: Linear, x: Node) -> None:
     """Refuse when something outside of the block reads one of its intermediate tensors."""
     interior = set(_interior(inside, down, x))
-    root = strip(x)
+    root, ends = strip(x), dict[Node, Node]()
     for node in interior:
-        if strip(node) is root:
+        # As `strip`, but each step of a long chain once.
+        end, chain = node, []
+        while end not in ends and (source := step(end)) is not None:
+            chain.append(end)
+            end = source
+        end = ends.get(end, end)
+        ends |= dict.fromkeys(chain, end)
+        if end is root:
             continue
         for user in node.users:
             if user not in interior and user is not down.node:

@@ -257,7 +257,7 @@ def _code_in_graph(model: Any) -> Iterator[str]:
             expressions += value["guards_code"]
         for expression in expressions:
             if isinstance(expression, str) and not is_size_expression(expression):
-                yield f"its graph holds the expression {expression!r}"
+                yield f"its graph holds the expression {expression[:200]!r}"
 
 
 def _endless_in(nodes: list[Any]) -> Iterator[str]:

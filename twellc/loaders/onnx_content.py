@@ -64,7 +64,7 @@ def _unread_in(model: onnx.ModelProto) -> Iterator[str]:
     for value in (*model.graph.input, *model.graph.output):
         kind = value.type.WhichOneof("value")
         if kind not in ("tensor_type", None):
-            yield f"{value.name!r}, which is no tensor but a {kind.removesuffix('_type')}"
+            yield f"{value.name!r}, which is no tensor but of kind {kind.removesuffix('_type')}"
     for message in messages_in(model):
         unknown = UnknownFieldSet(message)
         if len(unknown):

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -211,3 +212,114 @@ def test_local_functions_become_plain_nodes(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     onnx.save(model, path)
     assert "Relu" in [node.op_type for node in load_onnx(path).graph.node]
+
+
+def sparse_of(tensor: onnx.TensorProto, by_row: bool) -> onnx.SparseTensorProto:
+    """Return a tensor as a sparse one, with an index for each number or one for each dimension of it."""
+    values = onnx.numpy_helper.to_array(tensor)
+    found = np.argwhere(values != 0) if by_row else np.flatnonzero(values)
+    stored = onnx.numpy_helper.from_array(values[values != 0], tensor.name)
+    indices = onnx.numpy_helper.from_array(found.astype(np.int64), f"{tensor.name}_indices")
+    return onnx.helper.make_sparse_tensor(stored, indices, list(tensor.dims))
+
+
+def pruned() -> onnx.ModelProto:
+    model = gated()
+    for tensor in model.graph.initializer:
+        values = np.array(onnx.numpy_helper.to_array(tensor))
+        values[np.abs(values.astype(np.float32)) < 0.05] = 0
+        tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
+    return model
+
+
+@pytest.mark.parametrize("form", ["initializer", "by row", "Constant", "function"])
+def test_sparse_weights_keep_their_values(tmp_path: Path, form: str) -> None:
+    model, path = pruned(), tmp_path / "model.onnx"
+    expected = run(model, path)
+    weights = list(model.graph.initializer)
+    del model.graph.initializer[:]
+    if form in ("initializer", "by row"):
+        model.graph.sparse_initializer.extend(sparse_of(each, form == "by row") for each in weights)
+    nodes = [
+        onnx.helper.make_node("Constant", [], [each.name], sparse_value=sparse_of(each, False)) for each in weights
+    ]
+    opsets = list(model.opset_import)
+    if form == "function":
+        names = [each.name for each in weights]
+        function = onnx.helper.make_function("local", "Weights", [], names, nodes, opsets)
+        model.functions.append(function)
+        nodes = [onnx.helper.make_node("Weights", [], names, domain="local")]
+        model.opset_import.append(onnx.helper.make_opsetid("local", 1))
+    if form in ("Constant", "function"):
+        nodes += model.graph.node
+        del model.graph.node[:]
+        model.graph.node.extend(nodes)
+    path.write_bytes(model.SerializeToString())
+    assert torch.equal(run(load_onnx(path), path), expected)
+
+
+def test_damaged_sparse_weights_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    for index, message in ((0, "do not ascend"), (2**40, "do not fit"), (-1, "do not fit")):
+        model = pruned()
+        sparse = sparse_of(model.graph.initializer.pop(), False)
+        indices = np.array(onnx.numpy_helper.to_array(sparse.indices))
+        indices[0 if index < 0 else -1] = index
+        sparse.indices.CopyFrom(onnx.numpy_helper.from_array(indices, "i"))
+        model.graph.sparse_initializer.append(sparse)
+        path.write_bytes(model.SerializeToString())
+        with pytest.raises(UserError, match=message):
+            load_onnx(path)
+
+
+def unread() -> dict[str, onnx.ModelProto]:
+    """Models with what a rewritten graph would not hold."""
+    models = {name: gated() for name in (
+        "training information", "quantisation annotation", "device configuration", "no tensor but of kind sequence",
+        "no tensor but of kind optional", "SPARSE_TENSORS", "GRAPHS", "one name", "onnx .* does not know",
+    )}  # fmt: skip
+    models["training information"].training_info.add()
+    models["quantisation annotation"].graph.quantization_annotation.add(tensor_name="w")
+    models["device configuration"].graph.node[0].device_configurations.add(configuration_id="two")
+    sequence = onnx.helper.make_tensor_sequence_value_info("s", onnx.TensorProto.FLOAT, None)
+    models["no tensor but of kind sequence"].graph.input.append(sequence)
+    optional = onnx.helper.make_value_info("o", onnx.helper.make_optional_type_proto(sequence.type))
+    models["no tensor but of kind optional"].graph.output.append(optional)
+    node = models["SPARSE_TENSORS"].graph.node[0]
+    node.attribute.add(name="more", type=onnx.AttributeProto.SPARSE_TENSORS)
+    models["GRAPHS"].graph.node[0].attribute.add(name="more", type=onnx.AttributeProto.GRAPHS)
+    model = models["one name"]
+    model.graph.initializer.append(model.graph.initializer[0])
+    return models
+
+
+@pytest.mark.parametrize("name", unread())
+def test_what_is_not_carried_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    path, content = tmp_path / "model.onnx", unread()[name].SerializeToString()
+    # Field 900, a number.
+    path.write_bytes(content + (bytes([0xA0, 0x38, 1]) if "know" in name else b""))
+    with pytest.raises(
+        UserError, match=name.replace("a sequence", "no tensor but of kind sequence").replace("an o", "an? o")
+    ):
+        load_onnx(path)
+
+
+def test_metadata_and_texts_stay(cli: Cli, tmp_path: Path) -> None:
+    model = gated()
+    model.graph.node.append(onnx.helper.make_node("Mul", [model.graph.output[0].name, "c"], ["z"]))
+    model.graph.initializer.append(onnx.helper.make_tensor("c", onnx.TensorProto.BFLOAT16, [1], [2.0]))
+    model.graph.output[0].name = "z"
+    kept = {"model": model, "graph": model.graph, "node": model.graph.node[-1], "weight": model.graph.initializer[-1],
+            "input": model.graph.input[0], "output": model.graph.output[0]}  # fmt: skip
+    for name, each in kept.items():
+        each.metadata_props.add(key="mine", value=name)
+        each.doc_string = f"of the {name}"
+    onnx.save(model, tmp_path / "model.onnx")
+    done = cli("compile", tmp_path / "model.onnx", "--backend", "none", "--onnx", tmp_path / "rewritten.onnx")
+    assert done.exit_code == 0, done.output
+    made = load_onnx(tmp_path / "rewritten.onnx")
+    weight = next(each for each in made.graph.initializer if each.name == "c")
+    found = (made, made.graph, made.graph.node[-1], weight, made.graph.input[0], made.graph.output[0])
+    for name, has in zip(kept, found, strict=True):
+        assert [each.value for each in has.metadata_props if each.key == "mine"] == [name]
+        assert has.doc_string == f"of the {name}"
