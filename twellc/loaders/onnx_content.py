@@ -28,6 +28,7 @@ _ATTRIBUTES = {
     *(AttributeProto.TYPE_PROTO, AttributeProto.TYPE_PROTOS),
 }
 _LARGEST = 2**62
+_Key = tuple[str, str, str]  # of a function: domain, name, overload
 
 
 def messages_in(message: Message) -> Iterator[Message]:
@@ -196,7 +197,7 @@ def refuse_many_calls(path: Path, model: onnx.ModelProto) -> None:
     functions = {_key(each): each for each in model.functions}
     calls = {key: [_called(node) for node in _nodes_of(each)] for key, each in functions.items()}
     bytes_of = {key: each.ByteSize() for key, each in functions.items()}
-    nodes, sizes, depths = {}, {}, {}
+    nodes, sizes, depths = dict[_Key, int](), dict[_Key, int](), dict[_Key, int]()
     while len(nodes) < len(functions):
         ready = [
             key for key in functions
@@ -218,11 +219,11 @@ def refuse_many_calls(path: Path, model: onnx.ModelProto) -> None:
     refuse_unfolding(str(path), "its functions", size, model.ByteSize())
 
 
-def _key(function: onnx.FunctionProto) -> tuple[str, str, str]:
+def _key(function: onnx.FunctionProto) -> _Key:
     return function.domain, function.name, function.overload
 
 
-def _called(node: onnx.NodeProto) -> tuple[str, str, str]:
+def _called(node: onnx.NodeProto) -> _Key:
     return node.domain, node.op_type, node.overload
 
 
