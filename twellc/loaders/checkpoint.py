@@ -44,10 +44,16 @@ _WRAPPERS = {
 }
 _PARALLEL = "module."
 # Numbers of a configuration: of modules, of names, of a base or a token, and of all else.
-_PARTS = re.compile("layer|depth|block|stage|expert|repeat")
+_PARTS = re.compile("layer|depth|block|stage|repeat")
 _DEEPEST = 64
-_MOST_PARTS, _LARGEST_SIZE = 1000, 1 << 27
-_MOST_OF = ((re.compile("num_labels"), 10**6), (re.compile("theta|base|seed|_id$|_id[.]|token|factor"), 2**63 - 1))
+# Sizes under such names are no numbers of parts: `shared_expert_intermediate_size`, `block_size`.
+_NO_PARTS = re.compile("size|dim|width|length|window|position|capacity")
+_MOST_PARTS, _LARGEST_SIZE = 1024, 1 << 27
+_MOST_OF = (
+    (re.compile("num_labels"), 10**6),
+    (re.compile("theta|base|seed|_id$|_id[.]|token|factor"), 2**63 - 1),
+    (re.compile("expert"), 1 << 16),
+)
 
 
 @dataclass(frozen=True)
@@ -224,7 +230,7 @@ def refuse_absurd_sizes(path: Path, checkpoint: Checkpoint) -> None:
         if type(value) is not int:
             continue
         most = next((limit for pattern, limit in _MOST_OF if pattern.search(place)), max(_LARGEST_SIZE, elements))
-        if _PARTS.search(place):
+        if _PARTS.search(place) and not _NO_PARTS.search(place):
             most = max(_MOST_PARTS, len(stored) + len(checkpoint.scaled))
         if abs(value) > most:
             raise UserError(

@@ -11,6 +11,7 @@ import twellc
 from tests.processes import captured
 from tests.twellc.loaders import evil_files as evil
 from twellc.base.errors import UserError
+from twellc.loaders.checkpoint import Checkpoint, refuse_absurd_sizes
 
 Write = Callable[[Path], None]
 KINDS = {".pt2": evil.ARCHIVES, ".onnx": evil.ONNX, "": evil.DIRECTORIES, ".sae": evil.AUTOENCODERS}
@@ -22,6 +23,7 @@ _MEASURE = """
 import json, resource, sys
 import onnx, torch, transformers, twellc.inspection.models
 from twellc.base.errors import UserError
+from twellc.loaders.checkpoint import Checkpoint, refuse_absurd_sizes
 def used():
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime, usage.ru_maxrss
@@ -73,3 +75,18 @@ def test_takes_little_more_than_a_good_file(write: Write, end: str, refused: boo
     assert was_refused or not refused
     assert more_seconds < seconds + 5
     assert more_kilobytes < kilobytes + 2e6
+
+
+def test_sizes_of_every_family_are_none_of_evil_files() -> None:
+    """The default configurations of transformers, beside weights far smaller than they are for."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    families = 0
+    for kind in CONFIG_MAPPING:
+        try:
+            config = json.loads(json.dumps(CONFIG_MAPPING[kind]().to_dict()))
+        except Exception:  # of some, which need another package or an argument
+            continue
+        refuse_absurd_sizes(Path(kind), Checkpoint(config, {}, {}, []))
+        families += 1
+    assert families > 300
