@@ -324,13 +324,23 @@ def _trace_inputs(path: Path, model: Any, inputs: dict[str, Input]) -> ExportedP
     try:
         with traced_attention(model, padded="attention_mask" in inputs, longest=longest_text(model)):
             return trace(str(path), model, (), examples, shapes, fix, fix_sizes)
-    except UserError:
-        try:
-            with torch.no_grad():
-                model(**examples)
-        except Exception as error:
-            raise cannot_be_run(str(path), model, error) from error
+    except UserError as refusal:
+        # Some models want inputs of one length.
+        lengths = {dim.name: 16 for each in inputs.values() for axis, dim in each.dynamic().items() if axis}
+        alike = {name: each.example(lengths) for name, each in inputs.items()}
+        faults = [fault for given in (examples, alike) if (fault := _why_not_run(model, given)) is not None]
+        if len(faults) == 2:
+            raise cannot_be_run(str(path), model, faults[1]) from refusal
         raise
+
+
+def _why_not_run(model: Any, arguments: dict[str, torch.Tensor]) -> Exception | None:
+    try:
+        with torch.no_grad():
+            model(**arguments)
+    except Exception as error:  # transformers' own, for configurations that contradict themselves
+        return error
+    return None
 
 
 def _trace(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,14 @@ class Input:
     dtype: torch.dtype
     shape: tuple[int | Dynamic, ...]
 
-    def example(self) -> torch.Tensor:
-        """Return a tensor to trace with; integers are ones, which are token ids and masks of every model."""
-        sizes = [dim if isinstance(dim, int) else dim.traced for dim in self.shape]
+    def example(self, sizes_of: Mapping[str, int] | None = None) -> torch.Tensor:
+        """Return a tensor to trace with; integers are ones, which are token ids and masks of every model.
+
+        Args:
+            sizes_of: Sizes of dynamic dimensions by name, in the place of those that they are traced with.
+        """
+        given = sizes_of or {}
+        sizes = [dim if isinstance(dim, int) else given.get(dim.name, dim.traced) for dim in self.shape]
         if not self.dtype.is_floating_point:
             return torch.ones(sizes, dtype=self.dtype)
         return torch.randn(sizes, generator=torch.Generator().manual_seed(0)).to(self.dtype)

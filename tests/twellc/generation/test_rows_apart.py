@@ -162,7 +162,7 @@ def test_values_of_sampling_are_read_from_the_device() -> None:
         choice = Choice(prompts, True, 0, [False] * 3, torch.device("cpu"), True)
         keys.add(choice.key)
         values = torch.tensor(choice.values, dtype=torch.float64)
-        assert torch.equal(choice._scores(logits, values), processors(row, logits))  # type: ignore[arg-type]
+        assert torch.equal(choice.scores(logits, values), processors(row, logits))  # type: ignore[arg-type]
     assert None not in keys and len(keys) == 3, "one for small k, one for larger ones, one for all"
 
 
