@@ -439,7 +439,11 @@ def test_engine_arguments_of_vllm(talker: Path) -> None:
     assert found.notes[-1] == "these arguments have no effect here: gpu_memory_utilization, enforce_eager"
     for name, value, message in (
         ("tensor_parallel_size", 2, "tensor_parallel_size: a model runs on one GPU; got 2; expected 1"),
-        ("quantization", "awq", "quantization: the files say how a model is quantised, and E4M3 is read; weights='fp8:blocks' quantises"),
+        (
+            "quantization",
+            "awq",
+            "quantization: the files say how a model is quantised, and E4M3 is read; weights='fp8:blocks' quantises",
+        ),
         ("max_model_length", 5, "twellc.LLM: has no such argument; got 'max_model_length'; expected max_model_len"),
         ("dtype", "int8", "dtype: no such choice; got 'int8'"),
     ):
