@@ -338,8 +338,10 @@ def _why_not_run(model: Any, arguments: dict[str, torch.Tensor]) -> Exception | 
     try:
         with torch.no_grad():
             model(**arguments)
-    except Exception as error:  # transformers' own, for configurations that contradict themselves
+    except (RuntimeError, IndexError) as error:  # torch's own, where a configuration contradicts itself
         return error
+    except Exception:  # transformers' own, for values of inputs that it does not take
+        return None
     return None
 
 
