@@ -188,15 +188,22 @@ def _refuse_damage(path: Path) -> None:
         raise UserError(str(path), f"the archive is damaged: {damaged!r} does not have its checksum", fix=_AGAIN)
 
 
+def _size_of_records(path: Path, archive: Any) -> int:
+    """Return how many bytes an archive unfolds to, as its reader or, of torch 2.11, Python's zipfile says."""
+    if hasattr(archive, "get_record_size"):
+        return sum(map(archive.get_record_size, archive.get_all_records()))
+    with zipfile.ZipFile(path) as read:
+        return sum(each.file_size for each in read.infolist())
+
+
 def _refuse_code(path: Path) -> None:
     try:
         # The reader that torch.export.load uses: a crafted file can show other records to Python's zipfile.
         archive = PyTorchFileReader(str(path))
-        size = sum(map(archive.get_record_size, archive.get_all_records()))
-        refuse_unfolding(str(path), "what is compressed in it", size, path.stat().st_size)
+        refuse_unfolding(str(path), "what is compressed in it", _size_of_records(path, archive), path.stat().st_size)
         reason = next(_code_in(archive), None)
         refuse_unfolding(str(path), "its tensors", _size_of_tensors(archive), path.stat().st_size)
-    except (RuntimeError, OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (RuntimeError, OSError, ValueError, KeyError, AttributeError, TypeError, zipfile.BadZipFile) as error:
         raise UserError(str(path), f"the archive is damaged ({first_line(error)})", fix=_AGAIN) from error
     if reason is not None:
         what = f"loading this archive could execute code, or not end: {reason}"
