@@ -35,7 +35,7 @@ from twellc.options.decisions import DecisionOptions
 from twellc.options.source import LAST_LOGITS
 from twellc.options.weights import KEEP
 from twellc.passes.dump import NOWHERE, GraphDump
-from twellc.passes.graph.program import has_inner_graphs, written_tensors
+from twellc.passes.graph.program import has_inner_graphs, largest_size, written_tensors
 from twellc.passes.match.shared_axis import Part
 from twellc.passes.pipeline import PassOptions, Rewritten, run_for_ranks, run_passes
 from twellc.passes.report import Layer
@@ -202,23 +202,36 @@ def _complete(
 
 def rows_of(inputs: ModelInputs, profiles: list[ShapeProfile]) -> Callable[[Node], list[Tokens]]:
     """Return what tells the rows of a tensor [..., width] of a traced program, by optimization profile."""
-    sizes = [symbol_sizes(inputs, profile) for profile in profiles]
+    sizes = [list(zip(symbol_sizes(inputs, each), _places(inputs, each), strict=True)) for each in profiles]
 
     def rows(x: Node) -> list[Tokens]:
         dims = x.meta["val"].shape[:-1]
-        return [Tokens(*(max(1, math.prod(_size(dim, values) for dim in dims)) for values in each)) for each in sizes]
+        return [Tokens(*(max(1, math.prod(_size(dim, *known) for dim in dims)) for known in each)) for each in sizes]
 
     return rows
 
 
-def _size(dim: int | torch.SymInt, values: dict[str, int]) -> int:
-    """Return the size of a dimension for sizes of symbols; the traced one where others are in it."""
+def _places(inputs: ModelInputs, profile: ShapeProfile) -> list[int]:
+    """Return the most places of an input at a profile's smallest, tuned and largest shapes; a vector is one place."""
+    ends = {spec.name: len(spec.shape) - spec.dtype.is_floating_point for spec in inputs.specs}
+    shapes = zip(*((each.min, each.opt, each.max) for each in map(profile.__getitem__, ends)), strict=True)
+    return [max(math.prod(shape[:end]) for shape, end in zip(three, ends.values(), strict=True)) for three in shapes]
+
+
+def _size(dim: int | torch.SymInt, values: dict[str, int], places: int) -> int:
+    """Return the size of a dimension for sizes of symbols; the traced one where others are in it.
+
+    Values decide a size that was not traced: its bound counts, but no more than `places`.
+    """
     if isinstance(dim, int):
         return dim
     expression = dim.node.expr
     known = {symbol: sympy.Integer(values[str(symbol)]) for symbol in expression.free_symbols if str(symbol) in values}
     size = expression.xreplace(known)
-    return int(size) if size.is_Integer else int(dim.node.hint)
+    if size.is_Integer or dim.node.hint is not None:
+        return int(size if size.is_Integer else dim.node.hint)
+    bound = largest_size(dim.node.shape_env.bound_sympy(size).upper)
+    return places if bound is None else min(bound, places)
 
 
 def activation_notes(model: LoadedModel, layers: list[Layer]) -> list[str]:
