@@ -31,7 +31,7 @@ from twellc.passes.match.find_linear import FoundLinear
 from twellc.passes.match.linear import CASTS, VALUE_PRESERVING, Weight, operand
 from twellc.passes.report import Weights
 from twellc.passes.rewrite_ffn import arranged_view, weights_of
-from twellc.plugins.block import SCALES, TensorField
+from twellc.plugins.block import FLOAT32, SCALES, TensorField, WeightOperands
 from twellc.plugins.library import MAX_PACKED_D_FF
 from twellc.plugins.meaning import EIGHT_BITS
 from twellc.plugins.quantise import quantise, refuse_infinite, refuse_nan
@@ -255,6 +255,22 @@ def eight_bits_of(
         result[name] = q.clone() if is_stored and q.data_ptr() == each.q.data_ptr() else q
         result[f"{name}_scale"] = scale.clone(memory_format=torch.contiguous_format)
     return result
+
+
+def both_forms(
+    block: FfnBlock, stored: Stored, tensor: Callable[[Weight], Tensor]
+) -> tuple[WeightOperands[Tensor], WeightOperands[Tensor]]:
+    """Return the weights of a block as the op takes them: in eight bits, and as the program has them, in views of it.
+
+    Args, errors: See `eight_bits_of`.
+    """
+
+    def view(weight: Weight, role: TensorField) -> Tensor:
+        found = tensor(weight).detach()
+        return arranged_view(found.float() if role.name in FLOAT32 else found, weight, role.in_out)[1]
+
+    wide = weights_of(block, view)
+    return WeightOperands(**{**wide.named(), **eight_bits_of(block, stored, tensor, None)}), wide
 
 
 def _arranged(block: FfnBlock, stored: Stored) -> dict[str, EightBits | None]:

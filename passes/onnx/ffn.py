@@ -31,7 +31,7 @@ from twellc.base.arrays import to_numpy, to_torch
 from twellc.base.dtypes import BY_NAME, dtype_name
 from twellc.base.errors import UserError, first_line
 from twellc.passes.decide import Advise, decide, options_of
-from twellc.passes.eight_bits import EightBits, Wish, eight_bits_of, judge, said_dequantised
+from twellc.passes.eight_bits import EightBits, Wish, both_forms, eight_bits_of, judge, said_dequantised
 from twellc.passes.fold_constants import fold_constants_in
 from twellc.passes.fold_weights import fold_weights_in
 from twellc.passes.graph.program import free_name
@@ -226,16 +226,8 @@ def narrow_weights(found: OnnxBlocks) -> list[tuple[WeightOperands[torch.Tensor]
         if layer.decision != "twell":
             continue
         block = replace(found_block, dtype=judged.dtype, weights=judged.weights)
-
-        def wide(weight: Weight, role: TensorField) -> torch.Tensor:
-            return arranged_copy(_values(shadow, weight), weight, role.in_out)[1]
-
-        if _is_narrow(block):
-            weights = weights_of(block, wide)
-            eight_bits = eight_bits_of(block, _stored(shadow), functools.partial(_values, shadow), None)
-            result.append((WeightOperands(**{**weights.named(), **eight_bits}), weights))
-        else:
-            result.append(None)
+        values = functools.partial(_values, shadow)
+        result.append(both_forms(block, _stored(shadow), values) if _is_narrow(block) else None)
     return result
 
 

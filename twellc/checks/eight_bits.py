@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from twellc.passes.eight_bits import QUANTISED, EightBits, eight_bits_of
+from twellc.passes.eight_bits import QUANTISED, EightBits, both_forms
 from twellc.passes.graph.program import editable, finish, stored_tensors, tensor_of
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import Linear, Weight, width
 from twellc.passes.pipeline import Passed
-from twellc.passes.rewrite_ffn import arranged_view, weights_of
 from twellc.plugins.block import FLOAT32, BlockOptions, Operands, WeightOperands
 from twellc.plugins.meaning import EIGHT_BITS, activate
 from twellc.plugins.ops import run_block
@@ -116,9 +115,7 @@ def narrow_block(
     def tensor(weight: Weight) -> Tensor:
         return tensor_of(program, weight.name).detach()
 
-    wide = weights_of(block, lambda each, role: arranged_view(tensor(each), each, role.in_out)[1])
-    narrow = eight_bits_of(block, lambda each: stored.get(each.name), tensor, None)
-    weights = WeightOperands(**{**wide.named(), **narrow})
+    weights, wide = both_forms(block, lambda each: stored.get(each.name), tensor)
     return NarrowBlock(weights, wide if is_quantised(block) else None, options)
 
 

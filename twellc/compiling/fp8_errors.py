@@ -18,12 +18,11 @@ from twellc.loaders.loaded import LoadedModel
 from twellc.options.commands import CompileOptions
 from twellc.options.weights import FP8, KEEP, WeightOptions
 from twellc.passes.decide import options_of
-from twellc.passes.eight_bits import QUANTISED, Wish, eight_bits_of, relative_error
+from twellc.passes.eight_bits import QUANTISED, Wish, both_forms, relative_error
 from twellc.passes.graph.execution import Runner
 from twellc.passes.graph.program import editable, tensor_of
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.pipeline import PassOptions, Stage, run_until
-from twellc.passes.rewrite_ffn import arranged_view, weights_of
 from twellc.plugins.block import BlockOptions, Operands, WeightOperands
 from twellc.plugins.ops import run_block
 from twellc.samples.samples import Limits, Sample, read_arrays, read_text
@@ -82,10 +81,8 @@ def measure_errors(
     def visit(name: str, value: Any) -> Any:
         for block, options, forms in by_x.get(name, ()):
             if not forms:
-                sixteen = weights_of(block, lambda each, role: arranged_view(tensor(each), each, role.in_out)[1])
-                eight = eight_bits_of(block, lambda _: None, tensor, None)
-                forms += [sixteen, WeightOperands(**{**sixteen.named(), **eight})]
-            y, y8 = (run_block(Operands(**each.named(), x=value), options).double() for each in forms)
+                forms += both_forms(block, lambda _: None, tensor)
+            y8, y = (run_block(Operands(**each.named(), x=value), options).double() for each in forms)
             difference[block.module] += float((y8 - y).square().sum())
             size[block.module] += float(y.square().sum())
         return value
