@@ -35,6 +35,13 @@ class _Gelu(OpRun):
         return (to_numpy(torch.nn.functional.gelu(to_torch(x), approximate=approximate)),)
 
 
+class _CumSum(load_op("", "CumSum", 14)):  # type: ignore[misc]
+    """With an axis of one dimension, as torch.onnx writes it for repeat_interleave."""
+
+    def _run(self, x: Array, axis: Array, **options: Any) -> Any:
+        return super()._run(x, np.asarray(axis).reshape(()), **options)
+
+
 class _GatherElements(OpRun):
     """The reference evaluator's fails for data of more than 32 elements with fewer indices."""
 
@@ -130,6 +137,7 @@ _NEVER = 1 << 30
 _OPERATORS: dict[str, tuple[Any, int]] = {
     "BatchNormalization": (_BatchNormalization, 14),
     "ConvTranspose": (_ConvTranspose, _NEVER),
+    "CumSum": (_CumSum, _NEVER),
     "DequantizeLinear": (load_op("", "DequantizeLinear", 19), 19),  # the same before; there was no need of it
     "GatherElements": (_GatherElements, _NEVER),
     "Gelu": (_Gelu, _NEVER),
