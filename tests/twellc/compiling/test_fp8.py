@@ -73,6 +73,31 @@ def test_a_block_with_too_large_an_error_stays(archive: Path, tmp_path: Path, sa
     assert checked.within and checked.blocks[0].quantisation is None
 
 
+class Thresholds(torch.nn.Module):
+    """A plain block with a threshold for each neuron, as a parameter in the precision of the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = models.Plain(biases="ud")
+        self.threshold = torch.nn.Parameter(torch.rand(self.block.up.out_features) / 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.block.up(x)
+        return x + self.block.down(torch.where(z > self.threshold, z, 0))
+
+
+@pytest.mark.usefixtures("cli")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_thresholds_are_read_in_float32(dtype: torch.dtype, tmp_path: Path, samples: Path) -> None:
+    x = torch.randn(3, SEQUENCE, models.D_MODEL).to(dtype)
+    torch.export.save(models.export(Thresholds().to(dtype), x), tmp_path / "m.pt2")
+    given: dict[str, Any] = {"backend": "none", "weights": "fp8", "arrays": samples, "layers": "all"}
+    (layer,) = twellc.compile(tmp_path / "m.pt2", onnx=tmp_path / "m.onnx", fp8_error=1.0, **given).layers
+    assert layer.weights is not None and layer.weights.bits == 8 and 0 < (layer.weights.error or 0) < 0.1
+    result = twellc.check(tmp_path / "m.pt2", tmp_path / "m.onnx")
+    assert result.within and (result.blocks[0].quantisation or 0) > 0.001, result.causes
+
+
 @pytest.mark.usefixtures("cli")
 def test_a_block_that_fires_in_eight_bits_alone(tmp_path: Path) -> None:
     """Its output is zero on the samples, and no share of that is an error."""

@@ -71,7 +71,7 @@ def traced(module: nn.Module, values: Tensor, dynamic: bool) -> torch.export.Exp
     [
         (routed, MASK, False, {}),
         (masked, MASK, True, {"weights": "fp8", "linear": "twell"}),
-        pytest.param(unique, COUNTS, True, {"weights": "fp8:blocks"}, marks=pytest.mark.slow),
+        pytest.param(unique, COUNTS, False, {"weights": "fp8:blocks"}, marks=pytest.mark.slow),
         (repeated, COUNTS, True, {}),
         pytest.param(first, COUNTS, True, {"linear": "twell"}, marks=pytest.mark.slow),
     ],
