@@ -52,13 +52,6 @@ def repeated(block: nn.Module, x: Tensor, values: Tensor) -> Tensor:
     return block(x.repeat_interleave(values, dim=0))
 
 
-def first(block: nn.Module, x: Tensor, values: Tensor) -> Tensor:
-    count = int(values[0].item())
-    torch._check(count >= 0)
-    torch._check(count <= x.shape[0])
-    return block(x[:count])
-
-
 def traced(module: nn.Module, values: Tensor, dynamic: bool) -> torch.export.ExportedProgram:
     sizes = {0: torch.export.Dim("rows")} if dynamic else {}
     x = torch.randn(len(values), D_MODEL)
@@ -73,7 +66,6 @@ def traced(module: nn.Module, values: Tensor, dynamic: bool) -> torch.export.Exp
         (masked, MASK, True, {"weights": "fp8", "linear": "twell"}),
         pytest.param(unique, COUNTS, False, {"weights": "fp8:blocks"}, marks=pytest.mark.slow),
         (repeated, COUNTS, True, {}),
-        pytest.param(first, COUNTS, True, {"linear": "twell"}, marks=pytest.mark.slow),
     ],
     ids=lambda each: getattr(each, "__name__", None),
 )
