@@ -44,7 +44,8 @@ from twellc.passes.graph.program import (
     user_inputs,
 )
 from twellc.passes.match.activations import arguments, constant_number, is_squared_relu, packet
-from twellc.passes.match.linear import PRODUCTS, LinearReader
+from twellc.passes.match.linear import PRODUCTS, LinearReader, same_sizes
+from twellc.passes.match.norm import write_eps
 
 aten = torch.ops.aten
 
@@ -108,8 +109,7 @@ def lower(program: ExportedProgram, dtype: torch.dtype) -> ExportedProgram:
     thresholds, wide = _thresholds(program), _wide_comparisons(program, dtype)
     lowered = set(program.graph_signature.parameters).difference(thresholds.values()) | _weights(program, data)
     _convert_stored(program, lowered, dtype)
-    stored = {name for name in thresholds.values() if tensor_of(program, name).dtype == torch.float64}
-    _convert_stored(program, stored, torch.float32)
+    _round_thresholds(program, thresholds)
     caster, known = _Caster(program.graph), dict[str, Any]()
     for node in list(program.graph.nodes):
         if node.op != "call_function":
@@ -140,9 +140,53 @@ def lower(program: ExportedProgram, dtype: torch.dtype) -> ExportedProgram:
 
 
 @quiet_torch()
+def round_numbers(program: ExportedProgram) -> ExportedProgram:
+    """Return a lowered program with the numbers that it computes with, also where it is widened.
+
+    Kernels of low precision read the numbers among their arguments, such as a norm's eps, in float32, and those that a
+    tensor is compared with in its dtype. So do the nodes that stand for blocks. Thresholds in float64 become float32.
+    """
+    program = editable(program)
+    _round_thresholds(program, _thresholds(program))
+    for node in _data(program):
+        if packet(node) in _COMPARISONS:
+            _round_bounds(node)
+        elif node.op == "call_function":
+            node.args, node.kwargs = map_aggregate((node.args, node.kwargs), _in_float32)
+    return finish(program)
+
+
+def _in_float32(argument: Any) -> Any:
+    """Return a number as float32 has it, if it has it."""
+    if not isinstance(argument, float):
+        return argument
+    rounded = torch.tensor(argument, dtype=torch.float64).float().item()
+    return rounded if math.isfinite(rounded) else argument
+
+
+def _round_bounds(node: Node) -> None:
+    """Round the number that a tensor is compared with, which may fill another tensor."""
+    operands = arguments(node)
+    for index, (bound, x) in enumerate((operands, operands[::-1])):
+        number = constant_number(bound)
+        if number is None or not isinstance(x, Node) or not _has_floats(x):
+            continue
+        value = x.meta["val"]
+        rounded = _in_float32(torch.tensor(number, dtype=torch.float64).to(value.dtype).item())
+        if isinstance(bound, Node):
+            if bound.meta["val"].dim() and not same_sizes(bound.meta["val"].shape, value.shape):
+                continue
+            with node.graph.inserting_before(node):
+                rounded = add_call(node.graph, aten.full_like.default, x, rounded, like=x)
+        node.update_arg(index, rounded)
+
+
+@quiet_torch()
 def widen(program: ExportedProgram) -> ExportedProgram:
     """Return the program in float64 throughout, inputs and outputs included."""
     program = editable(program)
+    for node in program.graph.nodes:
+        write_eps(node)
     explicit = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64)
     explicit[torch.complex64] = torch.complex128
     _convert_stored(program, set(stored_tensors(program).values()), torch.float64)
@@ -245,6 +289,12 @@ def _thresholds(program: ExportedProgram) -> dict[Node, str]:
         )
 
     return {node: name for node, name in constants.items() if _has_floats(node) and only_compares(node)}
+
+
+def _round_thresholds(program: ExportedProgram, thresholds: dict[Node, str]) -> None:
+    """Store those in float64 as float32."""
+    stored = {name for name in thresholds.values() if tensor_of(program, name).dtype == torch.float64}
+    _convert_stored(program, stored, torch.float32)
 
 
 def _wide_comparisons(program: ExportedProgram, dtype: torch.dtype) -> set[Node]:

@@ -24,6 +24,8 @@ from twellc.passes.match.linear import CASTS, WIDENING, operand, same_sizes, str
 
 aten = torch.ops.aten
 
+_RMS_NORMS = (aten.rms_norm, aten._fused_rms_norm)
+
 
 @dataclass(frozen=True)
 class Norm:
@@ -70,14 +72,27 @@ def _operator(node: Node) -> Norm | None:
             return None
     op, given = packet(call), (*arguments(call), *(None,) * 5)[:5]
     layer = op in (aten.layer_norm, aten.native_layer_norm)
-    if not layer and op not in (aten.rms_norm, aten._fused_rms_norm):
+    if not layer and op not in _RMS_NORMS:
         return None
     x, sizes, weight, bias, eps = given if layer else (*given[:3], None, given[3])
     eps = call.kwargs.get("eps", eps)
-    if eps is None:  # the machine epsilon of what sums are computed in
-        eps = 1e-5 if layer else torch.finfo(torch.promote_types(x.meta["val"].dtype, torch.float32)).eps
+    if eps is None:
+        eps = 1e-5 if layer else _own_eps(x)
     weight, bias = call.kwargs.get("weight", weight), call.kwargs.get("bias", bias)
     return Norm("layer" if layer else "rms", node, _before_widening(x), eps, weight, bias) if len(sizes) == 1 else None
+
+
+def _own_eps(x: Node) -> float:
+    """Return the eps of an RMS norm that is given none: the machine epsilon of what its sums are computed in."""
+    return torch.finfo(torch.promote_types(x.meta["val"].dtype, torch.float32)).eps
+
+
+def write_eps(node: Node) -> None:
+    """Write the eps of an RMS norm that is given none as a number, which stays when the dtype of x changes."""
+    x, sizes, weight, eps = (*arguments(node), *(None,) * 4)[:4]
+    if packet(node) in _RMS_NORMS and eps is None and node.kwargs.get("eps") is None:
+        weight = node.kwargs.get("weight", weight)
+        node.args, node.kwargs = (x, sizes, weight, _own_eps(x)), {}
 
 
 def _quotient(node: Node) -> Norm | None:

@@ -39,21 +39,19 @@ from twellc.options.weights import FP8, FP8_BLOCKS
 from twellc.passes.decide import Advise, options_of
 from twellc.passes.eight_bits import QUANTISED, EightBits, Wish, quantised_linear
 from twellc.passes.graph.execution import Runner, example_inputs
-from twellc.passes.graph.program import editable, finish, tensor_of
+from twellc.passes.graph.program import tensor_of
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import Weight
 from twellc.passes.onnx.ffn import Ends, OnnxBlocks, find_onnx_blocks, lower_onnx, narrow_weights
 from twellc.passes.onnx.part import part_of
 from twellc.passes.onnx.precision import widen_onnx
 from twellc.passes.pipeline import Passed, PassOptions, Stage, run_until
-from twellc.passes.precision import widen
+from twellc.passes.precision import round_numbers, widen
 from twellc.passes.report import Layer
 from twellc.samples.samples import Sample
 
 Outputs = list[torch.Tensor]
 Progress = Callable[[str], None]
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,8 @@ class Runs:
     Attributes:
         plain: In low precision.
         truth: In float64.
-        original: With the weights of the low precision, and float64 arithmetic; `truth` where the model is in it.
+        original: With the weights and numbers of the low precision, and float64 arithmetic; `truth` where the model is
+            in it.
         spliced: As `plain`, with the candidate's plugin nodes in the place of its blocks.
         rewritten: As `original`, with the candidate's plugin nodes in the place of its blocks.
         blocks: The blocks that have a plugin node, in order.
@@ -266,11 +265,11 @@ class TorchReference(Reference):
             runs.spliced.append(_on_cpu(run_blocks(sample, _Visitor(blocks, count, splice=True))))
         del run_blocks, run_plain
         count = _counter(progress, "float64", 2 * len(samples) * len(blocks))
-        wide = self._widened(_round_thresholds(self._plain))
+        wide = self._widened(round_numbers(self._plain))
         runs.original.extend(_on_cpu(wide(widen_sample(sample))) for sample in samples)
         if not runs.exact:
             del wide  # a large model is larger in float64
-            wide = self._widened(_round_thresholds(self._with_blocks))
+            wide = self._widened(round_numbers(self._with_blocks))
         for sample, given in zip(samples, inputs, strict=False):  # without a graph there are no inputs of blocks
             widened = widen_sample(sample)
             runs.rewritten.append(_on_cpu(wide(widened, _Visitor(blocks, count, splice=True))))
@@ -301,22 +300,6 @@ def _ends_of(block: FfnBlock) -> Ends:
 def _on_cpu(outputs: Outputs) -> Outputs:
     """Return outputs where the candidate's are; the model runs where it lies."""
     return [output.cpu() for output in outputs]
-
-
-_COMPARISONS = (aten.gt.Scalar, aten.ge.Scalar, aten.lt.Scalar, aten.le.Scalar)
-
-
-def _round_thresholds(program: ExportedProgram) -> ExportedProgram:
-    """Round the numbers that low-precision tensors are compared with, as torch does; float64 would not."""
-    if not any(program.graph.find_nodes(op="call_function", target=target) for target in _COMPARISONS):
-        return program
-    program = editable(program)
-    for target in _COMPARISONS:
-        for node in program.graph.find_nodes(op="call_function", target=target):
-            tensor, number = node.args
-            if isinstance(number, float) and tensor.meta["val"].is_floating_point():
-                node.args = (tensor, torch.tensor(number, dtype=tensor.meta["val"].dtype).item())
-    return finish(program)
 
 
 class _Visitor:
