@@ -148,10 +148,11 @@ def round_numbers(program: ExportedProgram) -> ExportedProgram:
     """
     program = editable(program)
     _round_thresholds(program, _thresholds(program))
-    for node in _data(program):
+    data = _data(program)
+    for node in list(program.graph.nodes):
         if packet(node) in _COMPARISONS:
             _round_bounds(node)
-        elif node.op == "call_function":
+        elif node.op == "call_function" and node in data:
             node.args, node.kwargs = map_aggregate((node.args, node.kwargs), _in_float32)
     return finish(program)
 
