@@ -38,8 +38,9 @@ from twellc.options.declared_inputs import InputDeclaration
 from twellc.options.weights import FP8, FP8_BLOCKS
 from twellc.passes.decide import Advise, options_of
 from twellc.passes.eight_bits import QUANTISED, EightBits, Wish, quantised_linear
+from twellc.passes.graph.constants import ProgramConstants
 from twellc.passes.graph.execution import Runner, example_inputs
-from twellc.passes.graph.program import tensor_of
+from twellc.passes.graph.program import editable, finish, replace_node, tensor_of
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import Weight
 from twellc.passes.onnx.ffn import Ends, OnnxBlocks, find_onnx_blocks, lower_onnx, narrow_weights
@@ -212,6 +213,7 @@ class TorchReference(Reference):
             self._plain = run_until(functional, options, Stage.PRECISION, without=(Stage.ARRANGING,)).program
         decided = _decided(with_blocks, options, settings)
         chosen = decided.chosen
+        self._with_blocks = _with_own_norms(self._with_blocks, [block for block, _ in chosen])
         # Of a block in eight bits what comes behind its norm is compared.
         alone = [(replace(block, norm=None), layer) for block, layer in chosen]
         pairs = [(block, options_of(block, layer, None)) for block, layer in alone]
@@ -289,6 +291,26 @@ class TorchReference(Reference):
     def _widened(self, program: ExportedProgram) -> Runner:
         """Return what runs a program in float64, with all that weights in eight bits are worth."""
         return Runner(with_worth(widen(program), self._eight_bits))
+
+
+def _with_own_norms(program: ExportedProgram, blocks: Sequence[FfnBlock]) -> ExportedProgram:
+    """Return a program with the vectors of blocks' norms as nodes have them, rounded; itself if that changes none."""
+    constants, rounded = ProgramConstants(program), dict[str, torch.Tensor]()
+    for block in blocks:
+        vectors = () if block.norm is None else (block.norm.weight, block.norm.bias)
+        for node in filter(None, vectors):
+            value = constants.value(node)
+            kept = value.to(block.dtype).to(value.dtype)
+            if not torch.equal(kept, value):
+                rounded[node.name] = kept
+    if not rounded:
+        return program
+    program = editable(program)
+    constants = ProgramConstants(program)
+    for node in [node for node in program.graph.nodes if node.name in rounded]:
+        made = constants.add(f"{node.name}_rounded", rounded[node.name], list(constants.names))
+        replace_node(program, node, made)
+    return finish(program)
 
 
 def _ends_of(block: FfnBlock) -> Ends:

@@ -564,6 +564,40 @@ def test_threshold(dtype: torch.dtype, block: type[nn.Module], tmp_path: Path) -
     assert found.accuracy.separation.rewrite.relative < 1e-14
 
 
+class Scaled(nn.RMSNorm):
+    """With Gemma's weight, 1 + w in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = nn.functional.rms_norm(x.float(), x.shape[-1:], eps=1e-5)
+        return (normed * (1 + self.weight.float())).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm(16), pytest.param(nn.RMSNorm(16), marks=pytest.mark.slow), Scaled(16, eps=1e-5)]
+)
+def test_a_norm_of_small_rows(norm: nn.Module, tmp_path: Path) -> None:
+    """A node has eps in float32, and the norm's weight rounded; another eps is noticed."""
+    torch.nn.init.normal_(norm.weight)
+    module = Written(lambda m, x: x + m.ffn(m.norm(x * 2**-9)), norm=norm, ffn=Plain()).bfloat16()
+    x, rows = torch.randn(40, 16).bfloat16(), {0: Dim("rows", min=1, max=4096)}
+    model = saved(tmp_path / "m.pt2", module, x, dynamic=((rows,),))
+    graph = graph_of(model, tmp_path / "m.onnx", linear="twell")
+
+    def plant(model: onnx.ModelProto) -> None:
+        (node,) = twell_nodes(model)
+        (eps,) = (each for each in node.attribute if each.name == "eps")
+        eps.f /= 10
+
+    result = run_check(model, graph)
+    assert result.within, result.causes
+    (block,) = result.blocks
+    assert block.accuracy.separation is not None
+    assert block.accuracy.separation.rewrite.relative < 1e-14
+    planted = run_check(model, changed(graph, tmp_path / "planted.onnx", plant))
+    assert not planted.within
+    assert "rewrite" in planted.causes
+
+
 def test_a_block_that_is_the_whole_model(tmp_path: Path) -> None:
     """It reads the program's input and gives its output."""
     x, shapes = torch.randn(4, 16).half(), ({0: Dim("rows", min=1, max=64)},)
