@@ -291,11 +291,9 @@ def experts_of(model: torch.nn.Module) -> dict[str, Any]:
 @contextmanager
 def experts_computed_by(model: torch.nn.Module, experts: Experts) -> Iterator[None]:
     """Let a function compute the experts of a model of transformers within this context."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
     configs = {id(each.config): each.config for each in experts_of(model).values()}
     before = [(config, config._experts_implementation) for config in configs.values()]
-    ALL_EXPERTS_FUNCTIONS.register(_COUNTING, experts)
+    register_experts(_COUNTING, experts)
     try:
         for config in configs.values():
             config._experts_implementation = _COUNTING
@@ -303,6 +301,34 @@ def experts_computed_by(model: torch.nn.Module, experts: Experts) -> Iterator[No
     finally:
         for config, name in before:
             config._experts_implementation = name
+
+
+def register_experts(name: str, experts: Experts) -> None:
+    """Let configurations name a function that computes experts."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(name, experts)
+
+
+def config_with_experts(config: Any, name: str) -> Any:
+    """Return a copy of a configuration, which has none inside, that names another function for experts."""
+    own = copy.copy(config)
+    own._experts_implementation = name
+    return own
+
+
+def is_forward_of_experts(experts: Any) -> bool:
+    """Whether the forward of experts is the one that looks a function up."""
+    return hasattr(type(experts).forward, "__wrapped__")
+
+
+def experts_computed_as(name: str | None, experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Compute experts as they do for a configuration that names this function."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    function = ALL_EXPERTS_FUNCTIONS.get_interface(name, type(experts).forward.__wrapped__)
+    y: Tensor = function(experts, x, ids, weights)
+    return y
 
 
 # ---- caches ----

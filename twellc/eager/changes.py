@@ -53,7 +53,7 @@ def take(found: FoundBlock, layer: Layer, options: BlockOptions, training: bool,
     for operand in weights.named().values():
         parameter = operand.parameter(submodule)
         if operand.transposed and parameter is not None and not training:
-            _store(local_of(parameter), by_neuron=True, undo=undo)
+            store(local_of(parameter), by_neuron=True, undo=undo)
     argument = next(iter(inspect.signature(submodule.forward).parameters.values()))
     parts: tuple[str, ...] = ()
     mixed_in: type[Mixed] = TrainedModule if training else BlockModule
@@ -90,7 +90,7 @@ def store_as_usual(taken: list[tuple[nn.Module, TakenBlock]], undo: ExitStack) -
         for operand in block.weights.named().values():
             parameter = operand.parameter(submodule)
             if operand.transposed and parameter is not None and block.training is None:
-                _store(local_of(parameter), by_neuron=False, undo=undo)
+                store(local_of(parameter), by_neuron=False, undo=undo)
 
 
 def compress(submodule: nn.Module, block: TakenBlock, compression: int, undo: ExitStack) -> None:
@@ -135,18 +135,18 @@ def _set(module: nn.Module, kind: type[nn.Module], blocks: tuple[TakenBlock, ...
 # ---- strides ----
 
 
-def _store(matrix: Tensor, *, by_neuron: bool, undo: ExitStack) -> None:
-    """Store the weight [d_out, d_ff] of a down projection so that its transpose is contiguous, or so that it itself is.
+def store(matrix: Tensor, *, by_neuron: bool, undo: ExitStack) -> None:
+    """Store a weight [..., d_out, d_ff] of a down projection so that its transpose is contiguous, or so that it is.
 
     In shared memory it stays. To undo it no second copy of the weight is kept.
     """
     before = matrix.data
-    data = before.t().contiguous().t() if by_neuron else before.contiguous()
+    data = before.mT.contiguous().mT if by_neuron else before.contiguous()
     if data.stride() == before.stride():
         return
     if type(data) is Tensor and data.device.type == "cpu" and before.is_shared():  # type: ignore[no-untyped-call]
         data.share_memory_()  # type: ignore[no-untyped-call]
-    if before.is_contiguous() or before.t().is_contiguous():
+    if before.is_contiguous() or before.mT.is_contiguous():
         undo.callback(_store_back, matrix, before.stride())
     else:  # a part of another tensor
         undo.callback(setattr, matrix, "data", before)

@@ -336,7 +336,7 @@ def _weights(module: nn.Module, block: TakenBlock, x: Tensor) -> WeightOperands[
     """Return what the op reads besides x, or None where the original forward must run."""
     if block.training is not None and _is_exporting():
         return None
-    if not _is_plain(x) or x.dim() not in block.ranks or x.shape[-1] != block.layer.d_model:
+    if not is_plain(x) or x.dim() not in block.ranks or x.shape[-1] != block.layer.d_model:
         return None
     inner = inner_modules(module, block.parts)
     if forms_of(inner) != block.forms or any(map(has_hooks, inner)) or has_global_hooks():
@@ -348,7 +348,7 @@ def _weights(module: nn.Module, block: TakenBlock, x: Tensor) -> WeightOperands[
 def _of_inference(
     module: nn.Module, block: TakenBlock, x: Tensor, inner: list[nn.Module]
 ) -> WeightOperands[Tensor] | None:
-    if module.training or any(each.training for each in inner) or not _is_taken(x) or blended_of(inner) is not None:
+    if module.training or any(each.training for each in inner) or not is_taken(x) or blended_of(inner) is not None:
         return None
     records = torch.is_grad_enabled()
     if records and x.requires_grad:
@@ -395,13 +395,13 @@ def _drops(module: nn.Module) -> bool:
     return isinstance(module, DropoutNd) and module.training and module.p > 0
 
 
-def _is_plain(x: Tensor) -> bool:
+def is_plain(x: Tensor) -> bool:
     """Whether x is one array on a device that the ops know: not nested, sparse or spread over ranks."""
     is_array = not x.is_nested and x.layout == torch.strided and not is_traceable_wrapper_subclass(x)
     return is_array and x.device.type in ("cpu", "cuda")
 
 
-def _is_taken(x: Tensor) -> bool:
+def is_taken(x: Tensor) -> bool:
     """Whether the op takes x as it is."""
     kind = x.device.type
     known = kind == "cpu" or x.dtype in KERNEL_DTYPES

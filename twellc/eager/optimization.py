@@ -31,6 +31,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from twellc.base.errors import UserError, first_few, first_line
 from twellc.eager.changes import compress, put_in_eight_bits, store_as_usual, take, take_off, taken_in
 from twellc.eager.eight_bits import EightBitLinear
+from twellc.eager.experts import FoundExperts, find_experts, take_experts, take_experts_off, taken_experts
 from twellc.eager.mixed import BlockModule, ContainerModule, TrainedModule, class_with, taken_by
 from twellc.eager.module_blocks import FoundBlock, Operand, drops, find_blocks, operands_of, refusal_of
 from twellc.eager.quantising import judge, quantised, refuse_other_samples
@@ -144,19 +145,22 @@ def optimize(
         is_other = any((block.training is not None) != training for _, _, block in taken_in(module))
         other = take_off(module, undo) if is_other else []
         running = {block.path(path): (submodule, block) for path, submodule, block in taken_in(module)}
-        planned = _plan(module, layers, training, running)
+        experts = [] if training else [path for path, _, _ in taken_experts(module)]
+        planned, others = _plan(module, layers, training, [*running, *experts])
         named = {path: each for path, each in running.items() if _names(layers, path)}
         if weights != KEEP:
             _refuse_running([path for path, (_, block) in named.items() if not block.weights.scales()])
             _plan_eight_bits(module, planned, fp8_error, samples)
         # All that may be refused is known: from here on the model changes.
         store_as_usual(other, undo)
+        if training:
+            take_experts_off(module, undo)
         if compression is not None:
             for submodule, block in named.values():
                 compress(submodule, block, compression, undo)
         for each in planned:
             _take(each, compression, training, undo)
-        _report(module, planned, layers)
+        _report(module, planned, layers, others)
         undo.pop_all()
     return module
 
@@ -182,6 +186,7 @@ def restore(module: _Module) -> _Module:
     refuse_other_than_modules("twellc.restore", module)
     with ExitStack() as undo:
         store_as_usual(take_off(module, undo), undo)
+        take_experts_off(module, undo)
         undo.pop_all()
     return module
 
@@ -189,7 +194,10 @@ def restore(module: _Module) -> _Module:
 def optimized_blocks(module: nn.Module) -> list[Layer]:
     """Return the blocks of a module that `optimize` has taken, as rows of a report, in the order of `named_modules`."""
     refuse_other_than_modules("twellc.optimized_blocks", module)
-    return [replace(block.layer, module=block.path(path)) for path, _, block in taken_in(module)]
+    rows = [(path, replace(block.layer, module=block.path(path))) for path, _, block in taken_in(module)]
+    rows += [(path, replace(taken.layer, module=path)) for path, _, taken in taken_experts(module)]
+    order = {path: place for place, (path, _) in enumerate(module.named_modules())}
+    return [layer for _, layer in sorted(rows, key=lambda row: order[row[0]])]
 
 
 def dequantise_others(module: nn.Module, dtype: torch.dtype) -> list[str]:
@@ -378,32 +386,47 @@ def _computes_weights(module: nn.Module) -> bool:
 class _Planned:
     """A block that was found, what becomes of it, and weights and scales in eight bits for its layers, by path."""
 
-    found: FoundBlock
+    found: FoundBlock | FoundExperts
     layer: Layer
     made: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def is_taken(self) -> bool:
         """Whether the op is to run it."""
-        return self.layer.decision == "twell" and self.found.weights is not None
+        runs = isinstance(self.found, FoundExperts) or self.found.weights is not None
+        return self.layer.decision == "twell" and runs
 
 
-def _plan(module: nn.Module, layers: str, training: bool, running: Iterable[str]) -> list[_Planned]:
-    """Find the blocks of a module besides those that run already, and decide what becomes of each."""
+def _plan(module: nn.Module, layers: str, training: bool, running: Sequence[str]) -> tuple[list[_Planned], list[str]]:
+    """Find the blocks and experts of a module besides those that run already, and decide what becomes of each.
+
+    Returns:
+        What is planned, and what is to be said of experts that are no blocks.
+    """
     found = list(_find(module, training))
-    return [_Planned(*each) for each in zip(found, _decide(found, layers, list(running)), strict=True)]
+    experts, others = find_experts(module, training=training)
+    paths = [*running, *(each.block.module for each in experts)]
+    planned = [_Planned(*each) for each in zip(found, _decide(found, layers, paths), strict=True)]
+    paths += [each.block.module for each in found]
+    # One by one: those of several layers share what was traced.
+    planned += [_Planned(each, *decide([each.block], layers, decided=paths)) for each in experts]
+    return planned, others
 
 
 def _plan_eight_bits(
     module: nn.Module, planned: list[_Planned], most: float | None, samples: Iterable[Any] | None
 ) -> None:
     """Decide in how many bits each block that the op is to run is read, and make its eight bits."""
-    chosen = [each for each in planned if each.layer.decision == "twell" and each.layer.weights is None]
-    for each, weights in zip(chosen, judge(module, [one.found for one in chosen], most, samples), strict=True):
+    chosen = [
+        (each, each.found)
+        for each in planned
+        if each.layer.decision == "twell" and each.layer.weights is None and isinstance(each.found, FoundBlock)
+    ]
+    for (each, found), weights in zip(chosen, judge(module, [one for _, one in chosen], most, samples), strict=True):
         LOG.info("%s: %s", each.layer.module or "the model itself", weights)
         each.layer = replace(each.layer, weights=weights, reason=f"{each.layer.reason}; {weights}")
         if weights.bits == 8:
-            each.made = quantised(each.found)
+            each.made = quantised(found)
 
 
 def _take(planned: _Planned, compression: int | None, training: bool, undo: ExitStack) -> None:
@@ -411,6 +434,9 @@ def _take(planned: _Planned, compression: int | None, training: bool, undo: Exit
     found, layer = planned.found, planned.layer
     if not planned.is_taken:
         LOG.info("%s stays dense: %s", layer.module or "the model itself", layer.reason)
+        return
+    if isinstance(found, FoundExperts):
+        take_experts(found, layer, undo)
         return
     if planned.made:
         put_in_eight_bits(found, planned.made, undo)
@@ -425,7 +451,7 @@ def _refuse_running(paths: Sequence[str]) -> None:
         raise UserError("twellc.optimize", what, got=first_few(paths), fix="Call twellc.restore(module) first.")
 
 
-def _report(module: nn.Module, planned: Sequence[_Planned], layers: str) -> None:
+def _report(module: nn.Module, planned: Sequence[_Planned], layers: str, others_left: Sequence[str]) -> None:
     """Say what is not as fast as it might be.
 
     Warns:
@@ -435,6 +461,8 @@ def _report(module: nn.Module, planned: Sequence[_Planned], layers: str) -> None
     parametrized = [path for path, submodule in module.named_modules() if _computes_weights(submodule)]
     for path in parametrized:
         LOG.info("%s: %s", path, _PARAMETRIZED)
+    for reason in others_left:
+        LOG.info("%s", reason)
     others = _others_in_eight_bits(module)
     if others:
         what = "layers in E4M3 that no block by the op reads compute in 16 bits, dequantised in each call"
@@ -442,6 +470,7 @@ def _report(module: nn.Module, planned: Sequence[_Planned], layers: str) -> None
     if not optimized_blocks(module) and layers != "none":
         left = [each.layer for each in planned if each.layer.decision != "twell"]
         reasons = [f"{layer.module or 'the model itself'}: {layer.reason}" for layer in left]
+        reasons += others_left
         reasons += [f"{path}: {_PARAMETRIZED}" for path in parametrized]
         warnings.warn(
             "twellc.optimize: no submodule is a feed-forward block that the twell ops compute"

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from twellc.base.arrays import to_numpy
 from twellc.base.errors import UserError
-from twellc.base.transformers_private import experts_computed_by, experts_of
+from twellc.base.transformers_private import experts_computed_by
+from twellc.eager.experts import expert_blocks, hidden_of, up_of
 from twellc.eager.module_blocks import find_blocks, operands_of
-from twellc.eager.tracing import trace_alone
 from twellc.firing.counter import FiringCounter, position_bins
 from twellc.passes.block_profile import BlockProfile
 from twellc.passes.match.find_ffn import FfnBlock
@@ -62,46 +62,13 @@ def counted_blocks(model: nn.Module) -> tuple[list[CountedBlock], list[str]]:
             continue
         columns = None if first.rows is None else slice(*first.rows)
         counted.append(CountedBlock(found.block, ".".join(filter(None, (found.path, first.layer))), columns))
-    alike: dict[str, FfnBlock | str] = {}
-    for path, experts in experts_of(model).items():
-        form = f"{experts!r} {[tuple(each.shape) for each in experts.parameters()]}"
-        if form not in alike:
-            alike[form] = _expert(path, experts)
-        block = alike[form]
+    for path, experts, block in expert_blocks(model):
         if isinstance(block, str):
             reasons.append(f"{path}: {block}")
         else:
-            counted.append(CountedBlock(replace(block, module=path), path, experts=experts.num_experts))
+            counted.append(CountedBlock(block, path, experts=experts.num_experts))
     order = {path: place for place, (path, _) in enumerate(model.named_modules())}
     return sorted(counted, key=lambda each: order[each.layer]), reasons
-
-
-class _OneExpert(nn.Module):
-    """What the first of some experts computes, for the matcher."""
-
-    def __init__(self, experts: Any) -> None:
-        super().__init__()
-        up = experts.gate_up_proj if experts.has_gate else experts.up_proj
-        matrices = (each[0].detach() for each in (up, experts.down_proj))
-        self.up, self.down = (nn.Parameter(each.t() if experts.is_transposed else each, False) for each in matrices)
-        self._experts = (experts,)  # in a tuple, so that it is no submodule
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = nn.functional.linear(x, self.up)
-        return nn.functional.linear(_hidden(self._experts[0], z), self.down)
-
-
-def _hidden(experts: Any, z: Tensor) -> Tensor:
-    hidden: Tensor = experts._apply_gate(z) if experts.has_gate else experts.act_fn(z)
-    return hidden
-
-
-def _expert(path: str, experts: Any) -> FfnBlock | str:
-    """Return the block that each of some experts is, or why they are not counted."""
-    for found in trace_alone(path, _OneExpert(experts), 2):
-        for block in found.blocks:
-            return block.refusal or block
-    return "no feed-forward block was found in them"
 
 
 class ModuleObserver:
@@ -210,7 +177,7 @@ class ModuleObserver:
             weights: The factor of each, [tokens, k].
         """
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        up = experts.gate_up_proj if experts.has_gate else experts.up_proj
+        up = up_of(experts)
         up_bias = experts.gate_up_proj_bias if experts.has_gate and experts.has_bias else None
         up_bias = experts.up_proj_bias if experts.has_bias and not experts.has_gate else up_bias
 
@@ -225,7 +192,7 @@ class ModuleObserver:
             z = project(x[tokens], up, up_bias, index)
             if path is not None:
                 self._count_expert(path, index, _gate(experts, z), tokens)
-            out = project(_hidden(experts, z), experts.down_proj, getattr(experts, "down_proj_bias", None), index)
+            out = project(hidden_of(experts, z), experts.down_proj, getattr(experts, "down_proj_bias", None), index)
             if experts.has_post_expert_norm:
                 out = experts.post_expert_norm(out)
             y.index_add_(0, tokens, (out * weights[tokens, places, None]).float())

@@ -300,7 +300,7 @@ def test_strides_are_undone_without_a_copy(change: str, error: Any, monkeypatch:
         twellc.optimize(model)
     before = state(model)
     held = [StorageWeakRef(each.down.weight.untyped_storage()) for each in model]
-    store, calls = changes._store, []
+    store, calls = changes.store, []
 
     def fail(*arguments: Any, **named: Any) -> None:
         calls.append(arguments)
@@ -309,7 +309,7 @@ def test_strides_are_undone_without_a_copy(change: str, error: Any, monkeypatch:
             raise error
         store(*arguments, **named)
 
-    monkeypatch.setattr(changes, "_store", fail)
+    monkeypatch.setattr(changes, "store", fail)
     with pytest.raises(error):
         twellc.restore(model) if change == "restore" else twellc.optimize(model, training=change == "train")
     assert not differences(before, state(model)) and len(calls) == 3

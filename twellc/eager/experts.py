@@ -1,0 +1,256 @@
+"""Mixtures of experts of transformers: recognise what an expert is, and run experts by the op `twell::experts`.
+
+The experts of a layer are one module with weights of three dimensions. Its forward looks up by the configuration who
+computes them; ours is registered there under the name `twellc`. Experts that are taken get a copy of the configuration
+with this name. So the configuration of the model stays what it is, and says who computes experts where the op does not.
+
+As of blocks, weights [experts, d_out, d_ff] of down projections are stored anew with other strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from twellc.base.transformers_private import (
+    config_with_experts,
+    experts_computed_as,
+    experts_of,
+    is_forward_of_experts,
+    register_experts,
+)
+from twellc.eager.changes import store
+from twellc.eager.mixed import forms_of, is_plain, is_taken
+from twellc.eager.module_blocks import has_global_hooks, has_hooks
+from twellc.eager.tracing import trace_alone
+from twellc.eager.training_block import blended_of
+from twellc.passes.match.find_ffn import FfnBlock
+from twellc.passes.match.linear import Linear
+from twellc.passes.report import Layer
+from twellc.plugins.experts_op import EXPERTS
+
+NAME = "twellc"
+# Where the op runs. Its meaning on a CPU is slower than what transformers has there: up to five times in bfloat16.
+DEVICES = frozenset({"cuda"})
+_MOST_EXPERTS, _MOST_OF_TOKEN = 1024, 64  # TWELL_MAX_EXPERTS and TWELL_MAX_EXPERTS_OF_TOKEN
+_TAKEN = "_twellc_experts"
+
+
+# ---- what an expert is ----
+
+
+class _OneExpert(nn.Module):
+    """What the first of some experts computes, for the matcher."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        matrices = (each[0].detach() for each in (up_of(experts), experts.down_proj))
+        self.up, self.down = (nn.Parameter(each.t() if experts.is_transposed else each, False) for each in matrices)
+        self._experts = (experts,)  # in a tuple, so that it is no submodule
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = nn.functional.linear(x, self.up)
+        return nn.functional.linear(hidden_of(self._experts[0], z), self.down)
+
+
+def up_of(experts: Any) -> nn.Parameter:
+    """Return the weights of the first product of experts."""
+    up: nn.Parameter = experts.gate_up_proj if experts.has_gate else experts.up_proj
+    return up
+
+
+def hidden_of(experts: Any, z: Tensor) -> Tensor:
+    """Return the hidden tensor of experts, of their first product [rows, d_ff] or [rows, 2 d_ff]."""
+    hidden: Tensor = experts._apply_gate(z) if experts.has_gate else experts.act_fn(z)
+    return hidden
+
+
+def expert_blocks(model: nn.Module) -> Iterator[tuple[str, Any, FfnBlock | str]]:
+    """Yield path and module of the experts of each layer, and the block that each is, or why it is none."""
+    alike: dict[str, FfnBlock | str] = {}
+    for path, experts in experts_of(model).items():
+        form = f"{experts!r} {[(tuple(each.shape), each.dtype) for each in experts.parameters()]}"
+        if form not in alike:
+            alike[form] = _expert(path, experts)
+        block = alike[form]
+        yield path, experts, block if isinstance(block, str) else replace(block, module=path)
+
+
+def _expert(path: str, experts: Any) -> FfnBlock | str:
+    for found in trace_alone(path, _OneExpert(experts), 2):
+        for block in found.blocks:
+            return block.refusal or block
+    return "no feed-forward block was found in them"
+
+
+# ---- for optimize ----
+
+
+@dataclass(frozen=True)
+class FoundExperts:
+    """The experts of a layer: their module, and the block that each of them is, perhaps with a refusal."""
+
+    module: Any
+    block: FfnBlock
+
+
+@dataclass(frozen=True)
+class TakenExperts:
+    """What a module of experts keeps that the op computes.
+
+    Attributes:
+        layer: Its row in a report.
+        config: The configuration that it had, which is that of the model.
+        threshold: That of fatrelu, else 0.
+        gate, up: Which rows of its first weights the gate and the up projection are: start, stop and step.
+        forms: What its inner modules were.
+    """
+
+    layer: Layer
+    config: Any
+    threshold: float
+    gate: tuple[int, int, int] | None
+    up: tuple[int, int, int] | None
+    forms: Any
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Let a model that is read by another process find the function."""
+        vars(self).update(state)
+        register_experts(NAME, _compute)
+
+
+def taken_experts(module: nn.Module) -> list[tuple[str, Any, TakenExperts]]:
+    """Return the experts that the op computes, each with path and module."""
+    held = [(path, each, vars(each).get(_TAKEN)) for path, each in module.named_modules()]
+    return [(path, each, taken) for path, each, taken in held if taken is not None]
+
+
+def find_experts(module: nn.Module, *, training: bool) -> tuple[list[FoundExperts], list[str]]:
+    """Return the experts of a model that are not taken, and what is to be said of others that are no blocks at all."""
+    found, others = [], []
+    for path, experts, block in expert_blocks(module):
+        if _TAKEN in vars(experts) and not training:
+            continue
+        reason = _refusal(experts, block, training)
+        if isinstance(block, str):
+            others.append(f"{path}: {reason}")
+        else:
+            found.append(FoundExperts(experts, replace(block, refusal=reason, dtype=torch.bfloat16)))
+    return found, others
+
+
+def _refusal(experts: Any, block: FfnBlock | str, training: bool) -> str:
+    """Say why the op cannot run experts; empty where it can."""
+    held = [up_of(experts), experts.down_proj]
+    if any(type(each) is not nn.Parameter for each in held):
+        return "their weights are quantised, or spread over ranks"
+    if isinstance(block, str):
+        return block
+    if training:
+        return "experts run by the op for inference alone"
+    if experts.has_bias or any(part is not None and part.bias for part in (block.gate, block.up, block.down)):
+        return "experts with biases"
+    if experts.has_post_expert_norm:
+        return "a norm follows each expert"
+    if experts.is_transposed:
+        return "their weights are stored input by input"
+    if getattr(experts, "_is_expert_parallel", False):
+        return "they are spread over ranks"
+    if block.gate is not None and None in (_rows(block.gate), _rows(block.up)):
+        return "gate and up projection are no slices of their weights"
+    if block.thresholds is not None:
+        return "a threshold for each neuron"
+    if not experts.down_proj.dtype.is_floating_point or experts.down_proj.dtype.itemsize == 1:
+        return f"their weights are {experts.down_proj.dtype}"
+    if any(width % 8 for width in (block.d_model, block.d_ff, block.d_out)):
+        return f"widths of {block.d_model}, {block.d_ff} and {block.d_out}, which must be multiples of 8"
+    if experts.down_proj.shape[0] > _MOST_EXPERTS:
+        return f"more than {_MOST_EXPERTS} experts"
+    if any(map(has_hooks, experts.modules())) or "forward" in vars(experts) or not is_forward_of_experts(experts):
+        return "something looks into their forward, or has replaced it"
+    if getattr(experts.config, "sub_configs", None):
+        return "their configuration is that of several models"
+    return ""
+
+
+def take_experts(found: FoundExperts, layer: Layer, undo: ExitStack) -> None:
+    """Let the experts of a layer be computed by the op."""
+    experts, block = found.module, found.block
+    register_experts(NAME, _compute)
+    store(experts.down_proj, by_neuron=True, undo=undo)
+    forms = forms_of(list(experts.modules())[1:])
+    taken = TakenExperts(layer, experts.config, block.threshold, _rows(block.gate), _rows(block.up), forms)
+    undo.callback(_set, experts, experts.config, None)
+    _set(experts, config_with_experts(experts.config, NAME), taken)
+
+
+def take_experts_off(module: nn.Module, undo: ExitStack) -> None:
+    """Let experts be computed as before, with their usual strides."""
+    for _, experts, taken in taken_experts(module):
+        undo.callback(_set, experts, experts.config, taken)
+        _set(experts, taken.config, None)
+        store(experts.down_proj, by_neuron=False, undo=undo)
+
+
+def _rows(part: Linear | None) -> tuple[int, int, int] | None:
+    return None if part is None else part.weight.rows
+
+
+def _set(experts: Any, config: Any, taken: TakenExperts | None) -> None:
+    experts.config = config
+    if taken is None:
+        vars(experts).pop(_TAKEN, None)
+    else:
+        vars(experts)[_TAKEN] = taken
+
+
+# ---- what experts compute ----
+
+
+def _compute(experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Compute experts by the op, or as transformers would where the op cannot.
+
+    Args:
+        experts: Their module.
+        x: [tokens, d_model].
+        ids: The experts of each token, [tokens, k]; a number that is not one of an expert stands for none.
+        weights: The factor of each, [tokens, k].
+    """
+    taken: TakenExperts | None = vars(experts).get(_TAKEN)
+    if taken is None:  # somebody else has named us in a configuration
+        return experts_computed_as("eager", experts, x, ids, weights)
+    if not _runs(experts, taken, x, ids):
+        return experts_computed_as(taken.config._experts_implementation, experts, x, ids, weights)
+    first, layer = up_of(experts), taken.layer
+    gate = first[:, slice(*taken.gate)] if taken.gate else None
+    up = first[:, slice(*taken.up)] if taken.up else first
+    down = experts.down_proj.mT
+    y: Tensor = EXPERTS(x, up, gate, down, ids, weights.float(), layer.activation, taken.threshold)
+    return y
+
+
+def _runs(experts: Any, taken: TakenExperts, x: Tensor, ids: Tensor) -> bool:
+    """Whether the op computes the same."""
+    inner = list(experts.modules())[1:]
+    held = [up_of(experts), experts.down_proj]
+    if x.device.type not in DEVICES or not is_plain(x) or not is_taken(x) or x.dim() != 2:
+        return False
+    if experts.training or any(each.training for each in inner) or experts._is_expert_parallel:
+        return False
+    if ids.shape[1] > _MOST_OF_TOKEN or ids.dtype not in (torch.int32, torch.int64):
+        return False
+    if forms_of(inner) != taken.forms or any(map(has_hooks, inner)) or has_global_hooks():
+        return False
+    if blended_of(inner) is not None:
+        return False
+    if torch.is_grad_enabled() and any(each.requires_grad for each in (x, *held)):
+        return False
+    if any(type(each) is not nn.Parameter or each.dtype != x.dtype or each.device != x.device for each in held):
+        return False
+    # Parameters that were replaced, as by load_state_dict(assign=True), have lost the strides.
+    return held[0].stride(2) == 1 and held[1].stride(1) == 1
