@@ -31,7 +31,6 @@ def by_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "DEVICES", frozenset({"cpu", "cuda"}))
 
 
-
 def rows(model: nn.Module) -> list[str]:
     return [layer.module.rpartition(".")[2] for layer in twellc.optimized_blocks(model)]
 
