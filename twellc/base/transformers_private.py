@@ -322,10 +322,11 @@ def is_forward_of_experts(experts: Any) -> bool:
     return hasattr(type(experts).forward, "__wrapped__")
 
 
-def experts_computed_as(name: str | None, experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Compute experts as they do for a configuration that names this function."""
+def experts_computed_as(config: Any, experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Compute experts as they do for a configuration; for None one after the other."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+    name = "eager" if config is None else config._experts_implementation
     function = ALL_EXPERTS_FUNCTIONS.get_interface(name, type(experts).forward.__wrapped__)
     y: Tensor = function(experts, x, ids, weights)
     return y

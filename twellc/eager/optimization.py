@@ -91,8 +91,8 @@ def optimize(
     Weights [d_out, d_ff] of down projections keep their shape, but not their strides: their transpose is contiguous.
     Libraries that save only contiguous tensors need `restore`, or contiguous copies.
 
-    Mixtures of experts of transformers are taken, too, each layer's by `twell::experts`, for inference on a GPU; on a CPU
-    and where the op cannot, transformers computes them as before. They keep their bits.
+    Mixtures of experts of transformers are taken, too, each layer's by `twell::experts`, for inference, where they are
+    on a GPU; where the op cannot, transformers computes them as before. They keep their bits.
 
     With `training` it is the other way round: forward and backward run by the ops in training mode, under autocast,
     activation checkpointing, DDP and FSDP, too, and strides stay as they are. Each block counts which neurons fire.

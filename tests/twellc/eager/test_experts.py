@@ -97,9 +97,21 @@ def test_bfloat16_is_no_worse_than_before(name: str, device: str) -> None:
 
 def test_cpu_computes_as_before() -> None:
     """What transformers has for a CPU is faster than the op's meaning."""
+    model = models.mixtral()
+    before = state(model)
+    with pytest.warns(UserWarning, match="they are on cpu, not on a GPU"):
+        twellc.optimize(model)
+    assert same(state(model), before)
+
+
+@pytest.mark.usefixtures("by_the_op")
+def test_other_devices_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is moved from a GPU to a CPU."""
     model, x = models.mixtral(), tokens()
     expected, _ = ops_of(model, x, use_cache=False)
-    found, counts = ops_of(twellc.optimize(model), x, use_cache=False)
+    twellc.optimize(model)
+    monkeypatch.setattr(experts, "DEVICES", frozenset({"cuda"}))
+    found, counts = ops_of(model, x, use_cache=False)
     assert not counts and (found.logits - expected.logits).abs().max() < 1e-5
 
 
@@ -173,6 +185,7 @@ def _silu(layer: Any) -> None:
     layer.act_fn = nn.SiLU()
 
 
+@pytest.mark.usefixtures("by_the_op")
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -195,11 +208,13 @@ def test_others_are_left(change: Callable[[Any], None], reason: str) -> None:
     assert not rows(model) and layer.down_proj.stride() == before and layer.config is model.config
 
 
+@pytest.mark.usefixtures("by_the_op")
 def test_widths_of_no_kernel_are_left() -> None:
     with pytest.warns(UserWarning, match="multiples of 8"):
         twellc.optimize(models.mixtral(intermediate_size=100))
 
 
+@pytest.mark.usefixtures("by_the_op")
 def test_layers_choose_and_failures_undo(monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.mixtral()
     before = state(model)
@@ -221,5 +236,5 @@ def test_layers_choose_and_failures_undo(monkeypatch: pytest.MonkeyPatch) -> Non
         twellc.restore(model)
     taken_after = state(model)
     assert same(taken, taken_after) and rows(model) == ["experts", "experts"]
-    monkeypatch.undo()
+    monkeypatch.setattr(experts, "store", store)
     assert same(state(twellc.restore(model)), before)
