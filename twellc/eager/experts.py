@@ -39,6 +39,9 @@ NAME = "twellc"
 # so there all stays as it is, strides too.
 DEVICES = frozenset({"cuda"})
 _MOST_EXPERTS, _MOST_OF_TOKEN = 1024, 64  # TWELL_MAX_EXPERTS and TWELL_MAX_EXPERTS_OF_TOKEN
+# Tokens of an expert, on average. With more of them nearly every neuron fires for one, and the dense grouped product of
+# transformers is faster: on an H200, of Nemotron 3 Nano's sizes, 1.01 to 1.22 times as slow at 24, 0.67 at 96.
+_MOST_TOKENS = 24
 _TAKEN = "_twellc_experts"
 
 
@@ -244,6 +247,8 @@ def _runs(experts: Any, taken: TakenExperts, x: Tensor, ids: Tensor) -> bool:
     if x.device.type not in DEVICES or not is_plain(x) or not is_taken(x) or x.dim() != 2:
         return False
     if experts.training or any(each.training for each in inner) or experts._is_expert_parallel:
+        return False
+    if ids.numel() > _MOST_TOKENS * experts.num_experts:
         return False
     if ids.shape[1] > _MOST_OF_TOKEN or ids.dtype not in (torch.int32, torch.int64):
         return False
