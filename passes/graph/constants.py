@@ -92,7 +92,7 @@ def evaluate(node: Node, lookup: Callable[[Node], Tensor]) -> Tensor:
 
 def grows_too_far(nodes: Iterable[Node], constants: Iterable[Node]) -> bool:
     """Whether computing nodes takes far more memory than the constants of the graph have."""
-    return unfolds_too_far(*(sum(map(_bytes_of, each)) for each in (nodes, constants)), most=_MOST)
+    return unfolds_too_far(sum(map(_bytes_of, nodes)), sum(map(_bytes_of, constants)), most=_MOST)
 
 
 def _bytes_of(node: Node) -> int:

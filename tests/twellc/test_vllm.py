@@ -102,7 +102,7 @@ def test_quantised_layers_take_other_weights(registry: Registry, monkeypatch: py
     loaded, fresh = Linear(first), Linear(second)
     for layer in (loaded, fresh):
         method.process_weights_after_loading(layer)
-    loaded.weight.weight_loader(loaded.weight, second)  # type: ignore[operator]
+    loaded.weight.weight_loader(loaded.weight, second)  # type: ignore[attr-defined, operator]
     assert loaded.weight_scale.shape == ((1, 4) if down else (6, 1))
     for name in ("weight", "weight_scale"):
         ours, expected = getattr(loaded, name), getattr(fresh, name)

@@ -271,7 +271,7 @@ def precision_for(dtype: str | None, device: torch.device) -> tuple[Callable[[to
 
 def _samples_of(text: Path, path: Path, model: Any) -> list[dict[str, Any]]:
     """Return a text as arguments of a model, through the tokenizer in its directory."""
-    longest = {"tokens": (1, longest_text(model))}
+    longest: dict[str, tuple[int, object]] = {"tokens": (1, longest_text(model))}
     inputs = ModelInputs([InputSpec("input_ids", torch.int64, (1, sympy.Symbol("tokens")))], longest, {})
     found = read_text(text, path, True, Limits(inputs, None, model.config.get_text_config(decoder=True).vocab_size))
     return [{"input_ids": each["input_ids"].to(model.device), "use_cache": False} for each in found.samples]
