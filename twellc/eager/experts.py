@@ -261,4 +261,4 @@ def _runs(experts: Any, taken: TakenExperts, x: Tensor, ids: Tensor) -> bool:
     if any(type(each) is not nn.Parameter or each.dtype != x.dtype or each.device != x.device for each in held):
         return False
     # Parameters that were replaced, as by load_state_dict(assign=True), have lost the strides.
-    return held[0].stride(2) == 1 and held[1].stride(1) == 1
+    return bool(held[0].stride(2) == held[1].stride(1) == 1)

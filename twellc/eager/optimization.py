@@ -412,7 +412,7 @@ def _plan(module: nn.Module, layers: str, training: bool, running: Sequence[str]
     planned = [_Planned(*each) for each in zip(found, _decide(found, layers, paths), strict=True)]
     paths += [each.block.module for each in found]
     # One by one: those of several layers share what was traced.
-    planned += [_Planned(each, *decide([each.block], layers, decided=paths)) for each in experts]
+    planned += [_Planned(each, decide([each.block], layers, decided=paths)[0]) for each in experts]
     return planned, others
 
 

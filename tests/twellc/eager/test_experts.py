@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import twellc
 from tests import models
 from tests.twellc.eager.test_optimize import Ops, ops_of, tokens
-from twellc.eager import experts
+from twellc.eager import changes, experts
 
 LATENT = {"layers_block_type": ["attention", "moe"], "num_hidden_layers": 2}
 MODELS: dict[str, Callable[[], Any]] = {
@@ -222,7 +222,7 @@ def test_layers_choose_and_failures_undo(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [layer.module for layer in twellc.optimized_blocks(model)] == ["model.layers.1.mlp.experts"]
     twellc.optimize(model)
     assert rows(model) == ["experts", "experts"]
-    store, calls = experts.store, []
+    store, calls = changes.store, []
 
     def fail(*arguments: Tensor, **named: Any) -> None:
         calls.append(arguments)
