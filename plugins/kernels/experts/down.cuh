@@ -54,6 +54,30 @@ __device__ __forceinline__ float element_of(Stored const* pointer) {
     }
 }
 
+// A sum again, of the neurons that are active for a token alone: tokens of a group multiply what others need, and
+// 0 * infinity is NaN.
+template <class Element, class Stored>
+__device__ __forceinline__ float sum_of_active(DownParams const& params, int number, int token, int width, int column) {
+    int64_t const expert = group_of(params.groups, number).expert;
+    auto const* const values =
+        static_cast<Stored const*>(params.down.values) + expert * params.down.expert_stride + column;
+    float sum = 0.0f;
+    for (int neuron = 0; neuron < params.d_ff; ++neuron) {
+        float const h =
+            Element::to_float(__ldcg(params.h + (int64_t{number} * params.d_ff + neuron) * width + token));
+        if (h != 0.0f) {
+            float weight = element_of<Element>(values + neuron * params.down.row_stride);
+            if constexpr (sizeof(Stored) == 1) {
+                if (params.down.scale_of_row != 0) {
+                    weight *= __ldg(params.down.scale + expert * params.down.scale_of_expert + neuron);
+                }
+            }
+            sum = fmaf(h, weight, sum);
+        }
+    }
+    return sum;
+}
+
 template <class Element, class Stored, int kTiles, int kColumnWarps>
 __global__ void __launch_bounds__(kDownThreads) down_kernel(DownParams const params) {
     using Shape = Down<kTiles, kColumnWarps>;
@@ -223,20 +247,7 @@ __global__ void __launch_bounds__(kDownThreads) down_kernel(DownParams const par
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     if (!isfinite(values[i])) {  // 0 * infinity of a neuron that is active for another token?
-                        values[i] = 0.0f;
-                        for (int n = 0; n < num_active; ++n) {
-                            int const neuron = list[n];
-                            float const h = Element::to_float(
-                                __ldcg(params.h + (int64_t{number} * params.d_ff + neuron) * kWidth + token));
-                            if (h != 0.0f) {
-                                float w =
-                                    element_of<Element>(rows + neuron * params.down.row_stride + (out + i - column));
-                                if constexpr (sizeof(Stored) == 1) {
-                                    w *= params.down.scale_of_row != 0 ? __ldg(scales + neuron) : 1.0f;
-                                }
-                                values[i] = fmaf(h, w, values[i]);
-                            }
-                        }
+                        values[i] = sum_of_active<Element, Stored>(params, number, token, kWidth, out + i);
                     }
                     if constexpr (sizeof(Stored) == 1) {
                         if (params.down.scale_of_row == 0) {

@@ -1,10 +1,12 @@
 #include <stdint.h>
 
 #include <algorithm>
+#include <iterator>
 
 #include "experts/down.cuh"
+#include "experts/down_sm90.h"
 #include "experts/experts.h"
-#include "experts/groups.cuh"
+#include "experts/sort.cuh"
 #include "experts/up.cuh"
 #include "host/problem.h"
 
@@ -14,46 +16,56 @@ namespace {
 
 using namespace experts;
 
-// Tiles of kTile tokens that a group has, by the mean number of tokens of an expert: few experts have so many more that
-// their weights are read twice. More tokens in a group are more loads of x for each weight.
-template <int kTiles_, int kMostMean_>
+// What kernels are launched with, by the number of tokens and by the mean of those that an expert has. Figures are of
+// 128 experts of 2688 / 1856, 6 a token, 10 % active, on an H200.
 struct Row {
-    static constexpr int kTiles = kTiles_;
-    static constexpr int kMostMean = kMostMean_;
+    int most_tokens;
+    int most_mean;
+    int tiles;         // of kTile tokens, of a group
+    int up_warps;      // that share d_model
+    int column_warps;  // of the down projection that is not streamed: 64 columns each
+};
+
+constexpr Row kRows[] = {
+    // One token leaves few CTAs: 64 columns and 4 warps are 21 and 11 % faster than 256 and 2.
+    {1, INT32_MAX, 1, 4, 1},
+    // Pieces of 512 bytes of a row are 4 to 9 % faster than those of 128. Two warps leave more CTAs to a multiprocessor,
+    // and fewer sums to add: 0 to 3 % faster. Groups are such that few experts have two, as each reads all weights; more
+    // tokens in a group are more loads of x for each weight.
+    {INT32_MAX, 4, 1, 2, 4},
+    {INT32_MAX, 10, 2, 2, 4},
+    // Not measured: derived from the rows above.
+    {INT32_MAX, 24, 4, 4, 4},
+    {INT32_MAX, INT32_MAX, 8, 4, 4},
 };
 
 struct ExpertsConfig {
-    int tiles;
-    int column_warps;  // of the down projection
+    int row;    // of kRows
+    int width;  // tokens of a group
     int most_groups;
     bool is_direct;  // each pair is a group: of one token
     bool sorts_at_once;
+    bool is_streamed;  // the down projection, by CTAs that stay
 };
 
 int64_t num_pairs(twell_experts_problem const& problem) { return problem.tokens * problem.top; }
 
 int num_masks(twell_experts_problem const& problem) { return static_cast<int>(ceil_div(problem.d_ff, MMA_M)); }
 
-template <class... Rows>
-int tiles_for(int64_t mean) {
-    int tiles = 0;
-    ((tiles == 0 && mean <= Rows::kMostMean ? tiles = Rows::kTiles : 0), ...);
-    return tiles;
-}
-
-ExpertsConfig choose(twell_experts_problem const& problem, int num_multiprocessors) {
+ExpertsConfig choose(twell_experts_problem const& problem, Device const& device) {
     int64_t const pairs = num_pairs(problem);
     ExpertsConfig config = {};
-    config.tiles = tiles_for<Row<1, 4>, Row<2, 10>, Row<4, 24>, Row<8, INT32_MAX>>(ceil_div(pairs, problem.experts));
+    int64_t const mean = ceil_div(pairs, problem.experts);
+    while (problem.tokens > kRows[config.row].most_tokens || mean > kRows[config.row].most_mean) {
+        ++config.row;
+    }
+    config.width = kRows[config.row].tiles * kTile;
     config.is_direct = problem.tokens == 1;
     config.sorts_at_once = pairs <= kMostSortedAtOnce;
     int64_t const hit = std::min<int64_t>(pairs, problem.experts);
-    config.most_groups =
-        static_cast<int>(config.is_direct ? pairs : std::min(pairs, pairs / (config.tiles * kTile) + hit));
-    // Wide pieces of rows, unless that leaves multiprocessors without work.
-    constexpr int kWide = 4;
-    int64_t const wide_ctas = hit * ceil_div(problem.d_out, kWide * kWarpOut);
-    config.column_warps = wide_ctas >= 2 * num_multiprocessors ? kWide : 1;
+    // Each expert with tokens has a group, and another one for each further `width` tokens.
+    config.most_groups = static_cast<int>(config.is_direct ? pairs : hit + (pairs - hit) / config.width);
+    config.is_streamed = is_sm90(device) && !config.is_direct && problem.weight_dtype != TWELL_E4M3;
     return config;
 }
 
@@ -61,6 +73,7 @@ struct Scratch {
     Group* groups;
     int* order;
     int* counts;
+    int* ticket;
     uint16_t* h;
     uint16_t* masks;
     float* y_of_pairs;
@@ -73,7 +86,8 @@ Scratch take_all(unsigned char*& memory, twell_experts_problem const& problem, E
     scratch.groups = take<Group>(memory, groups);
     scratch.order = take<int>(memory, pairs);
     scratch.counts = take<int>(memory, problem.experts);
-    scratch.h = take<uint16_t>(memory, groups * problem.d_ff * config.tiles * kTile);
+    scratch.ticket = take<int>(memory, 1);
+    scratch.h = take<uint16_t>(memory, groups * problem.d_ff * config.width);
     scratch.masks = take<uint16_t>(memory, groups * num_masks(problem));
     scratch.y_of_pairs = take<float>(memory, pairs * problem.d_out);
     return scratch;
@@ -93,8 +107,9 @@ cudaError_t sort(ExpertsCall const& call, ExpertsConfig const& config, Groups co
         return cudaSuccess;
     }
     if (config.sorts_at_once) {
-        return launch_dependent({"experts_sort"}, sort_kernel, groups, dim3(1), kSortThreads, 0, call.device,
-                                call.stream);
+        return launch_dependent({"experts_sort"}, sort_kernel, groups, dim3(1), kSortThreads,
+                                sort_bytes(call.problem.experts), call.device, call.stream, {},
+                                sort_bytes(TWELL_MAX_EXPERTS));
     }
     dim3 const grid(static_cast<unsigned>(call.problem.experts));
     TWELL_TRY(
@@ -102,47 +117,53 @@ cudaError_t sort(ExpertsCall const& call, ExpertsConfig const& config, Groups co
     return launch_dependent({"experts_place"}, place_kernel, groups, grid, kExpertThreads, 0, call.device, call.stream);
 }
 
-template <class Element, class Stored, int kTiles, int kColumnWarps>
-cudaError_t launch_products(ExpertsCall const& call, UpParams const& up, DownParams const& down) {
-    twell_experts_problem const& problem = call.problem;
-    auto const groups = static_cast<unsigned>(up.groups.most_groups);
-    dim3 const up_grid(static_cast<unsigned>(num_masks(problem)), groups);
-    constexpr int kUpThreads = kUpWarps * kWarpSize;
-    if (problem.variant == TWELL_GATED) {
-        TWELL_TRY(launch_dependent({"experts_up", {{"matrices", 2}, {"tokens", kTiles * kTile}}},
-                                   up_kernel<Element, Stored, 2, kTiles>, up, up_grid, kUpThreads, 0, call.device,
-                                   call.stream));
-    } else {
-        TWELL_TRY(launch_dependent({"experts_up", {{"matrices", 1}, {"tokens", kTiles * kTile}}},
-                                   up_kernel<Element, Stored, 1, kTiles>, up, up_grid, kUpThreads, 0, call.device,
-                                   call.stream));
-    }
-    using Shape = Down<kTiles, kColumnWarps>;
-    dim3 const down_grid(static_cast<unsigned>(ceil_div(problem.d_out, kColumnWarps * kWarpOut)), groups);
-    return launch_dependent({"experts_down", {{"tokens", kTiles * kTile}, {"columns", kColumnWarps * kWarpOut}}},
-                            down_kernel<Element, Stored, kTiles, kColumnWarps>, down, down_grid, kDownThreads,
-                            Shape::shared_bytes(problem.d_ff), call.device, call.stream, {},
-                            Shape::shared_bytes(TWELL_MAX_EXPERT_D_FF));
+template <class Element, class Stored, int kMatrices, int kTiles, int kWarps>
+cudaError_t launch_up(ExpertsCall const& call, UpParams const& params) {
+    using Shape = Up<Element, Stored, kMatrices, kTiles, kWarps>;
+    dim3 const grid(static_cast<unsigned>(ceil_div(params.d_ff, Shape::kRowTiles * MMA_M)),
+                    static_cast<unsigned>(params.groups.most_groups));
+    Label const label = {kMatrices == 2 ? "experts_gate_up" : "experts_up",
+                         {{"tokens", kTiles * kTile}, {"warps", kWarps}}};
+    return launch_dependent(label, up_kernel<Element, Stored, kMatrices, kTiles, kWarps>, params, grid,
+                            kWarps * kWarpSize, 0, call.device, call.stream);
 }
 
-template <class Element, class Stored, int kTiles>
-cudaError_t launch_columns(ExpertsCall const& call, ExpertsConfig const& config, UpParams const& up,
-                           DownParams const& down) {
-    return config.column_warps == 1 ? launch_products<Element, Stored, kTiles, 1>(call, up, down)
-                                    : launch_products<Element, Stored, kTiles, 4>(call, up, down);
+template <class Element, class Stored, int kRow>
+cudaError_t launch_row(ExpertsCall const& call, ExpertsConfig const& config, UpParams const& up,
+                       DownParams const& down) {
+    constexpr int kTiles = kRows[kRow].tiles;
+    constexpr int kColumnWarps = kRows[kRow].column_warps;
+    constexpr int kWarps = kRows[kRow].up_warps;
+    TWELL_TRY(call.problem.variant == TWELL_GATED ? launch_up<Element, Stored, 2, kTiles, kWarps>(call, up)
+                                                  : launch_up<Element, Stored, 1, kTiles, kWarps>(call, up));
+    if constexpr (kHasSm90 && sizeof(Stored) == 2) {
+        if (config.is_streamed) {
+            return launch_experts_down_sm90(call, down, kTiles);
+        }
+    }
+    using Shape = Down<kTiles, kColumnWarps>;
+    dim3 const grid(static_cast<unsigned>(ceil_div(down.d_out, kColumnWarps * kWarpOut)),
+                    static_cast<unsigned>(down.groups.most_groups));
+    return launch_dependent({"experts_down", {{"tokens", kTiles * kTile}, {"columns", kColumnWarps * kWarpOut}}},
+                            down_kernel<Element, Stored, kTiles, kColumnWarps>, down, grid, kDownThreads,
+                            Shape::shared_bytes(down.d_ff), call.device, call.stream, {},
+                            Shape::shared_bytes(TWELL_MAX_EXPERT_D_FF));
 }
 
 template <class Element, class Stored>
 cudaError_t launch(ExpertsCall const& call, ExpertsConfig const& config, UpParams const& up, DownParams const& down) {
-    switch (config.tiles) {
+    static_assert(std::size(kRows) == 5, "each has a line here");
+    switch (config.row) {
+        case 0:
+            return launch_row<Element, Stored, 0>(call, config, up, down);
         case 1:
-            return launch_columns<Element, Stored, 1>(call, config, up, down);
+            return launch_row<Element, Stored, 1>(call, config, up, down);
         case 2:
-            return launch_columns<Element, Stored, 2>(call, config, up, down);
-        case 4:
-            return launch_columns<Element, Stored, 4>(call, config, up, down);
+            return launch_row<Element, Stored, 2>(call, config, up, down);
+        case 3:
+            return launch_row<Element, Stored, 3>(call, config, up, down);
         default:
-            return launch_columns<Element, Stored, 8>(call, config, up, down);
+            return launch_row<Element, Stored, 4>(call, config, up, down);
     }
 }
 
@@ -157,9 +178,10 @@ cudaError_t launch(ExpertsCall const& call, ExpertsConfig const& config, void* w
                            config.is_direct ? nullptr : scratch.groups,
                            scratch.order,
                            scratch.counts,
+                           scratch.ticket,
                            static_cast<int>(num_pairs(problem)),
                            config.most_groups,
-                           config.tiles * kTile};
+                           config.width};
     TWELL_TRY(sort(call, config, groups));
 
     UpParams up = {};
@@ -203,25 +225,27 @@ cudaError_t launch(ExpertsCall const& call, ExpertsConfig const& config, void* w
 
 size_t experts_bytes(twell_experts_problem const& problem) {
     // What depends on the device takes no memory.
-    ExpertsConfig const config = choose(problem, 1);
+    ExpertsConfig const config = choose(problem, {});
     return bytes_taken([&](unsigned char*& memory) { take_all(memory, problem, config); });
 }
 
 void list_experts(Text& text) {
     text.add("experts_sort\nexperts_count\nexperts_place\n");
-    for (int const tiles : {1, 2, 4, 8}) {
-        for (int const matrices : {1, 2}) {
-            text.add("experts_up matrices=%d tokens=%d\n", matrices, tiles * kTile);
+    for (Row const& row : kRows) {
+        int const tokens = row.tiles * kTile;
+        for (char const* const name : {"experts_up", "experts_gate_up"}) {
+            text.add("%s tokens=%d warps=%d\n", name, tokens, row.up_warps);
         }
-        for (int const warps : {1, 4}) {
-            text.add("experts_down tokens=%d columns=%d\n", tiles * kTile, warps * kWarpOut);
-        }
+        text.add("experts_down tokens=%d columns=%d\n", tokens, row.column_warps * kWarpOut);
+    }
+    if constexpr (kHasSm90) {
+        list_experts_down_sm90(text);
     }
     text.add("experts_add\n");
 }
 
 cudaError_t launch_experts(ExpertsCall const& call, void* workspace) {
-    ExpertsConfig const config = choose(call.problem, call.device.num_multiprocessors);
+    ExpertsConfig const config = choose(call.problem, call.device);
     return call.problem.dtype == TWELL_BF16 ? launch<Bf16>(call, config, workspace)
                                             : launch<Fp16>(call, config, workspace);
 }

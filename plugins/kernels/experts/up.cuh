@@ -80,19 +80,20 @@ __device__ __forceinline__ uint2 widen4(uint32_t four, float scale = 1.0f) {
                       Element::from_float2(high.x * scale, high.y * scale));
 }
 
-// A group's tokens times 16 neurons, by kUpWarps warps that share d_model: lane (r, c) of each loads 16 bytes of row r
-// at a time, in an order of the columns that x has, too.
+// A group's tokens times 16 or 32 neurons, by kWarps warps that share d_model: lane (r, c) of each loads 16 bytes of row
+// r at a time, in an order of the columns that x has, too.
 //   kTiles: of kTile tokens. kMatrices: 2 with a gate.
-constexpr int kUpWarps = 4;
-
-template <class Element, class Stored, int kMatrices, int kTiles>
+template <class Element, class Stored, int kMatrices, int kTiles, int kWarps>
 struct Up {
+    // Of 16 neurons. Two use what is read of x twice; with one token it is little, and with 64 registers do not suffice.
+    static constexpr int kRowTiles = kTiles == 2 || (kTiles == 4 && kMatrices == 1) ? 2 : 1;
+    static constexpr int kHalves = 2 * kRowTiles;  // of eight neurons
     static constexpr int kElements = 16 / static_cast<int>(sizeof(Stored));  // of one load
     static constexpr int kPiece = 4 * kElements;                             // columns of a warp's load
     static constexpr int kWords = kElements / 2;                             // of a lane's load in 16 bits
     static constexpr int kVectors = kElements / kVector;                     // of x
     // Loads in flight, with what they are multiplied by: as many as registers allow.
-    static constexpr int kRegisters = 4 * (kTiles * kVectors + 2 * kMatrices);  // of one
+    static constexpr int kRegisters = 4 * (kTiles * kVectors + kHalves * kMatrices);  // of one
     static constexpr int kDepth = std::clamp(72 / kRegisters, 1, 6);
 
     static __device__ __forceinline__ void widen(uint32_t (&words)[kWords], uint4 const& vector) {
@@ -110,12 +111,14 @@ struct Up {
     }
 };
 
-template <class Element, class Stored, int kMatrices, int kTiles>
-__global__ void __launch_bounds__(kUpWarps* kWarpSize) up_kernel(UpParams const params) {
-    using Shape = Up<Element, Stored, kMatrices, kTiles>;
+template <class Element, class Stored, int kMatrices, int kTiles, int kWarps>
+__global__ void __launch_bounds__(kWarps* kWarpSize) up_kernel(UpParams const params) {
+    using Shape = Up<Element, Stored, kMatrices, kTiles, kWarps>;
     constexpr int kDepth = Shape::kDepth;
-    __shared__ float parts[kUpWarps][kMatrices][kTiles][4][kWarpSize];
-    __shared__ uint32_t active;
+    constexpr int kRowTiles = Shape::kRowTiles;
+    constexpr int kHalves = Shape::kHalves;
+    __shared__ float parts[kWarps][kMatrices][kRowTiles][kTiles][4][kWarpSize];
+    __shared__ uint32_t active[kRowTiles];
     wait_for_previous_launch();
     allow_dependent_launch();
     int const number = static_cast<int>(blockIdx.y);
@@ -127,30 +130,30 @@ __global__ void __launch_bounds__(kUpWarps* kWarpSize) up_kernel(UpParams const 
     int const lane = threadIdx.x % kWarpSize;
     int const r = lane / 4;
     int const c = lane % 4;
-    int const neuron = static_cast<int>(blockIdx.x) * MMA_M + r;
+    int const neuron = static_cast<int>(blockIdx.x) * kRowTiles * MMA_M + r;
     int const last = params.d_ff - 1;
-    if (threadIdx.x == 0) {
-        active = 0;
+    if (threadIdx.x < kRowTiles) {
+        active[threadIdx.x] = 0;
     }
 
-    Stored const* rows[kMatrices][2];
+    Stored const* rows[kMatrices][kHalves];
 #pragma unroll
     for (int m = 0; m < kMatrices; ++m) {
         Matrix const& matrix = m == 0 && kMatrices == 2 ? params.gate : params.up;
         auto const* const values = static_cast<Stored const*>(matrix.values) + group.expert * matrix.expert_stride;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for (int half = 0; half < kHalves; ++half) {
             rows[m][half] = values + min(neuron + half * 8, last) * matrix.row_stride;
         }
     }
     int const column = warp * Shape::kPiece + c * Shape::kElements;  // of the first load
-    constexpr int kStep = kUpWarps * Shape::kPiece;
-    uint4 ahead[kDepth][kMatrices][2];
-    auto const load = [&](uint4(&loaded)[kMatrices][2], int at) {
+    constexpr int kStep = kWarps * Shape::kPiece;
+    uint4 ahead[kDepth][kMatrices][kHalves];
+    auto const load = [&](uint4(&loaded)[kMatrices][kHalves], int at) {
 #pragma unroll
         for (int m = 0; m < kMatrices; ++m) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
+            for (int half = 0; half < kHalves; ++half) {
                 loaded[m][half] = load_weights_if(rows[m][half] + at, at < params.d_model);
             }
         }
@@ -169,7 +172,7 @@ __global__ void __launch_bounds__(kUpWarps* kWarpSize) up_kernel(UpParams const 
                                             params.d_model
                            : nullptr;
     }
-    float sums[kMatrices][kTiles][4] = {};
+    float sums[kMatrices][kRowTiles][kTiles][4] = {};
     for (int first = column; first - c * Shape::kElements < params.d_model; first += kDepth * kStep) {
         uint4 x[kDepth][kTiles][Shape::kVectors];
 #pragma unroll
@@ -186,11 +189,13 @@ __global__ void __launch_bounds__(kUpWarps* kWarpSize) up_kernel(UpParams const 
         }
 #pragma unroll
         for (int i = 0; i < kDepth; ++i) {
-            uint32_t words[kMatrices][2][Shape::kWords];
+            uint32_t words[kMatrices][kHalves][Shape::kWords];
 #pragma unroll
             for (int m = 0; m < kMatrices; ++m) {
-                Shape::widen(words[m][0], ahead[i][m][0]);
-                Shape::widen(words[m][1], ahead[i][m][1]);
+#pragma unroll
+                for (int half = 0; half < kHalves; ++half) {
+                    Shape::widen(words[m][half], ahead[i][m][half]);
+                }
             }
             load(ahead[i], first + (kDepth + i) * kStep);
 #pragma unroll
@@ -200,11 +205,16 @@ __global__ void __launch_bounds__(kUpWarps* kWarpSize) up_kernel(UpParams const 
                     uint4 const b = x[i][tile][v];
 #pragma unroll
                     for (int m = 0; m < kMatrices; ++m) {
-                        uint32_t const(&a)[2][Shape::kWords] = words[m];
-                        uint32_t const low[4] = {a[0][4 * v], a[1][4 * v], a[0][4 * v + 1], a[1][4 * v + 1]};
-                        uint32_t const high[4] = {a[0][4 * v + 2], a[1][4 * v + 2], a[0][4 * v + 3], a[1][4 * v + 3]};
-                        Element::mma(sums[m][tile], low, b.x, b.y);
-                        Element::mma(sums[m][tile], high, b.z, b.w);
+#pragma unroll
+                        for (int row = 0; row < kRowTiles; ++row) {
+                            uint32_t const(&first)[Shape::kWords] = words[m][2 * row];
+                            uint32_t const(&second)[Shape::kWords] = words[m][2 * row + 1];
+                            int const w = 4 * v;
+                            uint32_t const low[4] = {first[w], second[w], first[w + 1], second[w + 1]};
+                            uint32_t const high[4] = {first[w + 2], second[w + 2], first[w + 3], second[w + 3]};
+                            Element::mma(sums[m][row][tile], low, b.x, b.y);
+                            Element::mma(sums[m][row][tile], high, b.z, b.w);
+                        }
                     }
                 }
             }
@@ -214,28 +224,33 @@ __global__ void __launch_bounds__(kUpWarps* kWarpSize) up_kernel(UpParams const 
 #pragma unroll
     for (int m = 0; m < kMatrices; ++m) {
 #pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
+        for (int row = 0; row < kRowTiles; ++row) {
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                parts[warp][m][tile][j][lane] = sums[m][tile][j];
+            for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    parts[warp][m][row][tile][j][lane] = sums[m][row][tile][j];
+                }
             }
         }
     }
     __syncthreads();
-    for (int tile = warp; tile < kTiles; tile += kUpWarps) {
+    for (int i = warp; i < kRowTiles * kTiles; i += kWarps) {
+        int const row_tile = i / kTiles;
+        int const tile = i % kTiles;
         uint32_t found = 0;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            int const row = neuron + half * 8;
+            int const row = neuron + row_tile * MMA_M + half * 8;
             int const in = min(row, last);
             float2 z[kMatrices];
 #pragma unroll
             for (int m = 0; m < kMatrices; ++m) {
                 z[m] = make_float2(0.0f, 0.0f);
 #pragma unroll
-                for (int w = 0; w < kUpWarps; ++w) {
-                    z[m].x += parts[w][m][tile][2 * half][lane];
-                    z[m].y += parts[w][m][tile][2 * half + 1][lane];
+                for (int w = 0; w < kWarps; ++w) {
+                    z[m].x += parts[w][m][row_tile][tile][2 * half][lane];
+                    z[m].y += parts[w][m][row_tile][tile][2 * half + 1][lane];
                 }
                 if constexpr (sizeof(Stored) == 1) {
                     Matrix const& matrix = m == 0 && kMatrices == 2 ? params.gate : params.up;
@@ -267,12 +282,14 @@ __global__ void __launch_bounds__(kUpWarps* kWarpSize) up_kernel(UpParams const 
             found |= neurons << (8 * half);
         }
         if (lane == 0) {
-            atomicOr(&active, found);
+            atomicOr(active + row_tile, found);
         }
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-        params.masks[int64_t{number} * gridDim.x + blockIdx.x] = static_cast<uint16_t>(active);
+    int const mask = static_cast<int>(blockIdx.x) * kRowTiles + static_cast<int>(threadIdx.x);
+    int const num_masks = (params.d_ff + MMA_M - 1) / MMA_M;
+    if (threadIdx.x < kRowTiles && mask < num_masks) {
+        params.masks[int64_t{number} * num_masks + mask] = static_cast<uint16_t>(active[threadIdx.x]);
     }
 }
 
