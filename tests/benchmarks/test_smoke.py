@@ -153,6 +153,10 @@ SMOKES = {
         *("eight_bits.py", "tokens", (1, 40) * 4, ("twell", "dense FP8", "dense FP8, pruned")),
         ("--trained", "--d-ff", "5632", "--energy-seconds", "0.1"),
     ),
+    "experts": Smoke("experts.py", "tokens", (1, 5, 300) * 2, ("twell", "grouped_mm", "Triton")),
+    "experts in eight bits": Smoke(
+        "experts.py", "tokens", (1, 5, 300) * 2, ("twell", "Triton"), ("--weights", "fp8", "--routing", "zipf")
+    ),
     "model": Smoke("model.py", "setting", ("prefill 2x64", "decode 2"), BOTH),
     "generate": Smoke(
         "generate.py", "setting", ("prefill", "decode-2"), (*BOTH, "dense FP8 all linear", "twell compiled FP8")

@@ -27,6 +27,7 @@ NAMES = (
     "norm",
     "cache_op",
     "autoencoders",
+    "experts",
 )
 
 
