@@ -56,23 +56,23 @@ __device__ __forceinline__ float element_of(Stored const* pointer) {
 
 // A sum again, of the neurons that are active for a token alone: tokens of a group multiply what others need, and
 // 0 * infinity is NaN.
+//   h: of the token's first neuron; step: from one neuron to the next.
 template <class Element, class Stored>
-__device__ __forceinline__ float sum_of_active(DownParams const& params, int number, int token, int width, int column) {
-    int64_t const expert = group_of(params.groups, number).expert;
+__device__ __forceinline__ float sum_of_active(DownParams const& params, int64_t expert, uint16_t const* h, int step,
+                                               int column) {
     auto const* const values =
         static_cast<Stored const*>(params.down.values) + expert * params.down.expert_stride + column;
     float sum = 0.0f;
     for (int neuron = 0; neuron < params.d_ff; ++neuron) {
-        float const h =
-            Element::to_float(__ldcg(params.h + (int64_t{number} * params.d_ff + neuron) * width + token));
-        if (h != 0.0f) {
+        float const active = Element::to_float(__ldcg(h + int64_t{neuron} * step));
+        if (active != 0.0f) {
             float weight = element_of<Element>(values + neuron * params.down.row_stride);
             if constexpr (sizeof(Stored) == 1) {
                 if (params.down.scale_of_row != 0) {
                     weight *= __ldg(params.down.scale + expert * params.down.scale_of_expert + neuron);
                 }
             }
-            sum = fmaf(h, weight, sum);
+            sum = fmaf(active, weight, sum);
         }
     }
     return sum;
@@ -247,7 +247,9 @@ __global__ void __launch_bounds__(kDownThreads) down_kernel(DownParams const par
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     if (!isfinite(values[i])) {  // 0 * infinity of a neuron that is active for another token?
-                        values[i] = sum_of_active<Element, Stored>(params, number, token, kWidth, out + i);
+                        values[i] = sum_of_active<Element, Stored>(
+                            params, group.expert, params.h + int64_t{number} * params.d_ff * kWidth + token, kWidth,
+                            out + i);
                     }
                     if constexpr (sizeof(Stored) == 1) {
                         if (params.down.scale_of_row == 0) {

@@ -35,17 +35,15 @@ cudaError_t launch(ExpertsCall const& call, DownParams const& params, int tiles)
             return launch<Element, 1>(call, params);
         case 2:
             return launch<Element, 2>(call, params);
-        case 4:
-            return launch<Element, 4>(call, params);
         default:
-            return launch<Element, 8>(call, params);
+            return launch<Element, 4>(call, params);
     }
 }
 
 }  // namespace
 
 void list_experts_down_sm90(Text& text) {
-    for (int const tiles : {1, 2, 4, 8}) {
+    for (int const tiles : {1, 2, 4}) {
         text.add("experts_down_sm90 tokens=%d columns=%d\n", tiles * kTile, kStreamWarps * kOfWarp);
     }
 }

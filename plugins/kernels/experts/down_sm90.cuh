@@ -245,8 +245,11 @@ __global__ void __launch_bounds__(kStreamThreads, 1) down_sm90_kernel(DownParams
                         for (int i = 0; i < kOut / 4; ++i) {
                             int const column = first + i / 2 * 8 + i % 2;
                             if (column < params.d_out && !isfinite(y[column])) {
-                                y[column] = weight * sum_of_active<Element, uint16_t>(params, now.group, token,
-                                                                                      Shape::kWidth, column);
+                                uint16_t const* const h =
+                                    params.h + int64_t{now.group} * params.d_ff * Shape::kWidth + token;
+                                y[column] = weight * sum_of_active<Element, uint16_t>(
+                                                         params, group_of(params.groups, now.group).expert, h,
+                                                         Shape::kWidth, column);
                             }
                         }
                     }

@@ -6,6 +6,7 @@
 #include "experts/down.cuh"
 #include "experts/down_sm90.h"
 #include "experts/experts.h"
+#include "experts/many.h"
 #include "experts/sort.cuh"
 #include "experts/up.cuh"
 #include "host/problem.h"
@@ -36,15 +37,19 @@ constexpr Row kRows[] = {
     {INT32_MAX, 10, 2, 2, 4},
     // Not measured: derived from the rows above.
     {INT32_MAX, 24, 4, 4, 4},
-    {INT32_MAX, INT32_MAX, 8, 4, 4},
 };
+constexpr int kRowCount = static_cast<int>(std::size(kRows));
+// Of more tokens for each expert hardly a row of w_down is one that none needs: products are dense, of tiles of 64 or 128
+// tokens.
+constexpr int kMostOfNarrowTiles = 64;
 
 struct ExpertsConfig {
-    int row;    // of kRows
+    int row;    // of kRows; behind the last one: dense
     int width;  // tokens of a group
     int most_groups;
     bool is_direct;  // each pair is a group: of one token
     bool sorts_at_once;
+    bool is_dense;
     bool is_streamed;  // the down projection, by CTAs that stay
 };
 
@@ -56,10 +61,12 @@ ExpertsConfig choose(twell_experts_problem const& problem, Device const& device)
     int64_t const pairs = num_pairs(problem);
     ExpertsConfig config = {};
     int64_t const mean = ceil_div(pairs, problem.experts);
-    while (problem.tokens > kRows[config.row].most_tokens || mean > kRows[config.row].most_mean) {
+    while (config.row < kRowCount &&
+           (problem.tokens > kRows[config.row].most_tokens || mean > kRows[config.row].most_mean)) {
         ++config.row;
     }
-    config.width = kRows[config.row].tiles * kTile;
+    config.is_dense = config.row == kRowCount;
+    config.width = config.is_dense ? mean <= kMostOfNarrowTiles ? 64 : 128 : kRows[config.row].tiles * kTile;
     config.is_direct = problem.tokens == 1;
     config.sorts_at_once = pairs <= kMostSortedAtOnce;
     int64_t const hit = std::min<int64_t>(pairs, problem.experts);
@@ -87,8 +94,12 @@ Scratch take_all(unsigned char*& memory, twell_experts_problem const& problem, E
     scratch.order = take<int>(memory, pairs);
     scratch.counts = take<int>(memory, problem.experts);
     scratch.ticket = take<int>(memory, 1);
-    scratch.h = take<uint16_t>(memory, groups * problem.d_ff * config.width);
-    scratch.masks = take<uint16_t>(memory, groups * num_masks(problem));
+    if (config.is_dense) {
+        scratch.h = take<uint16_t>(memory, pairs * experts_many_pitch(problem.d_ff));
+    } else {
+        scratch.h = take<uint16_t>(memory, groups * problem.d_ff * config.width);
+        scratch.masks = take<uint16_t>(memory, groups * num_masks(problem));
+    }
     scratch.y_of_pairs = take<float>(memory, pairs * problem.d_out);
     return scratch;
 }
@@ -152,7 +163,7 @@ cudaError_t launch_row(ExpertsCall const& call, ExpertsConfig const& config, UpP
 
 template <class Element, class Stored>
 cudaError_t launch(ExpertsCall const& call, ExpertsConfig const& config, UpParams const& up, DownParams const& down) {
-    static_assert(std::size(kRows) == 5, "each has a line here");
+    static_assert(kRowCount == 4, "each has a line here");
     switch (config.row) {
         case 0:
             return launch_row<Element, Stored, 0>(call, config, up, down);
@@ -160,10 +171,8 @@ cudaError_t launch(ExpertsCall const& call, ExpertsConfig const& config, UpParam
             return launch_row<Element, Stored, 1>(call, config, up, down);
         case 2:
             return launch_row<Element, Stored, 2>(call, config, up, down);
-        case 3:
-            return launch_row<Element, Stored, 3>(call, config, up, down);
         default:
-            return launch_row<Element, Stored, 4>(call, config, up, down);
+            return launch_row<Element, Stored, 3>(call, config, up, down);
     }
 }
 
@@ -212,8 +221,9 @@ cudaError_t launch(ExpertsCall const& call, ExpertsConfig const& config, void* w
     down.d_ff = problem.d_ff;
     down.d_out = problem.d_out;
     down.scale_of_column = problem.down_scale == TWELL_SCALE_OUTPUT ? 1 : 0;
-    TWELL_TRY(problem.weight_dtype == TWELL_E4M3 ? launch<Element, E4m3>(call, config, up, down)
-                                                 : launch<Element, uint16_t>(call, config, up, down));
+    TWELL_TRY(config.is_dense                      ? launch_experts_many(call, up, down, config.width)
+              : problem.weight_dtype == TWELL_E4M3 ? launch<Element, E4m3>(call, config, up, down)
+                                                   : launch<Element, uint16_t>(call, config, up, down));
 
     AddParams const add = {ids, scratch.y_of_pairs, static_cast<uint16_t*>(tensors.y), problem.top, problem.d_out};
     dim3 const grid(static_cast<unsigned>(problem.tokens),
@@ -224,9 +234,19 @@ cudaError_t launch(ExpertsCall const& call, ExpertsConfig const& config, void* w
 }  // namespace
 
 size_t experts_bytes(twell_experts_problem const& problem) {
-    // What depends on the device takes no memory.
-    ExpertsConfig const config = choose(problem, {});
-    return bytes_taken([&](unsigned char*& memory) { take_all(memory, problem, config); });
+    auto const bytes_of = [](twell_experts_problem const& of) {
+        // What depends on the device takes no memory.
+        ExpertsConfig const config = choose(of, {});
+        return bytes_taken([&](unsigned char*& memory) { take_all(memory, of, config); });
+    };
+    size_t const bytes = bytes_of(problem);
+    twell_experts_problem fewer = problem;
+    fewer.tokens = int64_t{kRows[kRowCount - 1].most_mean} * problem.experts / problem.top;
+    if (problem.tokens <= fewer.tokens || fewer.tokens == 0) {
+        return bytes;
+    }
+    // Dense products take less, but more tokens never need less memory.
+    return std::max(bytes, bytes_of(fewer));
 }
 
 void list_experts(Text& text) {
@@ -241,6 +261,7 @@ void list_experts(Text& text) {
     if constexpr (kHasSm90) {
         list_experts_down_sm90(text);
     }
+    list_experts_many(text);
     text.add("experts_add\n");
 }
 

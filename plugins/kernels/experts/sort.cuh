@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kSortThreads) sort_kernel(Groups const all) {
     }
 }
 
-constexpr int kExpertThreads = 256;
+constexpr int kExpertThreads = 1024;
 
 // Many pairs: a CTA an expert counts its pairs,
 __global__ void __launch_bounds__(kExpertThreads) count_kernel(Groups const all) {

@@ -80,6 +80,16 @@ __device__ __forceinline__ uint2 widen4(uint32_t four, float scale = 1.0f) {
                       Element::from_float2(high.x * scale, high.y * scale));
 }
 
+// h of two activated gates.
+template <class Element>
+__device__ __forceinline__ uint32_t times_up(uint32_t gates, float2 u, bool relu_on_up) {
+    float2 const g = Element::to_float2(gates);
+    if (relu_on_up) {  // NaN is kept
+        u = make_float2(u.x < 0.0f ? 0.0f : u.x, u.y < 0.0f ? 0.0f : u.y);
+    }
+    return Element::from_float2(g.x == 0.0f ? 0.0f : g.x * u.x, g.y == 0.0f ? 0.0f : g.y * u.y);
+}
+
 // A group's tokens times 16 or 32 neurons, by kWarps warps that share d_model: lane (r, c) of each loads 16 bytes of row
 // r at a time, in an order of the columns that x has, too.
 //   kTiles: of kTile tokens. kMatrices: 2 with a gate.
@@ -265,12 +275,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize) up_kernel(UpParams const pa
             uint32_t pair =
                 activate2<Element>(z[0].x, z[0].y, params.square, cut_of<Element>(params.cut, cuts, in, params.d_ff));
             if constexpr (kMatrices == 2) {
-                float2 const g = Element::to_float2(pair);
-                float2 u = z[1];
-                if (params.relu_on_up) {  // NaN is kept
-                    u = make_float2(u.x < 0.0f ? 0.0f : u.x, u.y < 0.0f ? 0.0f : u.y);
-                }
-                pair = Element::from_float2(g.x == 0.0f ? 0.0f : g.x * u.x, g.y == 0.0f ? 0.0f : g.y * u.y);
+                pair = times_up<Element>(pair, z[1], params.relu_on_up);
             }
             pair = row < params.d_ff ? pair : 0;
             if (row < params.d_ff) {
