@@ -4,7 +4,6 @@
 #include <iterator>
 
 #include "experts/down.cuh"
-#include "experts/down_sm90.h"
 #include "experts/experts.h"
 #include "experts/many.h"
 #include "experts/sort.cuh"
@@ -24,7 +23,7 @@ struct Row {
     int most_mean;
     int tiles;         // of kTile tokens, of a group
     int up_warps;      // that share d_model
-    int column_warps;  // of the down projection that is not streamed: 64 columns each
+    int column_warps;  // of the down projection: 64 columns each
 };
 
 constexpr Row kRows[] = {
@@ -50,14 +49,13 @@ struct ExpertsConfig {
     bool is_direct;  // each pair is a group: of one token
     bool sorts_at_once;
     bool is_dense;
-    bool is_streamed;  // the down projection, by CTAs that stay
 };
 
 int64_t num_pairs(twell_experts_problem const& problem) { return problem.tokens * problem.top; }
 
 int num_masks(twell_experts_problem const& problem) { return static_cast<int>(ceil_div(problem.d_ff, MMA_M)); }
 
-ExpertsConfig choose(twell_experts_problem const& problem, Device const& device) {
+ExpertsConfig choose(twell_experts_problem const& problem) {
     int64_t const pairs = num_pairs(problem);
     ExpertsConfig config = {};
     int64_t const mean = ceil_div(pairs, problem.experts);
@@ -72,7 +70,6 @@ ExpertsConfig choose(twell_experts_problem const& problem, Device const& device)
     int64_t const hit = std::min<int64_t>(pairs, problem.experts);
     // Each expert with tokens has a group, and another one for each further `width` tokens.
     config.most_groups = static_cast<int>(config.is_direct ? pairs : hit + (pairs - hit) / config.width);
-    config.is_streamed = is_sm90(device) && !config.is_direct && problem.weight_dtype != TWELL_E4M3;
     return config;
 }
 
@@ -80,7 +77,6 @@ struct Scratch {
     Group* groups;
     int* order;
     int* counts;
-    int* ticket;
     uint16_t* h;
     uint16_t* masks;
     float* y_of_pairs;
@@ -93,7 +89,6 @@ Scratch take_all(unsigned char*& memory, twell_experts_problem const& problem, E
     scratch.groups = take<Group>(memory, groups);
     scratch.order = take<int>(memory, pairs);
     scratch.counts = take<int>(memory, problem.experts);
-    scratch.ticket = take<int>(memory, 1);
     if (config.is_dense) {
         scratch.h = take<uint16_t>(memory, pairs * experts_many_pitch(problem.d_ff));
     } else {
@@ -140,18 +135,12 @@ cudaError_t launch_up(ExpertsCall const& call, UpParams const& params) {
 }
 
 template <class Element, class Stored, int kRow>
-cudaError_t launch_row(ExpertsCall const& call, ExpertsConfig const& config, UpParams const& up,
-                       DownParams const& down) {
+cudaError_t launch_row(ExpertsCall const& call, UpParams const& up, DownParams const& down) {
     constexpr int kTiles = kRows[kRow].tiles;
     constexpr int kColumnWarps = kRows[kRow].column_warps;
     constexpr int kWarps = kRows[kRow].up_warps;
     TWELL_TRY(call.problem.variant == TWELL_GATED ? launch_up<Element, Stored, 2, kTiles, kWarps>(call, up)
                                                   : launch_up<Element, Stored, 1, kTiles, kWarps>(call, up));
-    if constexpr (kHasSm90 && sizeof(Stored) == 2) {
-        if (config.is_streamed) {
-            return launch_experts_down_sm90(call, down, kTiles);
-        }
-    }
     using Shape = Down<kTiles, kColumnWarps>;
     dim3 const grid(static_cast<unsigned>(ceil_div(down.d_out, kColumnWarps * kWarpOut)),
                     static_cast<unsigned>(down.groups.most_groups));
@@ -166,13 +155,13 @@ cudaError_t launch(ExpertsCall const& call, ExpertsConfig const& config, UpParam
     static_assert(kRowCount == 4, "each has a line here");
     switch (config.row) {
         case 0:
-            return launch_row<Element, Stored, 0>(call, config, up, down);
+            return launch_row<Element, Stored, 0>(call, up, down);
         case 1:
-            return launch_row<Element, Stored, 1>(call, config, up, down);
+            return launch_row<Element, Stored, 1>(call, up, down);
         case 2:
-            return launch_row<Element, Stored, 2>(call, config, up, down);
+            return launch_row<Element, Stored, 2>(call, up, down);
         default:
-            return launch_row<Element, Stored, 3>(call, config, up, down);
+            return launch_row<Element, Stored, 3>(call, up, down);
     }
 }
 
@@ -187,7 +176,6 @@ cudaError_t launch(ExpertsCall const& call, ExpertsConfig const& config, void* w
                            config.is_direct ? nullptr : scratch.groups,
                            scratch.order,
                            scratch.counts,
-                           scratch.ticket,
                            static_cast<int>(num_pairs(problem)),
                            config.most_groups,
                            config.width};
@@ -235,8 +223,7 @@ cudaError_t launch(ExpertsCall const& call, ExpertsConfig const& config, void* w
 
 size_t experts_bytes(twell_experts_problem const& problem) {
     auto const bytes_of = [](twell_experts_problem const& of) {
-        // What depends on the device takes no memory.
-        ExpertsConfig const config = choose(of, {});
+        ExpertsConfig const config = choose(of);
         return bytes_taken([&](unsigned char*& memory) { take_all(memory, of, config); });
     };
     size_t const bytes = bytes_of(problem);
@@ -258,15 +245,12 @@ void list_experts(Text& text) {
         }
         text.add("experts_down tokens=%d columns=%d\n", tokens, row.column_warps * kWarpOut);
     }
-    if constexpr (kHasSm90) {
-        list_experts_down_sm90(text);
-    }
     list_experts_many(text);
     text.add("experts_add\n");
 }
 
 cudaError_t launch_experts(ExpertsCall const& call, void* workspace) {
-    ExpertsConfig const config = choose(call.problem, call.device);
+    ExpertsConfig const config = choose(call.problem);
     return call.problem.dtype == TWELL_BF16 ? launch<Bf16>(call, config, workspace)
                                             : launch<Fp16>(call, config, workspace);
 }

@@ -36,7 +36,6 @@ struct Groups {
     Group* groups;  // [most_groups]; null: pair, slot and group are the same, as of one token
     int* order;     // [pairs]: the pair of a slot
     int* counts;    // [experts]
-    int* ticket;    // 0 when tokens are sorted: counts pieces of work that CTAs took
     int num_pairs;
     int most_groups;
     int width;  // slots of a group

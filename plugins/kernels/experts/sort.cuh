@@ -78,9 +78,6 @@ __global__ void __launch_bounds__(kSortThreads) sort_kernel(Groups const all) {
     for (int i = static_cast<int>(before.y & 0xffffu) + thread; i < all.most_groups; i += kSortThreads) {
         all.groups[i] = {0, 0, 0, 0};
     }
-    if (thread == 0) {
-        *all.ticket = 0;
-    }
     __syncthreads();
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
@@ -105,7 +102,6 @@ __global__ void __launch_bounds__(kExpertThreads) count_kernel(Groups const all)
     uint32_t const sum = sum_before<kExpertThreads>(count, of_warps).y;
     if (threadIdx.x == 0) {
         all.counts[blockIdx.x] = static_cast<int>(sum);
-        *all.ticket = 0;
     }
 }
 
