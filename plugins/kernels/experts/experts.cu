@@ -29,8 +29,10 @@ struct Row {
 constexpr Row kRows[] = {
     // One token leaves few CTAs: 64 columns and 4 warps are 21 and 11 % faster than 256 and 2.
     {1, INT32_MAX, 1, 4, 1},
-    // Pieces of 512 bytes of a row are 4 to 9 % faster than those of 128. Two warps leave more CTAs to a multiprocessor,
-    // and fewer sums to add: 0 to 3 % faster. Groups are such that few experts have two, as each reads all weights; more
+    // Pieces of 512 bytes of a row are 4 to 9 % faster than those of 128. Two warps leave more CTAs to a
+    // multiprocessor,
+    // and fewer sums to add: 0 to 3 % faster. Groups are such that few experts have two, as each reads all weights;
+    // more
     // tokens in a group are more loads of x for each weight.
     {INT32_MAX, 4, 1, 2, 4},
     {INT32_MAX, 10, 2, 2, 4},
@@ -38,8 +40,8 @@ constexpr Row kRows[] = {
     {INT32_MAX, 24, 4, 4, 4},
 };
 constexpr int kRowCount = static_cast<int>(std::size(kRows));
-// Of more tokens for each expert hardly a row of w_down is one that none needs: products are dense, of tiles of 64 or 128
-// tokens.
+// Of more tokens for each expert hardly a row of w_down is one that none needs: products are dense, of tiles of 64 or
+// 128 tokens.
 constexpr int kMostOfNarrowTiles = 64;
 
 struct ExpertsConfig {

@@ -1,6 +1,5 @@
-#include "experts/many.h"
-
 #include "experts/many.cuh"
+#include "experts/many.h"
 #include "host/problem.h"
 
 namespace twell {
@@ -46,8 +45,7 @@ cudaError_t launch(ExpertsCall const& call, UpParams const& up, DownParams const
 int experts_many_pitch(int d_ff) { return many_pitch(d_ff); }
 
 cudaError_t launch_experts_many(ExpertsCall const& call, UpParams const& up, DownParams const& down, int width) {
-    return call.problem.dtype == TWELL_BF16 ? launch<Bf16>(call, up, down, width)
-                                            : launch<Fp16>(call, up, down, width);
+    return call.problem.dtype == TWELL_BF16 ? launch<Bf16>(call, up, down, width) : launch<Fp16>(call, up, down, width);
 }
 
 void list_experts_many(Text& text) {

@@ -1,5 +1,5 @@
-// Experts with many tokens, where hardly a row of w_down is one that no token needs: dense products of groups, for every
-// GPU from sm_80 on.
+// Experts with many tokens, where hardly a row of w_down is one that no token needs: dense products of groups, for
+// every GPU from sm_80 on.
 #pragma once
 
 #include "device/cp_async.cuh"
@@ -20,7 +20,7 @@ struct Many {
     static constexpr int kN = 128;  // columns: neurons, of which gate and up have one each, or outputs
     static constexpr int kK = 32;
     static constexpr int kStages = 4;
-    static constexpr int kPitch = kK * 2 + 16;     // of tokens, and of neurons
+    static constexpr int kPitch = kK * 2 + 16;      // of tokens, and of neurons
     static constexpr int kWidePitch = kN * 2 + 16;  // of rows of w_down
     static constexpr int kTokenBytes = kM * kPitch;
     static constexpr int kStageBytes = kTokenBytes + kN * kPitch;
@@ -164,11 +164,11 @@ __device__ __forceinline__ void multiply_group(float (&sums)[Many<kM>::kTilesM][
                 int const column = warp_n * Shape::kWarpN + j * MMA_N;
                 uint32_t b[4];
                 if constexpr (kIsDown) {
-                    load_matrix_x4<true>(b, weights + (k * MMA_K + lane % 16) * Shape::kWidePitch +
-                                                (column + lane / 16 * 8) * 2);
+                    load_matrix_x4<true>(
+                        b, weights + (k * MMA_K + lane % 16) * Shape::kWidePitch + (column + lane / 16 * 8) * 2);
                 } else {
-                    load_matrix_x4<false>(b, weights + (column + lane / 16 * 8 + lane % 8) * Shape::kPitch + k * 32 +
-                                                 lane / 8 % 2 * 16);
+                    load_matrix_x4<false>(
+                        b, weights + (column + lane / 16 * 8 + lane % 8) * Shape::kPitch + k * 32 + lane / 8 % 2 * 16);
                 }
 #pragma unroll
                 for (int i = 0; i < Shape::kTilesM; ++i) {
@@ -216,8 +216,7 @@ __global__ void __launch_bounds__(kManyThreads, 2) many_up_kernel(UpParams const
         params.thresholds == nullptr ? nullptr : params.thresholds + int64_t{group.expert} * params.d_ff;
 #pragma unroll
     for (int j = 0; j < Shape::kTilesN; j += kMatrices) {
-        int const neuron =
-            first + neuron_of<kMatrices>(warp_n * Shape::kWarpN + j * MMA_N) + 2 * (lane % 4);
+        int const neuron = first + neuron_of<kMatrices>(warp_n * Shape::kWarpN + j * MMA_N) + 2 * (lane % 4);
         if (neuron >= pitch) {
             continue;
         }
@@ -234,8 +233,9 @@ __global__ void __launch_bounds__(kManyThreads, 2) many_up_kernel(UpParams const
                     float const scale = __ldg(matrix.scale + int64_t{group.expert} * matrix.scale_of_expert +
                                               int64_t{in} * matrix.scale_of_row);
                     z.x *= scale, z.y *= scale;
-                    float const scale_of_up = __ldg(params.up.scale + int64_t{group.expert} * params.up.scale_of_expert +
-                                                    int64_t{in} * params.up.scale_of_row);
+                    float const scale_of_up =
+                        __ldg(params.up.scale + int64_t{group.expert} * params.up.scale_of_expert +
+                              int64_t{in} * params.up.scale_of_row);
                     u.x *= scale_of_up, u.y *= scale_of_up;
                 }
                 uint32_t pair =

@@ -17,9 +17,7 @@ constexpr int kMostSortedAtOnce = 4096;
 constexpr int kRounds = kMostSortedAtOnce / kSortThreads;
 
 // Shared memory of sort_kernel: pairs of an expert before each warp's.
-inline int sort_bytes(int num_experts) {
-    return kSortWarps * num_experts * static_cast<int>(sizeof(uint16_t));
-}
+inline int sort_bytes(int num_experts) { return kSortWarps * num_experts * static_cast<int>(sizeof(uint16_t)); }
 
 // Few pairs, by one CTA: warps count pairs of one expert among their 32, and a thread of each expert adds up.
 __global__ void __launch_bounds__(kSortThreads) sort_kernel(Groups const all) {

@@ -90,14 +90,15 @@ __device__ __forceinline__ uint32_t times_up(uint32_t gates, float2 u, bool relu
     return Element::from_float2(g.x == 0.0f ? 0.0f : g.x * u.x, g.y == 0.0f ? 0.0f : g.y * u.y);
 }
 
-// A group's tokens times 16 or 32 neurons, by kWarps warps that share d_model: lane (r, c) of each loads 16 bytes of row
-// r at a time, in an order of the columns that x has, too.
+// A group's tokens times 16 or 32 neurons, by kWarps warps that share d_model: lane (r, c) of each loads 16 bytes of
+// row r at a time, in an order of the columns that x has, too.
 //   kTiles: of kTile tokens. kMatrices: 2 with a gate.
 template <class Element, class Stored, int kMatrices, int kTiles, int kWarps>
 struct Up {
-    // Of 16 neurons. Two use what is read of x twice; with one token it is little, and with 64 registers do not suffice.
+    // Of 16 neurons. Two use what is read of x twice; with one token it is little, and with 64 registers do not
+    // suffice.
     static constexpr int kRowTiles = kTiles == 2 || (kTiles == 4 && kMatrices == 1) ? 2 : 1;
-    static constexpr int kHalves = 2 * kRowTiles;  // of eight neurons
+    static constexpr int kHalves = 2 * kRowTiles;                            // of eight neurons
     static constexpr int kElements = 16 / static_cast<int>(sizeof(Stored));  // of one load
     static constexpr int kPiece = 4 * kElements;                             // columns of a warp's load
     static constexpr int kWords = kElements / 2;                             // of a lane's load in 16 bits
