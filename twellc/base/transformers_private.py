@@ -281,10 +281,11 @@ Experts = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 def experts_of(model: torch.nn.Module) -> dict[str, Any]:
     """Return the modules of experts that a function of a register may compute, by path.
 
-    Each has `num_experts`, `has_gate`, `has_bias`, `is_transposed`, `is_concatenated`, `has_post_expert_norm`, the
-    weights `gate_up_proj` or `up_proj` and `down_proj`, and `act_fn` or, with a gate, `_apply_gate`.
+    Each has `num_experts`, `has_gate`, `has_bias`, `is_transposed`, `is_concatenated`, the weights `gate_up_proj` or
+    `up_proj` and `down_proj`, and `act_fn` or, with a gate, `_apply_gate`; of newer releases `has_post_expert_norm` and
+    `_is_expert_parallel`, too. Where a release has none of this, no experts are found.
     """
-    named = {path: module for path, module in model.named_modules() if hasattr(module, "has_post_expert_norm")}
+    named = {path: module for path, module in model.named_modules() if hasattr(module, "is_concatenated")}
     return {path: module for path, module in named.items() if isinstance(getattr(module, "num_experts", None), int)}
 
 

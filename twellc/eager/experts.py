@@ -161,7 +161,7 @@ def _refusal(experts: Any, block: FfnBlock | str, training: bool) -> str:
         return f"they are on {experts.down_proj.device.type}, not on a GPU: move the model there first"
     if experts.has_bias or any(part is not None and part.bias for part in (block.gate, block.up, block.down)):
         return "experts with biases"
-    if experts.has_post_expert_norm:
+    if getattr(experts, "has_post_expert_norm", False):
         return "a norm follows each expert"
     if experts.is_transposed:
         return "their weights are stored input by input"
@@ -246,7 +246,7 @@ def _runs(experts: Any, taken: TakenExperts, x: Tensor, ids: Tensor) -> bool:
     held = [up_of(experts), experts.down_proj]
     if x.device.type not in DEVICES or not is_plain(x) or not is_taken(x) or x.dim() != 2:
         return False
-    if experts.training or any(each.training for each in inner) or experts._is_expert_parallel:
+    if experts.training or any(each.training for each in inner) or getattr(experts, "_is_expert_parallel", False):
         return False
     if ids.numel() > _MOST_TOKENS * experts.num_experts:
         return False

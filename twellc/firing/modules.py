@@ -193,7 +193,7 @@ class ModuleObserver:
             if path is not None:
                 self._count_expert(path, index, _gate(experts, z), tokens)
             out = project(hidden_of(experts, z), experts.down_proj, getattr(experts, "down_proj_bias", None), index)
-            if experts.has_post_expert_norm:
+            if getattr(experts, "has_post_expert_norm", False):
                 out = experts.post_expert_norm(out)
             y.index_add_(0, tokens, (out * weights[tokens, places, None]).float())
         return y.to(x.dtype)

@@ -79,7 +79,7 @@ def test_generates_the_same_tokens(name: str, device: str) -> None:
 def test_bfloat16_is_no_worse_than_before(name: str, device: str) -> None:
     """One layer of experts beside float64; an id that is not one of an expert takes no part."""
     model = MODELS[name]().bfloat16().to(device)
-    (layer,) = [each for each in model.modules() if hasattr(each, "has_post_expert_norm")][:1]
+    (layer,) = [each for each in model.modules() if hasattr(each, "is_concatenated")][:1]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(9, experts.up_of(layer).shape[2], generator=generator).bfloat16().to(device)
     ids = torch.stack([torch.randperm(layer.num_experts, generator=generator)[:2] for _ in range(9)]).to(device)
