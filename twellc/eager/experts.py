@@ -260,5 +260,8 @@ def _runs(experts: Any, taken: TakenExperts, x: Tensor, ids: Tensor) -> bool:
         return False
     if any(type(each) is not nn.Parameter or each.dtype != x.dtype or each.device != x.device for each in held):
         return False
+    # The kernels load 16 bytes at a time; torch's memory is aligned, but a part of it need not be.
+    if any(each.storage_offset() * each.element_size() % 16 for each in held):
+        return False
     # Parameters that were replaced, as by load_state_dict(assign=True), have lost the strides.
     return bool(held[0].stride(2) == held[1].stride(1) == 1)
