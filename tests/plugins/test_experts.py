@@ -229,7 +229,8 @@ def test_every_configuration_is_chosen() -> None:
     function.restype, function.argtypes = ctypes.c_size_t, [ctypes.c_char_p, ctypes.c_size_t]
     known = {line for line in library.read_text(function).splitlines() if line.startswith("experts")}
     found = set()
-    counts = ((0, 16), *itertools.product((1, 4, 10, 24, 64, 500), (16, 1024)))  # of 0 tokens an expert there is one in all
+    # Of 0 tokens an expert there is one in all.
+    counts = ((0, 16), *itertools.product((1, 4, 10, 24, 64, 500), (16, 1024)))
     for (mean, experts), variant, narrow in itertools.product(counts, ("plain", "gated"), (False, True)):
         given = problem(1 if mean == 0 else mean * experts, variant, experts)
         given.weight_dtype = library.E4M3 if narrow else given.dtype
