@@ -18,7 +18,8 @@ KERNELS = PLUGINS / "kernels"
 GENERIC = ("80", "90a")
 # Sources, their architectures, and how many kernels they have at least.
 SOURCES = {
-    "experts/experts.cu": (GENERIC, 69),
+    "experts/experts.cu": (GENERIC, 53),
+    "experts/many.cu": (GENERIC, 24),
     "features/features.cu": (GENERIC, 3),
     "few_tokens/few.cu": (GENERIC, 6),
     "linear/linear.cu": (GENERIC, 24),
