@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kDownThreads) down_kernel(DownParams const par
                 auto const* const row = rows + neuron * params.down.row_stride;
                 if constexpr (sizeof(Stored) == 1) {
                     ahead[slot][i] = half_weights_if(row, exists);
-                    ahead_scales[slot][i] = __ldg(scales + neuron * params.down.scale_of_row);
+                    ahead_scales[slot][i] = params.down.scale_of_row != 0 ? __ldg(scales + neuron) : 1.0f;
                 } else {
                     ahead[slot][i] = load_weights_if(row, exists);
                 }
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kDownThreads) down_kernel(DownParams const par
 #pragma unroll
                     for (int k = 0; k < 4; ++k) {
                         if constexpr (sizeof(Stored) == 1) {
-                            float const scale = params.down.scale_of_row != 0 ? ahead_scales[i][k] : 1.0f;
+                            float const scale = ahead_scales[i][k];
                             uint2 const low = widen4<Element>(ahead[i][k].x, scale);
                             uint2 const high = widen4<Element>(ahead[i][k].y, scale);
                             w[k][0] = low.x, w[k][1] = low.y, w[k][2] = high.x, w[k][3] = high.y;
