@@ -83,7 +83,8 @@ __global__ void __launch_bounds__(kDownThreads) down_kernel(DownParams const par
     using Shape = Down<kTiles, kColumnWarps>;
     constexpr int kWidth = Shape::kWidth;
     constexpr int kShares = Shape::kShares;
-    constexpr int kDepth = Shape::kDepth;
+    // Scales take registers, too.
+    constexpr int kDepth = sizeof(Stored) == 1 && Shape::kDepth > 2 ? 2 : Shape::kDepth;
     constexpr int kPitch = Shape::kPitch;
     extern __shared__ __align__(16) unsigned char memory[];
     __shared__ uint32_t of_warps[kDownWarps];
