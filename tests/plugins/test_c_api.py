@@ -253,7 +253,9 @@ def test_header_says_the_same() -> None:
     assert f"#define TWELL_MAX_D_FF {library.MAX_D_FF}\n" in text
     assert f"#define TWELL_MAX_PACKED_D_FF {library.MAX_PACKED_D_FF}\n" in text
     constants = {name.lower(): int(value) for name, value in re.findall(r"\bTWELL_(\w+) = (\d+)", text)}
-    scales = {f"scale_{name}": value for name, value in library.SCALE_FORMS.items()}
+    experts = HEADER.with_name("twell_experts.h").read_text()
+    assert f"#define TWELL_SCALE_EXPERT {library.SCALE_FORMS['expert']}\n" in experts
+    scales = {f"scale_{name}": value for name, value in library.SCALE_FORMS.items() if name != "expert"}
     norms = {f"norm_{name}": value for name, value in library.NORMS.items()}
     types = {"bf16": 0, "fp16": 1, "e4m3": library.E4M3}
     assert constants == {**types, **scales, **norms, **library.VARIANTS, **library.ACTIVATIONS}
