@@ -43,7 +43,7 @@ from twellc.passes.graph.program import (
     tensor_of,
     user_inputs,
 )
-from twellc.passes.match.activations import arguments, constant_number, is_squared_relu, packet
+from twellc.passes.match.activations import arguments, compared_in, constant_number, is_squared_relu, packet
 from twellc.passes.match.linear import PRODUCTS, LinearReader, same_sizes
 from twellc.passes.match.norm import write_eps
 
@@ -120,6 +120,7 @@ def lower(program: ExportedProgram, dtype: torch.dtype) -> ExportedProgram:
             wanted = dtype
         if node in wide:
             wanted = torch.float32
+            _write_bound(node)
         if op is aten.pow and is_squared_relu(node):
             wanted = None  # squared and rounded once, like `square` and like the op that may replace it
         if wanted is not None:
@@ -172,10 +173,9 @@ def _round_bounds(node: Node) -> None:
         number = constant_number(bound)
         if number is None or not isinstance(x, Node) or not _has_floats(x):
             continue
-        value = x.meta["val"]
-        rounded = _in_float32(torch.tensor(number, dtype=torch.float64).to(value.dtype).item())
+        rounded = _in_float32(torch.tensor(number, dtype=torch.float64).to(compared_in(x, bound)).item())
         if isinstance(bound, Node):
-            if bound.meta["val"].dim() and not same_sizes(bound.meta["val"].shape, value.shape):
+            if not same_sizes(node.meta["val"].shape, x.meta["val"].shape):
                 continue
             with node.graph.inserting_before(node):
                 rounded = add_call(node.graph, aten.full_like.default, x, rounded, like=x)
@@ -317,6 +317,14 @@ def _wide_comparisons(program: ExportedProgram, dtype: torch.dtype) -> set[Node]
     }
 
 
+def _write_bound(node: Node) -> None:
+    """Write a number that fills what a tensor is compared with as the number, which the tensor's dtype would round."""
+    x, bound = arguments(node)
+    number = constant_number(bound)
+    if isinstance(bound, Node) and number is not None and same_sizes(x.meta["val"].shape, node.meta["val"].shape):
+        node.target, node.args = packet(node).Scalar, (x, number)
+
+
 def _viewed(node: Node) -> Node:
     while is_view(node):
         node = node.all_input_nodes[0]
@@ -417,10 +425,16 @@ def _infer_again(node: Node, known: dict[str, Any]) -> None:
         key = call_key(node)
         if key not in known:
             infer(node, value)
+            known[key] = node.meta["val"]
     except (RuntimeError, TypeError, KeyError) as error:
         why = "it has inner graphs" if has_inner_graphs(node) else first_line(error)
         what = f"cannot change its precision ({why})"
         fix = "Export the model in bfloat16 or float16."
         raise UserError(f"operation {node.name} ({node.target})", what, fix=fix) from error
-    if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):  # each has another size
-        node.meta["val"] = known.setdefault(key, node.meta["val"])
+    node.meta["val"] = pytree.tree_map(_with_sizes_of, value, known[key])
+
+
+def _with_sizes_of(before: Any, now: Any) -> Any:
+    """Return what an operation gives now, in the sizes from before: those that values decide, it names anew."""
+    same = not isinstance(before, torch.Tensor) or str(before.shape) == str(now.shape)
+    return now if same else before.to(now.dtype)

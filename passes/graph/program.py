@@ -148,6 +148,8 @@ def infer(node: Node, *others: Any) -> None:
         if modes:  # the graph of an ONNX file has other tensors
             stack.enter_context(modes[0])
             stack.enter_context(enable_python_dispatcher())
+            if modes[0].shape_env is not None:  # torch waits for what names sizes anew that values decide
+                stack.enter_context(modes[0].shape_env.ignore_fresh_unbacked_symbols())
         node.meta["val"] = node.target(*args, **kwargs)
 
 

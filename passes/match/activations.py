@@ -367,6 +367,13 @@ def _mask(node: object) -> _Mask | None:
 _MIRRORED: dict[object, object] = {aten.gt: aten.lt, aten.ge: aten.le, aten.lt: aten.gt, aten.le: aten.ge}
 
 
+def compared_in(x: Node, bound: object) -> torch.dtype:
+    """Return the dtype that torch compares a tensor in with a number, or with what that fills: one with dimensions."""
+    value = bound.meta["val"] if isinstance(bound, Node) else None
+    dtype: torch.dtype = x.meta["val"].dtype
+    return dtype if value is None or not value.dim() else torch.promote_types(dtype, value.dtype)
+
+
 def _comparison(node: Node) -> _Mask | None:
     op, (x, bound) = packet(node), arguments(node)
     if constant_number(x) is not None or (_is_vector_of_constants(x, bound) and not _is_vector_of_constants(bound, x)):
@@ -380,8 +387,8 @@ def _comparison(node: Node) -> _Mask | None:
             return None
         is_kept_above = op in (aten.gt, aten.le)
         return _Mask(x, None, inverse, nodes, _before_widening(bound) if is_kept_above else None)
-    dtype = x.meta["val"].dtype
-    # The comparison rounds its number to the tensor's dtype, the op does not.
+    dtype = compared_in(x, bound)
+    # The comparison rounds its number to that, the op does not.
     threshold = float(torch.tensor(number, dtype=torch.float64).to(dtype))
     if op in (aten.ge, aten.lt) and threshold > 0:
         # x >= t is x > the float32 before t, for every x of float32 or a narrower type.

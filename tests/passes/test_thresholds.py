@@ -18,6 +18,7 @@ from twellc.firing.measure import ProgramObserver
 from twellc.passes.block_profile import Calibration
 from twellc.passes.match.find_ffn import find_ffn_blocks
 from twellc.passes.pipeline import PassOptions, run_passes
+from twellc.passes.precision import in_precision
 from twellc.passes.report import Choice
 
 D_MODEL, D_SAE = 16, 64
@@ -112,6 +113,22 @@ def test_thresholds_are_not_rounded(edge: str, dtype: torch.dtype) -> None:
         found = run_passes(program, PassOptions(torch.bfloat16, layers))
         assert calls(found.program)["mlp"] == (layers == "all" and edge != "computed")
         assert (run(found.program, x)[0] > 60).all()
+
+
+FILLED: dict[str, Callable[[Tensor], Tensor]] = {
+    "like z": lambda z: torch.full_like(z, 0.1),
+    "a vector": lambda z: torch.full((1,), 0.1),
+}
+
+
+@pytest.mark.parametrize("filled", FILLED)
+def test_numbers_that_fill_tensors(filled: str) -> None:
+    """Torch compares bfloat16 in float32 with a vector of that, and rounds 0.1 where it fills one in bfloat16."""
+    block, x = models.Plain(lambda z: torch.where(z > FILLED[filled](z), z, 0)), torch.randn(2, 3, D_MODEL)
+    (lowered,) = find_ffn_blocks(in_precision(canonical(block, x), torch.bfloat16))
+    assert (lowered.refusal, lowered.threshold) == ("", float(np.float32(0.1)))
+    (narrow,) = find_ffn_blocks(canonical(block.bfloat16(), x.bfloat16()))
+    assert (narrow.refusal, narrow.threshold) == ("", 0.10009765625 if filled == "like z" else float(np.float32(0.1)))
 
 
 @pytest.mark.parametrize("edge", ["relu times mask", "mask cast", "mask of z widened", "float64"])

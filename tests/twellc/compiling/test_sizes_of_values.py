@@ -25,9 +25,11 @@ COUNTS = torch.tensor([2, 1, 0, 1, 3, 0])
 class Rows(nn.Module):
     """A block behind a norm, of the rows that `take` gives."""
 
-    def __init__(self, take: Callable[[nn.Module, Tensor, Tensor], Tensor], residual: bool = False) -> None:
+    def __init__(
+        self, take: Callable[[nn.Module, Tensor, Tensor], Tensor], residual: bool = False, norm: Any = nn.LayerNorm
+    ) -> None:
         super().__init__()
-        self.norm, self.ffn = nn.LayerNorm(D_MODEL), Residual(Gated()) if residual else Gated()
+        self.norm, self.ffn = norm(D_MODEL), Residual(Gated()) if residual else Gated()
         self.take = take
 
     def forward(self, x: Tensor, values: Tensor) -> Tensor:
@@ -52,10 +54,12 @@ def repeated(block: nn.Module, x: Tensor, values: Tensor) -> Tensor:
     return block(x.repeat_interleave(values, dim=0))
 
 
-def traced(module: nn.Module, values: Tensor, dynamic: bool) -> torch.export.ExportedProgram:
+def traced(
+    module: nn.Module, values: Tensor, dynamic: bool, dtype: torch.dtype = torch.bfloat16
+) -> torch.export.ExportedProgram:
     sizes = {0: torch.export.Dim("rows")} if dynamic else {}
-    x = torch.randn(len(values), D_MODEL)
-    return torch.export.export(module.bfloat16().eval(), (x.bfloat16(), values), dynamic_shapes=(sizes, sizes))
+    x = torch.randn(len(values), D_MODEL).to(dtype)
+    return torch.export.export(module.to(dtype).eval(), (x, values), dynamic_shapes=(sizes, sizes))
 
 
 @pytest.mark.usefixtures("cli")
@@ -76,6 +80,17 @@ def test_blocks_of_such_rows(take: Any, values: Tensor, dynamic: bool, options: 
     assert [layer.decision for layer in manifest.layers] == ["twell"]
     result = twellc.check(path, graph)
     assert result.within and len(result.blocks) == 1, result.causes
+
+
+@pytest.mark.usefixtures("cli")
+def test_a_model_that_is_lowered(tmp_path: Path) -> None:
+    """The sizes keep their names, which torch asks for where it takes the norm apart."""
+    path, graph = tmp_path / "m.pt2", tmp_path / "m.onnx"
+    torch.export.save(traced(Rows(masked, norm=nn.RMSNorm), MASK, True, torch.float32), path)
+    manifest = twellc.compile(path, backend="none", onnx=graph, layers="all", dtype="bf16")
+    assert [layer.decision for layer in manifest.layers] == ["twell"]
+    result = twellc.check(path, graph)
+    assert result.within, result.causes
 
 
 @pytest.mark.parametrize(
