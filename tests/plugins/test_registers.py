@@ -13,9 +13,8 @@ from twellc.plugins.library import library_path
 
 PLUGINS = Path(__file__).resolve().parents[2] / "plugins"
 KERNELS = PLUGINS / "kernels"
-# Of TWELL_CUDA_ARCHS in plugins/cmake/TwellCuda.cmake. 12.0 compiles the lines of 8.0 or of 9.0: it is looked at in
-# libraries that were built for it.
-GENERIC = ("80", "90a")
+# Those of TWELL_CUDA_ARCHS in plugins/cmake/TwellCuda.cmake.
+GENERIC = ("80", "90a", "120")
 # Sources, their architectures, and how many kernels they have at least.
 SOURCES = {
     "experts/experts.cu": (GENERIC, 53),

@@ -68,6 +68,7 @@ __device__ __forceinline__ uint2 sum_before(uint32_t value, uint32_t* of_warps) 
     __syncthreads();
     uint32_t before = 0;
     uint32_t all = 0;
+#pragma unroll 8  // all 32 at once would spill registers on 12.0
     for (int i = 0; i < kThreads / kWarpSize; ++i) {
         before += i < warp ? of_warps[i] : 0;
         all += of_warps[i];

@@ -113,7 +113,6 @@ __global__ void __launch_bounds__(kTilesOfGroup, 4) list_kernel(ListParams const
     wait_for_previous_launch();
     allow_dependent_launch();
     PackedGate const& gate = params.gate;
-    int const lane = static_cast<int>(threadIdx.x) % kWarpSize;
     int const warp = static_cast<int>(threadIdx.x) / kWarpSize;
     int64_t const row = blockIdx.x / static_cast<unsigned>(params.num_groups);
     int const group = static_cast<int>(blockIdx.x % static_cast<unsigned>(params.num_groups));
