@@ -18,12 +18,9 @@ RUN_BY_NAME = {"twellc.torch_tensorrt", "twellc.vllm", "twellc.vllm.model"}
 def sources() -> dict[str, ast.Module]:
     """Return every module of the package, under the name that it is imported by."""
     found = {}
-    for folder in ("twellc", "passes", "export", "plugins"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            if parts[:2] == ("plugins", "lib"):
-                continue
-            name = ".".join(parts if folder == "twellc" else ("twellc", *parts)).removesuffix(".__init__")
+    for path in sorted((ROOT / "twellc").rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        if not name.startswith("twellc.plugins.lib."):
             found[name] = ast.parse(path.read_text(encoding="utf-8"))
     return found
 

@@ -69,7 +69,7 @@ def test_each_pass_is_seen(tmp_path: Path) -> None:
 def test_every_pass_is_in_the_list() -> None:
     """Each file beside pipeline.py is a pass, or one of those that are named here."""
     others = {"__init__", "pipeline", "dump", "block_profile", "report"}
-    files = {path.stem for path in (ROOT / "passes").glob("*.py")} - others
+    files = {path.stem for path in (ROOT / "twellc/passes").glob("*.py")} - others
     # Steps and the files that they call have the same names but for these.
     renamed = {"in_precision": "precision", "dequantise": "eight_bits", "rewrite_attention": "attention",
                "stay": "neurons", "order": "neurons", "share": "neurons"}  # fmt: skip

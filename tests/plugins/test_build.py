@@ -51,7 +51,9 @@ def attention() -> Path:
     return path
 
 
-INCLUDE = Path(twellc.plugins.__path__[0]) / "include" / "twell"
+# What the wheel has; where twellc is not installed from one, the sources.
+WHEEL = Path(twellc.plugins.__path__[0]) / "include" / "twell"
+INCLUDE = WHEEL if WHEEL.exists() else ROOT / "plugins" / "include" / "twell"
 ENTRIES = {"getCreators", "setLoggerFinder"}
 
 

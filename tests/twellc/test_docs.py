@@ -28,7 +28,7 @@ PAST = {"CHANGELOG.md"}
 # Top-level folders: what starts with one of these and a slash is a path from the root.
 FOLDERS = ("twellc", "passes", "export", "plugins", "tests", "examples", "benchmarks", "docs")
 # What a build makes.
-BUILT = ("plugins/lib",)
+BUILT = ("twellc/plugins/lib",)
 # Options of other programs that pages show.
 FOREIGN = re.compile(
     "--(additional-config|all-files|backend-config|build|dist|dumpLayerInfo|dumpProfile|dynamicPlugins|fsdp_version"
@@ -238,7 +238,7 @@ DEPLOY = TEXTS["docs/deploy.md"]
 def test_deploying_python_uses_what_the_tested_programs_use() -> None:
     """The whole recipe runs in tests/tensorrt; without a TensorRT at least the names must be those that run there."""
     blocks = re.findall(r"^```python\n(.*?)^```$", DEPLOY, re.MULTILINE | re.DOTALL)
-    tested = [*(ROOT / "examples" / "hosts").rglob("*.py"), ROOT / "export" / "runner.py"]
+    tested = [*(ROOT / "examples" / "hosts").rglob("*.py"), ROOT / "twellc/export/runner.py"]
     tested.append(ROOT / "tests" / "tensorrt" / "test_execution.py")
     known = " ".join(file.read_text() for file in tested)
     tree = ast.parse("".join(blocks))

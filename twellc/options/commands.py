@@ -48,8 +48,8 @@ class CompileOptions(TracingOptions, DecisionOptions, WeightOptions):
         attention: Attention backend: tensorrt, or cudnn by a plugin, which takes causal and unmasked attention and
             leaves other to TensorRT. auto: cudnn where it is at hand and was measured faster, which is TensorRT on
             Hopper.
-        attention_forms: The forms that `attention` comes to on the TensorRT at hand, see `passes/attention.py`; empty
-            until it has been asked.
+        attention_forms: The forms that `attention` comes to on the TensorRT at hand, see
+            `twellc/passes/attention.py`; empty until it has been asked.
         kv_cache: Of a causal Hugging Face model: give it a key-value cache of this many tokens a sequence, so that it
             can generate text. Its inputs, outputs and profiles are then others.
         batch: With --kv-cache: the most sequences of a call.

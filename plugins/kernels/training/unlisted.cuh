@@ -1,5 +1,5 @@
 // Rows that are not listed, as their pairs have found no place: everything is computed again, row by row. Slow, and
-// there to be right: plugins/training.py gives enough place for them to be rare.
+// there to be right: twellc/plugins/training.py gives enough place for them to be rare.
 #pragma once
 
 #include "device/dependent_launch.cuh"

@@ -45,7 +45,7 @@ LARGEST_HEAD = 256
 # Outputs of a linear layer, and tokens up to which one kernel computes it.
 MAX_SPLITS = 4
 FEW_TOKENS_LINEAR = 16
-# See passes/attention.py.
+# See twellc/passes/attention.py.
 ATTENTION_FORMS = ("cudnn", "operator", "matmul")
 
 _ENVIRONMENT_VARIABLE = "TWELLC_LIBRARY"

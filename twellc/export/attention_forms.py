@@ -1,4 +1,4 @@
-"""Choose the forms of attention that the TensorRT at hand computes fastest; `passes/attention.py` has them."""
+"""Choose the forms of attention that the TensorRT at hand computes fastest; `twellc/passes/attention.py` has them."""
 
 from __future__ import annotations
 
