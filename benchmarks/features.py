@@ -31,8 +31,8 @@ from torch import Tensor
 from twellc.benchmarking.forms import Fp8Linear, compile_rival
 from twellc.features import Features, decode, encode
 from twellc.plugins.block import BlockOptions, Operands
+from twellc.plugins.fp8 import quantise
 from twellc.plugins.ops import run_block
-from twellc.plugins.quantise import quantise
 
 CHECKED_TOKENS = 8
 CALLS = 4  # that are timed together

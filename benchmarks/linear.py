@@ -27,9 +27,9 @@ from torch.nn import functional
 
 from twellc.base.torch_private import scaled_mm
 from twellc.benchmarking.forms import compile_rival
+from twellc.plugins.fp8 import quantise, rounded
 from twellc.plugins.linear import LinearOperands, LinearOptions
 from twellc.plugins.linear_op import run_linear
-from twellc.plugins.quantise import quantise, rounded
 
 EPS = 1e-5
 ROTATED_BYTES = 200e6  # of weights, several times the largest L2 cache

@@ -16,24 +16,24 @@ KERNELS: dict[str, set[str]] = {
     "host": {"device"},
     "format": {"device"},
     "matmul": {"device", "host", "format"},
-    "eight_bits": {"device", "host"},
+    "fp8": {"device", "host"},
     "norm": {"device", "host"},
     "one_or_two_tokens": BASE,
     "few_tokens": BASE,
-    "dense_block": BASE | {"eight_bits"},
+    "dense_block": BASE | {"fp8"},
     MANY + "guard": BASE,
-    MANY + "gate": BASE | {"eight_bits", MANY + "guard"},
-    MANY + "dense": BASE | {"eight_bits", MANY + "guard"},
+    MANY + "gate": BASE | {"fp8", MANY + "guard"},
+    MANY + "dense": BASE | {"fp8", MANY + "guard"},
     MANY + "chunks": BASE,
     MANY + "schedule": BASE | {MANY + "guard", MANY + "dense", MANY + "chunks"},
-    MANY + "sparse": BASE | {"eight_bits", MANY + "guard", MANY + "dense", MANY + "chunks"},
+    MANY + "sparse": BASE | {"fp8", MANY + "guard", MANY + "dense", MANY + "chunks"},
     "many_tokens": BASE
-    | {"eight_bits"}
+    | {"fp8"}
     | {MANY + each for each in ("guard", "gate", "dense", "chunks", "schedule", "sparse")},
     "split": BASE | {"dense_block", "many_tokens"},
     "features": BASE | {MANY + "gate"},
     "training": BASE | {MANY + "gate"},
-    "linear": BASE | {"eight_bits", "norm"},
+    "linear": BASE | {"fp8", "norm"},
     "experts": BASE,
 }
 # The files above all folders: the C functions and the table of routes.

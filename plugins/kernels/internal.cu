@@ -1,9 +1,9 @@
 #include "check.h"
 #include "dense_block/dense_block.h"
-#include "eight_bits/eight_bits.h"
 #include "experts/experts.h"
 #include "features/features.h"
 #include "few_tokens/few.h"
+#include "fp8/fp8.h"
 #include "host/problem.h"
 #include "internal.h"
 #include "linear/linear.h"
@@ -103,7 +103,7 @@ size_t twell_internal_configurations(char* text, size_t size) {
     twell::list_few(rows);
     twell::list_dense_block(rows);
     twell::list_many_tokens(rows);
-    twell::list_eight_bits(rows);
+    twell::list_fp8(rows);
     twell::list_norm(rows);
     twell::list_linear(rows);
     twell::list_experts(rows);

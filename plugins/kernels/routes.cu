@@ -1,9 +1,9 @@
 #include <algorithm>
 
 #include "dense_block/dense_block.h"
-#include "eight_bits/eight_bits.h"
 #include "features/features.h"
 #include "few_tokens/few.h"
+#include "fp8/fp8.h"
 #include "host/problem.h"
 #include "many_tokens/many_tokens.h"
 #include "norm/norm.h"

@@ -87,16 +87,16 @@ def test_layers(scripts: Callable[[str], Any], tmp_path: Path, monkeypatch: pyte
     assert page.endswith(layers.markdown(report["together"]) + "\n")
 
 
-def test_eight_bits(scripts: Callable[[str], Any], tmp_path: Path) -> None:
-    eight_bits = scripts("eight_bits")
-    page, report = smoke(eight_bits, tmp_path, "--tokens", "40", "--d-model", "64", "--d-ff", "5632", "--trained")
+def test_fp8(scripts: Callable[[str], Any], tmp_path: Path) -> None:
+    fp8 = scripts("fp8")
+    page, report = smoke(fp8, tmp_path, "--tokens", "40", "--d-model", "64", "--d-ff", "5632", "--trained")
     assert [each["neurons"]["layer"] for each in report["results"]] == [0, 1, 2, 3]
     for each in report["results"]:
-        assert list(each["times"]) == ["twell", "twell bf16", *eight_bits.DENSE, eight_bits.HOT]
+        assert list(each["times"]) == ["twell", "twell bf16", *fp8.DENSE, fp8.HOT]
         assert each["width"] % 16 == 0 and each["width"] < 5632
-        assert eight_bits.table_row(each) in page.splitlines()
-    page, report = smoke(eight_bits, tmp_path, "--tokens", "1", "--density", "0.1")
-    assert list(report["results"][0]["times"]) == ["twell", "twell bf16", *eight_bits.DENSE[:2]]
+        assert fp8.table_row(each) in page.splitlines()
+    page, report = smoke(fp8, tmp_path, "--tokens", "1", "--density", "0.1")
+    assert list(report["results"][0]["times"]) == ["twell", "twell bf16", *fp8.DENSE[:2]]
     assert "\n| 10 % | 1 | 1000.0 | - | 999.0 | 998.0 | 997.0 | - | 1.00 | " in page
 
 

@@ -149,8 +149,8 @@ SMOKES = {
     "block": Smoke("block.py", "tokens", (1, 40), (*DENSE, "mlp", "gate")),
     "suite": Smoke("block.py", "tokens", (2048, 8192), (*DENSE, "mlp", "gate"), ("--suite",)),
     "layers": Smoke("layers.py", "tokens", (1,) * 4 + (40,) * 4, ("dense packed", "as is", "pruned split 512")),
-    "eight_bits": Smoke(
-        *("eight_bits.py", "tokens", (1, 40) * 4, ("twell", "dense FP8", "dense FP8, pruned")),
+    "fp8": Smoke(
+        *("fp8.py", "tokens", (1, 40) * 4, ("twell", "dense FP8", "dense FP8, pruned")),
         ("--trained", "--d-ff", "5632", "--energy-seconds", "0.1"),
     ),
     "experts": Smoke("experts.py", "tokens", (1, 5, 300) * 2, ("twell", "grouped_mm", "Triton")),

@@ -71,7 +71,7 @@ def test_every_pass_is_in_the_list() -> None:
     others = {"__init__", "pipeline", "dump", "block_profile", "report"}
     files = {path.stem for path in (ROOT / "twellc/passes").glob("*.py")} - others
     # Steps and the files that they call have the same names but for these.
-    renamed = {"in_precision": "precision", "dequantise": "eight_bits", "rewrite_attention": "attention",
+    renamed = {"in_precision": "precision", "dequantise": "fp8", "rewrite_attention": "attention",
                "stay": "neurons", "order": "neurons", "share": "neurons"}  # fmt: skip
     steps = {each.name for steps in STEPS.values() for each in steps} - {"find", "find_linear"}
     assert files == {renamed.get(name, name) for name in steps}

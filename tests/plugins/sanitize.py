@@ -22,7 +22,7 @@ NAMES = (
     "chunks",
     "split",
     "gradients_gpu",
-    "eight_bits",
+    "fp8_blocks",
     "linear",
     "norm",
     "cache_op",

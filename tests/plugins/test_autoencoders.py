@@ -11,12 +11,12 @@ from tests.plugins import calls, reference
 from tests.plugins.calls import BEST, DENSE_BLOCK, GUARD_DECIDES, KERNELS, SPLIT, Call, bits_of, run_poisoned
 from tests.plugins.cases import FP16, SPLIT_BASE, Case, make_block, split_block
 from tests.plugins.reference import Block
-from twellc.checks.eight_bits import NarrowBlock
+from twellc.checks.fp8 import NarrowBlock
 from twellc.features import decode, encode
 from twellc.plugins.block import BlockOptions, Operands, WeightOperands
+from twellc.plugins.fp8 import quantise
 from twellc.plugins.meaning import dequantised, hidden_of, output_of
 from twellc.plugins.ops import run_block
-from twellc.plugins.quantise import quantise
 
 pytestmark = pytest.mark.gpu
 

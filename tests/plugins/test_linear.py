@@ -22,10 +22,10 @@ from tests.tolerance import assert_as_accurate, assert_same
 from twellc.checks.evaluator import OnnxEvaluator
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.plugins import library
+from twellc.plugins.fp8 import quantise, rounded
 from twellc.plugins.linear import ATTRIBUTES, TENSORS, LinearOperands, LinearOptions, call_of
 from twellc.plugins.linear_op import LINEAR, run_linear
 from twellc.plugins.onnx_node import linear_attributes, read_linear
-from twellc.plugins.quantise import quantise, rounded
 
 __all__ = ["host"]
 BF16, FP16 = torch.bfloat16, torch.float16

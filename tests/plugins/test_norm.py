@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.plugins.calls import assert_replays
-from tests.plugins.test_eight_bits import error, exact, quantised
+from tests.plugins.test_fp8_blocks import error, exact, quantised
 from tests.tolerance import assert_as_accurate, assert_same
 from twellc.checks.evaluator import OnnxEvaluator, plugin_nodes
 from twellc.export.onnx_export import export_onnx, save_onnx

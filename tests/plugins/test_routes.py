@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.plugins import cases, test_eight_bits
+from tests.plugins import cases, test_fp8_blocks
 from tests.plugins.calls import BEST, DENSE_BLOCK, GENERIC, GUARD_DECIDES, SM90, Call, Choice, Run, choose
 from tests.plugins.cases import Case, make_block
 from twellc.base.errors import UserError
@@ -336,7 +336,7 @@ def all_calls() -> Iterator[tuple[Problem, Run, int]]:
         yield of(case), GUARD_DECIDES, SM90
     for case, _ in cases.hot_table():
         yield of(case), GUARD_DECIDES, SM90
-    for scaled, path in test_eight_bits.called():
+    for scaled, path in test_fp8_blocks.called():
         yield scaled, path, BEST
     yield problem(300, 64, 70_000, 64, gated=False), Run.ROUTES, BEST  # test_autoencoders.py
     yield problem(300, 8192, 8192, 64), GUARD_DECIDES, BEST  # test_direct.test_columns_in_several_launches

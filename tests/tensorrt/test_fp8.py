@@ -11,18 +11,18 @@ from torch import Tensor, nn
 
 from tests.models import Gated, Plain, export
 from tests.tensorrt.plans import compiled, run, same_bits, twellc
-from twellc.checks.eight_bits import NarrowBlock
+from twellc.checks.fp8 import NarrowBlock
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.export.plan import build_plan
 from twellc.export.runner import OpenPlan, open_plan
 from twellc.export.shapes import ShapeRange
 from twellc.export.tensorrt_host import Host
-from twellc.passes.eight_bits import Wish
+from twellc.passes.fp8 import Wish
 from twellc.passes.pipeline import PassOptions, run_passes
 from twellc.plugins.block import Operands, call_of
+from twellc.plugins.fp8 import quantise
 from twellc.plugins.meaning import EIGHT_BITS
 from twellc.plugins.ops import VARIANT_OF, run_block
-from twellc.plugins.quantise import quantise
 
 pytestmark = [pytest.mark.tensorrt, pytest.mark.xdist_group("fp8")]
 

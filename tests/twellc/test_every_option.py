@@ -20,7 +20,7 @@ from tests import models
 from twellc import LLM, SamplingParams
 from twellc.base.errors import UserError
 from twellc.cli import main
-from twellc.eager.eight_bits import EightBitLinear
+from twellc.eager.fp8_linear import EightBitLinear
 from twellc.loaders.huggingface import open_directory
 from twellc.options.commands import BenchOptions, CompileOptions, GenerateOptions, InspectOptions
 from twellc.options.option import option_of

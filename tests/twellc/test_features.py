@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tests.tolerance import assert_as_accurate
 from twellc.features import Features, decode, encode
+from twellc.plugins.fp8 import quantise
 from twellc.plugins.meaning import activate
-from twellc.plugins.quantise import quantise
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BF16 = torch.bfloat16

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from tests.models import D_FF, D_MODEL, Gated, Plain, Residual, Written, gpt2, opt, scale_weights
 from twellc.plugins.block import BlockOptions
+from twellc.plugins.fp8 import quantise
 from twellc.plugins.meaning import EIGHT_BITS
-from twellc.plugins.quantise import quantise
 
 pytestmark = pytest.mark.vllm
 

@@ -17,7 +17,7 @@ from tests.twellc.loaders.test_checkpoint import sparselm
 from tests.vllm.conftest import DENSE, PROMPTS, TOKENS, TWELL, Ask
 from twellc.base.transformers_private import nothing_fetched
 from twellc.loaders.huggingface import open_directory
-from twellc.plugins.quantise import quantise
+from twellc.plugins.fp8 import quantise
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -62,7 +62,7 @@ from twellc.benchmarking.result import (
 )
 from twellc.benchmarking.timing import machine, refuse_without_gpu
 from twellc.checks.reference import widen_sample
-from twellc.compiling.fp8_errors import measure_errors, wish_of
+from twellc.compiling.fp8 import measure_errors, wish_of
 from twellc.compiling.translate_torch import rewrite
 from twellc.export.profiles import program_inputs
 from twellc.export.runner import OpenPlan

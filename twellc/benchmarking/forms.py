@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from twellc.base.torch_private import dynamo, scaled_mm
+from twellc.plugins.fp8 import quantise
 from twellc.plugins.meaning import activate
-from twellc.plugins.quantise import quantise
 
 EAGER, COMPILED, PACKED, FP8 = "dense eager", "dense compiled", "dense packed", "dense FP8"
 FP8_TUNED, INT4 = "dense FP8 tuned", "dense INT4"

@@ -23,7 +23,7 @@ from onnx.reference.ops import load_op
 from twellc.base.arrays import BFLOAT16, Array, to_numpy, to_torch
 from twellc.base.dtypes import kernel_dtypes
 from twellc.base.errors import UserError, first_line
-from twellc.checks.eight_bits import NarrowBlock
+from twellc.checks.fp8 import NarrowBlock
 from twellc.checks.operators import own_operator
 from twellc.passes.onnx.ffn import DENSE_FP8
 from twellc.plugins.attention_op import ATTENTION

@@ -19,7 +19,8 @@ from torch.export import ExportedProgram
 
 from twellc.base.dtypes import DTYPES, torch_dtype
 from twellc.base.errors import UserError
-from twellc.checks.eight_bits import (
+from twellc.checks.evaluator import OnnxEvaluator, PluginNode
+from twellc.checks.fp8 import (
     NarrowBlock,
     NarrowLinear,
     is_quantised,
@@ -28,7 +29,6 @@ from twellc.checks.eight_bits import (
     quantised_constants,
     with_worth,
 )
-from twellc.checks.evaluator import OnnxEvaluator, PluginNode
 from twellc.decisions.advise import repeat
 from twellc.export.profiles import ModelInputs, program_inputs
 from twellc.loaders.loaded import LoadedModel
@@ -37,7 +37,7 @@ from twellc.loaders.precision import choose_dtype
 from twellc.options.declared_inputs import InputDeclaration
 from twellc.options.weights import FP8, FP8_BLOCKS
 from twellc.passes.decide import Advise, options_of
-from twellc.passes.eight_bits import QUANTISED, EightBits, Wish, quantised_linear
+from twellc.passes.fp8 import QUANTISED, EightBits, Wish, quantised_linear
 from twellc.passes.graph.constants import ProgramConstants
 from twellc.passes.graph.execution import Runner, example_inputs
 from twellc.passes.graph.program import editable, finish, replace_node, tensor_of

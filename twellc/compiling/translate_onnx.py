@@ -33,7 +33,7 @@ from twellc.options.decisions import refuse_calibration, refuse_linear
 from twellc.options.source import refuse_choices
 from twellc.options.weights import KEEP
 from twellc.passes.dump import GraphDump
-from twellc.passes.eight_bits import Wish
+from twellc.passes.fp8 import Wish
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.onnx.ffn import OnnxBlocks, find_onnx_blocks, rewrite_onnx
 

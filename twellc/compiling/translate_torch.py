@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from twellc.base.dtypes import torch_dtype
 from twellc.base.errors import first_few
-from twellc.compiling.fp8_errors import measure_errors, read_samples, wish_of
+from twellc.compiling.fp8 import measure_errors, read_samples, wish_of
 from twellc.compiling.result import Translation, annotate, check_matches
 from twellc.decisions.advise import Advisor, repeat
 from twellc.decisions.choose import Tokens

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from twellc.base.torch_private import has_any_global_hook
-from twellc.eager.eight_bits import EightBitLinear, traceable_twin
+from twellc.eager.fp8_linear import EightBitLinear, traceable_twin
 from twellc.eager.hidden import STEPS
 from twellc.eager.sharded import local_twin
 from twellc.eager.tracing import trace_alone

@@ -30,18 +30,18 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from twellc.base.errors import UserError, first_few, first_line
 from twellc.eager.changes import compress, put_in_eight_bits, store_as_usual, take, take_off, taken_in
-from twellc.eager.eight_bits import EightBitLinear
 from twellc.eager.experts import FoundExperts, find_experts, take_experts, take_experts_off, taken_experts
+from twellc.eager.fp8 import judge, quantised, refuse_other_samples
+from twellc.eager.fp8_linear import EightBitLinear
 from twellc.eager.mixed import BlockModule, ContainerModule, TrainedModule, class_with, taken_by
 from twellc.eager.module_blocks import FoundBlock, Operand, drops, find_blocks, operands_of, refusal_of
-from twellc.eager.quantising import judge, quantised, refuse_other_samples
 from twellc.eager.tracing import LOG
 from twellc.eager.training_block import BlockInTraining
 from twellc.eager.trials import own_gradient, passes_hidden
 from twellc.options.option import taken
 from twellc.options.weights import FP8_BLOCKS, KEEP, WeightOptions, refuse_weights, refuse_weights_of_linear
 from twellc.passes.decide import decide, options_of
-from twellc.passes.eight_bits import KEPT
+from twellc.passes.fp8 import KEPT
 from twellc.passes.report import Layer
 from twellc.plugins.library import COMPRESSIONS
 

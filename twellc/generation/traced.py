@@ -22,7 +22,7 @@ from twellc.base.devices import choose_device
 from twellc.base.dtypes import DTYPES
 from twellc.base.errors import UserError, first_few
 from twellc.base.torch_private import schema_of
-from twellc.compiling.fp8_errors import measure_errors, wish_of
+from twellc.compiling.fp8 import measure_errors, wish_of
 from twellc.eager.optimization import refuse_other_weights
 from twellc.export.profiles import program_inputs
 from twellc.generation.directory import compiled_call, device_name, precision_for, refuse_other_length

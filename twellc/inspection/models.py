@@ -26,7 +26,7 @@ from twellc.options.decisions import refuse_calibration, refuse_decisions, refus
 from twellc.options.source import refuse_choices, refuse_tracing
 from twellc.options.weights import FP8, KEEP, refuse_weight_type
 from twellc.passes.attention import MATMUL
-from twellc.passes.eight_bits import Wish
+from twellc.passes.fp8 import Wish
 from twellc.passes.onnx.ffn import find_onnx_blocks
 from twellc.passes.onnx.graph import dtype_of
 from twellc.passes.pipeline import PassOptions, Stage, run_until

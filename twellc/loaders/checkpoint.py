@@ -17,7 +17,7 @@ import torch
 
 from twellc.base.errors import UserError, first_few, first_line
 from twellc.base.files import open_file, read_file
-from twellc.loaders.eight_bits import (
+from twellc.loaders.fp8 import (
     Scaled,
     refuse_other_algorithms,
     refuse_other_forms,

@@ -20,7 +20,7 @@ from twellc.export.shapes import FixedSizes
 from twellc.loaders import sparselm
 from twellc.loaders.attention import traced_attention
 from twellc.loaders.checkpoint import activations, read_checkpoint, refuse_absurd_sizes
-from twellc.loaders.eight_bits import (
+from twellc.loaders.fp8 import (
     Scaled,
     kept_layers,
     notes_on,

@@ -40,7 +40,10 @@ from twellc.passes.block_profile import Calibration
 from twellc.passes.decide import Advise, decide, decide_linear, left_alone, options_of
 from twellc.passes.decompose import decompose
 from twellc.passes.dump import NOWHERE, GraphDump
-from twellc.passes.eight_bits import (
+from twellc.passes.feature_last import feature_last
+from twellc.passes.fold_constants import fold_constants
+from twellc.passes.fold_weights import fold_weights
+from twellc.passes.fp8 import (
     KEPT,
     EightBits,
     Wish,
@@ -52,9 +55,6 @@ from twellc.passes.eight_bits import (
     linear_in_eight_bits,
     notes_on,
 )
-from twellc.passes.feature_last import feature_last
-from twellc.passes.fold_constants import fold_constants
-from twellc.passes.fold_weights import fold_weights
 from twellc.passes.graph.constants import fixed_nodes
 from twellc.passes.graph.program import constants_of, tensor_of
 from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks, with_norm

@@ -25,7 +25,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from twellc.passes.eight_bits import EightBits
+from twellc.passes.fp8 import EightBits
 from twellc.passes.graph.norm_vectors import NormVectors
 from twellc.passes.graph.program import add_call, add_parameter, editable, finish, infer, replace_node, tensor_of
 from twellc.passes.match.find_linear import FoundLinear

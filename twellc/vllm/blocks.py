@@ -31,9 +31,9 @@ from vllm.model_executor.layers.linear import (
 from twellc.eager.module_blocks import FoundBlock, Operand, between, find_blocks, functions_of, matrices_of
 from twellc.passes.match.linear import step, strip
 from twellc.plugins.block import BlockOptions, WeightOperands
+from twellc.plugins.fp8 import quantise
 from twellc.plugins.meaning import EIGHT_BITS
 from twellc.plugins.ops import run_block
-from twellc.plugins.quantise import quantise
 
 _SCALE = "weight_scale"
 

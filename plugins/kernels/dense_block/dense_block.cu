@@ -3,7 +3,7 @@
 #include "dense_block/dense_block.h"
 #include "dense_block/hidden_sm90.h"
 #include "dense_block/skipping_down_sm90.h"
-#include "eight_bits/eight_bits.h"
+#include "fp8/fp8.h"
 #include "host/problem.h"
 #include "matmul/parts_sm90.cuh"
 

@@ -3,8 +3,8 @@
 
 #include <stdint.h>
 
-#include "eight_bits/eight_bits.h"
 #include "format/active.cuh"
+#include "fp8/fp8.h"
 #include "host/launch.h"
 #include "matmul/dense_sm90.h"
 #include "matmul/tiling_sm90.h"

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "eight_bits/eight_bits.h"
+#include "fp8/fp8.h"
 #include "host/problem.h"
 #include "linear/choose.cuh"
 #include "linear/cublas_lt.h"

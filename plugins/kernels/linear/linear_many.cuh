@@ -2,7 +2,7 @@
 #pragma once
 
 #include "device/dependent_launch.cuh"
-#include "eight_bits/quantise.cuh"
+#include "fp8/quantise.cuh"
 #include "linear/layer.cuh"
 #include "matmul/matmul_generic.cuh"
 

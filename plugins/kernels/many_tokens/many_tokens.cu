@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "eight_bits/eight_bits.h"
+#include "fp8/fp8.h"
 #include "host/problem.h"
 #include "many_tokens/many_tokens.h"
 #include "many_tokens/schedule/schedule.h"

@@ -18,7 +18,7 @@ from tests.twellc.test_cli import failed
 from twellc.base.arrays import to_numpy, to_torch
 from twellc.checks.evaluator import OnnxEvaluator
 from twellc.passes.onnx.ffn import find_onnx_blocks
-from twellc.plugins.quantise import quantise
+from twellc.plugins.fp8 import quantise
 
 
 def with_dequantised_weights(

@@ -37,15 +37,15 @@ from tests import models
 from tests.models import Gated, Plain
 from tests.twellc.eager.test_optimize import tokens
 from twellc.base.errors import UserError
-from twellc.eager import changes, eight_bits, optimization, quantising
-from twellc.eager.eight_bits import holds_eight_bits
+from twellc.eager import changes, fp8, fp8_linear, optimization
+from twellc.eager.fp8_linear import holds_eight_bits
 from twellc.eager.optimization import blocks_in_training
 from twellc.loaders.huggingface import open_directory
-from twellc.plugins.quantise import quantise
+from twellc.plugins.fp8 import quantise
 from twellc.training import Blend, L1Penalty, reinitialise_dead, relu, sparsify, take_counts
 
 LONGER = os.environ.get("TWELLC_FUZZ_EXAMPLES")
-CHANGING = {str(module.__file__) for module in (optimization, changes, quantising, eight_bits, relu)}
+CHANGING = {str(module.__file__) for module in (optimization, changes, fp8, fp8_linear, relu)}
 ERRORS = (KeyboardInterrupt, torch.OutOfMemoryError, ZeroDivisionError)
 
 
@@ -357,7 +357,7 @@ def test_no_memory_for_the_last_eight_bits(monkeypatch: pytest.MonkeyPatch) -> N
             raise torch.OutOfMemoryError
         return quantise(*arguments)
 
-    monkeypatch.setattr(quantising, "quantise", fail)
+    monkeypatch.setattr(fp8, "quantise", fail)
     with pytest.raises(torch.OutOfMemoryError):
         twellc.optimize(model, weights="fp8:blocks")
     assert not differences(before, state(model))

@@ -72,7 +72,7 @@ class FfnBlock:
             expert that it is sent to; None of other blocks.
         x: The node to read x from, with the same leading dimensions as `y`.
         residual: What its result is added to, if the sum belongs to the block; a refused block has none.
-        weights: In how many bits its weights are to be read, see `eight_bits.py`; None in those of its dtype.
+        weights: In how many bits its weights are to be read, see `fp8.py`; None in those of its dtype.
         thresholds: Of fatrelu, a threshold for each neuron in the place of the one.
         rectifies: Whether thresholds below 0 mean the same as 0; else none is below 0.
         norm: The norm that makes x, if the block is to compute it: see `with_norm`.

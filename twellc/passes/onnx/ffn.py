@@ -31,9 +31,9 @@ from twellc.base.arrays import to_numpy, to_torch
 from twellc.base.dtypes import BY_NAME, dtype_name
 from twellc.base.errors import UserError, first_line
 from twellc.passes.decide import Advise, decide, options_of
-from twellc.passes.eight_bits import EightBits, Wish, both_forms, eight_bits_of, judge, said_dequantised
 from twellc.passes.fold_constants import fold_constants_in
 from twellc.passes.fold_weights import fold_weights_in
+from twellc.passes.fp8 import EightBits, Wish, both_forms, eight_bits_of, judge, said_dequantised
 from twellc.passes.graph.program import free_name
 from twellc.passes.match.find_ffn import FfnBlock, find_blocks
 from twellc.passes.match.linear import Weight

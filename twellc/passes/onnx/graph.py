@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 
 from twellc.base.arrays import to_numpy, to_torch
 from twellc.base.dtypes import BY_ONNX
-from twellc.passes.eight_bits import EightBits, as_scale
+from twellc.passes.fp8 import EightBits, as_scale
 from twellc.passes.graph.constants import evaluate
 from twellc.passes.graph.program import free_name
 from twellc.plugins.meaning import EIGHT_BITS

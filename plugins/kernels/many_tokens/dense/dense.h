@@ -1,8 +1,8 @@
 // The dense path: up and down projections of rows that are too dense for the sparse kernels.
 #pragma once
 
-#include "eight_bits/eight_bits.h"
 #include "format/schedule.cuh"
+#include "fp8/fp8.h"
 #include "host/launch.h"
 #include "many_tokens/dense/gather.cuh"
 #include "many_tokens/guard/guard.h"

@@ -1,7 +1,7 @@
 // Gate projection with packing: packed = TwELL(act(x Wg^T + bg)).
 #pragma once
 
-#include "eight_bits/eight_bits.h"
+#include "fp8/fp8.h"
 #include "host/launch.h"
 #include "matmul/tiling_sm90.h"
 #include "twell/twell.h"

@@ -1,4 +1,4 @@
-#include "eight_bits/eight_bits.h"
+#include "fp8/fp8.h"
 #include "host/problem.h"
 #include "many_tokens/gate/gate_sm90.cuh"
 #include "many_tokens/gate/gate_sm90.h"

@@ -1,7 +1,7 @@
 // The gate kernel of compute capability 9.0.
 #pragma once
 
-#include "eight_bits/eight_bits.h"
+#include "fp8/fp8.h"
 #include "host/launch.h"
 #include "many_tokens/gate/gate.h"
 #include "twell/twell.h"

@@ -1,9 +1,9 @@
 // Sparse up and down projections: y = sum over active neurons n of h[n] Wd[n, :] + bd.
 #pragma once
 
-#include "eight_bits/eight_bits.h"
 #include "format/schedule.cuh"
 #include "format/sparse_rows.cuh"
+#include "fp8/fp8.h"
 #include "host/launch.h"
 #include "many_tokens/chunks/chunk.h"
 #include "many_tokens/dense/gather.cuh"

@@ -17,15 +17,15 @@ from transformers import LlamaForCausalLM
 import twellc
 from tests import models
 from twellc.base.errors import UserError
-from twellc.eager.eight_bits import EightBitLinear
+from twellc.eager.fp8_linear import EightBitLinear
 from twellc.generation.directory import load_directory
 from twellc.loaders.cached import load_with_cache
 from twellc.loaders.huggingface import open_directory
 from twellc.loaders.model import load_model
 from twellc.loaders.precision import choose_dtype
 from twellc.options.source import CacheOptions, TracingOptions
+from twellc.plugins.fp8 import quantise
 from twellc.plugins.meaning import EIGHT_BITS
-from twellc.plugins.quantise import quantise
 
 Tensors = dict[str, Tensor]
 GATE = "model.layers.0.mlp.gate_proj"

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests import models
 from twellc.base.errors import UserError
-from twellc.eager.eight_bits import EightBitLinear
+from twellc.eager.fp8_linear import EightBitLinear
 from twellc.loaders.huggingface import open_directory
 
 pytestmark = pytest.mark.slow  # to import these libraries takes long

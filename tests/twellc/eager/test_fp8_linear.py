@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import twellc
 from tests.models import Gated, Plain, Written
 from tests.twellc.eager.test_optimize import ops_of, packed
-from twellc.eager.eight_bits import EightBitLinear
+from twellc.eager.fp8_linear import EightBitLinear
+from twellc.plugins.fp8 import quantise
 from twellc.plugins.meaning import EIGHT_BITS
-from twellc.plugins.quantise import quantise
 
 BF16 = torch.bfloat16
 

@@ -1,9 +1,9 @@
 """Time a block with weights in eight bits against dense FP8, and against itself in bf16.
 
-python benchmarks/eight_bits.py --tokens 64,2048 --density 0.005,1 --json results.json
-python benchmarks/eight_bits.py --tokens 2048 --launches
-python benchmarks/eight_bits.py --tokens 2048 --trained --energy-seconds 2
-python benchmarks/eight_bits.py --smoke
+python benchmarks/fp8.py --tokens 64,2048 --density 0.005,1 --json results.json
+python benchmarks/fp8.py --tokens 2048 --launches
+python benchmarks/fp8.py --tokens 2048 --trained --energy-seconds 2
+python benchmarks/fp8.py --smoke
 
 Weights have a scale for each neuron or output. Dense FP8 stands there twice: with one scale for each tensor, calibrated
 beforehand, and with a scale for each row, which kernels compiled by torch work out with what they quantise. With
@@ -38,9 +38,9 @@ from twellc.benchmarking.energy import EnergyMeter
 from twellc.benchmarking.forms import Block, Fp8, compile_rival
 from twellc.benchmarking.timing import record
 from twellc.plugins.block import BlockOptions, Operands
+from twellc.plugins.fp8 import LARGEST, quantise
 from twellc.plugins.meaning import EIGHT_BITS, dequantised
 from twellc.plugins.ops import run_block
-from twellc.plugins.quantise import LARGEST, quantise
 
 CHECKED_ROWS = 64
 RELU = BlockOptions(activation="relu")

@@ -43,6 +43,6 @@ Quantised take_quantised(twell_problem const& problem, unsigned char*& memory);
 cudaError_t launch_quantise(Call const& call, Quantised const& quantised);
 
 // The rows of the configurations, a line each.
-void list_eight_bits(Text& text);
+void list_fp8(Text& text);
 
 }  // namespace twell

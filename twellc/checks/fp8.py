@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from twellc.passes.eight_bits import QUANTISED, EightBits, both_forms
+from twellc.passes.fp8 import QUANTISED, EightBits, both_forms
 from twellc.passes.graph.program import editable, finish, stored_tensors, tensor_of
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import Linear, Weight, width
 from twellc.passes.pipeline import Passed
 from twellc.plugins.block import FLOAT32, BlockOptions, Operands, WeightOperands
+from twellc.plugins.fp8 import quantise, rounded
 from twellc.plugins.meaning import EIGHT_BITS, activate
 from twellc.plugins.ops import run_block
-from twellc.plugins.quantise import quantise, rounded
 
 
 @dataclass(frozen=True)

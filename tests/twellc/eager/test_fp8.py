@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import twellc
 from tests import models
 from tests.models import Gated, Plain, Written
-from tests.twellc.eager.test_eight_bits import BF16, in_eight_bits, wide
+from tests.twellc.eager.test_fp8_linear import BF16, in_eight_bits, wide
 from tests.twellc.eager.test_optimize import ops_of, packed, tokens
 from twellc.base.errors import UserError
-from twellc.eager.eight_bits import EightBitLinear
+from twellc.eager.fp8_linear import EightBitLinear
 
 WRITTEN_OUT = Written(
     lambda m, x: m.down(torch.relu(nn.functional.linear(x, m.up.weight))), up=nn.Linear(16, 40), down=nn.Linear(40, 16)

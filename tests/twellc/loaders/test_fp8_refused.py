@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests import models
-from tests.twellc.loaders.test_eight_bits import COMPRESSED, GATE, WEIGHTS, edit, write
+from tests.twellc.loaders.test_fp8 import COMPRESSED, GATE, WEIGHTS, edit, write
 from twellc.base.errors import UserError
 from twellc.loaders.huggingface import open_directory
 

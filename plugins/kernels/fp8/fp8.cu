@@ -1,8 +1,8 @@
 #include <algorithm>
 
-#include "eight_bits/eight_bits.h"
-#include "eight_bits/quantise.cuh"
-#include "eight_bits/widen.cuh"
+#include "fp8/fp8.h"
+#include "fp8/quantise.cuh"
+#include "fp8/widen.cuh"
 #include "host/problem.h"
 
 namespace twell {
@@ -97,7 +97,7 @@ cudaError_t launch_quantise(Call const& call, Quantised const& quantised) {
                             quantise::kThreads, 0, call.device, call.stream);
 }
 
-void list_eight_bits(Text& text) {
+void list_fp8(Text& text) {
     add_line(text, {"widen"});
     add_line(text, {"quantise"});
 }

@@ -32,9 +32,9 @@ from twellc.passes.match.linear import CASTS, VALUE_PRESERVING, Weight, operand
 from twellc.passes.report import Weights
 from twellc.passes.rewrite_ffn import arranged_view, weights_of
 from twellc.plugins.block import FLOAT32, SCALES, TensorField, WeightOperands
+from twellc.plugins.fp8 import quantise, refuse_infinite, refuse_nan
 from twellc.plugins.library import MAX_PACKED_D_FF
 from twellc.plugins.meaning import EIGHT_BITS
-from twellc.plugins.quantise import quantise, refuse_infinite, refuse_nan
 
 aten = torch.ops.aten
 

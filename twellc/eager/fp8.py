@@ -14,11 +14,11 @@ from twellc.base.errors import UserError
 from twellc.eager.module_blocks import FoundBlock, Operand, called_otherwise, matrices_of
 from twellc.eager.sharded import is_sharded
 from twellc.eager.tracing import in_mode
-from twellc.passes.eight_bits import by_error, relative_error
+from twellc.passes.fp8 import by_error, relative_error
 from twellc.passes.report import Weights
 from twellc.plugins.block import BlockOptions, WeightOperands
+from twellc.plugins.fp8 import finite, quantise
 from twellc.plugins.meaning import hidden_of, output_of
-from twellc.plugins.quantise import finite, quantise
 
 _NO_SAMPLES = "there is nothing to measure it on"
 _FIX = "Give twellc.optimize samples: what the module is called with, each a tensor, a tuple or a dict."

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from tests.models import Gated, Plain, Written, export, run
-from twellc.passes.eight_bits import Wish
+from twellc.passes.fp8 import Wish
 from twellc.passes.match.shared_axis import Part
 from twellc.passes.pipeline import Passed, PassOptions, Rewritten, Stage, run_for_ranks, run_passes, run_until
 from twellc.plugins.block import call_of
+from twellc.plugins.fp8 import quantise
 from twellc.plugins.meaning import EIGHT_BITS
 from twellc.plugins.ops import VARIANT_OF
-from twellc.plugins.quantise import quantise
 
 BF16 = torch.bfloat16
 D_MODEL, D_FF = 24, 40

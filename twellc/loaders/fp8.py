@@ -27,10 +27,10 @@ from torch import Tensor
 
 from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_few
-from twellc.eager.eight_bits import EightBitLinear
+from twellc.eager.fp8_linear import EightBitLinear
 from twellc.eager.module_blocks import called_otherwise, find_blocks, matrices_of, reads_weight
+from twellc.plugins.fp8 import LARGEST, refuse_infinite, refuse_nan
 from twellc.plugins.meaning import EIGHT_BITS
-from twellc.plugins.quantise import LARGEST, refuse_infinite, refuse_nan
 
 _SIDE = 128
 _BLOCK = [_SIDE, _SIDE]

@@ -10,8 +10,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from twellc.base.errors import UserError
+from twellc.plugins.fp8 import LARGEST, quantise
 from twellc.plugins.meaning import EIGHT_BITS
-from twellc.plugins.quantise import LARGEST, quantise
 
 STEP = 2.0**-4  # half of the distance of neighbours of E4M3 with three bits of mantissa, relative to them
 

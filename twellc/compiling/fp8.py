@@ -18,7 +18,7 @@ from twellc.loaders.loaded import LoadedModel
 from twellc.options.commands import CompileOptions
 from twellc.options.weights import FP8, KEEP, WeightOptions
 from twellc.passes.decide import options_of
-from twellc.passes.eight_bits import QUANTISED, Wish, both_forms, relative_error
+from twellc.passes.fp8 import QUANTISED, Wish, both_forms, relative_error
 from twellc.passes.graph.execution import Runner
 from twellc.passes.graph.program import editable, tensor_of
 from twellc.passes.match.find_ffn import FfnBlock
