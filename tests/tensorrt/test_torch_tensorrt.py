@@ -15,6 +15,7 @@ from tests.models import Gated, Plain, export
 from tests.processes import captured
 from tests.tolerance import assert_as_accurate
 from twellc.plugins.ops import GATED_MLP, MLP
+from twellc.torch_tensorrt import converter
 
 pytestmark = [pytest.mark.tensorrt, pytest.mark.xdist_group("torch_tensorrt")]
 
@@ -37,13 +38,13 @@ def torch_tensorrt() -> Any:
 def calls(torch_tensorrt: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the layers for which a plugin was made."""
     made: list[str] = []
-    make = twellc.torch_tensorrt.make_plugin
+    make = converter.make_plugin
 
     def count(name: str, *rest: Any) -> Any:
         made.append(name)
         return make(name, *rest)
 
-    monkeypatch.setattr(twellc.torch_tensorrt, "make_plugin", count)
+    monkeypatch.setattr(converter, "make_plugin", count)
     return made
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.table import Table
 
-import twellc
+from twellc import api
 from twellc.base.errors import UserError
 from twellc.commands.options import FilePath, OutputPath, options_of, refuse_other_options
 from twellc.commands.terminal import Command, never_failing, open_console, say, show_progress
@@ -67,7 +67,7 @@ def bench(
     if output is not None:
         raise UserError(f"--output {output}", "is for --measure-gpu alone", fix="Use --json > FILE.")
     with show_progress() as progress:
-        result = twellc.bench(model, progress=progress, **options)
+        result = api.bench(model, progress=progress, **options)
     with never_failing():
         if as_json:
             click.echo(json.dumps(result.to_json(), indent=2))

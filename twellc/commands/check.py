@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-import twellc
+from twellc import api
 from twellc.commands.options import FilePath, json_option, options_of
 from twellc.commands.terminal import Command, open_console, show_progress
 from twellc.options.commands import CheckOptions
@@ -48,7 +48,7 @@ def check(context: click.Context, /, model: Path, candidate: Path, as_json: bool
     Exit status: 0 within tolerance, 1 outside, 2 for bad input.
     """
     with show_progress() as progress:
-        result = twellc.check(model, candidate, progress=progress, **options)
+        result = api.check(model, candidate, progress=progress, **options)
     if as_json:
         click.echo(json.dumps(result.to_json(), indent=2))
     else:

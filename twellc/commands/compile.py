@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-import twellc
+from twellc import api
 from twellc.commands.blocks import print_attention, print_layers, print_linear
 from twellc.commands.options import FilePath, json_option, options_of
 from twellc.commands.terminal import Command, never_failing, open_console, say, show_progress
@@ -32,7 +32,7 @@ def compile(as_json: bool, **options: Any) -> None:
     the blocks and what became of them. Exit status 2: the input is bad, and nothing was written.
     """
     with show_progress() as progress:
-        manifest = twellc.compile(progress=progress, **options)
+        manifest = api.compile(progress=progress, **options)
     written = options["output"] or options["onnx"] or triton_plan(options["triton"], options["model"])
     with never_failing():
         if as_json:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.table import Table
 
-import twellc
+from twellc import api
 from twellc.base.errors import first_few
 from twellc.commands.blocks import print_attention, print_layers, print_linear
 from twellc.commands.options import FilePath, json_option, options_of
@@ -43,7 +43,7 @@ def inspect(model: Path, as_json: bool, **options: Any) -> None:
     unless --target-gpu or --gpu names another one.
     """
     with show_progress() as progress:
-        found = twellc.inspect(model, progress=progress, **options)
+        found = api.inspect(model, progress=progress, **options)
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2))
         return

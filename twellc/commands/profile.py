@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.table import Table
 
-import twellc
+from twellc import api
 from twellc.base.errors import first_few
 from twellc.commands.options import FilePath, OutputPath, options_of, refuse_other_options
 from twellc.commands.terminal import Command, never_failing, open_console, say, show_data
@@ -59,11 +59,11 @@ def profile(
     if merge:
         taken = ("merge", "paths", "output", "overwrite", "as_json")
         refuse_other_options(context, "--merge", taken, "merging profiles runs no model")
-        found = twellc.merge_profiles(paths, options["output"], overwrite=options["overwrite"])
+        found = api.merge_profiles(paths, options["output"], overwrite=options["overwrite"])
     else:
         with show_data() as (progress, advance):
             files = [*data, *paths[1:]]
-            found = twellc.profile(paths[0], files, progress=progress, advance=advance, **options)
+            found = api.profile(paths[0], files, progress=progress, advance=advance, **options)
     with never_failing():
         if as_json:
             click.echo(json.dumps(found.to_json(), indent=2))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-import twellc
+from twellc import api
 from twellc.commands.options import FilePath, OutputPath
 from twellc.commands.terminal import Command, never_failing, open_console
 
@@ -43,6 +43,6 @@ def report(
     The page is one file that needs no network and no scripts, for light and dark screens and for phones. The figures
     need matplotlib.
     """
-    twellc.report(output, profile=profile, decisions=decisions, bench=bench, training=training, overwrite=overwrite)
+    api.report(output, profile=profile, decisions=decisions, bench=bench, training=training, overwrite=overwrite)
     with never_failing():
         open_console().print(f"{output}: {output.stat().st_size / 1e3:.0f} kB", soft_wrap=True)

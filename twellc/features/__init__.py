@@ -18,27 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from twellc.base.dtypes import dtype_name
-from twellc.plugins import library
-from twellc.plugins.block import PLAIN, BlockOptions, Operands, problem_of, set_scales, tensors_of
-from twellc.plugins.meaning import (
-    activate,
-    as_read,
-    check_call,
-    check_on_gpu,
-    check_problem,
-    check_status,
-    launch,
-    math_dtype,
-    scale_kinds,
-    widths_of,
-)
+from twellc.features import cpu, gpu
+from twellc.plugins.block import BlockOptions, Operands
+from twellc.plugins.meaning import check_call
 
-# On a CPU: neurons, tokens and entries of a piece.
-_NEURONS, _TOKENS, _ENTRIES = 4096, 256, 4096
-# On a GPU lists have places for one active neuron of so many, and for so many of a token at least; if more are active,
-# all is encoded again.
-_GUESSED, _FEWEST_GUESSED = 64, 64
 # What messages about a block call the arguments.
 _ENCODED = {"the first weight": "w_enc", "w_up": "w_enc", "w_down": "w_enc", "b_up": "b_enc"}
 _DECODED = {
@@ -120,7 +103,7 @@ def encode(
     options = BlockOptions(activation=activation, threshold=threshold)
     if capacity is not None and capacity < 1:
         raise ValueError(f"twell: capacity must be 1 or more, got {capacity}")
-    run = _encode_on_gpu if x.is_cuda else _encode_on_cpu
+    run = gpu.encode if x.is_cuda else cpu.encode
     with _named(_ENCODED):
         check_call(operands, options)
         lists = run(operands, x.reshape(-1, x.shape[-1]), options, capacity)
@@ -156,7 +139,7 @@ def decode(features: Features | tuple[Tensor, Tensor], w_dec: Tensor, b_dec: Ten
             raise ValueError(f"twell: indices, of integers, and values must have one shape [..., k], got {got}")
     # A block whose input nobody reads: what it demands of w_down and b_down, and of one dtype.
     operands = Operands(x=values.new_empty((0, w_dec.shape[-1])), w_up=w_dec, w_down=w_dec, b_down=b_dec)
-    run = _decode_on_gpu if values.is_cuda else _decode_on_cpu
+    run = gpu.decode if values.is_cuda else cpu.decode
     with _named(_DECODED):
         check_call(operands, BlockOptions(activation="relu"))
         y = run(operands, (indices.reshape(-1), values.reshape(-1)), offsets, math.prod(leading))
@@ -173,121 +156,3 @@ def _named(names: Mapping[str, str]) -> Iterator[None]:
         for ours, theirs in names.items():
             text = text.replace(ours, theirs)
         raise type(error)(text) from error
-
-
-# ---- on a CPU ----
-
-
-def _encode_on_cpu(
-    operands: Operands[Tensor], x: Tensor, options: BlockOptions, capacity: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return indices, values and offsets of all tokens."""
-    wide, found = math_dtype(x.dtype), []
-    for first in range(0, len(operands.w_up), _NEURONS):
-        own = slice(first, first + _NEURONS)
-        weight = operands.w_up[own].to(wide)
-        if operands.w_up_scale is not None:
-            weight *= operands.w_up_scale.expand(len(operands.w_up), 1)[own]
-        bias = None if operands.b_up is None else operands.b_up[own].to(wide)
-        threshold = options.threshold if operands.thresholds is None else operands.thresholds[own]
-        for begin in range(0, len(x), _TOKENS):
-            z = torch.nn.functional.linear(x[begin : begin + _TOKENS].to(wide), weight, bias).to(x.dtype)
-            g = activate(z, options.activation, threshold)
-            token, neuron = g.nonzero(as_tuple=True)
-            found.append((token + begin, (neuron + first).int(), g[token, neuron]))
-    tokens, indices, values = map(torch.cat, zip(*found, strict=True)) if found else _nothing(x)
-    order = tokens.argsort(stable=True)
-    counts = tokens.bincount(minlength=len(x))
-    lists = [indices[order], values[order]]
-    if capacity is not None:
-        lists = [torch.nn.functional.pad(each, (0, capacity - len(each))) for each in lists]
-    return lists[0], lists[1], torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-
-
-def _nothing(x: Tensor) -> Iterator[Tensor]:
-    return iter((x.new_empty(0, dtype=torch.int64), x.new_empty(0, dtype=torch.int32), x.new_empty(0)))
-
-
-def _decode_on_cpu(
-    operands: Operands[Tensor], entries: tuple[Tensor, Tensor], offsets: Tensor | None, tokens: int
-) -> Tensor:
-    """Return y [tokens, d_out]."""
-    w_dec, (indices, values) = operands.w_down, entries
-    wide, capacity = math_dtype(values.dtype), len(indices)
-    y = torch.zeros(tokens, w_dec.shape[1], dtype=wide)
-    counts = capacity // max(1, tokens) if offsets is None else offsets.diff()
-    rows = torch.arange(tokens).repeat_interleave(counts)[:capacity]
-    indices, values = indices[: len(rows)].long(), values[: len(rows)]  # uint8 would take d_ff modulo 256
-    known = (indices >= 0) & (indices < len(w_dec))
-    factors = values.to(wide).where(known, math.nan)
-    for place in torch.split((values != 0).nonzero()[:, 0], _ENTRIES):
-        read = w_dec[indices[place].where(known[place], 0)].to(wide)
-        y.index_add_(0, rows[place], read * factors[place, None])
-    if offsets is not None:
-        y[offsets[1:] > capacity] = math.nan
-    return (y if operands.b_down is None else y + operands.b_down.to(wide)).to(values.dtype)
-
-
-# ---- on a GPU ----
-
-
-def _encode_on_gpu(
-    operands: Operands[Tensor], x: Tensor, options: BlockOptions, capacity: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `_encode_on_cpu` does."""
-    named, kinds = operands.named(), scale_kinds(operands)
-    check_on_gpu(named)
-    if kinds is not None and (torch.cuda.get_device_capability(x.device) != (9, 0) or x.shape[1] % 128):
-        raise ValueError("twell: w_enc of eight bits needs compute capability 9.0 and a d_model of a multiple of 128")
-    read = {name: as_read(each) for name, each in named.items()} | {"x": as_read(x)}
-    problem = problem_of(PLAIN, options, dtype_name(x.dtype), tokens=len(x), **widths_of(operands))
-    tensors = tensors_of(Operands(**{name: each.data_ptr() for name, each in read.items()}), 0)
-    offsets = x.new_empty(len(x) + 2, dtype=torch.int64)
-    with torch.cuda.device(x.device):
-        check_problem(problem)
-        if kinds is not None:
-            set_scales(problem, *kinds)
-        if not len(x):
-            places = capacity or 0
-            return x.new_zeros(places, dtype=torch.int32), x.new_zeros(places), offsets.zero_()[:1]
-
-        def run(places: int, keeps_all: bool) -> tuple[Tensor, Tensor]:
-            lib, places = library.load(), max(1, places)
-            indices, values = x.new_empty(places, dtype=torch.int32), x.new_empty(places)
-            lists = indices.data_ptr(), values.data_ptr(), offsets.data_ptr(), places
-            launch(lib.twell_encode, lib.twell_encode_bytes(problem, keeps_all), problem, tensors, keeps_all, *lists)
-            return indices, values
-
-        if capacity is not None:
-            return *run(capacity, keeps_all=True), offsets[:-1]
-        places, keeps_all = len(x) * max(len(operands.w_up) // _GUESSED, _FEWEST_GUESSED), False
-        while True:
-            indices, values = run(places, keeps_all)
-            total, missing = offsets[-2:].tolist()
-            if not missing:
-                return indices[:total].clone(), values[:total].clone(), offsets[:-1]
-            places, keeps_all = max(places, total), keeps_all or total <= places
-
-
-def _decode_on_gpu(
-    operands: Operands[Tensor], entries: tuple[Tensor, Tensor], offsets: Tensor | None, tokens: int
-) -> Tensor:
-    """Return what `_decode_on_cpu` does."""
-    indices, values = entries
-    given = {name: each for name, each in operands.named().items() if name.endswith("down")}
-    check_on_gpu({"x": values, "indices": indices, **given})
-    problem = problem_of(
-        PLAIN, BlockOptions(activation="relu"), dtype_name(values.dtype), tokens=tokens, **widths_of(operands)
-    )
-    read = {name: as_read(each) for name, each in given.items()}
-    y = values.new_empty(tokens, operands.w_down.shape[1])
-    tensors = library.Tensors(**{name: each.data_ptr() for name, each in read.items()}, y=y.data_ptr())
-    if indices.dtype.itemsize > 4:  # else cut to what may be an index
-        indices = indices.long().clamp(-1, len(operands.w_down))
-    indices, values = indices.int().contiguous(), values.contiguous()
-    with torch.cuda.device(values.device):
-        check_problem(problem)
-        begins, stream = None if offsets is None else offsets.data_ptr(), torch.cuda.current_stream().cuda_stream
-        lists = indices.data_ptr(), values.data_ptr(), begins, len(indices)
-        check_status(library.load().twell_decode(problem, tensors, *lists, stream))
-    return y

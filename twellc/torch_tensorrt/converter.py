@@ -1,62 +1,22 @@
-"""The `twell` ops in Torch-TensorRT: converters that put the plugins into the engines that it builds.
-
-    import torch_tensorrt, twellc, twellc.torch_tensorrt
-
-    twellc.torch_tensorrt.register()
-    engine = torch_tensorrt.dynamo.compile(twellc.rewrite(program).program, inputs=[…])
-    model = torch.compile(twellc.optimize(model), backend="torch_tensorrt")
-
-An engine with the plugins needs them where it is loaded, too: call `register` there before `torch_tensorrt.load` or
-`torch.export.load`. Importing this module imports neither torch nor Torch-TensorRT.
-"""
+"""The converter of the `twell` ops in Torch-TensorRT: which calls the plugins take, and the layer of a call."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from twellc.base.errors import UserError, first_line
-from twellc.base.modules import Extra
+import numpy as np
+from torch.fx import Node
 
-if TYPE_CHECKING:
-    from torch.fx import Node
+from twellc.base.dtypes import dtype_name
+from twellc.base.torch_private import OpOverload, schema_of
+from twellc.plugins import library
+from twellc.plugins.block import VARIANTS, BlockOptions, Operands, call_of, problem_of
+from twellc.plugins.onnx_node import IDENTITY, node_attributes
 
-    from twellc.base.torch_private import OpOverload
-    from twellc.plugins.block import BlockOptions, Operands
-
-TORCH_TENSORRT = Extra("twellc.torch_tensorrt", "torch_tensorrt", "Torch-TensorRT", "torch-tensorrt", tested=((2, 11),))
 _LOG = logging.getLogger("twellc")
-
-
-def register() -> None:
-    """Register the plugins in TensorRT, and converters of the `twell` ops in Torch-TensorRT.
-
-    Calling it again does nothing. A call of an op that the plugins do not take, such as one in float32, is left to
-    torch; the logger `twellc` says why.
-
-    Raises:
-        UserError: Torch-TensorRT is not installed, or its TensorRT does not take the plugins.
-    """
-    converters = TORCH_TENSORRT.load("dynamo.conversion._ConverterRegistry")
-    TORCH_TENSORRT.warn_of_untried(_LOG)
-    from twellc.plugins.ops import GATED_MLP, MLP
-    from twellc.plugins.registration import register as register_plugins
-
-    try:
-        import tensorrt
-
-        register_plugins(tensorrt)
-        for op in (GATED_MLP, MLP):
-            known = converters.DYNAMO_ATEN_CONVERTERS.get(op, ())
-            if not any(each.converter_implementation is convert for each in known):
-                put = converters.dynamo_tensorrt_converter(op, capability_validator=takes, supports_dynamic_shapes=True)
-                put(convert)
-    except (ImportError, AttributeError, TypeError) as error:  # another release
-        what = f"{TORCH_TENSORRT.title} does not take converters of twellc ({first_line(error)})"
-        got, fix = TORCH_TENSORRT.version(), f"Install it: pip install 'twellc[{TORCH_TENSORRT.extra}]'."
-        raise UserError(TORCH_TENSORRT.user, what, got=got, expected=TORCH_TENSORRT.tried(), fix=fix) from error
 
 
 def takes(node: Node, _settings: object = None) -> bool:
@@ -70,19 +30,12 @@ def takes(node: Node, _settings: object = None) -> bool:
 
 def _call(target: Any, args: Any, kwargs: Any) -> tuple[Operands[Any], BlockOptions]:
     """Return the tensors and the options of a call."""
-    from twellc.base.torch_private import schema_of
-    from twellc.plugins.block import VARIANTS, call_of
-
     variant = next(each for each in VARIANTS.values() if each.op == schema_of(target).name.partition("::")[2])
     return call_of(variant, args, kwargs)
 
 
 def _fault(operands: Operands[Node], options: BlockOptions) -> str:
     """Say why the plugins do not take a call; empty where they do."""
-    from twellc.base.dtypes import dtype_name
-    from twellc.plugins import library
-    from twellc.plugins.block import problem_of
-
     if operands.scales():
         return "its weights are in eight bits, which only plans of twellc compile take"
     if operands.thresholds is not None:
@@ -118,10 +71,7 @@ def make_plugin(name: str, operands: Operands[Any], options: BlockOptions) -> An
     Raises:
         RuntimeError: The plugin refuses its fields; TensorRT's log says which.
     """
-    import numpy as np
     import tensorrt
-
-    from twellc.plugins.onnx_node import IDENTITY, node_attributes
 
     kinds: dict[type, tuple[Any, Callable[[Any], Any]]] = {
         str: (tensorrt.PluginFieldType.CHAR, lambda text: np.frombuffer(text.encode(), np.int8)),
