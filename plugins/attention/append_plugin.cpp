@@ -5,20 +5,14 @@
 
 #include <utility>
 
-#include "../tensorrt/fields.h"
-
 namespace twell {
 namespace {
 
 using nvinfer1::Dims;
-using nvinfer1::PluginField;
 using nvinfer1::PluginFieldCollection;
-using nvinfer1::PluginFieldType;
 using nvinfer1::PluginTensorDesc;
 using nvinfer1::TensorRTPhase;
 
-// In plans only: raised whenever the meaning of what a plan holds changes.
-constexpr char const* kSchema = "schema";
 constexpr int32_t kSchemaVersion = 1;
 constexpr char const* kRotated = "rotated";
 constexpr int32_t kElementBytes = 2;
@@ -132,17 +126,17 @@ void AppendPlugin::run(PluginTensorDesc const* descs, void const* const* inputs,
 
 // ---- serialisation ----
 
-PluginFieldCollection const* AppendPlugin::plan_fields() {
-    static int32_t const one = 1;
-    static PluginField const fields[]{{kSchema, &kSchemaVersion, PluginFieldType::kINT32, 1},
-                                      {kRotated, &one, PluginFieldType::kINT32, 1}};
-    static PluginFieldCollection const collections[]{{1, fields}, {2, fields}};
-    return &collections[rotated_ ? 1 : 0];
+std::unique_ptr<PlanFields> AppendPlugin::plan_fields() const {
+    auto fields = std::make_unique<PlanFields>(kSchemaVersion);
+    if (rotated_) {
+        fields->add(kRotated, true);
+    }
+    return fields;
 }
 
 // ---- creator ----
 
-AppendCreator::AppendCreator() : CreatorBase(kAppendName, {{kRotated, nullptr, PluginFieldType::kINT32, 1}}) {}
+AppendCreator::AppendCreator() : CreatorBase(kAppendName, {known_integer(kRotated)}) {}
 
 nvinfer1::IPluginV3* AppendCreator::create(char const* layer, PluginFieldCollection const* fields,
                                            TensorRTPhase phase) const {
@@ -151,9 +145,8 @@ nvinfer1::IPluginV3* AppendCreator::create(char const* layer, PluginFieldCollect
         if (phase == TensorRTPhase::kRUNTIME) {
             reader.integer(kSchema, {kSchemaVersion});
         }
-        // Graphs and plans of before it was there lack it.
-        bool const is_set = reader.has(kRotated) && reader.integer(kRotated, {0, 1}) == 1;
-        reader.reject_rest({{kRotated, nullptr, PluginFieldType::kINT32, 1}});
+        bool const is_set = reader.newer_flag(kRotated);
+        reader.reject_rest({known_integer(kRotated)});
         return is_set;
     });
     return new AppendPlugin(layer, rotated);

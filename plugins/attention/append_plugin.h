@@ -4,6 +4,7 @@
 #include <NvInferRuntime.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "../tensorrt/plugin_base.h"
@@ -43,7 +44,7 @@ class AppendPlugin final : public PluginBase<AppendPlugin, nvinfer1::IPluginV3On
     void configure(nvinfer1::DynamicPluginTensorDesc const* inputs) override;
     void run(nvinfer1::PluginTensorDesc const* descs, void const* const* inputs, void* const* outputs, void* workspace,
              cudaStream_t stream) override;
-    nvinfer1::PluginFieldCollection const* plan_fields() override;
+    std::unique_ptr<PlanFields> plan_fields() const override;
 
     bool rotated_;
 };

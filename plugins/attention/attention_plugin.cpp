@@ -9,8 +9,6 @@
 #include <mutex>
 #include <utility>
 
-#include "../tensorrt/fields.h"
-
 namespace twell {
 namespace {
 
@@ -27,10 +25,8 @@ constexpr char const* kScale = "scale";
 constexpr char const* kCausal = "causal";
 constexpr char const* kLengths = "lengths";
 constexpr char const* kRotated = "rotated";
-// In plans only. The first is raised whenever the meaning of the plan fields changes.
-constexpr char const* kSchema = "schema";
+constexpr char const* kWorkspace = "workspace_mib";  // in plans only
 constexpr int32_t kSchemaVersion = 1;
-constexpr char const* kWorkspace = "workspace_mib";
 
 // The least workspace that TensorRT is asked for. Attention without its own kernels' memory for parts of a result needs
 // none or little, but what it takes depends on shapes, GPU and cuDNN, and a builder may have none of the three. It is
@@ -38,12 +34,9 @@ constexpr char const* kWorkspace = "workspace_mib";
 constexpr int32_t kLeastWorkspaceMib = 32;
 
 std::vector<PluginField> field_names(bool cached) {
-    if (cached) {
-        return {{kScale, nullptr, PluginFieldType::kFLOAT32, 1}, {kRotated, nullptr, PluginFieldType::kINT32, 1}};
-    }
-    return {{kScale, nullptr, PluginFieldType::kFLOAT32, 1},
-            {kCausal, nullptr, PluginFieldType::kINT32, 1},
-            {kLengths, nullptr, PluginFieldType::kINT32, 1}};
+    PluginField const scale = known_field(kScale, PluginFieldType::kFLOAT32);
+    return cached ? std::vector{scale, known_integer(kRotated)}
+                  : std::vector{scale, known_integer(kCausal), known_integer(kLengths)};
 }
 
 AttentionOptions read_fields(PluginFieldCollection const* collection, TensorRTPhase phase, bool cached) {
@@ -59,11 +52,10 @@ AttentionOptions read_fields(PluginFieldCollection const* collection, TensorRTPh
         refuse(kScale, std::isnan(options.scale) ? "nan" : "infinity", "finite");
     }
     if (cached) {
-        // Graphs and plans of before it was there lack it.
-        options.rotated = fields.has(kRotated) && fields.integer(kRotated, {0, 1}) == 1;
+        options.rotated = fields.newer_flag(kRotated);
     } else {
-        options.causal = fields.integer(kCausal, {0, 1}) == 1;
-        options.lengths = fields.integer(kLengths, {0, 1}) == 1;
+        options.causal = fields.flag(kCausal);
+        options.lengths = fields.flag(kLengths);
     }
     fields.reject_rest(field_names(cached));
     return options;
@@ -267,27 +259,18 @@ void AttentionPlugin::run(PluginTensorDesc const* descs, void const* const* inpu
 
 // ---- serialisation ----
 
-SerializedAttention::SerializedAttention(AttentionOptions const& options)
-    : integers_{kSchemaVersion, options.workspace_mib, options.causal ? 1 : 0, options.lengths ? 1 : 0,
-                options.rotated ? 1 : 0},
-      scale_(options.scale),
-      fields_{{kSchema, &integers_[0], PluginFieldType::kINT32, 1},
-              {kWorkspace, &integers_[1], PluginFieldType::kINT32, 1},
-              {kScale, &scale_, PluginFieldType::kFLOAT32, 1}} {
-    if (options.rotated) {
-        fields_.push_back({kRotated, &integers_[4], PluginFieldType::kINT32, 1});
+std::unique_ptr<PlanFields> AttentionPlugin::plan_fields() const {
+    auto fields = std::make_unique<PlanFields>(kSchemaVersion);
+    fields->add(kWorkspace, options_.workspace_mib);
+    fields->add(kScale, options_.scale);
+    if (options_.rotated) {
+        fields->add(kRotated, true);
     }
-    if (!options.cached) {
-        fields_.push_back({kCausal, &integers_[2], PluginFieldType::kINT32, 1});
-        fields_.push_back({kLengths, &integers_[3], PluginFieldType::kINT32, 1});
+    if (!options_.cached) {
+        fields->add(kCausal, options_.causal);
+        fields->add(kLengths, options_.lengths);
     }
-    collection_.nbFields = static_cast<int32_t>(fields_.size());
-    collection_.fields = fields_.data();
-}
-
-PluginFieldCollection const* AttentionPlugin::plan_fields() {
-    serialized_ = std::make_unique<SerializedAttention>(options_);
-    return serialized_->collection();
+    return fields;
 }
 
 // ---- creator ----

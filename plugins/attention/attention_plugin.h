@@ -5,12 +5,10 @@
 #include <NvInferRuntime.h>
 #include <twell/attention.h>
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "../tensorrt/plugin_base.h"
 #include "attention.h"
@@ -41,22 +39,6 @@ struct AttentionOptions {
     int32_t workspace_mib = 0;
 };
 
-// Options as plan fields, led by the version of this set of fields. `collection` points into the object.
-class SerializedAttention {
-  public:
-    explicit SerializedAttention(AttentionOptions const& options);
-    SerializedAttention(SerializedAttention const&) = delete;
-    SerializedAttention& operator=(SerializedAttention const&) = delete;
-
-    nvinfer1::PluginFieldCollection const* collection() const { return &collection_; }
-
-  private:
-    std::array<int32_t, 5> integers_;
-    float scale_;
-    std::vector<nvinfer1::PluginField> fields_;
-    nvinfer1::PluginFieldCollection collection_{};
-};
-
 class AttentionPlugin final : public PluginBase<AttentionPlugin> {
   public:
     AttentionPlugin(std::string layer, AttentionOptions const& options);
@@ -72,7 +54,7 @@ class AttentionPlugin final : public PluginBase<AttentionPlugin> {
     void prepare(nvinfer1::PluginTensorDesc const* inputs) override;
     void run(nvinfer1::PluginTensorDesc const* descs, void const* const* inputs, void* const* outputs, void* workspace,
              cudaStream_t stream) override;
-    nvinfer1::PluginFieldCollection const* plan_fields() override;
+    std::unique_ptr<PlanFields> plan_fields() const override;
 
     // The axis of k and v that counts keys, and that of their heads.
     int32_t key_axis() const { return options_.cached ? 2 : 1; }
@@ -83,7 +65,6 @@ class AttentionPlugin final : public PluginBase<AttentionPlugin> {
 
     AttentionOptions options_;
     std::unique_ptr<Attention> attention_;  // of a plugin that is attached to a context
-    std::unique_ptr<SerializedAttention> serialized_;
 };
 
 class AttentionCreator final : public CreatorBase {

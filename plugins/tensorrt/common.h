@@ -63,15 +63,6 @@ int64_t rows_of(nvinfer1::Dims const& x);
 // An extent in 32 bits: what they do not hold is beyond every limit, too. `placeholder` is for one that is not known.
 int32_t narrow(int64_t extent, int32_t placeholder);
 
-// The input of each role, of which only some are present; -1 for the others.
-template <size_t N>
-std::array<int32_t, N> slots_of(std::array<bool, N> const& present) {
-    std::array<int32_t, N> slots{};
-    int32_t count = 0;
-    std::transform(present.begin(), present.end(), slots.begin(), [&](bool there) { return there ? count++ : -1; });
-    return slots;
-}
-
 // Whether two shapes may be the same; kAny is like any extent.
 bool may_equal(nvinfer1::Dims const& dims, nvinfer1::Dims const& expected);
 

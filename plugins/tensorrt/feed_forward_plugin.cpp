@@ -1,11 +1,8 @@
 #include "feed_forward_plugin.h"
 
 #include <algorithm>
-#include <iterator>
+#include <array>
 #include <utility>
-#include <vector>
-
-#include "fields.h"
 
 namespace twell {
 namespace {
@@ -13,56 +10,27 @@ namespace {
 using nvinfer1::DataType;
 using nvinfer1::Dims;
 using nvinfer1::DimsExprs;
-using nvinfer1::DynamicPluginTensorDesc;
 using nvinfer1::PluginFieldCollection;
-using nvinfer1::PluginTensorDesc;
 using nvinfer1::TensorRTPhase;
 
-static_assert(kRoles <= kMostInputs);
-
-constexpr char const* kGatedNames[] = {
-    "x",        "w_gate",       "b_gate",     "w_up",         "b_up",       "w_down",      "b_down",
-    "residual", "w_gate_scale", "w_up_scale", "w_down_scale", "thresholds", "norm_weight", "norm_bias"};
 // The kernels call the only projection before the activation "gate", whatever the block.
-constexpr char const* kPlainNames[] = {
-    "x",          "w_up",        "b_up",     "", "", "w_down", "b_down", "residual", "w_up_scale", "", "w_down_scale",
-    "thresholds", "norm_weight", "norm_bias"};
-static_assert(std::size(kGatedNames) == kRoles && std::size(kPlainNames) == kRoles);
-
-char const* role_name(twell_variant variant, int32_t role) {
-    return variant == TWELL_GATED ? kGatedNames[role] : kPlainNames[role];
-}
-
-std::array<bool, kRoles> present_roles(twell_variant variant, Options const& options) {
+std::array<Role, kBlockRoles> roles_of(twell_variant variant, Options const& options) {
     bool const gated = variant == TWELL_GATED;
-    return {true,
-            true,
-            options.b_gate,
-            gated,
-            gated && options.b_up,
-            true,
-            options.b_down,
-            options.residual,
-            options.scales,
-            gated && options.scales,
-            options.scales,
-            options.thresholds,
-            options.norm_weight,
-            options.norm_bias};
-}
-
-std::vector<Input> inputs_of(twell_variant variant, Options const& options) {
-    std::array<bool, kRoles> const present = present_roles(variant, options);
-    std::vector<Input> inputs;
-    for (int32_t role = 0; role < kRoles; ++role) {
-        if (present[role]) {
-            bool const is_weight = role == kWGate || role == kWUp || role == kWDown;
-            InputType const of_weights = options.scales && is_weight ? InputType::kFp8 : InputType::kElement;
-            bool const is_float32 = role >= kGateScale && role <= kThresholds;
-            inputs.push_back({role_name(variant, role), is_float32 ? InputType::kFloat32 : of_weights});
-        }
-    }
-    return inputs;
+    InputType const weight = options.scales ? InputType::kFp8 : InputType::kElement;
+    return {{{"x", InputType::kElement, true},
+             {gated ? "w_gate" : "w_up", weight, true},
+             {gated ? "b_gate" : "b_up", InputType::kElement, options.b_gate},
+             {"w_up", weight, gated},
+             {"b_up", InputType::kElement, gated && options.b_up},
+             {"w_down", weight, true},
+             {"b_down", InputType::kElement, options.b_down},
+             {"residual", InputType::kElement, options.residual},
+             {gated ? "w_gate_scale" : "w_up_scale", InputType::kFloat32, options.scales},
+             {"w_up_scale", InputType::kFloat32, gated && options.scales},
+             {"w_down_scale", InputType::kFloat32, options.scales},
+             {"thresholds", InputType::kFloat32, options.thresholds},
+             {"norm_weight", InputType::kElement, options.norm_weight},
+             {"norm_bias", InputType::kElement, options.norm_bias}}};
 }
 
 }  // namespace
@@ -70,60 +38,32 @@ std::vector<Input> inputs_of(twell_variant variant, Options const& options) {
 // ---- constructor ----
 
 FeedForwardPlugin::FeedForwardPlugin(twell_variant variant, std::string layer, Options const& options)
-    : PluginBase(plugin_name(variant), std::move(layer), inputs_of(variant, options)),
+    : KernelPlugin(plugin_name(variant), std::move(layer), roles_of(variant, options), kResidual),
       variant_(variant),
-      options_(options),
-      slots_(slots_of(present_roles(variant, options))) {}
-
-FeedForwardPlugin::FeedForwardPlugin(FeedForwardPlugin const& other)
-    : FeedForwardPlugin(other.variant_, other.layer(), other.options_) {}
+      options_(options) {}
 
 // ---- checks shared by build and runtime ----
 
-std::string FeedForwardPlugin::allowed_types(DataType first) const {
-    std::string others = options_.scales ? "weights and their scales" : "";
-    if (options_.thresholds) {
-        others += others.empty() ? "thresholds" : ", and thresholds";
-    }
-    others = others.empty() ? "all inputs" : "all inputs but " + others;
-    return others + " must be bf16, or all fp16 (x is " + text_of(first) + ")";
+std::string FeedForwardPlugin::other_types() const {
+    std::string const scaled = options_.scales ? "weights and their scales" : "";
+    return !options_.thresholds ? scaled : scaled.empty() ? "thresholds" : scaled + ", and thresholds";
 }
 
-// The problem that these input shapes pose. Extents may be kAny; then only what is known is checked, and the result
-// holds placeholders.
 twell_problem FeedForwardPlugin::problem_of(Shapes const& inputs, DataType type) const {
-    Dims const& x = inputs[slots_[kX]];
-    if (x.nbDims < 1 || x.nbDims > Dims::MAX_DIMS) {
-        throw Refusal("input x has rank " + std::to_string(x.nbDims) + "; expected [..., d_model] of rank 1 to 8");
-    }
-    auto const check = [&](Role role, Dims const& expected, char const* meaning) {
-        if (slots_[role] >= 0) {
-            check_shape(role_name(variant_, role), inputs[slots_[role]], expected, meaning);
-        }
-    };
-    Dims const& w_gate = inputs[slots_[kWGate]];
-    Dims const& w_down = inputs[slots_[kWDown]];
-    check(kWGate, dims_of({kAny, kAny}), "[d_ff, d_model]");
-    check(kWDown, dims_of({kAny, kAny}), "[d_ff, d_out]");
-    int64_t const d_ff = w_gate.d[0];
-    int64_t const d_model = w_gate.d[1];
-    int64_t const d_out = w_down.d[1];
-    check(kBGate, dims_of({d_ff}), "[d_ff]");
-    check(kWUp, dims_of({d_ff, d_model}), "[d_ff, d_model]");
-    check(kBUp, dims_of({d_ff}), "[d_ff]");
-    check(kWDown, dims_of({d_ff, d_out}), "[d_ff, d_out]");
-    check(kBDown, dims_of({d_out}), "[d_out]");
-    int64_t const columns = x.d[x.nbDims - 1];
-    if (columns != kAny && d_model != kAny && columns != d_model) {
-        throw Refusal("input x has shape " + text_of(x) + "; its last extent must be d_model = " +
-                      std::to_string(d_model) + ", as in " + role_name(variant_, kWGate) + " [d_ff, d_model]");
-    }
-    Dims y = x;
-    y.d[y.nbDims - 1] = d_out;
-    check(kThresholds, dims_of({d_ff}), "[d_ff]");
-    check(kNormWeight, dims_of({d_model}), "[d_model]");
-    check(kNormBias, dims_of({d_model}), "[d_model]");
-    check(kResidual, y, "that of y, [..., d_out]");
+    check(inputs, kWGate, dims_of({kAny, kAny}), "[d_ff, d_model]");
+    check(inputs, kWDown, dims_of({kAny, kAny}), "[d_ff, d_out]");
+    int64_t const d_ff = shape(inputs, kWGate).d[0];
+    int64_t const d_model = shape(inputs, kWGate).d[1];
+    int64_t const d_out = shape(inputs, kWDown).d[1];
+    check(inputs, kBGate, dims_of({d_ff}), "[d_ff]");
+    check(inputs, kWUp, dims_of({d_ff, d_model}), "[d_ff, d_model]");
+    check(inputs, kBUp, dims_of({d_ff}), "[d_ff]");
+    check(inputs, kWDown, dims_of({d_ff, d_out}), "[d_ff, d_out]");
+    check(inputs, kBDown, dims_of({d_out}), "[d_out]");
+    check(inputs, kThresholds, dims_of({d_ff}), "[d_ff]");
+    check(inputs, kNormWeight, dims_of({d_model}), "[d_model]");
+    check(inputs, kNormBias, dims_of({d_model}), "[d_model]");
+    check_rows(inputs, "d_model", kWGate, "[d_ff, d_model]", d_out, "d_out");
     if (d_ff != kAny && options_.hot > d_ff) {
         refuse("hot", std::to_string(options_.hot), "0 to d_ff = " + std::to_string(d_ff));
     }
@@ -131,7 +71,7 @@ twell_problem FeedForwardPlugin::problem_of(Shapes const& inputs, DataType type)
     // Placeholders for what is not known are the smallest good values.
     twell_problem problem{};
     problem.struct_bytes = sizeof(problem);
-    problem.tokens = rows_of(x);
+    problem.tokens = rows_of(inputs[kX]);
     problem.d_model = narrow(d_model, 8);
     problem.d_ff = narrow(d_ff, std::max(options_.hot, 1));
     problem.d_out = narrow(d_out, 8);
@@ -147,32 +87,22 @@ twell_problem FeedForwardPlugin::problem_of(Shapes const& inputs, DataType type)
     if (options_.scales) {
         check_scales(inputs, problem);
     }
-    if (char const* const complaint = twell_validate(&problem); complaint != nullptr) {
-        throw Refusal(std::string(complaint) + " (x " + text_of(x) + ", " + role_name(variant_, kWGate) + " " +
-                      text_of(w_gate) + ", w_down " + text_of(w_down) + ")");
-    }
+    check_problem(twell_validate(&problem), inputs, {kX, kWGate, kWDown});
     return problem;
 }
 
 // Writes into the problem which form scales have, by their shapes: [], [d_ff, 1], or of w_down [1, d_out].
 void FeedForwardPlugin::check_scales(Shapes const& inputs, twell_problem& problem) const {
-    auto const shape = [&](Role role) -> Dims const& { return inputs[slots_[role]]; };
-    int64_t const d_ff = shape(kWGate).d[0];
-    int64_t const d_out = shape(kWDown).d[1];
-    bool const by_neuron = shape(kGateScale).nbDims != 0;
-    auto const check = [&](Role role, Dims const& expected, char const* meaning) {
-        check_shape(role_name(variant_, role), shape(role), expected, meaning);
-    };
+    int64_t const d_ff = shape(inputs, kWGate).d[0];
+    bool const by_neuron = shape(inputs, kGateScale).nbDims != 0;
     if (by_neuron) {
-        check(kGateScale, dims_of({d_ff, 1}), "none, or [d_ff, 1]");
+        check(inputs, kGateScale, dims_of({d_ff, 1}), "none, or [d_ff, 1]");
     }
-    if (slots_[kUpScale] >= 0) {
-        check(kUpScale, by_neuron ? dims_of({d_ff, 1}) : dims_of({}), "that of w_gate_scale");
-    }
-    Dims const& down = shape(kDownScale);
+    check(inputs, kUpScale, by_neuron ? dims_of({d_ff, 1}) : dims_of({}), "that of w_gate_scale");
+    Dims const& down = shape(inputs, kDownScale);
     bool const by_output = down.nbDims == 2 && down.d[1] != 1;  // d_out is a multiple of 8
     if (down.nbDims != 0) {
-        check(kDownScale, by_output ? dims_of({1, d_out}) : dims_of({d_ff, 1}),
+        check(inputs, kDownScale, by_output ? dims_of({1, shape(inputs, kWDown).d[1]}) : dims_of({d_ff, 1}),
               by_output ? "none, [d_ff, 1] or [1, d_out]" : "none, [1, d_out] or [d_ff, 1]");
     }
     problem.weight_dtype = TWELL_E4M3;
@@ -182,39 +112,16 @@ void FeedForwardPlugin::check_scales(Shapes const& inputs, twell_problem& proble
 
 // ---- build ----
 
-void FeedForwardPlugin::check_shapes(Shapes const& inputs) const {
-    problem_of(inputs, DataType::kBF16);  // no limit depends on the type, which need not be known
-}
-
 void FeedForwardPlugin::set_output_shapes(DimsExprs const* inputs, DimsExprs* outputs, nvinfer1::IExprBuilder&) const {
-    outputs[0] = inputs[slots_[kX]];
-    outputs[0].d[outputs[0].nbDims - 1] = inputs[slots_[kWDown]].d[1];
-}
-
-// The problem with the most tokens of the profile: the one with the largest workspace. The weights' extents must be
-// fixed, since the workspace may shrink where these grow.
-twell_problem FeedForwardPlugin::largest_problem(DynamicPluginTensorDesc const* inputs) const {
-    return problem_of(largest_shapes(inputs, slots_[kResidual]), inputs[slots_[kX]].desc.type);
-}
-
-void FeedForwardPlugin::configure(DynamicPluginTensorDesc const* inputs) { largest_problem(inputs); }
-
-size_t FeedForwardPlugin::workspace_bytes(DynamicPluginTensorDesc const* inputs) const {
-    twell_problem const problem = largest_problem(inputs);
-    return twell_workspace_bytes(&problem);
+    outputs[0] = inputs[kX];
+    outputs[0].d[outputs[0].nbDims - 1] = inputs[slot(kWDown)].d[1];
 }
 
 // ---- runtime ----
 
-FeedForwardPlugin* FeedForwardPlugin::attached() const {
-    check_device();
-    return new FeedForwardPlugin(*this);
-}
-
-void FeedForwardPlugin::run(PluginTensorDesc const* descs, void const* const* inputs, void* const* outputs,
-                            void* workspace, cudaStream_t stream) {
-    twell_problem const problem = problem_of(runtime_shapes(descs), descs[slots_[kX]].type);
-    auto const input = [&](Role role) { return slots_[role] < 0 ? nullptr : inputs[slots_[role]]; };
+void FeedForwardPlugin::launch(twell_problem const& problem, void const* const* inputs, void* const* outputs,
+                               void* workspace, cudaStream_t stream) const {
+    auto const input = [&](BlockRole role) { return has(role) ? inputs[slot(role)] : nullptr; };
     twell_tensors tensors{};
     tensors.struct_bytes = sizeof(tensors);
     tensors.x = input(kX);
@@ -232,14 +139,7 @@ void FeedForwardPlugin::run(PluginTensorDesc const* descs, void const* const* in
     tensors.norm_weight = input(kNormWeight);
     tensors.norm_bias = input(kNormBias);
     tensors.y = outputs[0];
-    check_launch(twell_mlp(&problem, &tensors, workspace, twell_workspace_bytes(&problem), stream));
-}
-
-// ---- serialisation ----
-
-PluginFieldCollection const* FeedForwardPlugin::plan_fields() {
-    serialized_ = std::make_unique<Serialized>(variant_, options_);
-    return serialized_->collection();
+    check_launch(twell_mlp(&problem, &tensors, workspace, bytes_of(problem), stream));
 }
 
 // ---- creator ----

@@ -5,14 +5,12 @@
 #include <NvInferRuntime.h>
 #include <twell/twell.h>
 
-#include <array>
 #include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <string>
 
+#include "kernel_plugin.h"
 #include "options.h"
-#include "plugin_base.h"
 
 namespace twell {
 
@@ -25,7 +23,7 @@ constexpr char const* plugin_name(twell_variant variant) {
 // ---- tensor slots ----
 
 // What a tensor is to the kernels; which input it is depends on the variant and on which optional inputs there are.
-enum Role {
+enum BlockRole {
     kX,
     kWGate,
     kBGate,
@@ -40,35 +38,28 @@ enum Role {
     kThresholds,
     kNormWeight,
     kNormBias,
-    kRoles
+    kBlockRoles
 };
 
 // The two blocks differ in name, inputs and fields only, so they are one class with a variant.
-class FeedForwardPlugin final : public PluginBase<FeedForwardPlugin> {
+class FeedForwardPlugin final : public KernelPlugin<FeedForwardPlugin, twell_problem, kBlockRoles> {
   public:
     FeedForwardPlugin(twell_variant variant, std::string layer, Options const& options);
-    FeedForwardPlugin(FeedForwardPlugin const& other);
 
   private:
-    std::string allowed_types(nvinfer1::DataType first) const override;
-    void check_shapes(Shapes const& inputs) const override;
+    std::string other_types() const override;
+    twell_problem problem_of(Shapes const& inputs, nvinfer1::DataType type) const override;
+    size_t bytes_of(twell_problem const& problem) const override { return twell_workspace_bytes(&problem); }
     void set_output_shapes(nvinfer1::DimsExprs const* inputs, nvinfer1::DimsExprs* outputs,
                            nvinfer1::IExprBuilder&) const override;
-    void configure(nvinfer1::DynamicPluginTensorDesc const* inputs) override;
-    size_t workspace_bytes(nvinfer1::DynamicPluginTensorDesc const* inputs) const override;
-    FeedForwardPlugin* attached() const override;
-    void run(nvinfer1::PluginTensorDesc const* descs, void const* const* inputs, void* const* outputs, void* workspace,
-             cudaStream_t stream) override;
-    nvinfer1::PluginFieldCollection const* plan_fields() override;
+    void launch(twell_problem const& problem, void const* const* inputs, void* const* outputs, void* workspace,
+                cudaStream_t stream) const override;
+    std::unique_ptr<PlanFields> plan_fields() const override { return plan_fields_of(variant_, options_); }
 
-    twell_problem problem_of(Shapes const& inputs, nvinfer1::DataType type) const;
     void check_scales(Shapes const& inputs, twell_problem& problem) const;
-    twell_problem largest_problem(nvinfer1::DynamicPluginTensorDesc const* inputs) const;
 
     twell_variant const variant_;
     Options const options_;
-    std::array<int32_t, kRoles> const slots_;  // the input of each role; -1 where the block has none
-    std::unique_ptr<Serialized> serialized_;
 };
 
 class FeedForwardCreator final : public CreatorBase {

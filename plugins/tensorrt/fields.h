@@ -1,4 +1,4 @@
-// Reading the fields that a host passes to a plugin's creator.
+// A plugin's fields: reading those that a host passes to its creator, and writing those of a plan.
 #pragma once
 
 #include <NvInferRuntime.h>
@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <deque>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -24,6 +25,17 @@ char const* type_name(nvinfer1::PluginFieldType type);
 std::string one_of(std::vector<std::string> const& items);
 
 [[noreturn]] void refuse(char const* field, std::string const& got, std::string const& allowed);
+
+// In plans only: the version of a plugin's set of fields, raised whenever their meaning changes.
+constexpr char const* kSchema = "schema";
+
+// A field that a node may have.
+inline nvinfer1::PluginField known_field(char const* name, nvinfer1::PluginFieldType type) {
+    return {name, nullptr, type, 1};
+}
+inline nvinfer1::PluginField known_integer(char const* name) {
+    return known_field(name, nvinfer1::PluginFieldType::kINT32);
+}
 
 // The fields of a collection, each of which must be taken exactly once.
 class FieldReader {
@@ -48,6 +60,11 @@ class FieldReader {
     }
 
     bool has(char const* name) const { return find(name) != left_.end(); }
+
+    bool flag(char const* name) { return integer(name, {0, 1}) == 1; }
+
+    // A flag that older graphs and plans lack: then it is not set.
+    bool newer_flag(char const* name) { return has(name) && flag(name); }
 
     int32_t integer(char const* name, std::vector<int32_t> const& allowed) {
         std::vector<std::string> names;
@@ -145,6 +162,40 @@ class FieldReader {
     }
 
     std::vector<nvinfer1::PluginField const*> left_;
+};
+
+// The fields of a plan, led by their schema. `collection` points into the object, so it must stay where it is while a
+// host reads it.
+class PlanFields {
+  public:
+    explicit PlanFields(int32_t schema) { add(kSchema, schema); }
+    PlanFields(PlanFields const&) = delete;
+    PlanFields& operator=(PlanFields const&) = delete;
+
+    void add(char const* name, std::vector<int32_t> const& values) {
+        integers_.push_back(values);
+        add(name, integers_.back().data(), nvinfer1::PluginFieldType::kINT32, integers_.back().size());
+    }
+    void add(char const* name, int32_t value) { add(name, std::vector<int32_t>{value}); }
+    void add(char const* name, bool value) { add(name, value ? 1 : 0); }
+    void add(char const* name, float value) {
+        numbers_.push_back(value);
+        add(name, &numbers_.back(), nvinfer1::PluginFieldType::kFLOAT32, 1);
+    }
+
+    nvinfer1::PluginFieldCollection const* collection() const { return &collection_; }
+
+  private:
+    void add(char const* name, void const* data, nvinfer1::PluginFieldType type, size_t length) {
+        fields_.emplace_back(name, data, type, static_cast<int32_t>(length));
+        collection_ = {static_cast<int32_t>(fields_.size()), fields_.data()};
+    }
+
+    // Deques: what fields point to stays where it is.
+    std::deque<std::vector<int32_t>> integers_;
+    std::deque<float> numbers_;
+    std::vector<nvinfer1::PluginField> fields_;
+    nvinfer1::PluginFieldCollection collection_{};
 };
 
 // Runs `read`. What it refuses in a plan comes with advice: which library this is, and what to do.

@@ -10,79 +10,37 @@
 #include <string_view>
 
 namespace twell::host {
-#define TWELL_MIRROR __attribute__((visibility("default")))
-
-// The virtual functions of the two layouts, in vtable order. Only called, never implemented here. They must not be
-// local to this file nor hidden: a compiler that sees every derived class there is, none, would take the calls for
-// impossible and turn them into calls of the pure virtual function.
-namespace abi10 {
-class TWELL_MIRROR Logger {
-  public:
-    virtual void log(Severity severity, char const* message) noexcept = 0;
-
-  protected:
-    virtual ~Logger() = default;
-};
-class TWELL_MIRROR LoggerFinder {
-  public:
-    virtual Logger* findLogger() = 0;
-
-  protected:
-    virtual ~LoggerFinder() = default;
-};
-class TWELL_MIRROR Registry {
-  public:
-    virtual void registerCreatorV2() = 0;
-    virtual void getPluginCreatorList() = 0;
-    virtual void getPluginCreator() = 0;
-    virtual ~Registry() = default;  // two slots
-    virtual void setErrorRecorder() = 0;
-    virtual void getErrorRecorder() = 0;
-    virtual void deregisterCreatorV2() = 0;
-    virtual void isParentSearchEnabled() = 0;
-    virtual void setParentSearchEnabled() = 0;
-    virtual void loadLibrary() = 0;
-    virtual void deregisterLibrary() = 0;
-    virtual bool registerCreator(nvinfer1::IPluginCreatorInterface& creator, char const* plugin_namespace) noexcept = 0;
-    virtual void getAllCreators() = 0;
-    virtual nvinfer1::IPluginCreatorInterface* getCreator(char const* name, char const* version,
-                                                          char const* plugin_namespace) noexcept = 0;
-};
-}  // namespace abi10
-
-namespace abi11 {
-// IVersionedInterface. Its functions are here for their slots alone, so their true signatures do not matter.
-class TWELL_MIRROR Versioned {
-  public:
-    virtual void getAPILanguage() const noexcept = 0;
-    virtual void getInterfaceInfo() const noexcept = 0;
-    virtual ~Versioned() = default;
-};
-class TWELL_MIRROR Logger : public Versioned {
-  public:
-    virtual void log(Severity severity, char const* message) noexcept = 0;
-};
-class TWELL_MIRROR LoggerFinder : public Versioned {
-  public:
-    virtual Logger* findLogger() = 0;
-};
-class TWELL_MIRROR Registry {
-  public:
-    virtual ~Registry() = default;  // two slots
-    virtual void setErrorRecorder() = 0;
-    virtual void getErrorRecorder() = 0;
-    virtual void isParentSearchEnabled() = 0;
-    virtual void setParentSearchEnabled() = 0;
-    virtual void loadLibrary() = 0;
-    virtual void deregisterLibrary() = 0;
-    virtual bool registerCreator(nvinfer1::IPluginCreatorInterface& creator, char const* plugin_namespace) noexcept = 0;
-    virtual void getAllCreators() = 0;
-    virtual nvinfer1::IPluginCreatorInterface* getCreator(char const* name, char const* version,
-                                                          char const* plugin_namespace) noexcept = 0;
-};
-}  // namespace abi11
-
 namespace {
+
+// Where a layout has the virtual functions that are called here: their places in the vtables of the Itanium C++ ABI.
+struct Slots {
+    size_t log;               // of ILogger
+    size_t find_logger;       // of ILoggerFinder
+    size_t register_creator;  // of IPluginRegistry
+    size_t get_creator;
+};
+constexpr Slots kTrt10Slots = {0, 0, 12, 14};
+constexpr Slots kTrt11Slots = {4, 4, 8, 10};
+
+Slots const* slots_of(Abi abi) {
+    switch (abi) {
+        case Abi::kTrt10:
+            return &kTrt10Slots;
+        case Abi::kTrt11:
+            return &kTrt11Slots;
+        case Abi::kUnknown:
+            break;
+    }
+    return nullptr;
+}
+
+// Calls a virtual function. Not through a class of our own: a compiler that sees every class that derives from it, none,
+// would take the call for impossible.
+template <typename Result, typename... Arguments>
+Result call(void* object, size_t slot, Arguments... arguments) {
+    using Function = Result (*)(void*, Arguments...);
+    return (*static_cast<Function**>(object))[slot](object, arguments...);
+}
 
 struct Finder {
     void* object = nullptr;
@@ -106,22 +64,12 @@ std::vector<Host>& logging_hosts() {
     return instance;
 }
 
-template <typename Logger>
-bool log_through(Logger* logger, Severity severity, char const* message) {
+bool log_through(void* logger, Slots const& slots, Severity severity, char const* message) {
     if (logger == nullptr) {
         return false;
     }
-    logger->log(severity, message);
+    call<void>(logger, slots.log, severity, message);
     return true;
-}
-
-template <typename Registry>
-bool add_through(void* object, nvinfer1::IPluginCreatorInterface& creator, char const* name, char const* version,
-                 char const* plugin_namespace) noexcept {
-    auto* registry = static_cast<Registry*>(object);
-    return registry->getCreator(name, version, plugin_namespace) != nullptr ||
-           registry->registerCreator(creator, plugin_namespace) ||
-           registry->getCreator(name, version, plugin_namespace) != nullptr;  // another thread was faster
 }
 
 std::string_view file_name(char const* path) {
@@ -185,15 +133,15 @@ std::vector<Host> find_hosts() {
 
 bool add_creator(Host const& host, nvinfer1::IPluginCreatorInterface& creator, char const* name, char const* version,
                  char const* plugin_namespace) noexcept {
-    switch (host.abi) {
-        case Abi::kTrt10:
-            return add_through<abi10::Registry>(host.registry, creator, name, version, plugin_namespace);
-        case Abi::kTrt11:
-            return add_through<abi11::Registry>(host.registry, creator, name, version, plugin_namespace);
-        case Abi::kUnknown:
-            break;
+    Slots const* const slots = slots_of(host.abi);
+    if (slots == nullptr) {
+        return false;
     }
-    return false;
+    auto const is_there = [&] {
+        return call<void*>(host.registry, slots->get_creator, name, version, plugin_namespace) != nullptr;
+    };
+    return is_there() || call<bool>(host.registry, slots->register_creator, &creator, plugin_namespace) ||
+           is_there();  // another thread was faster
 }
 
 Abi abi_of(void const* object) noexcept {
@@ -245,18 +193,12 @@ void log(Severity severity, char const* message) noexcept {
             hosts = logging_hosts();
         }
         bool logged = false;
-        if (target.abi == Abi::kTrt10) {
-            auto* logger = static_cast<abi10::LoggerFinder*>(target.object)->findLogger();
-            logged = log_through(logger, severity, message);
-        } else if (target.abi == Abi::kTrt11) {
-            auto* logger = static_cast<abi11::LoggerFinder*>(target.object)->findLogger();
-            logged = log_through(logger, severity, message);
+        if (Slots const* const slots = slots_of(target.abi); slots != nullptr) {
+            logged = log_through(call<void*>(target.object, slots->find_logger), *slots, severity, message);
         }
         for (auto host = hosts.rbegin(); host != hosts.rend() && !logged; ++host) {
-            if (host->abi == Abi::kTrt10) {
-                logged = log_through(static_cast<abi10::Logger*>(host->get_logger()), severity, message);
-            } else if (host->abi == Abi::kTrt11) {
-                logged = log_through(static_cast<abi11::Logger*>(host->get_logger()), severity, message);
+            if (Slots const* const slots = slots_of(host->abi); slots != nullptr) {
+                logged = log_through(host->get_logger(), *slots, severity, message);
             }
         }
         if (logged) {

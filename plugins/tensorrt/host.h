@@ -2,8 +2,8 @@
 //
 // One binary serves TensorRT 10, TensorRT 11 and TensorRT-RTX. The V3 plugin interfaces have the same layout in all
 // of them, but ILogger and ILoggerFinder became versioned interfaces in 11 and with that their virtual functions moved.
-// So the host is looked up at run time and its objects are called only through the mirrors in host.cpp, never through
-// the classes of the headers this library happened to be compiled with.
+// So the host is looked up at run time and its objects are called only by the places of their functions, in host.cpp,
+// never through the classes of the headers this library happened to be compiled with.
 #pragma once
 
 #include <NvInferRuntime.h>

@@ -8,10 +8,11 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
-#include "plugin_base.h"
+#include "kernel_plugin.h"
 
 namespace twell {
 
@@ -41,34 +42,25 @@ struct LinearOptions {
     std::array<bool, kLinearRoles> has{};  // which inputs are present
 };
 
-class LinearPlugin final : public PluginBase<LinearPlugin> {
+class LinearPlugin final : public KernelPlugin<LinearPlugin, twell_linear_problem, kLinearRoles> {
   public:
     LinearPlugin(std::string layer, LinearOptions const& options);
-    LinearPlugin(LinearPlugin const& other);
 
   private:
-    int32_t output_count() const override;
+    int32_t output_count() const override { return static_cast<int32_t>(options_.splits.size()); }
     bool chooses() const override { return options_.choose; }
-    std::string allowed_types(nvinfer1::DataType first) const override;
-    void check_shapes(Shapes const& inputs) const override;
+    std::string other_types() const override { return has(kLinearScale) ? "the weight and its scale" : ""; }
+    twell_linear_problem problem_of(Shapes const& inputs, nvinfer1::DataType type) const override;
+    size_t bytes_of(twell_linear_problem const& problem) const override {
+        return twell_linear_workspace_bytes(&problem);
+    }
     void set_output_shapes(nvinfer1::DimsExprs const* inputs, nvinfer1::DimsExprs* outputs,
                            nvinfer1::IExprBuilder& builder) const override;
-    void configure(nvinfer1::DynamicPluginTensorDesc const* inputs) override;
-    size_t workspace_bytes(nvinfer1::DynamicPluginTensorDesc const* inputs) const override;
-    LinearPlugin* attached() const override;
-    void run(nvinfer1::PluginTensorDesc const* descs, void const* const* inputs, void* const* outputs, void* workspace,
-             cudaStream_t stream) override;
-    nvinfer1::PluginFieldCollection const* plan_fields() override;
-
-    twell_linear_problem problem_of(Shapes const& inputs, nvinfer1::DataType type) const;
-    twell_linear_problem largest_problem(nvinfer1::DynamicPluginTensorDesc const* inputs) const;
+    void launch(twell_linear_problem const& problem, void const* const* inputs, void* const* outputs, void* workspace,
+                cudaStream_t stream) const override;
+    std::unique_ptr<PlanFields> plan_fields() const override;
 
     LinearOptions const options_;
-    std::array<int32_t, kLinearRoles> const slots_;  // the input of each role; -1 where the layer has none
-    // What plan_fields() points to.
-    std::vector<int32_t> integers_;
-    std::vector<nvinfer1::PluginField> fields_;
-    nvinfer1::PluginFieldCollection collection_{};
 };
 
 class LinearCreator final : public CreatorBase {

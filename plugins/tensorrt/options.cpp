@@ -29,8 +29,6 @@ constexpr char const* kNorm = "norm";
 constexpr char const* kEps = "eps";
 constexpr char const* kNormWeight = "norm_weight";
 constexpr char const* kNormBias = "norm_bias";
-// In plans only: raised whenever the meaning of the plan fields changes.
-constexpr char const* kSchema = "schema";
 constexpr int32_t kSchemaVersion = 3;
 
 struct ActivationName {
@@ -97,22 +95,22 @@ Options read_fields(twell_variant variant, PluginFieldCollection const* collecti
     options.compression = fields.integer(kCompression, {1, 2, 4, 8});
     options.hot = fields.integer(kHot, 0, TWELL_MAX_D_FF);
     if (variant == TWELL_GATED) {
-        options.b_gate = fields.integer(kGateBias, {0, 1}) == 1;
-        options.b_up = fields.integer(kUpBias, {0, 1}) == 1;
+        options.b_gate = fields.flag(kGateBias);
+        options.b_up = fields.flag(kUpBias);
     } else {
-        options.b_gate = fields.integer(kUpBias, {0, 1}) == 1;
+        options.b_gate = fields.flag(kUpBias);
     }
-    options.b_down = fields.integer(kDownBias, {0, 1}) == 1;
-    options.residual = fields.integer(kResidualField, {0, 1}) == 1;
-    options.scales = fields.has(kScales) && fields.integer(kScales, {0, 1}) == 1;
-    options.thresholds = fields.has(kThresholds) && fields.integer(kThresholds, {0, 1}) == 1;
+    options.b_down = fields.flag(kDownBias);
+    options.residual = fields.flag(kResidualField);
+    options.scales = fields.newer_flag(kScales);
+    options.thresholds = fields.newer_flag(kThresholds);
     if (options.thresholds && (options.activation != TWELL_FATRELU || options.threshold != 0.0F)) {
         refuse(kThresholds, "1", "0, because only fatrelu with threshold 0 takes thresholds");
     }
     options.norm = fields.has(kNorm) ? read_norm(fields, phase) : TWELL_NORM_NONE;
     options.eps = fields.has(kEps) ? read_eps(fields) : 0.0F;
-    options.norm_weight = fields.has(kNormWeight) && fields.integer(kNormWeight, {0, 1}) == 1;
-    options.norm_bias = fields.has(kNormBias) && fields.integer(kNormBias, {0, 1}) == 1;
+    options.norm_weight = fields.newer_flag(kNormWeight);
+    options.norm_bias = fields.newer_flag(kNormBias);
     check_norm_inputs(options.norm, options.norm_weight, options.norm_bias);
     fields.reject_rest(field_names(variant));
     return options;
@@ -152,17 +150,21 @@ void check_norm_inputs(int32_t norm, bool weight, bool bias) {
 }
 
 std::vector<PluginField> field_names(twell_variant variant) {
-    std::vector<PluginField> fields{
-        {kActivation, nullptr, PluginFieldType::kCHAR, 1},     {kThreshold, nullptr, PluginFieldType::kFLOAT32, 1},
-        {kCompression, nullptr, PluginFieldType::kINT32, 1},   {kHot, nullptr, PluginFieldType::kINT32, 1},
-        {kUpBias, nullptr, PluginFieldType::kINT32, 1},        {kDownBias, nullptr, PluginFieldType::kINT32, 1},
-        {kResidualField, nullptr, PluginFieldType::kINT32, 1}, {kScales, nullptr, PluginFieldType::kINT32, 1},
-        {kThresholds, nullptr, PluginFieldType::kINT32, 1},    {kNorm, nullptr, PluginFieldType::kCHAR, 1},
-        {kEps, nullptr, PluginFieldType::kFLOAT32, 1},         {kNormWeight, nullptr, PluginFieldType::kINT32, 1},
-        {kNormBias, nullptr, PluginFieldType::kINT32, 1},
-    };
+    std::vector<PluginField> fields{known_field(kActivation, PluginFieldType::kCHAR),
+                                    known_field(kThreshold, PluginFieldType::kFLOAT32),
+                                    known_integer(kCompression),
+                                    known_integer(kHot),
+                                    known_integer(kUpBias),
+                                    known_integer(kDownBias),
+                                    known_integer(kResidualField),
+                                    known_integer(kScales),
+                                    known_integer(kThresholds),
+                                    known_field(kNorm, PluginFieldType::kCHAR),
+                                    known_field(kEps, PluginFieldType::kFLOAT32),
+                                    known_integer(kNormWeight),
+                                    known_integer(kNormBias)};
     if (variant == TWELL_GATED) {
-        fields.emplace_back(kGateBias, nullptr, PluginFieldType::kINT32, 1);
+        fields.push_back(known_integer(kGateBias));
     }
     return fields;
 }
@@ -172,41 +174,33 @@ Options read_options(twell_variant variant, PluginFieldCollection const* collect
                             [&] { return read_fields(variant, collection, phase); });
 }
 
-Serialized::Serialized(twell_variant variant, Options const& options)
-    : threshold_(options.threshold), eps_(options.eps) {
-    size_t used = 0;
-    auto const add = [&](char const* name, int32_t value) {
-        integers_[used] = value;
-        fields_.emplace_back(name, &integers_[used], PluginFieldType::kINT32, 1);
-        ++used;
-    };
-    add(kSchema, kSchemaVersion);
-    add(kActivation, options.activation);
-    fields_.emplace_back(kThreshold, &threshold_, PluginFieldType::kFLOAT32, 1);
-    add(kCompression, options.compression);
-    add(kHot, options.hot);
+std::unique_ptr<PlanFields> plan_fields_of(twell_variant variant, Options const& options) {
+    auto fields = std::make_unique<PlanFields>(kSchemaVersion);
+    fields->add(kActivation, options.activation);
+    fields->add(kThreshold, options.threshold);
+    fields->add(kCompression, options.compression);
+    fields->add(kHot, options.hot);
     if (variant == TWELL_GATED) {
-        add(kGateBias, options.b_gate ? 1 : 0);
-        add(kUpBias, options.b_up ? 1 : 0);
+        fields->add(kGateBias, options.b_gate);
+        fields->add(kUpBias, options.b_up);
     } else {
-        add(kUpBias, options.b_gate ? 1 : 0);
+        fields->add(kUpBias, options.b_gate);
     }
-    add(kDownBias, options.b_down ? 1 : 0);
-    add(kResidualField, options.residual ? 1 : 0);
+    fields->add(kDownBias, options.b_down);
+    fields->add(kResidualField, options.residual);
     if (options.scales) {  // else as before there were any: older libraries read such plans, too
-        add(kScales, 1);
+        fields->add(kScales, true);
     }
     if (options.thresholds) {
-        add(kThresholds, 1);
+        fields->add(kThresholds, true);
     }
     if (options.norm != TWELL_NORM_NONE) {
-        add(kNorm, options.norm);
-        fields_.emplace_back(kEps, &eps_, PluginFieldType::kFLOAT32, 1);
-        add(kNormWeight, options.norm_weight ? 1 : 0);
-        add(kNormBias, options.norm_bias ? 1 : 0);
+        fields->add(kNorm, options.norm);
+        fields->add(kEps, options.eps);
+        fields->add(kNormWeight, options.norm_weight);
+        fields->add(kNormBias, options.norm_bias);
     }
-    collection_.nbFields = static_cast<int32_t>(fields_.size());
-    collection_.fields = fields_.data();
+    return fields;
 }
 
 }  // namespace twell

@@ -4,8 +4,8 @@
 #include <NvInferRuntime.h>
 #include <twell/twell.h>
 
-#include <array>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "fields.h"
@@ -40,27 +40,12 @@ void check_norm_inputs(int32_t norm, bool weight, bool bias);
 // The fields that a node of this variant may have, for IPluginCreatorV3One::getFieldNames.
 std::vector<nvinfer1::PluginField> field_names(twell_variant variant);
 
-// Reads the fields that an ONNX node gives (kBUILD) or that a plan gives (kRUNTIME; see Serialized).
+// Reads the fields that an ONNX node gives (kBUILD) or that a plan gives (kRUNTIME; see plan_fields_of).
 // Throws Refusal, naming the field, what it got and what is allowed.
 Options read_options(twell_variant variant, nvinfer1::PluginFieldCollection const* fields,
                      nvinfer1::TensorRTPhase phase);
 
-// Options as plan fields: int32 and float32 of length 1 only, led by the version of this set of fields.
-// `collection` points into the object, so a Serialized must stay where it is while a host reads it.
-class Serialized {
-  public:
-    Serialized(twell_variant variant, Options const& options);
-    Serialized(Serialized const&) = delete;
-    Serialized& operator=(Serialized const&) = delete;
-
-    nvinfer1::PluginFieldCollection const* collection() const { return &collection_; }
-
-  private:
-    std::array<int32_t, 13> integers_{};
-    float threshold_ = 0.0F;
-    float eps_ = 0.0F;
-    std::vector<nvinfer1::PluginField> fields_;
-    nvinfer1::PluginFieldCollection collection_{};
-};
+// Options as plan fields: int32 and float32 of length 1 only.
+std::unique_ptr<PlanFields> plan_fields_of(twell_variant variant, Options const& options);
 
 }  // namespace twell

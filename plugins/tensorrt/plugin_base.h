@@ -7,11 +7,13 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "common.h"
+#include "fields.h"
 #include "names.h"
 
 namespace twell {
@@ -123,7 +125,10 @@ class PluginBase : public nvinfer1::IPluginV3,
     // ---- serialisation ----
 
     nvinfer1::PluginFieldCollection const* getFieldsToSerialize() noexcept final {
-        return guarded<nvinfer1::PluginFieldCollection const*>(nullptr, [&] { return plan_fields(); });
+        return guarded<nvinfer1::PluginFieldCollection const*>(nullptr, [&] {
+            plan_fields_ = plan_fields();
+            return plan_fields_->collection();
+        });
     }
 
   protected:
@@ -156,9 +161,10 @@ class PluginBase : public nvinfer1::IPluginV3,
     virtual void prepare(nvinfer1::PluginTensorDesc const* inputs) { check_shapes(runtime_shapes(inputs)); }
     virtual void run(nvinfer1::PluginTensorDesc const* descs, void const* const* inputs, void* const* outputs,
                      void* workspace, cudaStream_t stream) = 0;
-    // Returns what a plan holds, which must stay until the next call.
-    virtual nvinfer1::PluginFieldCollection const* plan_fields() = 0;
+    // Returns what a plan holds.
+    virtual std::unique_ptr<PlanFields> plan_fields() const = 0;
 
+    Plugin const& self() const { return static_cast<Plugin const&>(*this); }
     std::string const& layer() const { return layer_; }
     int32_t input_count() const { return static_cast<int32_t>(inputs_.size()); }
     char const* input_name(int32_t slot) const { return inputs_[slot].name; }
@@ -177,23 +183,7 @@ class PluginBase : public nvinfer1::IPluginV3,
         return shapes;
     }
 
-    // Gathers the largest shapes of a profile, in which only the first input and the one in the slot `residual` may
-    // vary; -1: there is none. That one's largest extents may be an estimate, other than those of the first.
-    Shapes largest_shapes(nvinfer1::DynamicPluginTensorDesc const* inputs, int32_t residual) const {
-        return shapes_of([&](size_t i) {
-            bool const is_residual = static_cast<int32_t>(i) == residual;
-            nvinfer1::DynamicPluginTensorDesc const& input = inputs[i];
-            if (i != 0 && !is_residual && !std::equal(input.max.d, input.max.d + input.max.nbDims, input.min.d)) {
-                throw Refusal("input " + std::string(input_name(static_cast<int32_t>(i))) + " has shapes from " +
-                              text_of(input.min) + " to " + text_of(input.max) + "; expected a fixed shape");
-            }
-            return is_residual ? input.desc.dims : input.max;
-        });
-    }
-
   private:
-    Plugin const& self() const { return static_cast<Plugin const&>(*this); }
-
     // Runs the body of an override: see common.h.
     template <typename Result, typename Body>
     Result guarded(Result failure, Body&& body) const noexcept {
@@ -230,6 +220,7 @@ class PluginBase : public nvinfer1::IPluginV3,
     char const* const name_;
     std::string const layer_;
     std::vector<Input> const inputs_;
+    std::unique_ptr<PlanFields> plan_fields_;  // which a host may read until it asks again
 };
 
 class CreatorBase : public nvinfer1::IPluginCreatorV3One {

@@ -191,17 +191,16 @@ ALL_FLAGS = {*FLAGS, SCALES_FLAG, THRESHOLDS.flag, *NORM_FLAGS}
 
 
 def test_the_plugins_know_the_names_of_all_fields() -> None:
-    assert set(constants().values()) == {*(each.name for each in OPTIONS), *ALL_FLAGS, "schema"}
+    assert set(constants().values()) == {*(each.name for each in OPTIONS), *ALL_FLAGS}
 
 
 def test_the_fields_that_the_creators_name() -> None:
     body = function("field_names")
-    found = {
-        constants()[constant]: kind for constant, kind in re.findall(r"(k\w+), nullptr, PluginFieldType::(k\w+)", body)
-    }
+    rows = re.findall(r"known_(?:field\((k\w+), PluginFieldType::(k\w+)|integer\((k\w+))\)", body)
+    found = {constants()[constant or integer]: kind or "kINT32" for constant, kind, integer in rows}
     expected = {each.name: FIELD_TYPES[each.kind] for each in OPTIONS} | dict.fromkeys(ALL_FLAGS, "kINT32")
     assert found == expected
-    only_gated = {constants()[name] for name in re.findall(r"(k\w+), nullptr", body.partition("TWELL_GATED")[2])}
+    only_gated = {constants()[name] for name in re.findall(r"known_integer\((k\w+)", body.partition("TWELL_GATED")[2])}
     assert only_gated == {flag for flag, each in FLAGS.items() if each.gated_only}
 
 
@@ -239,17 +238,11 @@ def test_the_numbers_of_the_header() -> None:
 
 def test_the_plugins_write_all_fields_into_a_plan() -> None:
     names = {name: constant for constant, name in constants().items()}
-    body = function("Serialized::Serialized")
+    body = function("plan_fields_of")
     for each in OPTIONS:
-        written = rf"add\({names[each.name]}, options\.{each.name}\)"
-        if each.kind is float:
-            written = rf"{names[each.name]}, &{each.name}_"
-        assert re.search(written, body), each.name
+        assert f"add({names[each.name]}, options.{each.name})" in body, each.name
     for flag in ALL_FLAGS:
         assert f"add({names[flag]}, " in body, flag
-    integers = 1 + len(ALL_FLAGS) + sum(each.kind is not float for each in OPTIONS)
-    header = without_comments(TENSORRT / "options.h")
-    assert re.search(r"std::array<int32_t, (\d+)> integers_", header)[1] == str(integers)  # type: ignore[index]
 
 
 def test_the_options_of_the_plugins() -> None:
@@ -268,9 +261,11 @@ def test_the_plugins_pass_all_options_on() -> None:
     text = without_comments(TENSORRT / "feed_forward_plugin.cpp")
     for each in OPTIONS:
         assert f"problem.{each.name} = options_.{each.name};" in text, each.name
-    for variant, table in ((GATED, "kGatedNames"), (PLAIN, "kPlainNames")):
-        names = re.findall(r'"(\w+)"', text.partition(f"{table}[] = {{")[2].partition("};")[0])
-        assert names == [*(each.name for each in variant.tensors), *variant.by_name]
+    table = text.partition(" roles_of(")[2].partition("}};")[0]
+    roles = re.findall(r'\{(?:gated \? )?"(\w+)"(?: : "(\w+)")?, [\w:]+, (gated)?', table)
+    names = {GATED: [name for name, _, _ in roles], PLAIN: [other or name for name, other, gated in roles if not gated]}
+    for variant, found in names.items():
+        assert found == [*(each.name for each in variant.tensors), *variant.by_name]
 
 
 def spelt_out(tree: ast.AST) -> Iterator[tuple[int, set[str]]]:

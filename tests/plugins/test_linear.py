@@ -452,8 +452,10 @@ def test_numbers_of_the_sources() -> None:
         members = re.findall(r"(\w+)(?:\[TWELL_MAX_SPLITS\])?;", body)
         assert members == [name for name, *_ in mirror._fields_]
     source = (plugins / "tensorrt" / "linear_plugin.cpp").read_text()
-    table = re.findall(r'\{"(\w+)", (?:nullptr|"(\w+)")\}', source.partition("kRolesOfLayer[] = ")[2].partition(";")[0])
-    assert table == [(each.name, each.flag) for each in TENSORS]
+    flags = re.findall(r'nullptr|"\w+"', source.partition(" kFlags = {")[2].partition(";")[0])
+    names = re.findall(r'\{"(\w+)", ', source.partition(" roles_of(")[2].partition("}};")[0])
+    flags = ["" if each == "nullptr" else each.strip('"') for each in flags]
+    assert list(zip(names, flags, strict=True)) == [(each.name, each.flag) for each in TENSORS]
     (norms,) = re.findall(r"kNorms\[\] = \{(.*)\};", (plugins / "tensorrt" / "options.cpp").read_text())
     assert tuple(re.findall(r'"(\w+)"', norms)) == tuple(library.NORMS)
 
