@@ -4,7 +4,7 @@ python benchmarks/engine.py --json results.json --plans build/plans
 python benchmarks/engine.py --smoke
 
 The model is that of model.py, with fewer layers. Contestants are three plans of the same export, with all feed-forward
-blocks rewritten (twell), these with weights in eight bits (twell FP8), and with none rewritten (dense), in each form of
+blocks rewritten (twell), these with FP8 weights (twell FP8), and with none rewritten (dense), in each form of
 attention that is asked for, and with linear layers outside of blocks by TensorRT (generate.py has others); and torch,
 eager and compiled, dense and rewritten, and compiled with packed blocks, with FP8 and with INT4 ones (see
 `twellc.benchmarking.forms`), with two kinds of attention: `sdpa` is transformers' own, whose mask keeps torch from its
@@ -62,11 +62,11 @@ Wanted = Callable[[str], object]
 
 _CHECKED_TOKENS = 512
 _PROFILED_RUNS = 20
-_EIGHT_BITS = "FP8"  # in the names of plans
+_FP8 = "FP8"  # in the names of plans
 # Options of twellc compile.
 _KINDS = {
     "twell": ("--layers", "all"),
-    f"twell {_EIGHT_BITS}": ("--layers", "all", "--weights", "fp8"),
+    f"twell {_FP8}": ("--layers", "all", "--weights", "fp8"),
     "dense": ("--layers", "none"),
 }
 _TORCH = (EAGER, COMPILED, PACKED, FP8, INT4, TWELL_EAGER, TWELL_COMPILED)
@@ -301,7 +301,7 @@ def measure_shape(
     torch.cuda.empty_cache()  # of the model in float64
     add_torch(contest, model, ids, wanted)
     for label, plan in plans.items():
-        add_plan(contest, label, plan, *inputs_of(plan, ids), lossy=_EIGHT_BITS in label)
+        add_plan(contest, label, plan, *inputs_of(plan, ids), lossy=_FP8 in label)
     times = {label: each.to_json() for label, each in contest.time(repeats).items()}
     profiled = {}
     for label in filter(contest.__contains__, plans):
@@ -369,7 +369,7 @@ def _rivals(ours: str, labels: list[str]) -> dict[str, list[str]]:
     dense = [label for label in labels if label.startswith(tuple(f"torch {form}," for form in BASELINES))]
     fp8 = [label for label in labels if label.startswith(f"torch {FP8},")]
     return {
-        "the dense plan": [re.sub(f"twell( {_EIGHT_BITS})?", "dense", ours)],
+        "the dense plan": [re.sub(f"twell( {_FP8})?", "dense", ours)],
         "compiled dense torch, sdpa": ["torch dense compiled, sdpa"],
         "the fastest dense torch": dense,
         "the fastest dense torch in FP8": fp8,

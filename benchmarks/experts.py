@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from twellc.benchmarking import contest
 from twellc.plugins.experts_op import EXPERTS
-from twellc.plugins.meaning import EIGHT_BITS
+from twellc.plugins.meaning import E4M3
 
 CHECKED_TOKENS = 4
 MOST_ERROR = 2**-6
@@ -40,7 +40,7 @@ RIVALS = (GROUPED, TRITON, VLLM)
 
 @dataclass(frozen=True)
 class Experts:
-    """Up [experts, d_ff, d_model], and down both ways; scales of eight bits: [experts, d_ff] and [experts, d_model]."""
+    """Up [experts, d_ff, d_model], and down both ways; scales in FP8: [experts, d_ff] and [experts, d_model]."""
 
     up: Tensor
     down: Tensor
@@ -59,9 +59,9 @@ class Experts:
         by_output = normal(experts, d_model, d_ff).mul_(d_ff**-0.5)
         if not narrow:
             return cls(up, by_output.transpose(1, 2).contiguous(), by_output, None)
-        most = torch.finfo(EIGHT_BITS).max
+        most = torch.finfo(E4M3).max
         (up, by_output), scales = zip(
-            *(((each / scale).to(EIGHT_BITS), scale[..., 0].float()) for each, scale in (
+            *(((each / scale).to(E4M3), scale[..., 0].float()) for each, scale in (
                 (each, each.abs().amax(2, keepdim=True) / most) for each in (up, by_output)
             )),
             strict=True,

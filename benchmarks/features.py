@@ -45,7 +45,7 @@ IN_GRAPH = " in a graph"
 class Sae:
     """An autoencoder: w_enc [d_ff, d_model], b_enc and thresholds [d_ff], w_dec [d_ff, d_model], b_dec [d_model].
 
-    A w_enc of E4M3 has a scale for each neuron; `narrow` is encoder and decoder of the dense rival, in eight bits both.
+    A w_enc of E4M3 has a scale for each neuron; `narrow` is encoder and decoder of the dense rival, in FP8 both.
     """
 
     w_enc: Tensor

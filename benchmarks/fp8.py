@@ -1,4 +1,4 @@
-"""Time a block with weights in eight bits against dense FP8, and against itself in bf16.
+"""Time a block with FP8 weights against dense FP8, and against itself in bf16.
 
 python benchmarks/fp8.py --tokens 64,2048 --density 0.005,1 --json results.json
 python benchmarks/fp8.py --tokens 2048 --launches
@@ -9,7 +9,7 @@ Weights have a scale for each neuron or output. Dense FP8 stands there twice: wi
 beforehand, and with a scale for each row, which kernels compiled by torch work out with what they quantise. With
 --trained there are four layers whose neurons fire as often as in a trained model. Twell then computes them without the
 neurons that never fire, but up to 15 of them, which make the width a multiple of 16, as torch wants it in FP8, once
-packed and once with all neurons hot, which a profile may choose: a dense product in eight bits. Dense blocks are whole,
+packed and once with all neurons hot, which a profile may choose: a dense FP8 product. Dense blocks are whole,
 and dense FP8 stands there without these neurons, too. Times are of one call within a CUDA graph over
 several sets of weights, in turns (see block.py). Every size is checked against float64 of the dequantised weights
 before it is timed.
@@ -39,7 +39,7 @@ from twellc.benchmarking.forms import Block, Fp8, compile_rival
 from twellc.benchmarking.timing import record
 from twellc.plugins.block import BlockOptions, Operands
 from twellc.plugins.fp8 import LARGEST, quantise
-from twellc.plugins.meaning import EIGHT_BITS, dequantised
+from twellc.plugins.meaning import E4M3, dequantised
 from twellc.plugins.ops import run_block
 
 CHECKED_ROWS = 64
@@ -51,7 +51,7 @@ DENSE = (TENSORWISE, ROWWISE, PRUNED)
 
 def _rows(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = (x.float().abs().amax(1, keepdim=True) / LARGEST).clamp(min=1e-30)
-    return (x.float() / scale).clamp(-LARGEST, LARGEST).to(EIGHT_BITS), scale
+    return (x.float() / scale).clamp(-LARGEST, LARGEST).to(E4M3), scale
 
 
 def _hidden_rows(gate_up: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,7 +84,7 @@ class RowWise:
 
 
 def operands_of(x: Tensor, block: Block, down_by_neuron: Tensor) -> tuple[Operands[Tensor], Operands[Tensor]]:
-    """Return a block's tensors with weights in eight bits and in 16."""
+    """Return a block's tensors with weights in FP8 and in 16."""
     assert block.up is not None
     gate, gate_scale = quantise(block.gate, "neuron")
     up, up_scale = quantise(block.up, "neuron")

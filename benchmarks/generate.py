@@ -9,8 +9,8 @@ cache that `twellc generate` has, and attends to it with torch's scaled_dot_prod
 of each sequence in the last place of a full cache, the greedy choice included, as a CUDA graph. Contestants are the
 dense model, eager, compiled, and compiled with gate and up in one product; that with blocks in FP8 and in INT4, and
 with all linear layers but the logits' in FP8; the blocks by the `twell` ops, eager and compiled, and with weights in
-eight bits; and with --plans a dense plan of `twellc compile --kv-cache`, and rewritten ones, of blocks alone and of
-linear layers, too, in bf16 and in eight bits, which need full TensorRT. All take turns, in a new order in each
+FP8; and with --plans a dense plan of `twellc compile --kv-cache`, and rewritten ones, of blocks alone and of
+linear layers, too, in bf16 and in FP8, which need full TensorRT. All take turns, in a new order in each
 repetition. Before that, the logits of each are compared with float64. Plans that are in the folder
 already are used again, so that building and timing may be two calls.
 

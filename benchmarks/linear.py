@@ -1,11 +1,11 @@
-"""Time a linear layer with its norm and its residual, in bf16 and in eight bits, against what torch makes of it.
+"""Time a linear layer with its norm and its residual, in bf16 and in FP8, against what torch makes of it.
 
 python benchmarks/linear.py --json results.json
 python benchmarks/linear.py --layers 4096:4096:none --tokens 1,16
 python benchmarks/linear.py --smoke
 
 A layer is inputs:outputs:norm; without a norm it has a residual. Dense torch stands there as compiled, with norm and
-residual, in eight bits with rows that are rounded behind the norm, too, and as its product alone, which for eight bits
+residual, in FP8 with rows that are rounded behind the norm, too, and as its product alone, which for FP8
 reads rows that were rounded beforehand. Times are of one call
 within a CUDA graph over more weights than a cache holds, in turns (see block.py). Every size is checked
 against float64 before it is timed.
@@ -38,7 +38,7 @@ PRODUCT, PRODUCT_FP8 = "F.linear", "scaled_mm"
 
 
 def dense(operands: LinearOperands[Tensor], norm: str) -> Tensor:
-    """Compute a layer with torch's own functions, in eight bits if its weight is."""
+    """Compute a layer with torch's own functions, in FP8 if its weight is."""
     x = operands.x
     if norm == "rms":
         x = functional.rms_norm(x, x.shape[-1:], operands.norm_weight, EPS)
@@ -50,7 +50,7 @@ def dense(operands: LinearOperands[Tensor], norm: str) -> Tensor:
 
 
 def by_scaled_mm(x: tuple[Tensor, Tensor], operands: LinearOperands[Tensor]) -> Tensor:
-    """Multiply rows in eight bits, with their scales, by weights in eight bits."""
+    """Multiply rows in FP8, with their scales, by FP8 weights."""
     assert operands.weight_scale is not None
     scales = x[1], operands.weight_scale.t()
     y: Tensor = scaled_mm(x[0], operands.weight.t(), *scales, out_dtype=operands.x.dtype, use_fast_accum=True)
@@ -68,8 +68,8 @@ def make(tokens: int, inner: int, out: int, norm: str) -> list[LinearOperands[Te
     return [LinearOperands(x=x, weight=draw(out, inner) * inner**-0.5, **rest) for _ in range(count)]
 
 
-def in_eight_bits(operands: LinearOperands[Tensor]) -> LinearOperands[Tensor]:
-    """Return a layer with its weight in eight bits, a scale for each output."""
+def in_fp8(operands: LinearOperands[Tensor]) -> LinearOperands[Tensor]:
+    """Return a layer with its weight in FP8, a scale for each output."""
     weight, scale = quantise(operands.weight, "neuron")
     return LinearOperands(**{**operands.named(), "weight": weight, "weight_scale": scale})
 
@@ -77,7 +77,7 @@ def in_eight_bits(operands: LinearOperands[Tensor]) -> LinearOperands[Tensor]:
 def measure(tokens: int, inner: int, out: int, norm: str, repeats: int) -> dict[str, Any]:
     """Check and time one size."""
     layers, options = make(tokens, inner, out, norm), LinearOptions(norm=norm, eps=EPS)
-    narrow = [in_eight_bits(each) for each in layers]
+    narrow = [in_fp8(each) for each in layers]
     for name, operands in ((TWELL, layers[0]), (TWELL_FP8, narrow[0])):
         worth = operands.map(Tensor.double).named()
         if operands.weight_scale is not None:

@@ -1,4 +1,4 @@
-"""Measure what eight bits cost a model of bytes: its bits a byte in bf16, with blocks in dense FP8, and by twellc.
+"""Measure what FP8 costs a model of bytes: its bits a byte in bf16, with blocks in dense FP8, and by twellc.
 
 python benchmarks/quality.py examples/bytelm --text FILE
 

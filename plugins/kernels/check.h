@@ -16,7 +16,7 @@ struct Refusal {
 };
 
 // Copy a caller's structs, of which an older or a newer version may have fewer or more fields, and check them. Which
-// pointers there have to be depends on the problem. encodes: what reads weights of eight bits of any number of neurons.
+// pointers there have to be depends on the problem. encodes: what reads FP8 weights of any number of neurons.
 Refusal read_problem(twell_problem& copy, twell_problem const* problem, bool encodes = false);
 Refusal read_gate_tensors(twell_tensors& copy, twell_tensors const* tensors, twell_problem const& problem);
 Refusal read_decode_tensors(twell_tensors& copy, twell_tensors const* tensors, twell_problem const& problem);

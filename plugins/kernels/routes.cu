@@ -237,7 +237,7 @@ cudaError_t launch(Route route, Call const& call, void* workspace) {
 namespace {
 
 // Whether the call, or one of fewer tokens, widens weights. Up to kMostTokensFewGeneric tokens few_tokens reads them in
-// eight bits, unless there are too many columns for it: then one token widens where more may not.
+// FP8, unless there are too many columns for it: then one token widens where more may not.
 bool widens(twell_problem const& problem, Device const& device) {
     twell_problem one = problem;
     one.tokens = 1;

@@ -16,7 +16,7 @@ enum class Route {
     kFewTokens,       // a token's work is spread over the device
     kDenseBlock,      // all neurons, whatever is active
     kManyTokens,      // the gate packs what is active, and a guard decides which rows are too dense for that
-    kWidened,         // weights of eight bits become 16 first, and another route follows
+    kWidened,         // FP8 weights become 16 first, and another route follows
     kWide,            // more neurons than the packed format counts: piece by piece
 };
 

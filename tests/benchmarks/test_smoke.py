@@ -154,7 +154,7 @@ SMOKES = {
         ("--trained", "--d-ff", "5632", "--energy-seconds", "0.1"),
     ),
     "experts": Smoke("experts.py", "tokens", (1, 5, 300) * 2, ("twell", "grouped_mm", "Triton")),
-    "experts in eight bits": Smoke(
+    "experts in FP8": Smoke(
         "experts.py", "tokens", (1, 5, 300) * 2, ("twell", "Triton"), ("--weights", "fp8", "--routing", "zipf")
     ),
     "model": Smoke("model.py", "setting", ("prefill 2x64", "decode 2"), BOTH),

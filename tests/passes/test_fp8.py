@@ -1,4 +1,4 @@
-"""Weights in eight bits in programs: which spellings keep them, what is dequantised and why, and what moves neurons."""
+"""FP8 weights in programs: which spellings keep them, what is dequantised and why, and what moves neurons."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from twellc.passes.match.shared_axis import Part
 from twellc.passes.pipeline import Passed, PassOptions, Rewritten, Stage, run_for_ranks, run_passes, run_until
 from twellc.plugins.block import call_of
 from twellc.plugins.fp8 import quantise
-from twellc.plugins.meaning import EIGHT_BITS
+from twellc.plugins.meaning import E4M3
 from twellc.plugins.ops import VARIANT_OF
 
 BF16 = torch.bfloat16
@@ -135,12 +135,12 @@ def test_what_kernels_do_not_take_is_dequantised_and_said() -> None:
     assert str(found.layers[0].weights) == "weights in 16 bits, dequantised: w_gate has a scale for each input"
     assert operands_of(found)["w_gate"].dtype == BF16
     (note,) = found.notes
-    assert note.startswith("3 weights that the model has in eight bits are dequantised: ") and "gate.weight" in note
+    assert note.startswith("3 weights that the model has in FP8 are dequantised: ") and "gate.weight" in note
     again = rewritten(Block("output", "neuron", "neuron", SPELLINGS["through-float32"]), Wish(quantise=True))
     assert str(again.layers[0].weights) == "weights in 8 bits, quantised"
     module = Block("neuron", "neuron", "neuron", SPELLINGS["through-float32"])
     module.down = nn.Linear(D_FF, D_MODEL, bias=False, dtype=BF16)  # type: ignore[assignment]
-    assert "16 bits, dequantised: the model has only some of them in eight bits" in rewritten(module).layers[0].reason
+    assert "16 bits, dequantised: the model has only some of them in FP8" in rewritten(module).layers[0].reason
 
 
 def in_groups(each: Narrow) -> Tensor:
@@ -153,7 +153,7 @@ def test_scales_of_groups_are_dequantised_and_said() -> None:
         part.scale = nn.Parameter(part.scale.expand(-1, 2).clone(), requires_grad=False)
     found = rewritten(module)
     assert operands_of(found)["w_gate"].dtype == BF16
-    said = "3 weights that the model has in eight bits are dequantised: gate.weight, up.weight, down.weight"
+    said = "3 weights that the model has in FP8 are dequantised: gate.weight, up.weight, down.weight"
     assert found.notes == [said]
 
 
@@ -164,7 +164,7 @@ def test_blocks_of_sixteen_bits_are_quantised(module: nn.Module) -> None:
     found = rewritten(module, Wish(quantise=True))
     stored, x = operands_of(found), torch.randn(3, D_MODEL).to(BF16)
     matrices = [name for name in stored if name[:2] == "w_" and "scale" not in name]
-    assert {stored[name].dtype for name in matrices} == {EIGHT_BITS}
+    assert {stored[name].dtype for name in matrices} == {E4M3}
     assert {tuple(stored[f"{name}_scale"].shape) for name in matrices} == {(D_FF, 1)}
     up, scale = quantise(module.up.weight, "neuron")  # type: ignore[arg-type]
     assert torch.equal(stored["w_up"].float(), up.float()) and torch.equal(stored["w_up_scale"], scale)
@@ -177,8 +177,8 @@ def test_a_block_with_too_large_an_error_stays() -> None:
     (name,) = [layer.module for layer in rewritten(module).layers]
     cases: tuple[tuple[dict[str, float], str], ...] = (
         ({name: 0.04}, "weights in 8 bits, quantised, which changes its output by 4.00%"),
-        ({name: 0.06}, "weights in 16 bits, eight bits change its output by 6.00%, more than --fp8-error 0.05"),
-        ({}, "weights in 16 bits, what eight bits change could not be measured on the samples"),
+        ({name: 0.06}, "weights in 16 bits, FP8 changes its output by 6.00%, more than --fp8-error 0.05"),
+        ({}, "weights in 16 bits, what FP8 changes could not be measured on the samples"),
     )
     for errors, said in cases:
         (layer,) = rewritten(module, Wish(True, 0.05, errors)).layers
@@ -224,7 +224,7 @@ class Two(nn.Module):
 
 
 @pytest.mark.parametrize("kinds", [("tensor", "neuron"), ("neuron", "neuron"), ("neuron", "output")])
-def test_linear_layers_keep_their_eight_bits(kinds: tuple[str, str]) -> None:
+def test_linear_layers_keep_their_fp8(kinds: tuple[str, str]) -> None:
     module, x = Two(*kinds), torch.randn(3, D_MODEL).to(BF16)
     found = run_passes(export(module, x), PassOptions(BF16, linear="twell"))
     (row,) = found.linear
@@ -253,7 +253,7 @@ def test_linear_layers_are_quantised(conv1d: bool) -> None:
     torch.testing.assert_close(run(found.program, x)[0], expected)
     for wish, said in (
         (Wish(True), "None"),
-        (Wish(True, 0.5, linear=True), "weights in 16 bits, what eight bits change is measured of blocks alone"),
+        (Wish(True, 0.5, linear=True), "weights in 16 bits, what FP8 changes is measured of blocks alone"),
     ):
         left = run_passes(export(module, x), PassOptions(BF16, linear="twell", weights=wish))
         assert [str(row.weights) for row in left.linear] == [said]

@@ -78,7 +78,7 @@ def test_thresholds_of_dense_blocks(rows: int, d_ff: int, gated: bool) -> None:
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("rows", [1, 12, 40, 100, 300, 2000])
-def test_thresholds_beside_weights_in_eight_bits(rows: int, gated: bool) -> None:
+def test_thresholds_beside_weights_in_fp8(rows: int, gated: bool) -> None:
     block = with_thresholds(make_block(dataclasses.replace(EACH, rows=rows, d_model=256, d_out=256, gated=gated)))
     first, first_scale = quantise(block.w_gate, "neuron")
     down, down_scale = quantise(block.w_down, "output")

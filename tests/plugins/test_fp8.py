@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from twellc.base.errors import UserError
 from twellc.plugins.fp8 import LARGEST, quantise
-from twellc.plugins.meaning import EIGHT_BITS
+from twellc.plugins.meaning import E4M3
 
 STEP = 2.0**-4  # half of the distance of neighbours of E4M3 with three bits of mantissa, relative to them
 
@@ -21,7 +21,7 @@ STEP = 2.0**-4  # half of the distance of neighbours of E4M3 with three bits of 
 def test_weights_are_close_and_none_is_beyond(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     weight = (torch.randn(24, 40) * torch.logspace(-3, 3, 24)[:, None]).to(dtype)
     q, scale = quantise(weight, kind)
-    assert (q.dtype, scale.dtype, q.shape, tuple(scale.shape)) == (EIGHT_BITS, torch.float32, weight.shape, shape)
+    assert (q.dtype, scale.dtype, q.shape, tuple(scale.shape)) == (E4M3, torch.float32, weight.shape, shape)
     worth, wide = q.double() * scale.double(), weight.double()
     least = scale.double() * 2.0**-10  # half of E4M3's least number
     assert ((worth - wide).abs() <= (wide.abs() * STEP).maximum(least) * (1 + 1e-6)).all()
@@ -77,4 +77,4 @@ def test_memory_on_a_gpu(kind: str, transposed: bool) -> None:
     assert torch.cuda.max_memory_allocated() - before <= 1.3 * weight.nbytes
     rows = torch.randint(len(weight), (64,), device="cuda")
     some = scale[rows] if kind == "neuron" else scale
-    assert torch.equal((weight[rows].float() / some).to(EIGHT_BITS).view(torch.uint8), q.view(torch.uint8)[rows])
+    assert torch.equal((weight[rows].float() / some).to(E4M3).view(torch.uint8), q.view(torch.uint8)[rows])

@@ -1,4 +1,4 @@
-"""Weights in eight bits: what they mean, what is refused, which kernels read them, and what those compute."""
+"""FP8 weights: what they mean, what is refused, which kernels read them, and what those compute."""
 
 import ctypes
 import dataclasses
@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.plugins.calls import BEST, SUCCESS, Choice, Run, assert_replays, choose
 from twellc.plugins import library
 from twellc.plugins.block import GATED, PLAIN, BlockOptions, Operands, problem_of, set_scales, tensors_of
-from twellc.plugins.meaning import EIGHT_BITS, activate, dequantised, scale_kinds
+from twellc.plugins.meaning import E4M3, activate, dequantised, scale_kinds
 from twellc.plugins.ops import run_block
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -26,7 +26,7 @@ def quantised(weight: Tensor, form: str) -> tuple[Tensor, Tensor]:
     dim = FORMS[form]
     largest = weight.abs().amax() if dim is None else weight.abs().amax(dim, keepdim=True)
     scale = (largest / LARGEST).float().clamp(min=1e-12)
-    return (weight / scale).clamp(-LARGEST, LARGEST).to(EIGHT_BITS), scale
+    return (weight / scale).clamp(-LARGEST, LARGEST).to(E4M3), scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,17 +83,17 @@ def make(case: Case, device: str = "cpu") -> tuple[Operands[Tensor], BlockOption
     return Operands(x=x.to(case.dtype), **tensors), BlockOptions(activation=case.activation, threshold=threshold)
 
 
-def rows_of_eight_bits(rows: Tensor) -> Tensor:
+def rows_of_fp8(rows: Tensor) -> Tensor:
     """Round rows to E4M3, each with a scale."""
     scale = (rows.abs().amax(-1, keepdim=True) / LARGEST).clamp(min=1e-30)
-    return (rows / scale).float().clamp(-LARGEST, LARGEST).to(EIGHT_BITS).double() * scale
+    return (rows / scale).float().clamp(-LARGEST, LARGEST).to(E4M3).double() * scale
 
 
-def exact(operands: Operands[Tensor], options: BlockOptions, *, eight_bits: bool = False) -> Tensor:
-    """Return y in float64 of what the weights are worth; `eight_bits`: as dense FP8, whose rows are rounded, too."""
+def exact(operands: Operands[Tensor], options: BlockOptions, *, fp8: bool = False) -> Tensor:
+    """Return y in float64 of what the weights are worth; `fp8`: as dense FP8, whose rows are rounded, too."""
     given = {name: value.double() for name, value in dequantised(operands).named().items()}
     wide = Operands(**given)
-    round_rows = rows_of_eight_bits if eight_bits else (lambda rows: rows)
+    round_rows = rows_of_fp8 if fp8 else (lambda rows: rows)
     x, none = round_rows(wide.x), torch.zeros((), dtype=torch.float64, device=wide.x.device)
     weight, bias = wide.first
     h = activate(x @ weight.T + (none if bias is None else bias), options.activation, options.threshold)
@@ -189,7 +189,7 @@ def test_the_scale_of_a_single_neuron_is_no_scale_for_outputs() -> None:
 def test_there_are_no_gradients() -> None:
     operands, options = make(Case())
     operands.x.requires_grad_()
-    with pytest.raises(NotImplementedError, match="weights in eight bits has no gradients"):
+    with pytest.raises(NotImplementedError, match="FP8 weights has no gradients"):
         run_block(operands, options)
 
 
@@ -271,7 +271,7 @@ def test_routes(tokens: int, gpu: str, names: list[str]) -> None:
 @pytest.mark.parametrize(("d_model", "d_ff"), [(2048, 5632), (8192, 28672), (2056, 5632)])
 @pytest.mark.parametrize("variant", [0, 1], ids=("gated", "plain"))
 def test_the_workspace_holds_what_a_route_reads(variant: int, d_model: int, d_ff: int, tokens: int) -> None:
-    """Of weights in eight bits a copy in 16 where the GPU's kernels read one, and no copy elsewhere."""
+    """Of FP8 weights a copy in 16 where the GPU's kernels read one, and no copy elsewhere."""
     own = problem(**SCALED, tokens=tokens, d_model=d_model, d_ff=d_ff, d_out=d_model, variant=variant)
     copies = {name: _copies(own, gpu) for name, gpu in library.GPUS.items()}
     reads = {name: "\nwiden |" in library.describe(own, gpu) for name, gpu in library.GPUS.items()}
@@ -369,7 +369,7 @@ def test_no_error_is_larger_than_that_of_dense_fp8(case: Case) -> None:
     y = run(case, operands, options)
     rounding = 2**-8 if case.dtype == BF16 else 2**-11
     # Where both round x and h, at other places, errors differ by chance, and sums of the tensor cores are not exact.
-    assert error(y, truth) <= max(error(exact(operands, options, eight_bits=True), truth) * 1.08, rounding)
+    assert error(y, truth) <= max(error(exact(operands, options, fp8=True), truth) * 1.08, rounding)
     for _ in range(3):
         assert torch.equal(run(case, operands, options), y)
     operands.x[-1, 1] = float("nan")

@@ -71,7 +71,7 @@ def make(case: Case, device: str = "cpu") -> tuple[LinearOperands[Tensor], Linea
 def dense(operands: LinearOperands[Tensor], norm: str, dtype: torch.dtype, *, in_bytes: bool = False) -> Tensor:
     """Compute a layer by torch's own functions, each of which rounds its result to `dtype`.
 
-    `in_bytes`: what the norm gives is rounded once, then to eight bits, and the result once.
+    `in_bytes`: what the norm gives is rounded once, then to FP8, and the result once.
     """
     wide = torch.float64 if in_bytes else dtype
     x, weight, rest = operands.x.to(wide), operands.weight.to(dtype), operands.map(lambda each: each.to(wide))
@@ -428,7 +428,7 @@ def test_the_workspace_does_not_shrink() -> None:
 
 
 def test_weights_are_widened_in_parts() -> None:
-    """A layer in eight bits takes no memory for its weights in 16, but 32 MiB where no product reads the bytes."""
+    """A layer in FP8 takes no memory for its weights in 16, but 32 MiB where no product reads the bytes."""
     case = Case(tokens=512, inner=4096, out=128256, scale="neuron", norm="none")
     rows = case.tokens * case.inner + 4 * (case.tokens + case.out) + 3 * 256
     assert library.load().twell_linear_workspace_bytes(problem_of(case)) <= (32 << 20) + (32 << 20) + rows
@@ -577,7 +577,7 @@ def test_kernels(case: Case) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", IN_BYTES, ids=str)
-def test_products_of_eight_bits(case: Case) -> None:
+def test_products_of_fp8(case: Case) -> None:
     if "cublas_lt bits=8" not in kernels_of(case):
         pytest.skip("neither this GPU nor this cuBLASLt has products with a scale for each row")
     check_kernels(case)

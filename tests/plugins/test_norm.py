@@ -265,7 +265,7 @@ def test_kernels(case: Case) -> None:
     y, truth = run_block(operands, options), dense(operands, case.norm, torch.float64)
     if case.narrow:
         wide = behind_norm(operands, case.norm, torch.float64)
-        of_fp8 = error(exact(wide, dataclasses.replace(options, norm="none", eps=0.0), eight_bits=True), truth)
+        of_fp8 = error(exact(wide, dataclasses.replace(options, norm="none", eps=0.0), fp8=True), truth)
         assert error(y, truth) <= max(1.08 * of_fp8, 2**-8)
     else:
         assert_as_accurate(y, dense(operands, case.norm, case.dtype), truth)

@@ -1,4 +1,4 @@
-"""Plans with weights in eight bits, in real TensorRT: against the torch ops, float64, and plans with 16 bits."""
+"""Plans with FP8 weights, in real TensorRT: against the torch ops, float64, and plans with 16 bits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from twellc.passes.fp8 import Wish
 from twellc.passes.pipeline import PassOptions, run_passes
 from twellc.plugins.block import Operands, call_of
 from twellc.plugins.fp8 import quantise
-from twellc.plugins.meaning import EIGHT_BITS
+from twellc.plugins.meaning import E4M3
 from twellc.plugins.ops import VARIANT_OF, run_block
 
 pytestmark = [pytest.mark.tensorrt, pytest.mark.xdist_group("fp8")]
@@ -83,7 +83,7 @@ def built(request: pytest.FixtureRequest, tensorrt: Host, tmp_path_factory: pyte
     operands, options = call_of(VARIANT_OF[node.target], node.args, node.kwargs)
     names = {each.arg.name: each.target for each in rewritten.program.graph_signature.input_specs}
     weights = operands.weights.map(lambda each: rewritten.program.state_dict[names[each.name]])
-    assert weights.w_down.dtype == EIGHT_BITS
+    assert weights.w_down.dtype == E4M3
     return Built(open_plan(tensorrt, folder / "m.plan", tensorrt.version), NarrowBlock(weights, None, options))
 
 

@@ -20,7 +20,7 @@ from tests import models
 from twellc import LLM, SamplingParams
 from twellc.base.errors import UserError
 from twellc.cli import main
-from twellc.eager.fp8_linear import EightBitLinear
+from twellc.eager.fp8_linear import Fp8Linear
 from twellc.loaders.huggingface import open_directory
 from twellc.options.commands import BenchOptions, CompileOptions, GenerateOptions, InspectOptions
 from twellc.options.option import option_of
@@ -73,7 +73,7 @@ def benched(folder: Path, work: Path, **given: Any) -> Any:
 def optimized(folder: Path, work: Path, **given: Any) -> Any:
     model, _, _ = open_directory(folder)
     twellc.optimize(model, **given)
-    narrow = [path for path, each in model.named_modules() if isinstance(each, EightBitLinear)]
+    narrow = [path for path, each in model.named_modules() if isinstance(each, Fp8Linear)]
     blocks = [(each.module, each.weights) for each in twellc.optimized_blocks(model)]
     options = [vars(each)["_twellc"][0].options for each in model.modules() if "_twellc" in vars(each)]
     return repr((narrow, blocks, options))

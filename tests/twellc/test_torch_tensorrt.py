@@ -174,7 +174,7 @@ def test_what_the_plugins_do_not_take_is_left_to_torch(
         node.kwargs = {"w_gate_scale": node.args[1]}
         assert not converters[GATED_MLP][0].capability_validator(node, None)
     assert "left to torch: its tensors are float32; the plugins take bfloat16 or float16" in caplog.text
-    assert "left to torch: its weights are in eight bits" in caplog.text
+    assert "left to torch: its weights are in FP8" in caplog.text
 
 
 def test_an_untried_release_is_named(

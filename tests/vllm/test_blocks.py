@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.models import D_FF, D_MODEL, Gated, Plain, Residual, Written, gpt2, opt, scale_weights
 from twellc.plugins.block import BlockOptions
 from twellc.plugins.fp8 import quantise
-from twellc.plugins.meaning import EIGHT_BITS
+from twellc.plugins.meaning import E4M3
 
 pytestmark = pytest.mark.vllm
 
@@ -126,7 +126,7 @@ def test_gate_and_up_in_one_layer(blocks: Any) -> None:
 
 @pytest.mark.parametrize("scales", [*ScaledShare.SHAPES, "quantised here"])
 @pytest.mark.parametrize("name", ["gated", "packed", "written out"])
-def test_weights_in_eight_bits(blocks: Any, name: str, scales: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_in_fp8(blocks: Any, name: str, scales: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer has bytes and scales as vLLM loads them, or as they are quantised then; the op reads them."""
     quantised = scales == "quantised here"
     monkeypatch.setattr(ScaledShare, "scales", scales)
@@ -141,8 +141,8 @@ def test_weights_in_eight_bits(blocks: Any, name: str, scales: str, monkeypatch:
     (found,) = replace(blocks, model, Share if quantised else ScaledShare, quantised)
     layers = [each for each in model.modules() if isinstance(each, Share)]
     assert len(layers) == len({each.layer for each in found.weights.named().values()})
-    assert {each.weight.dtype for each in layers} == {EIGHT_BITS} and not blocks.in_eight_bits(Share(4, 4))
-    assert quantised or all(map(blocks.in_eight_bits, layers))
+    assert {each.weight.dtype for each in layers} == {E4M3} and not blocks.in_fp8(Share(4, 4))
+    assert quantised or all(map(blocks.in_fp8, layers))
     with torch.no_grad():
         assert 0 < (model(x) - expected).norm() < 0.1 * expected.norm()
 

@@ -124,10 +124,10 @@ def test_two_ranks_compiled(made: Any, ask: Ask) -> None:
     assert ask(model, ranks=2, enforce_eager=False, **TWELL).tokens == tokens
 
 
-# ---- in eight bits ----
+# ---- in FP8 ----
 
 FP8 = {**TWELL, "additional_config": {"twellc": {"weights": "fp8:blocks"}}}
-IN_EIGHT_BITS = f"{LAYERS} of them read weights in eight bits"
+IN_FP8 = f"{LAYERS} of them read FP8 weights"
 
 
 @pytest.mark.parametrize(
@@ -146,10 +146,10 @@ def test_quantised_blocks(made: Any, ask: Ask, family: str, options: dict[str, A
     twellc.optimize(own, weights="fp8:blocks")
     answer = ask(model, **options, **FP8)
     assert answer.tokens == generate(own)
-    assert answer.log.count(BLOCKS_RUN) == answer.log.count(IN_EIGHT_BITS) == options.get("ranks", 1)
+    assert answer.log.count(BLOCKS_RUN) == answer.log.count(IN_FP8) == options.get("ranks", 1)
 
 
-def in_eight_bits(model: Path, folder: Path, strategy: str, ignored: list[str]) -> Path:
+def in_fp8(model: Path, folder: Path, strategy: str, ignored: list[str]) -> Path:
     """Write a model's projections as compressed-tensors does: FP8_DYNAMIC by channel, FP8 by tensor."""
     weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": False}
     dynamic = strategy == "channel"
@@ -177,25 +177,25 @@ def in_eight_bits(model: Path, folder: Path, strategy: str, ignored: list[str]) 
 
 
 @pytest.mark.parametrize("strategy", ["channel", "tensor"])
-def test_a_checkpoint_with_blocks_in_eight_bits(made: Any, ask: Ask, tmp_path: Path, strategy: str) -> None:
+def test_a_checkpoint_with_blocks_in_fp8(made: Any, ask: Ask, tmp_path: Path, strategy: str) -> None:
     """The op reads the checkpoint's bytes: tokens are those of the model that transformers makes of it."""
     model, _ = made("llama with biases")
-    folder = in_eight_bits(model, tmp_path / "fp8", strategy, ["self_attn"])
+    folder = in_fp8(model, tmp_path / "fp8", strategy, ["self_attn"])
     with nothing_fetched():
         own, _, _ = open_directory(folder)
     answer = ask(folder, **TWELL)
     assert answer.tokens == generate(own) and answer.calls == {"twell::gated_mlp": LAYERS * TOKENS}
-    assert BLOCKS_RUN in answer.log and IN_EIGHT_BITS in answer.log
+    assert BLOCKS_RUN in answer.log and IN_FP8 in answer.log
 
 
 # On a CPU vLLM 0.32 lacks what makes one scale of those of q, k and v.
 @pytest.mark.parametrize("strategy", ["channel", pytest.param("tensor", marks=pytest.mark.gpu)])
-def test_a_checkpoint_in_eight_bits(made: Any, ask: Ask, tmp_path: Path, strategy: str) -> None:
+def test_a_checkpoint_in_fp8(made: Any, ask: Ask, tmp_path: Path, strategy: str) -> None:
     """Its blocks are run by the op, and attention by vLLM's own layers in E4M3."""
-    folder = in_eight_bits(made("llama")[0], tmp_path / "fp8", strategy, [])
+    folder = in_fp8(made("llama")[0], tmp_path / "fp8", strategy, [])
     answer, dense = ask(folder, **TWELL), ask(folder, **DENSE)
     assert answer.calls.keys() == {"twell::gated_mlp"} and dense.calls == {}
-    assert BLOCKS_RUN in answer.log and IN_EIGHT_BITS in answer.log
+    assert BLOCKS_RUN in answer.log and IN_FP8 in answer.log
     assert [each[0] for each in answer.tokens] == [each[0] for each in dense.tokens]
 
 

@@ -3,7 +3,7 @@
 At each shape there are two contests, in CUDA graphs, of contestants that take turns. In the first everybody runs the
 whole model, in the second the rewritten blocks alone, one after the other, on what they see in the model. Before that,
 results are compared with float64: a contestant whose error exceeds twice the eager model's is left out, but for
-FP8, INT4, weights in eight bits, and what lacks pruned neurons, which are as wrong as they are. At last each block is
+FP8 of all kinds, INT4, and what lacks pruned neurons, which are as wrong as they are. At last each block is
 timed by itself.
 """
 
@@ -255,7 +255,7 @@ class _Shape:
         self._modules = [layer.module for layer in chosen]
         pruned = any(layer.neurons is not None and layer.neurons.dead for layer in chosen)
         narrow = any(layer.weights is not None and layer.weights.bits == 8 for layer in chosen)
-        # Their error has no limit: what is pruned lacks what its neurons would add, and eight bits round as FP8 does.
+        # Their error has no limit: what is pruned lacks what its neurons would add, and FP8 rounds.
         self._lossy = {*LOSSY, *((TWELL, TWELL_EAGER, TWELL_COMPILED, PLAN_TWELL) if pruned or narrow else ())}
 
     def run(

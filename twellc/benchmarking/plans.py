@@ -50,7 +50,7 @@ def build_plans(
     Args:
         options: What was asked for.
         profiles: See `profiles_of`.
-        errors: By how much eight bits change the outputs of blocks, by module; None where that was not measured.
+        errors: By how much FP8 changes the outputs of blocks, by module; None where that was not measured.
         folder: Where they may stand.
         progress: Receives the name of each step.
 

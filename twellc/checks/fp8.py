@@ -1,4 +1,4 @@
-"""What `twellc check` compares blocks and linear layers in eight bits with: dense FP8, and weights of 16 bits."""
+"""What `twellc check` compares blocks and linear layers in FP8 with: dense FP8, and weights of 16 bits."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from twellc.passes.fp8 import QUANTISED, EightBits, both_forms
+from twellc.passes.fp8 import QUANTISED, Fp8, both_forms
 from twellc.passes.graph.program import editable, finish, stored_tensors, tensor_of
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import Linear, Weight, width
 from twellc.passes.pipeline import Passed
 from twellc.plugins.block import FLOAT32, BlockOptions, Operands, WeightOperands
 from twellc.plugins.fp8 import quantise, rounded
-from twellc.plugins.meaning import EIGHT_BITS, activate
+from twellc.plugins.meaning import E4M3, activate
 from twellc.plugins.ops import run_block
 
 
 @dataclass(frozen=True)
 class NarrowBlock:
-    """A block of the model whose weights the candidate reads in eight bits.
+    """A block of the model whose weights the candidate reads in FP8.
 
     Attributes:
-        weights: Its weights in eight bits, with their scales, and its biases.
+        weights: Its FP8 weights, with their scales, and its biases.
         wide: Those that the model has where these are of 16 bits, else None.
         options: How it is computed.
     """
@@ -42,7 +42,7 @@ class NarrowBlock:
         worth = {name: each.to(x.device).float() for name, each in self.weights.named().items()}
         for name in self.weights.scales():
             worth[name.removesuffix("_scale")] *= worth.pop(name)
-        block = Operands(**worth, x=_rows_in_eight_bits(x.float()))
+        block = Operands(**worth, x=_rows_in_fp8(x.float()))
         weight, bias = block.first
         z = torch.nn.functional.linear(block.x, weight, bias).to(x.dtype)
         threshold = self.options.threshold if block.thresholds is None else block.thresholds
@@ -50,7 +50,7 @@ class NarrowBlock:
         if block.w_gate is not None:
             up = torch.nn.functional.linear(block.x, block.w_up, block.b_up)
             h = h * (torch.relu(up) if self.options.activation == "drelu" else up)
-        y = torch.nn.functional.linear(_rows_in_eight_bits(h), block.w_down.t(), block.b_down)
+        y = torch.nn.functional.linear(_rows_in_fp8(h), block.w_down.t(), block.b_down)
         return (y if residual is None else residual.float() + y).to(x.dtype)
 
     def change(self, x: Tensor) -> tuple[float, float]:
@@ -63,9 +63,9 @@ class NarrowBlock:
 
 @dataclass(frozen=True)
 class NarrowLinear:
-    """A linear layer of the model whose weight the candidate reads in eight bits, [out, in], and its bias."""
+    """A linear layer of the model whose weight the candidate reads in FP8, [out, in], and its bias."""
 
-    weight: EightBits
+    weight: Fp8
     bias: Tensor | None
 
     def by_dense_fp8(self, x: Tensor, residual: Tensor | None) -> Tensor:
@@ -73,33 +73,33 @@ class NarrowLinear:
         assert residual is None
         weight = (self.weight.q.float() * self.weight.scale).to(x.device)
         bias = None if self.bias is None else self.bias.float()
-        return torch.nn.functional.linear(_rows_in_eight_bits(x.float()), weight, bias).to(x.dtype)
+        return torch.nn.functional.linear(_rows_in_fp8(x.float()), weight, bias).to(x.dtype)
 
 
 def narrow_linears(found: Passed) -> Iterator[tuple[Linear, NarrowLinear]]:
-    """Yield the linear layers that are read in eight bits, as they are compared."""
+    """Yield the linear layers that are read in FP8, as they are compared."""
     for layer in found.narrow_linears:
-        joined = found.in_eight_bits(layer)
+        joined = found.in_fp8(layer)
         assert joined is not None
         widths = [width(each.node) for each in layer.linears]
         parts = zip(*(torch.split(each, widths) for each in (joined.q.view(torch.uint8), joined.scale)), strict=True)
         for each, (q, scale) in zip(layer.linears, parts, strict=True):
             bias = None if each.bias is None else tensor_of(found.program, each.bias.name).detach()
-            yield each, NarrowLinear(EightBits(q.view(EIGHT_BITS), scale), bias)
+            yield each, NarrowLinear(Fp8(q.view(E4M3), scale), bias)
 
 
 def _widened(weights: WeightOperands[Tensor]) -> dict[str, Tensor]:
     tensors = {name: each.detach().cpu() for name, each in weights.named().items()}
-    return {n: each if each.dtype == EIGHT_BITS or n in FLOAT32 else each.double() for n, each in tensors.items()}
+    return {n: each if each.dtype == E4M3 or n in FLOAT32 else each.double() for n, each in tensors.items()}
 
 
-def _rows_in_eight_bits(rows: Tensor) -> Tensor:
+def _rows_in_fp8(rows: Tensor) -> Tensor:
     q, scale = rounded(rows, -1)
     return q.float() * scale
 
 
 def narrow_block(
-    program: ExportedProgram, block: FfnBlock, options: BlockOptions, stored: Mapping[str, EightBits]
+    program: ExportedProgram, block: FfnBlock, options: BlockOptions, stored: Mapping[str, Fp8]
 ) -> NarrowBlock | None:
     """Return a block as it is compared; None where its weights are read in 16 bits.
 
@@ -107,7 +107,7 @@ def narrow_block(
         program: The program that it was found in.
         block: The block.
         options: How it is computed.
-        stored: The weights that the model has in eight bits, by name.
+        stored: The weights that the model has in FP8, by name.
     """
     if block.weights is None or block.weights.bits != 8:
         return None
@@ -124,8 +124,8 @@ def is_quantised(block: FfnBlock) -> bool:
     return block.weights is not None and block.weights.reason == QUANTISED
 
 
-def quantised_constants(program: ExportedProgram, block: FfnBlock) -> dict[str, EightBits]:
-    """Return the matrices of a quantised block in eight bits, in the shapes of their constants, by name."""
+def quantised_constants(program: ExportedProgram, block: FfnBlock) -> dict[str, Fp8]:
+    """Return the matrices of a quantised block in FP8, in the shapes of their constants, by name."""
     found = {}
     for part in (block.gate, block.up, block.down):
         if part is None:
@@ -135,12 +135,12 @@ def quantised_constants(program: ExportedProgram, block: FfnBlock) -> dict[str, 
         matrix = matrix.squeeze() if matrix.dim() > 2 else matrix
         rows_are_outputs = not weight.in_out
         kind = "neuron" if rows_are_outputs == (part is not block.down) else "output"
-        found[weight.name] = EightBits(*quantise(matrix, kind, f"layer {block.module}: {weight.name}"))
+        found[weight.name] = Fp8(*quantise(matrix, kind, f"layer {block.module}: {weight.name}"))
     return found
 
 
-def with_worth(program: ExportedProgram, known: Mapping[str, EightBits]) -> ExportedProgram:
-    """Return a program with what weights in eight bits are worth, in the types of the constants that hold them."""
+def with_worth(program: ExportedProgram, known: Mapping[str, Fp8]) -> ExportedProgram:
+    """Return a program with what FP8 weights are worth, in the types of the constants that hold them."""
     names = {name for name in stored_tensors(program).values() if name in known}
     if not names:
         return program

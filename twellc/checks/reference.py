@@ -37,7 +37,7 @@ from twellc.loaders.precision import choose_dtype
 from twellc.options.declared_inputs import InputDeclaration
 from twellc.options.weights import FP8, FP8_BLOCKS
 from twellc.passes.decide import Advise, options_of
-from twellc.passes.fp8 import QUANTISED, EightBits, Wish, quantised_linear
+from twellc.passes.fp8 import QUANTISED, Fp8, Wish, quantised_linear
 from twellc.passes.graph.constants import ProgramConstants
 from twellc.passes.graph.execution import Runner, example_inputs
 from twellc.passes.graph.program import editable, finish, replace_node, tensor_of
@@ -214,22 +214,22 @@ class TorchReference(Reference):
         decided = _decided(with_blocks, options, settings)
         chosen = decided.chosen
         self._with_blocks = _with_own_norms(self._with_blocks, [block for block, _ in chosen])
-        # Of a block in eight bits what comes behind its norm is compared.
+        # Of a block in FP8 what comes behind its norm is compared.
         alone = [(replace(block, norm=None), layer) for block, layer in chosen]
         pairs = [(block, options_of(block, layer, None)) for block, layer in alone]
         before = self._with_blocks
-        self._narrow = [narrow_block(before, *pair, functional.eight_bits) for pair in pairs]
-        self._eight_bits = dict(functional.eight_bits)
+        self._narrow = [narrow_block(before, *pair, functional.fp8) for pair in pairs]
+        self._fp8 = dict(functional.fp8)
         for block, _ in chosen:
             if is_quantised(block):
-                self._eight_bits |= quantised_constants(before, block)
+                self._fp8 |= quantised_constants(before, block)
         found = _with_linears(decided, options, settings)
-        self._eight_bits |= _quantised_linears(found)
+        self._fp8 |= _quantised_linears(found)
         self._narrow_linears = list(narrow_linears(found))
         if self._narrow_linears or any(self._narrow):
-            # Weights are those of eight bits, whose places only the program with blocks in their form tells.
-            self._source = with_worth(arranged.program, self._eight_bits)
-            self._with_blocks = with_worth(before, self._eight_bits)
+            # Weights are those in FP8, whose places only the program with blocks in their form tells.
+            self._source = with_worth(arranged.program, self._fp8)
+            self._with_blocks = with_worth(before, self._fp8)
             self._plain = self._with_blocks
             if before is arranged.program:
                 self._source = self._plain
@@ -289,8 +289,8 @@ class TorchReference(Reference):
         return runs
 
     def _widened(self, program: ExportedProgram) -> Runner:
-        """Return what runs a program in float64, with all that weights in eight bits are worth."""
-        return Runner(with_worth(widen(program), self._eight_bits))
+        """Return what runs a program in float64, with all that FP8 weights are worth."""
+        return Runner(with_worth(widen(program), self._fp8))
 
 
 def _with_own_norms(program: ExportedProgram, blocks: Sequence[FfnBlock]) -> ExportedProgram:
@@ -408,7 +408,7 @@ def _with_linears(decided: Passed, options: PassOptions, settings: dict[str, Any
     return run_until(decided, replace(options, taken=taken), Stage.FIND_LINEAR, without)
 
 
-def _quantised_linears(found: Passed) -> dict[str, EightBits]:
+def _quantised_linears(found: Passed) -> dict[str, Fp8]:
     """Return the weights of linear layers that a compilation has quantised, by the names of their constants."""
 
     def tensor(weight: Weight) -> torch.Tensor:

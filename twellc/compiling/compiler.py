@@ -87,7 +87,7 @@ def compile_model(
             translation = _translate(options, onnx_path, progress)  # where they are registered
         destinations.refuse(translation.external_data)
         if backend == "tensorrt":
-            refuse_eight_bits(translation.layers, translation.linear, compute_capability())
+            refuse_fp8(translation.layers, translation.linear, compute_capability())
         if options.triton is not None and options.tensor_parallel > 1 and len(translation.profiles) > 1:
             where, got, fix = "--profile", f"{len(translation.profiles)} profiles", "Give one that holds all shapes."
             raise UserError(where, "Triton runs plans for several GPUs with one optimization profile", got=got, fix=fix)
@@ -137,8 +137,8 @@ def compile_model(
     return manifest
 
 
-def refuse_eight_bits(layers: list[Layer], linear: list[Linear], capability: tuple[int, int] | None) -> None:
-    """Fail if blocks or linear layers have weights in eight bits, and plans for a GPU cannot.
+def refuse_fp8(layers: list[Layer], linear: list[Linear], capability: tuple[int, int] | None) -> None:
+    """Fail if blocks or linear layers have FP8 weights, and plans for a GPU cannot.
 
     Args:
         layers: What became of the blocks.
@@ -152,7 +152,7 @@ def refuse_eight_bits(layers: list[Layer], linear: list[Linear], capability: tup
     narrow = [module for module, each in weights if each is not None and each.bits == 8]
     if narrow and capability is not None and capability < _FIRST_WITH_FP8:
         raise UserError(
-            f"layer {narrow[0]}", "TensorRT takes no weights in eight bits on this GPU",
+            f"layer {narrow[0]}", "TensorRT takes no FP8 weights on this GPU",
             got="compute capability {}.{}".format(*capability), expected="{}.{} or newer".format(*_FIRST_WITH_FP8),
             fix="Leave out --weights, or compile on another GPU.",
         )  # fmt: skip

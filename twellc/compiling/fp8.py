@@ -1,4 +1,4 @@
-"""By how much weights in eight bits change the outputs of a model's blocks on samples."""
+"""By how much FP8 weights change the outputs of a model's blocks on samples."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from twellc.samples.samples import Limits, Sample, read_arrays, read_text
 
 
 def read_samples(options: CompileOptions, model: LoadedModel) -> list[Sample]:
-    """Return what the errors of eight bits are measured on.
+    """Return what the errors in FP8 are measured on.
 
     Raises:
         UserError: It cannot be read, or is no input of the model.
@@ -49,10 +49,10 @@ def wish_of(options: WeightOptions, errors: Mapping[str, float] | None = None) -
 def measure_errors(
     model: LoadedModel, dtype: str, samples: Iterable[Sample], progress: Callable[[str], None]
 ) -> dict[str, float]:
-    """Return by how much eight bits change the output of each block that can be rewritten, by module; if it is finite.
+    """Return by how much FP8 changes the output of each block that can be rewritten, by module; if it is finite.
 
     It is ||y8 - y|| / ||y|| over all samples, y by weights of 16 bits, without what the block is added to. Blocks get
-    the x that they have with weights of 16 bits; those that the model has in eight bits are left out. The model runs on
+    the x that they have with weights of 16 bits; those that the model has in FP8 are left out. The model runs on
     the GPU, its blocks by the kernels, where torch sees one.
 
     Args:
@@ -64,7 +64,7 @@ def measure_errors(
     Raises:
         UserError: The memory of the GPU ran out.
     """
-    progress("measuring what eight bits change")
+    progress("measuring what FP8 changes")
     found = run_until(model.program, PassOptions(torch_dtype(dtype), layers="all", weights=Wish(True)), Stage.DECIDE)
     chosen = [each for each in found.chosen if each[1].weights is not None and each[1].weights.reason == QUANTISED]
     device = choose_device("auto")

@@ -64,7 +64,7 @@ class Settings(Record):
     `sizes` are those that the model was traced for where it does not take every size, such as `input_ids:1x128`,
     `calibration` is the SHA-256 of the profile, `decided` what was decided by it, `tensor_parallel` the number of
     ranks, `linear_taken` the linear layers that were rewritten, by the first module of each, and the blocks that took
-    the norms before them, `fp8_errors` by how much eight bits changed the outputs of blocks on samples, by module.
+    the norms before them, `fp8_errors` by how much FP8 changed the outputs of blocks on samples, by module.
     """
 
     dtype: Annotated[str, OneOf((*DTYPES, UNCHANGED))]

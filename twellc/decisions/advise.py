@@ -72,7 +72,7 @@ class Advisor:
         widths = replace(_widths(block), d_ff=len(neurons.kept))
         tokens = tuple(self._tokens(block))
         narrow = block.weights is not None and block.weights.bits == 8
-        model = self._target.model.eight_bits if narrow else self._target.model
+        model = self._target.model.fp8 if narrow else self._target.model
         if neurons.rates is None:
             key = widths, tokens, narrow
             if key not in self._assumed:

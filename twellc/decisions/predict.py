@@ -110,14 +110,14 @@ class _Call:
         return self.tokens * float(rates[:most].sum()), self.tokens * float(rates[most:].sum())
 
 
-# Times of a gated block of 2048 / 5632 with weights in eight bits, by tokens, on an H100, 2026-11-28
+# Times of a gated block of 2048 / 5632 with FP8 weights, by tokens, on an H100, 2026-11-28
 # (benchmarks/results/kernels.md): at 0.5 % active and with all active, over those of TwELL with 16 bits; of dense
 # blocks, over dense ones of 16 bits. In between, logarithms decide; other GPUs and blocks are taken to be alike.
-_EIGHT_BITS_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 768, 1024, 2048, 8192)
-_EIGHT_BITS_SPARSE = (0.78, 0.79, 0.81, 0.94, 1.12, 0.92, 0.89, 0.86, 0.81, 0.72, 0.75, 0.80)
-_EIGHT_BITS_ACTIVE = (0.78, 0.79, 0.81, 0.94, 1.12, 0.92, 0.89, 0.86, 0.81, 1.11, 0.88, 0.83)
-_EIGHT_BITS_DENSE = (1.0, 1.0, 1.0, 1.0, 0.77, 0.78, 0.88, 0.80, 0.77, 0.76, 0.66, 0.63)
-_EIGHT_BITS_DENSITIES = (0.005, 0.02)  # where the first of them ends, and where the second one begins
+_FP8_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 768, 1024, 2048, 8192)
+_FP8_SPARSE = (0.78, 0.79, 0.81, 0.94, 1.12, 0.92, 0.89, 0.86, 0.81, 0.72, 0.75, 0.80)
+_FP8_ACTIVE = (0.78, 0.79, 0.81, 0.94, 1.12, 0.92, 0.89, 0.86, 0.81, 1.11, 0.88, 0.83)
+_FP8_DENSE = (1.0, 1.0, 1.0, 1.0, 0.77, 0.78, 0.88, 0.80, 0.77, 0.76, 0.66, 0.63)
+_FP8_DENSITIES = (0.005, 0.02)  # where the first of them ends, and where the second one begins
 
 
 class CostModel:
@@ -133,8 +133,8 @@ class CostModel:
         self.bits = 16
 
     @functools.cached_property
-    def eight_bits(self) -> CostModel:
-        """The same of blocks that TwELL reads weights in eight bits of; dense ones have 16 as before."""
+    def fp8(self) -> CostModel:
+        """The same of blocks that TwELL reads FP8 weights of; dense ones have 16 as before."""
         assert self._dense is not None and self._twell is not None  # fitted once, for both
         made = copy.copy(self)
         made.bits = 8
@@ -159,20 +159,19 @@ class CostModel:
             widths: The block.
             tokens: Rows of the call.
             rates: How often each neuron fires, as a share of the tokens: [d_ff].
-            hot: How many neurons, the first in `rates`, are a dense product where calls are split. With eight bits only
+            hot: How many neurons, the first in `rates`, are a dense product where calls are split. With FP8 only
                 all of them can be.
         """
         if self.bits == 16:
             return self._twell_us(widths, tokens, rates, hot)
         at = math.log(max(tokens, 1))
         sparse, active, dense = (
-            float(np.interp(at, np.log(_EIGHT_BITS_TOKENS), ratios))
-            for ratios in (_EIGHT_BITS_SPARSE, _EIGHT_BITS_ACTIVE, _EIGHT_BITS_DENSE)
+            float(np.interp(at, np.log(_FP8_TOKENS), ratios)) for ratios in (_FP8_SPARSE, _FP8_ACTIVE, _FP8_DENSE)
         )
         if hot == widths.d_ff and is_packed_scaled(widths, tokens):
             return dense * self.dense_us(widths, tokens)
         density = math.log(max(float(rates.mean()), _LEAST_DENSITY))
-        ratio = float(np.interp(density, np.log(_EIGHT_BITS_DENSITIES), (sparse, active)))
+        ratio = float(np.interp(density, np.log(_FP8_DENSITIES), (sparse, active)))
         return ratio * self._twell_us(widths, tokens, rates, 0)
 
     def hot_counts(self, widths: Widths, tokens: Sequence[int]) -> Sequence[int]:
@@ -255,7 +254,7 @@ def is_split(widths: Widths, tokens: int) -> bool:
 
 
 def is_packed_scaled(widths: Widths, tokens: int) -> bool:
-    """Likewise with weights in eight bits, unless all neurons are hot: whether the gate is packed."""
+    """Likewise with FP8 weights, unless all neurons are hot: whether the gate is packed."""
     return _is_beyond(widths, tokens, limits().dense_block_tokens_scaled, limits().dense_block_products_scaled)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from twellc.eager.fp8_linear import EightBitLinear
+from twellc.eager.fp8_linear import Fp8Linear
 from twellc.eager.mixed import (
     BlockModule,
     ContainerModule,
@@ -103,12 +103,12 @@ def compress(submodule: nn.Module, block: TakenBlock, compression: int, undo: Ex
     _become(submodule, type(submodule), blocks, undo)
 
 
-def put_in_eight_bits(found: FoundBlock, made: Mapping[str, tuple[Tensor, Tensor]], undo: ExitStack) -> None:
+def put_in_fp8(found: FoundBlock, made: Mapping[str, tuple[Tensor, Tensor]], undo: ExitStack) -> None:
     """Let the linear layers of a block hold weights and scales that were made of theirs; see `quantised`."""
     for path, (weight, scale) in made.items():
         layer: Any = found.module.get_submodule(path)
-        undo.callback(EightBitLinear.give_back, layer, layer.weight)
-        EightBitLinear.take_over(layer, weight, scale)
+        undo.callback(Fp8Linear.give_back, layer, layer.weight)
+        Fp8Linear.take_over(layer, weight, scale)
 
 
 def _mix(module: Any, mixed_in: type[Mixed], undo: ExitStack, blocks: tuple[TakenBlock, ...] | None = None) -> None:

@@ -45,7 +45,7 @@ def judge(
 
     Args:
         module: The module that they are in.
-        blocks: Blocks that the op is to run, not all of their weights in eight bits yet.
+        blocks: Blocks that the op is to run, not all of their FP8 weights yet.
         most: The largest relative error of a block's output on the samples; None for any.
         samples: What the module is called with, see `twellc.optimize`.
 
@@ -111,7 +111,7 @@ def _matrices(found: FoundBlock) -> Iterator[tuple[str, Operand, nn.Parameter]]:
 
 
 def _errors(module: nn.Module, blocks: Sequence[FoundBlock], samples: Iterable[Any] | None) -> list[float | None]:
-    """Return by how much eight bits change the output of blocks: the norm of the difference over that of the output."""
+    """Return by how much FP8 changes the output of blocks: the norm of the difference over that of the output."""
     watches = [_Watch(each) for each in blocks]
     calls = 0
     with ExitStack() as stack, torch.no_grad(), in_mode(module, False, runs=True):
@@ -133,7 +133,7 @@ def _call(module: Callable[..., Any], sample: Any) -> None:
 
 
 class _Watch:
-    """Computes a block with and without eight bits, each time that its first projection is called."""
+    """Computes a block with and without FP8, each time that its first projection is called."""
 
     def __init__(self, found: FoundBlock) -> None:
         assert found.weights is not None

@@ -1,4 +1,4 @@
-"""Linear layers with weights in eight bits, E4M3, and scales: what checkpoints hold, and what `optimize` quantises."""
+"""Linear layers with FP8 weights, E4M3, and scales: what checkpoints hold, and what `optimize` quantises."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional
 _INTEGERS = {"weight": torch.uint8, "scale": torch.int32}
 
 
-class EightBitLinear(nn.Module):
+class Fp8Linear(nn.Module):
     """x W^T + b in the type of x, where W is `weight` times `scale`, computed in float32 and rounded once.
 
     Attributes:
@@ -35,14 +35,14 @@ class EightBitLinear(nn.Module):
 
     @staticmethod
     def take_over(linear: nn.Module, weight: Tensor, scale: Tensor) -> None:
-        """Make a `torch.nn.Linear` one in eight bits, in place: it keeps its bias, hooks and places in a model."""
+        """Make a `torch.nn.Linear` one in FP8, in place: it keeps its bias, hooks and places in a model."""
         made = {"weight": nn.Parameter(weight, requires_grad=False), "scale": nn.Parameter(scale, requires_grad=False)}
         linear._parameters.update(made)
-        linear.__class__ = EightBitLinear
+        linear.__class__ = Fp8Linear
 
     @staticmethod
     def give_back(layer: nn.Module, weight: nn.Parameter) -> None:
-        """Make a layer in eight bits a `torch.nn.Linear` with this weight, in place."""
+        """Make a layer in FP8 a `torch.nn.Linear` with this weight, in place."""
         layer.__class__ = nn.Linear
         layer._parameters["weight"] = weight
         layer._parameters.pop("scale", None)
@@ -59,7 +59,7 @@ class EightBitLinear(nn.Module):
         """Become a `torch.nn.Linear`, in place."""
         self.give_back(self, nn.Parameter(self.worth(dtype), requires_grad=False))
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EightBitLinear:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fp8Linear:
         """Let `.to()` and its kind move bytes and scales, but never convert them."""
         own = {id(self._parameters[name]): kind for name, kind in _INTEGERS.items()}
 
@@ -79,26 +79,26 @@ class EightBitLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-def holds_eight_bits(module: nn.Module) -> bool:
-    """Whether a module has layers with weights in eight bits."""
-    return any(isinstance(each, EightBitLinear) for each in module.modules())
+def holds_fp8(module: nn.Module) -> bool:
+    """Whether a module has layers with FP8 weights."""
+    return any(isinstance(each, Fp8Linear) for each in module.modules())
 
 
 def traceable_twin(module: nn.Module) -> nn.Module:
-    """Return a module that computes the same with `torch.nn.Linear` in the place of layers in eight bits, to be traced.
+    """Return a module that computes the same with `torch.nn.Linear` in the place of layers in FP8, to be traced.
 
     Their weights stand for any: zeros, without memory. All else is shared. A module without such layers is its own.
     """
-    if not holds_eight_bits(module):
+    if not holds_fp8(module):
         return module
-    own = {id(parameter) for each in module.modules() for parameter in _of_eight_bits(each)}
+    own = {id(parameter) for each in module.modules() for parameter in _of_fp8(each)}
     dtypes = [each.dtype for each in module.parameters() if each.is_floating_point() and id(each) not in own]
     # Of several the narrowest: thresholds, for one, are float32 whatever the rest is.
     return _twin(module, min(dtypes, key=lambda each: each.itemsize, default=torch.bfloat16))
 
 
-def _of_eight_bits(module: nn.Module) -> list[Tensor]:
-    return [module.weight, module.scale] if isinstance(module, EightBitLinear) else []
+def _of_fp8(module: nn.Module) -> list[Tensor]:
+    return [module.weight, module.scale] if isinstance(module, Fp8Linear) else []
 
 
 def _twin(module: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -107,7 +107,7 @@ def _twin(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     state["_modules"] = {
         name: None if child is None else _twin(child, dtype) for name, child in module._modules.items()
     }
-    if isinstance(module, EightBitLinear):
+    if isinstance(module, Fp8Linear):
         weight = module.weight
         zeros = torch.zeros((), dtype=dtype, device=weight.device).expand(weight.shape)
         state["_parameters"] = {"weight": nn.Parameter(zeros, requires_grad=False), "bias": module.bias}

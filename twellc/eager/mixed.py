@@ -23,12 +23,12 @@ from twellc.passes.decide import KERNEL_DTYPES
 from twellc.passes.report import Layer
 from twellc.plugins.block import SCALES, THRESHOLDS, BlockOptions, Operands, WeightOperands
 from twellc.plugins.gradients.modes import is_forward_mode, is_transformed
-from twellc.plugins.meaning import EIGHT_BITS
+from twellc.plugins.meaning import E4M3
 from twellc.plugins.ops import run_block
 
-# Of blocks in eight bits, what is not of the dtype of x.
-_DTYPES_OF_EIGHT_BITS = dict.fromkeys(SCALES, torch.float32)
-_DTYPES_OF_EIGHT_BITS |= {name.removesuffix("_scale"): EIGHT_BITS for name in SCALES}
+# Of blocks in FP8, what is not of the dtype of x.
+_DTYPES_OF_FP8 = dict.fromkeys(SCALES, torch.float32)
+_DTYPES_OF_FP8 |= {name.removesuffix("_scale"): E4M3 for name in SCALES}
 # Of a submodule: its class, without what is mixed in here, and whether it has a forward that is not its class's.
 _Form = tuple[type[nn.Module], bool]
 
@@ -354,10 +354,10 @@ def _of_inference(
     if records and x.requires_grad:
         return None
     tensors: dict[str, Tensor] = {}
-    eight_bits = block.weights.w_down_scale is not None
+    fp8 = block.weights.w_down_scale is not None
     for name, operand in block.weights.named().items():
         parameter = operand.parameter(module)
-        dtype = _DTYPES_OF_EIGHT_BITS.get(name, x.dtype) if eight_bits else x.dtype
+        dtype = _DTYPES_OF_FP8.get(name, x.dtype) if fp8 else x.dtype
         if parameter is None or parameter.device != x.device:
             return None
         if parameter.dtype != dtype and name != THRESHOLDS.name:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from twellc.base.torch_private import has_any_global_hook
-from twellc.eager.fp8_linear import EightBitLinear, traceable_twin
+from twellc.eager.fp8_linear import Fp8Linear, traceable_twin
 from twellc.eager.hidden import STEPS
 from twellc.eager.sharded import local_twin
 from twellc.eager.tracing import trace_alone
@@ -30,8 +30,8 @@ from twellc.plugins.block import SCALES, TensorField, WeightOperands
 
 aten = torch.ops.aten
 T = TypeVar("T")
-_MIXED = "some of its weights are in eight bits, and others not"
-_TRAINED = "its weights are in eight bits, which are not trained"
+_MIXED = "some of its weights are in FP8, and others not"
+_TRAINED = "its weights are in FP8, which are not trained"
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ def _layer_of(weight: Weight) -> str:
 def _is_linear(module: nn.Module) -> bool:
     """Whether it is torch's own linear layer, or ours, with the weight and the forward that it was given."""
     return (
-        type(module) in (nn.Linear, EightBitLinear)
+        type(module) in (nn.Linear, Fp8Linear)
         and all(type(each) is nn.Parameter and each.is_floating_point() for each in module.parameters())
         and "weight" in module._parameters
         and "forward" not in vars(module)
@@ -389,12 +389,12 @@ def reads_weight(module: nn.Module, path: str) -> bool:
 
 
 def _scales_of(module: nn.Module, operands: dict[str, Operand]) -> dict[str, Operand]:
-    """Return how to read the scales of weights in eight bits, by name."""
+    """Return how to read the scales of FP8 weights, by name."""
     scales = {}
     for name in SCALES:
         weight = operands.get(name.removesuffix("_scale"))
         layer = None if weight is None else module.get_submodule(weight.layer)
-        if weight is not None and isinstance(layer, EightBitLinear):
+        if weight is not None and isinstance(layer, Fp8Linear):
             by_output = layer.scale.dim() == 2 and layer.scale.shape[0] == layer.out_features
             path = (*weight.path[:-1], "scale")
             scales[name] = Operand(path, weight.transposed, weight.rows if by_output else None)

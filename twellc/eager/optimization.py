@@ -29,10 +29,10 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from twellc.base.errors import UserError, first_few, first_line
-from twellc.eager.changes import compress, put_in_eight_bits, store_as_usual, take, take_off, taken_in
+from twellc.eager.changes import compress, put_in_fp8, store_as_usual, take, take_off, taken_in
 from twellc.eager.experts import FoundExperts, find_experts, take_experts, take_experts_off, taken_experts
 from twellc.eager.fp8 import judge, quantised, refuse_other_samples
-from twellc.eager.fp8_linear import EightBitLinear
+from twellc.eager.fp8_linear import Fp8Linear
 from twellc.eager.mixed import BlockModule, ContainerModule, TrainedModule, class_with, taken_by
 from twellc.eager.module_blocks import FoundBlock, Operand, drops, find_blocks, operands_of, refusal_of
 from twellc.eager.tracing import LOG
@@ -102,25 +102,25 @@ def optimize(
     wraps the model.
 
     With `weights="fp8:blocks"` the blocks are quantised to E4M3, with a scale for each neuron, as docs/weights.md says:
-    their `torch.nn.Linear` become layers in eight bits, whose `weight` and `scale` are in `state_dict()`, and which
+    their `torch.nn.Linear` become layers in FP8, whose `weight` and `scale` are in `state_dict()`, and which
     `.half()` and its kind do not convert. Blocks with weights that are tied, spread over ranks or not those of a linear
-    layer keep their bits. The 16 bits are gone then: `restore` leaves layers in eight bits. Blocks that have such
+    layer keep their bits. The 16 bits are gone then: `restore` leaves layers in FP8. Blocks that have such
     layers already, as of a checkpoint, keep them in any case.
 
     A second call takes what `layers` names besides the blocks that are taken already, and gives those that it names
     the `compression`, if one is given.
 
     After an error, also one that the module itself raises on a sample, or an interrupt, the module is what it was. So
-    the 16 bits of blocks that are quantised are kept until all eight bits are made.
+    the 16 bits of blocks that are quantised are kept until all FP8 weights are made.
 
     Args:
         module: Any module.
         layers: Which of the blocks: `auto`, `all`, `none` or a regular expression over module paths.
         compression: The TwELL compression factor: 1, 2, 4 or 8; None is 8. It changes speed and memory, never results.
         training: Whether for training. What is optimized for the other purpose is restored first.
-        weights: `keep`: as the module has them; `fp8:blocks`: blocks in eight bits. `fp8`, which means linear layers
+        weights: `keep`: as the module has them; `fp8:blocks`: blocks in FP8. `fp8`, which means linear layers
             outside of them, too, is refused.
-        fp8_error: Leave a block as it is where, on the samples, eight bits change its output by more than this: the
+        fp8_error: Leave a block as it is where, on the samples, FP8 changes its output by more than this: the
             norm of the difference over the norm of the output.
         samples: With `fp8_error`: what the module is called with, a tensor, or a tuple or dict of arguments each.
 
@@ -129,7 +129,7 @@ def optimize(
 
     Raises:
         UserError: `layers` is not a regular expression, or matches no block; there is no such `compression` or
-            `weights`; weights in eight bits are to be trained, are not finite, or are those of blocks that run already;
+            `weights`; FP8 weights are to be trained, are not finite, or are those of blocks that run already;
             there are no samples for `fp8_error`, or what is given is none.
 
     Warns:
@@ -140,7 +140,7 @@ def optimize(
     refuse_other_weights(weights, fp8_error)
     refuse_weights_of_linear("weights", "twellc.optimize computes no linear layers outside of blocks", weights)
     if weights != KEEP and training:
-        what = "weights in eight bits are not trained"
+        what = "FP8 weights are not trained"
         fix = f"Train in 16 bits, and optimize the trained model with weights={weights!r}."
         raise UserError("twellc.optimize", what, got=f"training=True and weights={weights!r}", fix=fix)
     refuse_other_samples(samples, fp8_error)
@@ -153,7 +153,7 @@ def optimize(
         named = {path: each for path, each in running.items() if _names(layers, path)}
         if weights != KEEP:
             _refuse_running([path for path, (_, block) in named.items() if not block.weights.scales()])
-            _plan_eight_bits(module, planned, fp8_error, samples)
+            _plan_fp8(module, planned, fp8_error, samples)
         # All that may be refused is known: from here on the model changes.
         store_as_usual(other, undo)
         if training:
@@ -204,15 +204,15 @@ def optimized_blocks(module: nn.Module) -> list[Layer]:
 
 
 def dequantise_others(module: nn.Module, dtype: torch.dtype) -> list[str]:
-    """Make the layers in eight bits that no block reads linear ones of `dtype`; return their paths."""
-    others = _others_in_eight_bits(module)
+    """Make the layers in FP8 that no block reads linear ones of `dtype`; return their paths."""
+    others = _others_in_fp8(module)
     for layer in others.values():
         layer.dequantise(dtype)
     return list(others)
 
 
-def _others_in_eight_bits(module: nn.Module) -> dict[str, EightBitLinear]:
-    """Return the layers in eight bits that no block reads which the op computes, by path."""
+def _others_in_fp8(module: nn.Module) -> dict[str, Fp8Linear]:
+    """Return the layers in FP8 that no block reads which the op computes, by path."""
     read = {
         id(operand.parameter(submodule))
         for _, submodule, block in taken_in(module)
@@ -221,7 +221,7 @@ def _others_in_eight_bits(module: nn.Module) -> dict[str, EightBitLinear]:
     return {
         path: layer
         for path, layer in module.named_modules()
-        if isinstance(layer, EightBitLinear) and id(layer.weight) not in read
+        if isinstance(layer, Fp8Linear) and id(layer.weight) not in read
     }
 
 
@@ -387,7 +387,7 @@ def _computes_weights(module: nn.Module) -> bool:
 
 @dataclass
 class _Planned:
-    """A block that was found, what becomes of it, and weights and scales in eight bits for its layers, by path."""
+    """A block that was found, what becomes of it, and weights and scales in FP8 for its layers, by path."""
 
     found: FoundBlock | FoundExperts
     layer: Layer
@@ -416,10 +416,8 @@ def _plan(module: nn.Module, layers: str, training: bool, running: Sequence[str]
     return planned, others
 
 
-def _plan_eight_bits(
-    module: nn.Module, planned: list[_Planned], most: float | None, samples: Iterable[Any] | None
-) -> None:
-    """Decide in how many bits each block that the op is to run is read, and make its eight bits."""
+def _plan_fp8(module: nn.Module, planned: list[_Planned], most: float | None, samples: Iterable[Any] | None) -> None:
+    """Decide in how many bits each block that the op is to run is read, and quantise it."""
     chosen = [
         (each, each.found)
         for each in planned
@@ -442,7 +440,7 @@ def _take(planned: _Planned, compression: int | None, training: bool, undo: Exit
         take_experts(found, layer, undo)
         return
     if planned.made:
-        put_in_eight_bits(found, planned.made, undo)
+        put_in_fp8(found, planned.made, undo)
         found = replace(found, weights=operands_of(found.module, found.block))
     take(found, layer, options_of(found.block, layer, compression), training, undo)
 
@@ -466,7 +464,7 @@ def _report(module: nn.Module, planned: Sequence[_Planned], layers: str, others_
         LOG.info("%s: %s", path, _PARAMETRIZED)
     for reason in others_left:
         LOG.info("%s", reason)
-    others = _others_in_eight_bits(module)
+    others = _others_in_fp8(module)
     if others:
         what = "layers in E4M3 that no block by the op reads compute in 16 bits, dequantised in each call"
         warnings.warn(f"twellc.optimize: {len(others)} {what}: {first_few(list(others))}", stacklevel=3)

@@ -213,7 +213,7 @@ def _schema(
         op_type,
         domain,
         1,
-        # Not all of one type: lengths are integers, weights may be of eight bits.
+        # Not all of one type: lengths are integers, weights may be in FP8.
         inputs=[parameter("operands", "I", param_option=parameter_option.Variadic, is_homogeneous=False)],
         outputs=[parameter(name, "T") for name in outputs],
         type_constraints=[

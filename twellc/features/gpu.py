@@ -22,7 +22,7 @@ def encode(
     named, kinds = operands.named(), scale_kinds(operands)
     check_on_gpu(named)
     if kinds is not None and (torch.cuda.get_device_capability(x.device) != (9, 0) or x.shape[1] % 128):
-        raise ValueError("twell: w_enc of eight bits needs compute capability 9.0 and a d_model of a multiple of 128")
+        raise ValueError("twell: w_enc in FP8 needs compute capability 9.0 and a d_model of a multiple of 128")
     read = {name: as_read(each) for name, each in named.items()} | {"x": as_read(x)}
     problem = problem_of(PLAIN, options, dtype_name(x.dtype), tokens=len(x), **widths_of(operands))
     tensors = tensors_of(Operands(**{name: each.data_ptr() for name, each in read.items()}), 0)

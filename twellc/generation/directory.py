@@ -207,7 +207,7 @@ def load_directory(
         compiled: Whether torch.compile compiles prompts and decoding.
         layers: Which blocks the `twell` ops compute, see `twellc.optimize`.
         weights: In how many bits, likewise.
-        fp8_error: The largest relative error of a block in eight bits, likewise.
+        fp8_error: The largest relative error of a block in FP8, likewise.
         text: What that is measured on.
 
     Raises:
@@ -227,20 +227,20 @@ def load_directory(
     with quiet_torch():
         optimize(model, layers=layers, weights=weights, fp8_error=fp8_error, samples=samples)
     others = dequantise_others(model, model.dtype)
-    model.to(chosen)  # of blocks that are quantised, and not measured before, only the eight bits
+    model.to(chosen)  # of blocks that are quantised, and not measured before, only FP8
     if others:
         what = (
             f"{len(others)} layers in E4M3 that no block by the op reads are dequantised to {dtype_name(model.dtype)}"
         )
         notes.append(f"{what}: {first_few(others)}")
     taken = optimized_blocks(model)
-    blocks, eight_bits = len(taken), sum(each.weights is not None and each.weights.bits == 8 for each in taken)
+    blocks, fp8 = len(taken), sum(each.weights is not None and each.weights.bits == 8 for each in taken)
     wide = [f"{each.module}, {each.weights}" for each in taken if each.weights is not None and each.weights.bits != 8]
     if wide:
-        notes.append(f"{len(wide)} feed-forward blocks are not read in eight bits: {first_few(wide, '; ')}")
+        notes.append(f"{len(wide)} feed-forward blocks are not read in FP8: {first_few(wide, '; ')}")
     if not blocks and layers != "none":
         notes.append("no feed-forward block is one that twellc.optimize takes: the dense model runs")
-    by_ops = f"{blocks} feed-forward blocks by the twell ops{f', {eight_bits} in eight bits' if eight_bits else ''}"
+    by_ops = f"{blocks} feed-forward blocks by the twell ops{f', {fp8} in FP8' if fp8 else ''}"
     name = f"torch on {device_name(chosen)}, {by_ops}{', compiled' * compiled}"
     backend = TorchBackend(model, name, length, compiled, "dynamic" if compiled else "")
     backend.refuse_other_logits(str(path))

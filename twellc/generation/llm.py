@@ -94,9 +94,9 @@ class LLM:
                 in the cache; None makes the cache as it is needed.
             compiled: Whether torch.compile compiles a directory: faster, after minutes.
             layers: Which feed-forward blocks of a directory the `twell` ops compute, see `twellc.optimize`.
-            weights: `keep`: as a directory has them; `fp8:blocks`: these blocks are quantised to eight bits; `fp8`, if
+            weights: `keep`: as a directory has them; `fp8:blocks`: these blocks are quantised to FP8; `fp8`, if
                 `linear` is `twell`: and the linear layers that are computed so.
-            fp8_error: With these: leave a block as it is where, on `text`, eight bits change its output by more than
+            fp8_error: With these: leave a block as it is where, on `text`, FP8 changes its output by more than
                 this: the norm of the difference over the norm of the output. Linear layers are left, too.
             text: With `fp8_error`: a file with text, in UTF-8, which the tokenizer of the directory reads.
             linear: `twell`: the linear layers of a directory outside of these blocks run by the `twell` ops, too, each

@@ -136,7 +136,7 @@ def load_traced(
     for found, what in ((rewritten.layers, "feed-forward blocks"), (rewritten.linear, "linear layers")):
         taken = [each for each in found if each.decision == "twell"]
         narrow = sum(each.weights is not None and each.weights.bits == 8 for each in taken)
-        said.append(f"{len(taken)} {what}{f' ({narrow} in eight bits)' if narrow else ''}")
+        said.append(f"{len(taken)} {what}{f' ({narrow} in FP8)' if narrow else ''}")
         if not taken and (found is not rewritten.layers or layers != "none"):
             reasons = list(dict.fromkeys(each.reason for each in found))
             notes.append(f"no {what} run by the twell ops{': ' * bool(reasons)}{first_few(reasons)}")

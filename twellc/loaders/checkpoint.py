@@ -22,7 +22,7 @@ from twellc.loaders.fp8 import (
     refuse_other_algorithms,
     refuse_other_forms,
     refuse_other_methods,
-    take_eight_bits,
+    take_fp8,
 )
 
 _WEIGHTS, _INDEX, _ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
@@ -62,8 +62,8 @@ class Checkpoint:
 
     Attributes:
         config: What config.json says, without what chooses implementations.
-        tensors: The weights by name, but those in eight bits; they are in the mapped files.
-        scaled: The matrices in eight bits, by the names of their weights.
+        tensors: The weights by name, but those in FP8; they are in the mapped files.
+        scaled: The FP8 matrices, by the names of their weights.
         notes: What the user should hear.
     """
 
@@ -94,7 +94,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         notes.append(f"the names of the weights hold {' and '.join(wrappers)}; they are taken without that")
     if (path / _ADAPTER).is_file():
         notes.append(f"the adapter beside the model ({_ADAPTER}) is not in the plan: {_MERGE}")
-    tensors, scaled, others = take_eight_bits(path, tensors)
+    tensors, scaled, others = take_fp8(path, tensors)
     return Checkpoint(config, tensors, scaled, notes + others)
 
 

@@ -1,4 +1,4 @@
-"""Weights in eight bits in Hugging Face directories, as other libraries store them: E4M3, and scales.
+"""FP8 weights in Hugging Face directories, as other libraries store them: E4M3, and scales.
 
     compressed-tensors   float-quantized                    weight_scale       [out, 1], [1] or blocks
     transformers         fp8                                weight_scale_inv   [] or blocks
@@ -7,7 +7,7 @@
     twellc.optimize      saved by save_pretrained           scale              [out, 1], [1, in]
 
 `weight` is float8_e4m3fn [out, in], and is worth its values times its scale, also where that is called inverse. Blocks
-are of 128 x 128 elements: [out / 128, in / 128], rounded up. What the configuration says is in eight bits does not
+are of 128 x 128 elements: [out / 128, in / 128], rounded up. What the configuration says is in FP8 does not
 matter: the tensors do. Activations are never rounded as a checkpoint says it.
 """
 
@@ -27,10 +27,10 @@ from torch import Tensor
 
 from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_few
-from twellc.eager.fp8_linear import EightBitLinear
+from twellc.eager.fp8_linear import Fp8Linear
 from twellc.eager.module_blocks import called_otherwise, find_blocks, matrices_of, reads_weight
 from twellc.plugins.fp8 import LARGEST, refuse_infinite, refuse_nan
-from twellc.plugins.meaning import EIGHT_BITS
+from twellc.plugins.meaning import E4M3
 
 _SIDE = 128
 _BLOCK = [_SIDE, _SIDE]
@@ -55,7 +55,7 @@ _LASTING = ("awq", "gptq", "modelopt", "modelopt_fp4", "auto-round", "aqlm", "hq
 
 @dataclass(frozen=True)
 class Scaled:
-    """A matrix in eight bits.
+    """An FP8 matrix.
 
     Attributes:
         weight: float8_e4m3fn [out, in].
@@ -179,19 +179,19 @@ def refuse_other_forms(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fail for weights that are integers, or floats of a byte but E4M3, and for what other forms store beside them."""
     for name, tensor in tensors.items():
         last = name.rpartition(".")[2]
-        small = tensor.is_floating_point() and tensor.element_size() == 1 and tensor.dtype != EIGHT_BITS
+        small = tensor.is_floating_point() and tensor.element_size() == 1 and tensor.dtype != E4M3
         integer = last == "weight" and not tensor.is_floating_point() and not tensor.is_complex()
         if small or integer or _OTHER_NAMES.fullmatch(last):
             raise _not_read(str(path), f"{name} of {dtype_name(tensor.dtype)}")
 
 
-def take_eight_bits(path: Path, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Scaled], list[str]]:
-    """Return the tensors of no matrix in eight bits, these matrices by the names of their weights, and notes.
+def take_fp8(path: Path, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Scaled], list[str]]:
+    """Return the tensors of no matrix in FP8, these matrices by the names of their weights, and notes.
 
     Raises:
         UserError: A weight has no scale, or not one that is read, or is NaN; or a scale has no weight.
     """
-    weights = {name: tensor for name, tensor in tensors.items() if tensor.dtype == EIGHT_BITS}
+    weights = {name: tensor for name, tensor in tensors.items() if tensor.dtype == E4M3}
     scales = {name: found[1] for name in tensors if (found := _SCALE.fullmatch(name))}
     own = {f"{name.removesuffix('weight')}scale": name for name in weights}
     scales |= {name: weight for name, weight in own.items() if name in tensors}
@@ -264,7 +264,7 @@ def refuse_overflow(path: Path, scaled: Mapping[str, Scaled], dtype: torch.dtype
 
 
 def stand_ins(scaled: Mapping[str, Scaled], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return what transformers is given in the place of matrices in eight bits, to see where it puts each of them.
+    """Return what transformers is given in the place of FP8 matrices, to see where it puts each of them.
 
     Element [i, j] is number 2 i + j of a short random vector: next to no memory, and what is transposed, permuted,
     merged or cut on its way is another matrix.
@@ -301,14 +301,14 @@ def _is_same(parameter: Tensor, given: Tensor) -> bool:
 def kept_layers(
     model_class: Any, config: Any, scaled: Mapping[str, Scaled], places: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the linear layers that keep their eight bits: the names of their weights, by path.
+    """Return the linear layers that stay in FP8: the names of their weights, by path.
 
     They are all that have such weights, but of a feed-forward block all or none.
 
     Args:
         model_class: The class of transformers.
         config: Its configuration.
-        scaled: The matrices in eight bits.
+        scaled: The FP8 matrices.
         places: Where they are in the model, see `places_of`.
     """
     with torch.device("meta"):
@@ -342,7 +342,7 @@ def kept_layers(
 
 
 def _fits(scaled: Scaled, parameter: Tensor, is_down: bool = False) -> bool:
-    """Whether an op reads a matrix in eight bits in the place of a parameter: scales by input are for w_down alone."""
+    """Whether an op reads an FP8 matrix in the place of a parameter: scales by input are for w_down alone."""
     return scaled.weight.shape == parameter.shape and not scaled.has_blocks and (is_down or not scaled.by_input)
 
 
@@ -369,10 +369,10 @@ def _without_repetitions(model: torch.nn.Module) -> Callable[[str], list[str]]:
     return paths
 
 
-def put_eight_bits(
+def put_fp8(
     model: Any, kept: Mapping[str, str], scaled: Mapping[str, Scaled], places: Mapping[str, str]
 ) -> dict[str, str]:
-    """Put matrices in the place of their stand-ins, in eight bits for linear layers; return those of `kept` that are.
+    """Put matrices in the place of their stand-ins, in FP8 for linear layers; return those of `kept` that are.
 
     Others have the weight of another module, as an embedding that is stored as the logits' weight alone: dequantised.
     """
@@ -381,7 +381,7 @@ def put_eight_bits(
     for place, name in places.items():
         path, parameter, each = place.rpartition(".")[0], model.get_parameter(place), scaled[name]
         if path in kept and owners[id(parameter)] == 1:
-            model.set_submodule(path, EightBitLinear(each.weight, each.scale, model.get_submodule(path).bias))
+            model.set_submodule(path, Fp8Linear(each.weight, each.scale, model.get_submodule(path).bias))
             put[path] = name
         else:
             parameter.data = each.dequantised(parameter.dtype)
@@ -389,11 +389,11 @@ def put_eight_bits(
 
 
 def notes_on(scaled: Mapping[str, Scaled], kept: Mapping[str, str], dtype: torch.dtype) -> list[str]:
-    """Say which of the matrices in eight bits stay that if an op reads them, and which are dequantised."""
+    """Say which of the FP8 matrices stay that if an op reads them, and which are dequantised."""
     names = set(kept.values())
     blocks = [name for name, each in scaled.items() if each.has_blocks]
     others = [name for name, each in scaled.items() if name not in names and not each.has_blocks]
-    what = "matrices keep their eight bits, E4M3, where an op of twellc reads them"
+    what = "matrices stay in FP8, E4M3, where an op of twellc reads them"
     notes = [f"{len(names)} {what}"] if names else []
     if others:
         what = f"{len(others)} other matrices in E4M3" if names else f"all {len(others)} matrices in E4M3"

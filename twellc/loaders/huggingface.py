@@ -25,7 +25,7 @@ from twellc.loaders.fp8 import (
     kept_layers,
     notes_on,
     places_of,
-    put_eight_bits,
+    put_fp8,
     refuse_overflow,
     stand_ins,
 )
@@ -191,7 +191,7 @@ def _make_model(
         fix = "Check that config.json and the weights belong together."
         raise UserError(str(path), what, got=first_few(missing or others), fix=fix)
     unused = sorted(info["unexpected_keys"])
-    notes = notes_on(scaled, put_eight_bits(model, kept, scaled, places), dtype)
+    notes = notes_on(scaled, put_fp8(model, kept, scaled, places), dtype)
     if unused:
         notes.append(f"{len(unused)} tensors of the checkpoint have no place in the model: {first_few(unused)}")
     return model.eval().requires_grad_(False), notes

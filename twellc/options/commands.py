@@ -66,7 +66,7 @@ class CompileOptions(TracingOptions, DecisionOptions, WeightOptions):
         decided: What an earlier compilation decided for blocks, by module, to do it again.
         linear_taken: Which linear layers an earlier compilation has rewritten, by the first module of each, and which
             blocks took the norms before them, likewise.
-        fp8_errors: By how much eight bits changed the outputs of blocks on samples, by module, likewise.
+        fp8_errors: By how much FP8 changed the outputs of blocks on samples, by module, likewise.
     """
 
     output: Path | None = option(None, "FILE", OUTPUT, names=("-o", "--output"))

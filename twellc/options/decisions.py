@@ -28,7 +28,7 @@ class DecisionOptions:
         prune_check: A second profile, of other data: report which share of its non-zeros the removed neurons have.
         linear: Linear layers outside of the blocks: tensorrt leaves them as they are, twell computes each with the norm
             before it and the sum behind it, and those of one input at once; blocks take the norm before them, too.
-            auto: twell where a profile has up to 16 tokens a call, or in eight bits each has 512 or more.
+            auto: twell where a profile has up to 16 tokens a call, or in FP8 each has 512 or more.
         target_gpu: The GPU that speed is expected and decided for: h100, h200, or a data file of twellc bench
             --measure-gpu. Default: the GPU at hand, if its times are known, else h100.
     """

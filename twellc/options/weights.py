@@ -16,7 +16,7 @@ class WeightTypeOptions:
     """In which type the weights of blocks are read.
 
     Attributes:
-        weights: keep: as the model has them. fp8: blocks that are rewritten are quantised to eight bits, E4M3, with a
+        weights: keep: as the model has them. fp8: blocks that are rewritten are quantised to FP8, E4M3, with a
             scale for each neuron, and so are the linear layers outside of them that twellc computes, with a scale for
             each output. fp8:blocks: blocks alone; it is that where twellc computes no linear layers.
     """
@@ -29,7 +29,7 @@ class WeightOptions(WeightTypeOptions):
     """In which type the weights of blocks are read, and by how much that may change them.
 
     Attributes:
-        fp8_error: With --weights fp8 or fp8:blocks: leave a block as it is where, on the samples, eight bits change its
+        fp8_error: With --weights fp8 or fp8:blocks: leave a block as it is where, on the samples, FP8 changes its
             output by more than this: the norm of the difference over the norm of the output. Samples are given: by
             --text or --inputs. Linear layers outside of blocks are left, too.
     """
@@ -59,7 +59,7 @@ def refuse_weight_type(options: WeightTypeOptions, target: str) -> None:
 
 
 def refuse_weights(options: WeightOptions) -> None:
-    """Raise `UserError` if a largest error of eight bits is given and nothing is quantised."""
+    """Raise `UserError` if a largest error in FP8 is given and nothing is quantised."""
     if options.fp8_error is not None and options.weights == KEEP:
         what, got = "no weights are quantised", f"--weights {options.weights}"
         fix = f"Add --weights {FP8_BLOCKS}, or leave it out."
@@ -67,7 +67,7 @@ def refuse_weights(options: WeightOptions) -> None:
 
 
 def refuse_samples(options: WeightOptions, samples: Mapping[str, object], only_to_measure: bool = True) -> None:
-    """Raise `UserError` if the largest error of eight bits has no samples, or more than one kind.
+    """Raise `UserError` if the largest error in FP8 has no samples, or more than one kind.
 
     Args:
         options: The options.
@@ -78,7 +78,7 @@ def refuse_samples(options: WeightOptions, samples: Mapping[str, object], only_t
     given = [f"{name} {value}" for name, value in samples.items() if value is not None]
     if options.fp8_error is None:
         if given and only_to_measure:
-            raise UserError(given[0], "the model is run only to measure eight bits", fix="Add --fp8-error SHARE.")
+            raise UserError(given[0], "the model is run only to measure FP8", fix="Add --fp8-error SHARE.")
     elif len(given) != 1:
         what, got = "is measured on samples", " and ".join(given) or "none"
         expected = f"{'one of ' * (len(samples) > 1)}{' and '.join(samples)}"

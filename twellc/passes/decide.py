@@ -21,7 +21,7 @@ from twellc.plugins.library import MAX_D_FF, MAX_PACKED_D_FF
 
 KERNEL_DTYPES = kernel_dtypes()
 # `--linear auto` takes linear layers where an optimization profile has at most so many tokens a call, as there the time
-# goes into reading weights; and in eight bits where each has so many that their products are faster than those of 16.
+# goes into reading weights; and in FP8 where each has so many that their products are faster than those of 16.
 FEW_TOKENS, MANY_TOKENS = 16, 512
 
 
@@ -97,8 +97,8 @@ def decide_linear(
     for each in found:
         limit = _linear_limits(each)
         bits = weights(each)
-        eight_bits = bits is not None and bits.bits == 8
-        reason = limit or left_alone(each.modules[0], linear, calls(each.x), ranks, taken, eight_bits=eight_bits)
+        fp8 = bits is not None and bits.bits == 8
+        reason = limit or left_alone(each.modules[0], linear, calls(each.x), ranks, taken, fp8=fp8)
         bits = None if reason else bits
         result.append(
             Linear(
@@ -124,7 +124,7 @@ def left_alone(
     ranks: int,
     taken: Collection[str] | None,
     *,
-    eight_bits: bool = False,
+    fp8: bool = False,
 ) -> str:
     """Say why a linear layer, or a norm, that the kernels take is left to TensorRT; empty where it is not.
 
@@ -134,15 +134,15 @@ def left_alone(
         calls: The most rows of what it reads, in a call of each optimization profile.
         ranks: How many ranks share the program.
         taken: The modules that an earlier call has taken, to do it again.
-        eight_bits: Whether the weights would be read in eight bits.
+        fp8: Whether the weights would be read in FP8.
     """
     if taken is not None:
         return "" if module in taken else "an earlier compilation left it"
     if ranks > 1:
         return "ranks share the model"
     fewest = min(calls, default=FEW_TOKENS + 1)
-    if linear == "auto" and fewest > FEW_TOKENS and not (eight_bits and fewest >= MANY_TOKENS):
-        others = f", nor has each {MANY_TOKENS} or more" if eight_bits else ""
+    if linear == "auto" and fewest > FEW_TOKENS and not (fp8 and fewest >= MANY_TOKENS):
+        others = f", nor has each {MANY_TOKENS} or more" if fp8 else ""
         return f"no profile has at most {FEW_TOKENS} tokens a call{others}"
     return "--linear tensorrt" if linear == "tensorrt" else ""
 

@@ -1,10 +1,10 @@
-"""Weights in eight bits in a program: those that it has, and which blocks are computed with such.
+"""FP8 weights in a program: those that it has, and which blocks are computed with such.
 
     before   linear(x, to(q, float32) * s)          q  float8_e4m3fn [rows, columns], s  [], [rows, 1] or [1, columns]
     after    linear(x, w)                           w  a constant; q and s are known by its name
 
 `dequantise` does this for every weight of a product, so that all other passes see constants of 16 or 32 bits. A block
-whose matrices are known in eight bits by the time that it is rewritten gets these and their scales, if the kernels take
+whose matrices are known in FP8 by the time that it is rewritten gets these and their scales, if the kernels take
 their scales; all other weights stay dequantised, and the report says why.
 """
 
@@ -34,20 +34,20 @@ from twellc.passes.rewrite_ffn import arranged_view, weights_of
 from twellc.plugins.block import FLOAT32, SCALES, TensorField, WeightOperands
 from twellc.plugins.fp8 import quantise, refuse_infinite, refuse_nan
 from twellc.plugins.library import MAX_PACKED_D_FF
-from twellc.plugins.meaning import EIGHT_BITS
+from twellc.plugins.meaning import E4M3
 
 aten = torch.ops.aten
 
 T = TypeVar("T")
 # What may become of logits before they are returned, besides a scale.
 _OF_LOGITS = VALUE_PRESERVING | CASTS | {aten.argmax, aten.select, aten.slice, aten.tanh}
-QUANTISED = "quantised"  # why weights are read in eight bits that the model has in 16
+QUANTISED = "quantised"  # why weights are read in FP8 that the model has in 16
 KEPT = Weights(8, "as the model has them")
 
 
 @dataclass(frozen=True, eq=False)
-class EightBits:
-    """A matrix in eight bits.
+class Fp8:
+    """An FP8 matrix.
 
     Attributes:
         q: Its values, float8_e4m3fn [rows, columns].
@@ -62,13 +62,13 @@ class EightBits:
         return self.q.double() * self.scale.double()
 
 
-# Returns what is known of a constant in eight bits, in the shape of the constant; None if nothing is.
-Stored = Callable[[Weight], EightBits | None]
+# Returns what is known of a constant in FP8, in the shape of the constant; None if nothing is.
+Stored = Callable[[Weight], Fp8 | None]
 
 
 @dataclass(frozen=True)
 class Wish:
-    """Which blocks are to be computed with weights in eight bits that the model has in others.
+    """Which blocks are to be computed with FP8 weights that the model has in others.
 
     Attributes:
         quantise: Whether any are.
@@ -86,13 +86,13 @@ class Wish:
 # ---- what the model has ----
 
 
-def dequantise(program: ExportedProgram) -> tuple[ExportedProgram, dict[str, EightBits]]:
-    """Return the program without weights in eight bits, and those that it had by the names of the constants for them.
+def dequantise(program: ExportedProgram) -> tuple[ExportedProgram, dict[str, Fp8]]:
+    """Return the program without FP8 weights, and those that it had by the names of the constants for them.
 
     Weights whose scales have another shape, or are not finite, are left to `fold_weights`.
 
     Raises:
-        UserError: A weight in eight bits is NaN, or overflows the float16 that it is dequantised to.
+        UserError: A weight in FP8 is NaN, or overflows the float16 that it is dequantised to.
     """
     if not any(_is_narrow(node) for node in program.graph.nodes):
         return program, {}
@@ -100,7 +100,7 @@ def dequantise(program: ExportedProgram) -> tuple[ExportedProgram, dict[str, Eig
         return program, {}
     program = editable(program)
     constants = ProgramConstants(program)
-    known: dict[str, EightBits] = {}
+    known: dict[str, Fp8] = {}
     for node, source, found in list(_products(constants)):
         last = node
         while len(last.users) == 1 and packet(next(iter(last.users))) in CASTS:
@@ -117,11 +117,11 @@ def dequantise(program: ExportedProgram) -> tuple[ExportedProgram, dict[str, Eig
 
 
 def _is_narrow(node: Node) -> bool:
-    return getattr(node.meta.get("val"), "dtype", None) == EIGHT_BITS
+    return getattr(node.meta.get("val"), "dtype", None) == E4M3
 
 
-def _products(constants: ProgramConstants) -> Iterator[tuple[Node, Node, EightBits]]:
-    """Yield what multiplies a matrix in eight bits by scales, that matrix, and both as tensors."""
+def _products(constants: ProgramConstants) -> Iterator[tuple[Node, Node, Fp8]]:
+    """Yield what multiplies an FP8 matrix by scales, that matrix, and both as tensors."""
     for node in computed_weights(constants):
         if packet(node) is not aten.mul:
             continue
@@ -135,7 +135,7 @@ def _products(constants: ProgramConstants) -> Iterator[tuple[Node, Node, EightBi
             scale = constants.value(factor) if isinstance(factor, Node) else torch.tensor(factor)
             found = as_scale(scale.float(), node.meta["val"].shape)
             if found is not None and source.meta["val"].shape == node.meta["val"].shape:
-                yield node, source, EightBits(constants.value(source), found)
+                yield node, source, Fp8(constants.value(source), found)
                 break
 
 
@@ -149,26 +149,26 @@ def as_scale(scale: Tensor, shape: torch.Size) -> Tensor | None:
     return scale if tuple(scale.shape) in ((shape[0], 1), (1, shape[1])) else None
 
 
-def folded_in_eight_bits(program: ExportedProgram) -> list[str]:
-    """Return the constants in eight bits that `fold_weights` dequantises: those that `dequantise` has left."""
+def folded_in_fp8(program: ExportedProgram) -> list[str]:
+    """Return the constants in FP8 that `fold_weights` dequantises: those that `dequantise` has left."""
     constants = ProgramConstants(program)
     found = (source for node in computed_weights(constants) for source in sources_of(node))
     return list(dict.fromkeys(constants.names[each] for each in found if _is_narrow(each) and each in constants.names))
 
 
 def notes_on(
-    known: Mapping[str, EightBits],
+    known: Mapping[str, Fp8],
     folded: Iterable[str],
     blocks: Iterable[FfnBlock],
     layers: Iterable[FoundLinear] = (),
 ) -> list[str]:
-    """Return what the user should know of weights that a model has in eight bits, and that are not read so.
+    """Return what the user should know of weights that a model has in FP8, and that are not read so.
 
     Args:
         known: See `dequantise`.
-        folded: See `folded_in_eight_bits`.
+        folded: See `folded_in_fp8`.
         blocks: The blocks that TwELL runs.
-        layers: The linear layers that it runs with weights in eight bits.
+        layers: The linear layers that it runs with FP8 weights.
     """
     narrow = [block for block in blocks if block.weights is not None and block.weights.bits == 8]
     read = {weight.name for block in narrow for weight in weights_of(block, lambda each, _: each).named().values()}
@@ -177,10 +177,10 @@ def notes_on(
 
 
 def said_dequantised(names: Sequence[str]) -> list[str]:
-    """Return a note on weights that the model has in eight bits and that are dequantised; none where there are none."""
+    """Return a note on weights that the model has in FP8 and that are dequantised; none where there are none."""
     if not names:
         return []
-    return [f"{len(names)} weights that the model has in eight bits are dequantised: {first_few(names)}"]
+    return [f"{len(names)} weights that the model has in FP8 are dequantised: {first_few(names)}"]
 
 
 # ---- what becomes of blocks ----
@@ -192,7 +192,7 @@ def judge(block: FfnBlock, stored: Stored, wish: Wish) -> Weights | None:
         return None
     found = _arranged(block, stored)
     known = [name for name, each in found.items() if each is not None]
-    fault = "the model has only some of them in eight bits" if len(known) < len(found) else _fault(found)
+    fault = "the model has only some of them in FP8" if len(known) < len(found) else _fault(found)
     if block.d_ff > MAX_PACKED_D_FF:
         fault = f"there are more than {MAX_PACKED_D_FF} neurons"
         return Weights(16, f"dequantised: {fault}" if known else fault) if known or wish.quantise else None
@@ -213,18 +213,18 @@ def by_error(error: float | None, most: float | None) -> Weights:
     if error is None or most is None or error <= most:
         return Weights(8, QUANTISED, error)
     if not math.isfinite(error):
-        return Weights(16, "what eight bits change could not be measured on the samples")
-    return Weights(16, f"eight bits change its output by {error:.2%}, more than --fp8-error {most:g}", error)
+        return Weights(16, "what FP8 changes could not be measured on the samples")
+    return Weights(16, f"FP8 changes its output by {error:.2%}, more than --fp8-error {most:g}", error)
 
 
-def eight_bits_of(
+def fp8_of(
     block: FfnBlock, stored: Stored, tensor: Callable[[Weight], Tensor], order: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return the matrices of a block in eight bits and their scales, as the op takes them, by name.
+    """Return the matrices of a block in FP8 and their scales, as the op takes them, by name.
 
     Args:
-        block: A block that is to be read in eight bits, see `judge`.
-        stored: What is known of its weights in eight bits; if not all is, or not in the right form, they are quantised.
+        block: A block that is to be read in FP8, see `judge`.
+        stored: What is known of its FP8 weights; if not all is, or not in the right form, they are quantised.
         tensor: Returns a constant of the program.
         order: The neurons to keep in their new order, int64 [kept]; None keeps all where they are.
 
@@ -235,9 +235,9 @@ def eight_bits_of(
     is_stored = not _fault(found) and all(each is not None for each in found.values())
     if not is_stored:
 
-        def make(weight: Weight, role: TensorField) -> EightBits:
+        def make(weight: Weight, role: TensorField) -> Fp8:
             view = arranged_view(tensor(weight).detach(), weight, role.in_out)[1]
-            return EightBits(*quantise(view, "neuron", f"layer {block.module}: {role.name}"))
+            return Fp8(*quantise(view, "neuron", f"layer {block.module}: {role.name}"))
 
         found = dict(_matrices(block, make))
     result: dict[str, Tensor] = {}
@@ -250,7 +250,7 @@ def eight_bits_of(
             scale = scale.expand(q.shape[0], 1)
         if order is not None:
             own = order.to(q.device)
-            q = q.view(torch.uint8).index_select(0, own).view(EIGHT_BITS)
+            q = q.view(torch.uint8).index_select(0, own).view(E4M3)
             scale = scale.index_select(0, own) if scale.shape[:1] == each.q.shape[:1] else scale
         result[name] = q.clone() if is_stored and q.data_ptr() == each.q.data_ptr() else q
         result[f"{name}_scale"] = scale.clone(memory_format=torch.contiguous_format)
@@ -260,9 +260,9 @@ def eight_bits_of(
 def both_forms(
     block: FfnBlock, stored: Stored, tensor: Callable[[Weight], Tensor]
 ) -> tuple[WeightOperands[Tensor], WeightOperands[Tensor]]:
-    """Return the weights of a block as the op takes them: in eight bits, and as the program has them, in views of it.
+    """Return the weights of a block as the op takes them: in FP8, and as the program has them, in views of it.
 
-    Args, errors: See `eight_bits_of`.
+    Args, errors: See `fp8_of`.
     """
 
     def view(weight: Weight, role: TensorField) -> Tensor:
@@ -270,13 +270,13 @@ def both_forms(
         return arranged_view(found.float() if role.name in FLOAT32 else found, weight, role.in_out)[1]
 
     wide = weights_of(block, view)
-    return WeightOperands(**{**wide.named(), **eight_bits_of(block, stored, tensor, None)}), wide
+    return WeightOperands(**{**wide.named(), **fp8_of(block, stored, tensor, None)}), wide
 
 
-def _arranged(block: FfnBlock, stored: Stored) -> dict[str, EightBits | None]:
-    """Return what is known of the matrices of a block in eight bits, as the op reads them; None where nothing is."""
+def _arranged(block: FfnBlock, stored: Stored) -> dict[str, Fp8 | None]:
+    """Return what is known of the matrices of a block in FP8, as the op reads them; None where nothing is."""
 
-    def arrange(weight: Weight, role: TensorField) -> EightBits | None:
+    def arrange(weight: Weight, role: TensorField) -> Fp8 | None:
         found = stored(weight)
         if found is None:
             return None
@@ -286,7 +286,7 @@ def _arranged(block: FfnBlock, stored: Stored) -> dict[str, EightBits | None]:
             wide = arranged_view(scale.expand(found.q.shape), weight, role.in_out)[1]
             shared = scale.shape.index(1)
             scale = wide.narrow(shared if weight.in_out == role.in_out else 1 - shared, 0, 1)
-        return EightBits(q, scale)
+        return Fp8(q, scale)
 
     return dict(_matrices(block, arrange))
 
@@ -302,7 +302,7 @@ def _matrices(block: FfnBlock, place: Callable[[Weight, TensorField], T]) -> Ite
             yield name, each[0]
 
 
-def _fault(found: Mapping[str, EightBits | None]) -> str:
+def _fault(found: Mapping[str, Fp8 | None]) -> str:
     """Say why the kernels do not take scales; empty where they do."""
     for name, each in found.items():
         if name != "w_down" and each is not None and each.scale.dim() and each.scale.shape[1] != 1:
@@ -317,7 +317,7 @@ def judge_linear(layer: FoundLinear, stored: Stored, wish: Wish) -> Weights | No
     """Return in how many bits the weights of linear layers are read if TwELL runs them; see `judge`."""
     found = [(each.weight, stored(each.weight)) for each in layer.linears]
     known = [_as_linear_reads(weight, each) for weight, each in found if each is not None]
-    fault = "the model has only some of them in eight bits" if len(known) < len(found) else ""
+    fault = "the model has only some of them in FP8" if len(known) < len(found) else ""
     if any(each.scale.dim() and each.scale.shape[1] != 1 for each in known):
         fault = "a weight has a scale for each input"
     if not fault:
@@ -325,7 +325,7 @@ def judge_linear(layer: FoundLinear, stored: Stored, wish: Wish) -> Weights | No
     if not wish.linear:
         return Weights(16, f"dequantised: {fault}") if known else None
     if wish.most is not None:
-        return Weights(16, "what eight bits change is measured of blocks alone")
+        return Weights(16, "what FP8 changes is measured of blocks alone")
     if any(len(each.weight.node.users) > 1 for each in layer.linears):
         return Weights(16, "another layer reads one of them, too")
     if any(map(_is_returned, layer.outputs)):
@@ -343,8 +343,8 @@ def _is_returned(node: Node) -> bool:
     return any(user.op == "output" or (is_way(user) and _is_returned(user)) for user in node.users)
 
 
-def linear_in_eight_bits(layer: FoundLinear, stored: Stored, tensor: Callable[[Weight], Tensor]) -> EightBits:
-    """Return the weight [out, in] of linear layers that are to be read in eight bits, with a scale for each output.
+def linear_in_fp8(layer: FoundLinear, stored: Stored, tensor: Callable[[Weight], Tensor]) -> Fp8:
+    """Return the weight [out, in] of linear layers that are to be read in FP8, with a scale for each output.
 
     Args:
         layer: The layers.
@@ -358,19 +358,19 @@ def linear_in_eight_bits(layer: FoundLinear, stored: Stored, tensor: Callable[[W
         _as_linear_reads(each.weight, stored(each.weight) or quantised_linear(each.weight, tensor))
         for each in layer.linears
     ]
-    q = torch.cat([each.q.view(torch.uint8) for each in known]).view(EIGHT_BITS)
-    return EightBits(q, torch.cat([each.scale.expand(len(each.q), 1) for each in known]).contiguous())
+    q = torch.cat([each.q.view(torch.uint8) for each in known]).view(E4M3)
+    return Fp8(q, torch.cat([each.scale.expand(len(each.q), 1) for each in known]).contiguous())
 
 
-def quantised_linear(weight: Weight, tensor: Callable[[Weight], Tensor]) -> EightBits:
-    """Return the weight of a linear layer in eight bits, in the shape of its constant, with a scale for each output."""
+def quantised_linear(weight: Weight, tensor: Callable[[Weight], Tensor]) -> Fp8:
+    """Return the weight of a linear layer in FP8, in the shape of its constant, with a scale for each output."""
     matrix = tensor(weight).detach()
     matrix = matrix.squeeze() if matrix.dim() > 2 else matrix
-    return EightBits(*quantise(matrix, "output" if weight.in_out else "neuron", f"linear layer {weight.name}"))
+    return Fp8(*quantise(matrix, "output" if weight.in_out else "neuron", f"linear layer {weight.name}"))
 
 
-def _as_linear_reads(weight: Weight, known: EightBits) -> EightBits:
-    """Return a weight in eight bits as [out, in]."""
+def _as_linear_reads(weight: Weight, known: Fp8) -> Fp8:
+    """Return a weight in FP8 as [out, in]."""
     if not weight.in_out:
         return known
-    return EightBits(known.q.t(), known.scale.t() if known.scale.dim() else known.scale)
+    return Fp8(known.q.t(), known.scale.t() if known.scale.dim() else known.scale)

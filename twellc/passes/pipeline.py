@@ -45,14 +45,14 @@ from twellc.passes.fold_constants import fold_constants
 from twellc.passes.fold_weights import fold_weights
 from twellc.passes.fp8 import (
     KEPT,
-    EightBits,
+    Fp8,
     Wish,
     dequantise,
-    eight_bits_of,
-    folded_in_eight_bits,
+    folded_in_fp8,
+    fp8_of,
     judge,
     judge_linear,
-    linear_in_eight_bits,
+    linear_in_fp8,
     notes_on,
 )
 from twellc.passes.graph.constants import fixed_nodes
@@ -105,7 +105,7 @@ class PassOptions:
         attention: The forms to write attention in, see `rewrite_attention`; none leaves it as it is.
         calibration: How often neurons fire, and what may be done with that; None if nothing is known.
         advise: See `decide`.
-        weights: Which blocks are to be computed with weights in eight bits that the model has in others.
+        weights: Which blocks are to be computed with FP8 weights that the model has in others.
         part: Which of several ranks the program is for, and how many there are.
         linear: Which linear layers outside of the blocks to rewrite, see `decide_linear`, and whether blocks take the
             norms before them.
@@ -138,8 +138,8 @@ class Passed:
         program: The program.
         stage: The last stage that it has passed.
         dense: The program before its blocks were rewritten; None until then.
-        eight_bits: The weights that the model has in eight bits, by the names of the constants that they became.
-        folded: Its other weights in eight bits, which are dequantised.
+        fp8: The weights that the model has in FP8, by the names of the constants that they became.
+        folded: Its other FP8 weights, which are dequantised.
         blocks: Its feed-forward blocks, from FIND on.
         staying: Which neurons of each stay if TwELL runs it, from STAY on.
         layers: What becomes of each, from DECIDE on.
@@ -153,7 +153,7 @@ class Passed:
     program: ExportedProgram
     stage: Stage = Stage.TRACED
     dense: ExportedProgram | None = None
-    eight_bits: Mapping[str, EightBits] = field(default_factory=dict)
+    fp8: Mapping[str, Fp8] = field(default_factory=dict)
     folded: Sequence[str] = ()
     blocks: Sequence[FfnBlock] = ()
     staying: Sequence[Staying] = ()
@@ -172,24 +172,22 @@ class Passed:
 
     @property
     def narrow_linears(self) -> dict[FoundLinear, Weights]:
-        """The linear layers that TwELL is to run with weights in eight bits, and why these are."""
+        """The linear layers that TwELL is to run with FP8 weights, and why these are."""
         pairs = zip(self.linears, self.linear, strict=True)
         return {each: row.weights for each, row in pairs if row.weights is not None and row.weights.bits == 8}
 
-    def in_eight_bits(self, layer: FoundLinear) -> EightBits | None:
-        """Return the weight [out, in] of linear layers that are to be read in eight bits; None of others."""
+    def in_fp8(self, layer: FoundLinear) -> Fp8 | None:
+        """Return the weight [out, in] of linear layers that are to be read in FP8; None of others."""
         weights = self.narrow_linears.get(layer)
         if weights is None:
             return None
-        known = self.eight_bits if weights == KEPT else {}
-        return linear_in_eight_bits(
-            layer, lambda each: known.get(each.name), lambda each: tensor_of(self.program, each.name)
-        )
+        known = self.fp8 if weights == KEPT else {}
+        return linear_in_fp8(layer, lambda each: known.get(each.name), lambda each: tensor_of(self.program, each.name))
 
     @property
     def dequantised(self) -> list[str]:
-        """What the user should know of weights in eight bits that are dequantised."""
-        return notes_on(self.eight_bits, self.folded, [block for block, _ in self.chosen], self.narrow_linears)
+        """What the user should know of FP8 weights that are dequantised."""
+        return notes_on(self.fp8, self.folded, [block for block, _ in self.chosen], self.narrow_linears)
 
 
 @dataclass(frozen=True)
@@ -202,7 +200,7 @@ class Rewritten:
         layers: What became of each feed-forward block; hot neurons are those of a rank, all else is of all ranks.
         attention: What became of each attention block, with the heads of a rank; empty where none was to be rewritten.
         linear: What became of the linear layers outside of the blocks.
-        notes: Which weights in eight bits are dequantised; what every rank computes whole, and why.
+        notes: Which FP8 weights are dequantised; what every rank computes whole, and why.
     """
 
     dense: ExportedProgram
@@ -256,8 +254,8 @@ def _in_precision(passed: Passed, options: PassOptions) -> Passed:
 
 
 def _dequantise(passed: Passed, options: PassOptions) -> Passed:
-    program, eight_bits = dequantise(passed.program)
-    return replace(passed, program=program, eight_bits=eight_bits, folded=folded_in_eight_bits(program))
+    program, fp8 = dequantise(passed.program)
+    return replace(passed, program=program, fp8=fp8, folded=folded_in_fp8(program))
 
 
 def _find(passed: Passed, options: PassOptions) -> Passed:
@@ -267,8 +265,8 @@ def _find(passed: Passed, options: PassOptions) -> Passed:
     )
 
 
-def _stored(passed: Passed) -> Callable[[Weight], EightBits | None]:
-    return lambda weight: passed.eight_bits.get(weight.name)
+def _stored(passed: Passed) -> Callable[[Weight], Fp8 | None]:
+    return lambda weight: passed.fp8.get(weight.name)
 
 
 def _stay(passed: Passed, options: PassOptions) -> Passed:
@@ -302,7 +300,7 @@ def _rewrite_ffn(passed: Passed, options: PassOptions) -> Passed:
     rewrites = [(block, options_of(block, layer, options.compression)) for block, layer in passed.chosen]
 
     def quantised(block: FfnBlock, order: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        return eight_bits_of(block, _stored(passed), lambda each: tensor_of(passed.program, each.name), order)
+        return fp8_of(block, _stored(passed), lambda each: tensor_of(passed.program, each.name), order)
 
     program = rewrite_ffn(passed.program, rewrites, passed.orders, quantised)
     return replace(passed, dense=passed.program, program=program)
@@ -341,7 +339,7 @@ def _find_linear(passed: Passed, options: PassOptions) -> Passed:
 def _rewrite_linear(passed: Passed, options: PassOptions) -> Passed:
     pairs = zip(passed.linears, passed.linear, strict=True)
     chosen = [found for found, decided in pairs if decided.decision == "twell"]
-    return replace(passed, program=rewrite_linear(passed.program, chosen, passed.in_eight_bits))
+    return replace(passed, program=rewrite_linear(passed.program, chosen, passed.in_fp8))
 
 
 def _rotate_in_caches(passed: Passed, options: PassOptions) -> Passed:

@@ -124,7 +124,7 @@ class Weights(Record):
     Attributes:
         bits: 8, E4M3 with scales, or 16.
         reason: Why.
-        error: By how much eight bits change the output of the block on samples: the norm of the difference over the
+        error: By how much FP8 changes the output of the block on samples: the norm of the difference over the
             norm of the output; None where that was not measured.
     """
 

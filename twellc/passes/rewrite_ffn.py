@@ -7,7 +7,7 @@
 A block with a residual takes in the Add behind y, and stands in its place; one with a norm reads what that reads.
 Wd' is Wd transposed, a new parameter: the kernels read the weights of one neuron as one row. A parameter that nothing
 reads any more is dropped from the program. Where neurons are moved or removed (see `neurons.py`), all weights and the
-biases of gate and up are new parameters. So are matrices and scales of blocks that are read in eight bits.
+biases of gate and up are new parameters. So are matrices and scales of blocks that are read in FP8.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def rewrite_ffn(
     program: ExportedProgram,
     rewrites: Sequence[tuple[FfnBlock, BlockOptions]],
     neurons: Mapping[str, torch.Tensor] = MappingProxyType({}),
-    in_eight_bits: Callable[[FfnBlock, torch.Tensor | None], dict[str, torch.Tensor]] | None = None,
+    in_fp8: Callable[[FfnBlock, torch.Tensor | None], dict[str, torch.Tensor]] | None = None,
 ) -> ExportedProgram:
     """Return the program with blocks rewritten.
 
@@ -76,32 +76,32 @@ def rewrite_ffn(
         rewrites: Some of the blocks found in it, without a refusal, and how each is to be computed.
         neurons: Of a block, by its module, the neurons to keep in their new order, int64 [kept]; without an entry all
             stay where they are.
-        in_eight_bits: Returns the matrices and scales of a block whose weights are to be read in eight bits, by name,
+        in_fp8: Returns the matrices and scales of a block whose weights are to be read in FP8, by name,
             their neurons in the order that is given; None where there are none.
     """
     rewritten = editable(program)
     nodes: dict[str, Node] = {node.name: node for node in rewritten.graph.nodes}
     vectors = NormVectors(rewritten)
     arranged: dict[tuple[Weight, bool, torch.dtype], Node] = {}
-    eight_bits: dict[tuple[Weight, ...], dict[str, Node]] = {}
+    fp8: dict[tuple[Weight, ...], dict[str, Node]] = {}
 
-    def add_eight_bits(block: FfnBlock, order: torch.Tensor | None) -> dict[str, Node]:
-        """Return placeholders of the matrices and scales of a block that is read in eight bits, by name."""
+    def add_fp8(block: FfnBlock, order: torch.Tensor | None) -> dict[str, Node]:
+        """Return placeholders of the matrices and scales of a block that is read in FP8, by name."""
         if block.weights is None or block.weights.bits != 8:
             return {}
-        assert in_eight_bits is not None
+        assert in_fp8 is not None
         weights = weights_of(block, lambda weight, _: weight).named()
         key = tuple(weights.values())
-        if order is not None or key not in eight_bits:
+        if order is not None or key not in fp8:
             made: dict[str, Node] = {}
-            for name, tensor in in_eight_bits(block, order).items():
+            for name, tensor in in_fp8(block, order).items():
                 weight = weights[name.removesuffix("_scale")]
                 suffix = "scale" if name in SCALES else "e4m3"
                 made[name] = add_parameter(rewritten, f"{weight.name}_{suffix}", tensor, like=nodes[weight.node.name])
             if order is not None:
                 return made
-            eight_bits[key] = made
-        return eight_bits[key]
+            fp8[key] = made
+        return fp8[key]
 
     def arrange(weight: Weight, role: TensorField, order: torch.Tensor | None, matrices: dict[str, Node]) -> Node:
         """Return the placeholder that holds a weight as the op reads it, its neurons in `order`."""
@@ -132,7 +132,7 @@ def rewrite_ffn(
         anchor = nodes[block.y.name]
         residual = nodes[block.residual.other.name] if block.residual else None
         order = neurons.get(block.module)
-        matrices = add_eight_bits(block, order)
+        matrices = add_fp8(block, order)
         place = functools.partial(arrange, order=order, matrices=matrices)
         operands = weights_of(block, place).of(nodes[(block.norm or block).x.name], residual)
         if block.norm is not None:

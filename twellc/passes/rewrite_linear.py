@@ -9,7 +9,7 @@
     after    x ─ twell.linear(W, b, norm, choose) ─ token
 
 W [out, in] and b [out] are new parameters where several products are joined, a weight is stored [in, out], or is to be
-read in eight bits; else the model's own. So are a norm's weight and bias that are computed from others, as Gemma's
+read in FP8; else the model's own. So are a norm's weight and bias that are computed from others, as Gemma's
 1 + w, or are in another dtype: they are rounded once to that of x. What stands between a norm and a product comes
 before the norm then.
 
@@ -25,7 +25,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from twellc.passes.fp8 import EightBits
+from twellc.passes.fp8 import Fp8
 from twellc.passes.graph.norm_vectors import NormVectors
 from twellc.passes.graph.program import add_call, add_parameter, editable, finish, infer, replace_node, tensor_of
 from twellc.passes.match.find_linear import FoundLinear
@@ -38,19 +38,19 @@ from twellc.plugins.linear_op import LINEAR
 def rewrite_linear(
     program: ExportedProgram,
     layers: Sequence[FoundLinear],
-    in_eight_bits: Callable[[FoundLinear], EightBits | None] = lambda layer: None,
+    in_fp8: Callable[[FoundLinear], Fp8 | None] = lambda layer: None,
 ) -> ExportedProgram:
     """Return the program with linear layers rewritten; itself where there are none.
 
     Args:
         program: A canonical program.
         layers: Some of those found in it.
-        in_eight_bits: Returns the weight of a layer that is to be read in eight bits, [out, in]; None of others.
+        in_fp8: Returns the weight of a layer that is to be read in FP8, [out, in]; None of others.
     """
     if not layers:
         return program
     rewritten = editable(program)
-    writer = _Writer(rewritten, in_eight_bits)
+    writer = _Writer(rewritten, in_fp8)
     for each in layers:
         writer.write(each)
     return finish(rewritten)
@@ -59,8 +59,8 @@ def rewrite_linear(
 class _Writer:
     """Writes layers into a copy of the program that they were found in."""
 
-    def __init__(self, program: ExportedProgram, in_eight_bits: Callable[[FoundLinear], EightBits | None]) -> None:
-        self._program, self._in_eight_bits = program, in_eight_bits
+    def __init__(self, program: ExportedProgram, in_fp8: Callable[[FoundLinear], Fp8 | None]) -> None:
+        self._program, self._in_fp8 = program, in_fp8
         self._nodes: dict[str, Node] = {node.name: node for node in program.graph.nodes}
         self._order = {node.name: index for index, node in enumerate(program.graph.nodes)}
         self._vectors = NormVectors(program)
@@ -104,10 +104,10 @@ class _Writer:
         return node
 
     def _weight(self, layer: FoundLinear) -> tuple[Node, Node | None]:
-        """Return placeholders of the weight [out, in], and of its scales if it is in eight bits."""
+        """Return placeholders of the weight [out, in], and of its scales if it is in FP8."""
         weights = [each.weight for each in layer.linears]
         placeholder = self._nodes[weights[0].node.name]
-        narrow = self._in_eight_bits(layer)
+        narrow = self._in_fp8(layer)
         if narrow is not None:
             q, scale = (
                 add_parameter(self._program, f"{weights[0].name}_{suffix}", tensor, like=placeholder)

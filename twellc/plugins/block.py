@@ -123,7 +123,7 @@ TENSORS = (
 )
 
 
-# Of weights in eight bits (docs/weights.md): what multiplies a matrix of TENSORS, as it is stored.
+# Of FP8 weights (docs/weights.md): what multiplies a matrix of TENSORS, as it is stored.
 SCALES = tuple(f"{each.name}_scale" for each in TENSORS if len(each.shape) == 2 and each.shape[0] == "d_ff")
 SCALES_FLAG = "scales"  # the attribute of a node that says whether they are there
 # Of fatrelu: what stands in the place of the option `threshold`. Float32, as z is compared with the model's numbers.
@@ -143,7 +143,7 @@ _WEIGHTS = tuple(name for name in _OPERANDS if name not in ("x", "residual"))
 class WeightOperands(Generic[T]):
     """The weights and biases of a block, as tensors of torch, nodes of a graph, or whatever stands for them.
 
-    `TENSORS` says what each is. Without `w_gate` the block is plain. Weights in eight bits have scales, see `SCALES`;
+    `TENSORS` says what each is. Without `w_gate` the block is plain. FP8 weights have scales, see `SCALES`;
     fatrelu may have `THRESHOLDS`, and a norm `NORM_TENSORS`.
     """
 
@@ -357,7 +357,7 @@ def problem_of(
 
 
 def set_scales(problem: library.Problem, gate_up: str, down: str) -> None:
-    """Say that weights are of eight bits, and how many scales gate and up, and down have: of `library.SCALE_FORMS`."""
+    """Say that weights are in FP8, and how many scales gate and up, and down have: of `library.SCALE_FORMS`."""
     problem.weight_dtype = library.E4M3
     problem.gate_up_scale, problem.down_scale = library.SCALE_FORMS[gate_up], library.SCALE_FORMS[down]
 

@@ -32,7 +32,7 @@ from twellc.base.torch_private import OpOverload
 from twellc.plugins import library
 from twellc.plugins.block import GATED, PLAIN
 from twellc.plugins.meaning import (
-    EIGHT_BITS,
+    E4M3,
     activate,
     as_read,
     check_on_gpu,
@@ -104,12 +104,12 @@ def _check(call: _Call) -> None:
     for name, tensor in call.named().items():
         if tuple(tensor.shape) != shapes.get(name, tuple(tensor.shape)):
             raise ValueError(f"twell: {name} must have shape {shapes[name]}, got {tuple(tensor.shape)}")
-    if not dtype.is_floating_point or dtype == EIGHT_BITS:
+    if not dtype.is_floating_point or dtype == E4M3:
         raise TypeError(f"twell: x must be of a floating point type of 16 bits or more, got {dtype}")
-    scaled = call.up.dtype == EIGHT_BITS
+    scaled = call.up.dtype == E4M3
     for name, tensor in call.matrices.items():
-        if tensor.dtype != (EIGHT_BITS if scaled else dtype):
-            expected = f"{EIGHT_BITS} like up" if scaled else f"{dtype} like x"
+        if tensor.dtype != (E4M3 if scaled else dtype):
+            expected = f"{E4M3} like up" if scaled else f"{dtype} like x"
             raise TypeError(f"twell: {name} must be {expected}, got {tensor.dtype}")
     if call.ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"twell: ids must be torch.int32 or torch.int64, got {call.ids.dtype}")
@@ -135,7 +135,7 @@ def _check_scales(call: _Call, *, scaled: bool) -> None:
     for name in _MATRICES:
         matrix, scale = getattr(call, name), getattr(call, f"{name}_scale")
         if (scale is not None) != (scaled and matrix is not None):
-            raise ValueError(f"twell: weights of {EIGHT_BITS} have a scale each, and others none: see {name}_scale")
+            raise ValueError(f"twell: weights of {E4M3} have a scale each, and others none: see {name}_scale")
         if scale is not None and _scale_form(scale, matrix, is_down=name == "down") is None:
             experts, rows, columns = matrix.shape
             shapes = [(), (experts, 1, 1), (experts, rows, 1), *([(experts, 1, columns)] if name == "down" else [])]
@@ -169,7 +169,7 @@ def _compute(*arguments: object, **named: object) -> Tensor:
     call = _Call(*arguments, **named)  # type: ignore[arg-type]
     _check(call)
     sizes, dtype = call.sizes, call.x.dtype
-    wide = torch.float64 if call.up.dtype == EIGHT_BITS else math_dtype(dtype)
+    wide = torch.float64 if call.up.dtype == E4M3 else math_dtype(dtype)
     x = call.x.to(wide)
     # NOTE: a row for each pair of a token and its expert, so that the order of sums is that of ids, whoever computes.
     pairs = x.new_zeros(sizes.tokens * sizes.top, sizes.d_out)

@@ -1,4 +1,4 @@
-"""Quantise weights to E4M3: the one place that makes eight bits of more. docs/weights.md says what they mean."""
+"""Quantise weights to E4M3: the one place that makes FP8 of other types. docs/weights.md says what they mean."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from twellc.base.errors import UserError
-from twellc.plugins.meaning import EIGHT_BITS
+from twellc.plugins.meaning import E4M3
 
-LARGEST = torch.finfo(EIGHT_BITS).max
+LARGEST = torch.finfo(E4M3).max
 _SHARED_AXIS = {"tensor": None, "neuron": 1, "output": 0}  # the axis that a scale is shared along; None: both
 # What is in float32 at a time: at most this part of a tensor, and this many elements.
 _PARTS, _MOST_ELEMENTS = 16, 1 << 24
@@ -94,7 +94,7 @@ def _rounded(tensor: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
     # Not below float32's least normal number: GPUs may take what is below for 0.
     scale = (largest / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
     scale = torch.where(largest == 0, torch.ones_like(scale), scale)
-    q = torch.empty_like(tensor, dtype=EIGHT_BITS, requires_grad=False)
+    q = torch.empty_like(tensor, dtype=E4M3, requires_grad=False)
     for part in _parts(tensor):
         wide = tensor.detach().narrow(*part).to(torch.float32, copy=True)
         q.narrow(*part).copy_(wide.div_(_shared(scale, part)).clamp_(-LARGEST, LARGEST))

@@ -32,7 +32,7 @@ TENSORS = (
     TensorField("norm_bias", ("in",), "what is added to them, in a layer norm", "norm_bias"),
     TensorField("residual", ("...", "out"), "what is added to the result", "residual"),
     # docs/weights.md; of shape [] it is one for all outputs.
-    TensorField("weight_scale", ("out", "1"), "what multiplies a weight of eight bits", SCALES_FLAG),
+    TensorField("weight_scale", ("out", "1"), "what multiplies a weight in FP8", SCALES_FLAG),
 )
 # Attributes of a node, and their types.
 ATTRIBUTES: dict[str, type] = {"norm": str, "eps": float, "splits": list, "choose": int} | {

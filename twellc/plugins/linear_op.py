@@ -16,8 +16,8 @@ tensors share one dtype; or the weight is float8_e4m3fn, and `weight_scale`, flo
 worth: see docs/weights.md.
 
 The CPU implementation is the semantics: it computes in float32 (float64 for float64), and rounds y once. What the norm
-gives is not rounded in it; dense models, and the kernels, may round that once to the element type, and a weight of
-eight bits times its scale as well; with such a weight, what the norm gives may be rounded to eight bits, too. So a
+gives is not rounded in it; dense models, and the kernels, may round that once to the element type, and a weight in
+FP8 times its scale as well; with such a weight, what the norm gives may be rounded to FP8, too. So a
 result of theirs may be off by no more than what dense rounding gives. A NaN in a row of x reaches all of that row of y.
 """
 
@@ -33,7 +33,7 @@ from twellc.base.torch_private import OpOverload
 from twellc.plugins import library
 from twellc.plugins.linear import SCHEMA, TENSORS, LinearOperands, LinearOptions, call_of
 from twellc.plugins.meaning import (
-    EIGHT_BITS,
+    E4M3,
     as_read,
     check_norm,
     check_on_gpu,
@@ -52,7 +52,7 @@ def _check(operands: LinearOperands[Tensor], options: LinearOptions) -> None:
         raise ValueError(
             f"twell: weight must have two dimensions, and x one or more, got {tuple(weight.shape)} and {tuple(x.shape)}"
         )
-    if not x.dtype.is_floating_point or x.dtype == EIGHT_BITS:
+    if not x.dtype.is_floating_point or x.dtype == E4M3:
         raise TypeError(f"twell: x must be of a floating point type of 16 bits or more, got {x.dtype}")
     sizes = dict(zip(("out", "in"), weight.shape, strict=True))
     for each in TENSORS[:-1]:
@@ -63,10 +63,10 @@ def _check(operands: LinearOperands[Tensor], options: LinearOptions) -> None:
         shape = (*rows, *(sizes[name] for name in each.shape if name != "..."))
         if tuple(tensor.shape) != shape:
             raise ValueError(f"twell: {each.name} must have shape {shape}, got {tuple(tensor.shape)}")
-        if tensor.dtype != x.dtype and not (tensor is weight and tensor.dtype == EIGHT_BITS):
+        if tensor.dtype != x.dtype and not (tensor is weight and tensor.dtype == E4M3):
             raise TypeError(f"twell: {each.name} must be {x.dtype} like x, got {tensor.dtype}")
-    if (scale is None) == (weight.dtype == EIGHT_BITS):
-        raise ValueError(f"twell: a weight of {EIGHT_BITS} has weight_scale, and others none")
+    if (scale is None) == (weight.dtype == E4M3):
+        raise ValueError(f"twell: a weight of {E4M3} has weight_scale, and others none")
     if scale is not None and (scale.dtype != torch.float32 or tuple(scale.shape) not in ((), (sizes["out"], 1))):
         expected, got = f"torch.float32 of shape () or {(sizes['out'], 1)}", f"{scale.dtype} {tuple(scale.shape)}"
         raise ValueError(f"twell: weight_scale must be {expected}, got {got}")

@@ -13,7 +13,7 @@ from twellc.base.dtypes import dtype_name
 from twellc.plugins import library
 from twellc.plugins.block import NORM_TENSORS, SCALES, TENSORS, THRESHOLDS, BlockOptions, Operands
 
-EIGHT_BITS = torch.float8_e4m3fn
+E4M3 = torch.float8_e4m3fn
 
 
 def activate(z: Tensor, activation: str, threshold: float | Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def check_call(operands: Operands[Tensor], options: BlockOptions) -> None:
     """Raise ValueError for a shape that is not the block's or an option out of range, TypeError for another dtype."""
     widths, given, dtype = widths_of(operands), operands.named(), operands.first[0].dtype
     like = "the weights"
-    if dtype == EIGHT_BITS:
+    if dtype == E4M3:
         dtype, like = operands.x.dtype, "x"
     if not dtype.is_floating_point:
         raise TypeError(f"twell: x must be of a floating-point dtype, got {dtype}")
@@ -59,8 +59,8 @@ def check_call(operands: Operands[Tensor], options: BlockOptions) -> None:
         shape = (*rows, *(widths[name] for name in each.shape if name != "..."))
         if tuple(tensor.shape) != shape:
             raise ValueError(f"twell: {each.name} must have shape {shape}, got {tuple(tensor.shape)}")
-        if tensor.dtype != (EIGHT_BITS if each.name in scaled else dtype):
-            expected = EIGHT_BITS if each.name in scaled else f"{dtype} like {like}"
+        if tensor.dtype != (E4M3 if each.name in scaled else dtype):
+            expected = E4M3 if each.name in scaled else f"{dtype} like {like}"
             raise TypeError(f"twell: {each.name} must be {expected}, got {tensor.dtype}")
     options.check(operands.variant, widths["d_ff"])
     if operands.thresholds is not None:
@@ -121,12 +121,12 @@ def _check_scales(operands: Operands[Tensor]) -> set[str]:
     """
     given, scales = operands.named(), operands.scales()
     scaled: set[str] = set()
-    if not scales and operands.first[0].dtype != EIGHT_BITS:
+    if not scales and operands.first[0].dtype != E4M3:
         return scaled
     for name in SCALES:
         weight, scale = given.get(name.removesuffix("_scale")), scales.get(name)
         if (weight is None) != (scale is None):
-            raise ValueError(f"twell: weights of {EIGHT_BITS} have a scale each, and others none: {name} does not fit")
+            raise ValueError(f"twell: weights of {E4M3} have a scale each, and others none: {name} does not fit")
         if weight is None or scale is None:
             continue
         rows, columns = weight.shape

@@ -11,7 +11,7 @@
 What is in brackets is left out of the inputs where it is absent; the attributes `gate_bias`, `up_bias`, `down_bias`,
 `bias`, `norm_weight`, `norm_bias`, `residual`, `scales`, `thresholds`, `lengths` and `rotated` say what is there;
 `scales` are
-those of weights in eight bits, one for each matrix, `thresholds` those of fatrelu, one for each neuron. The other
+those of FP8 weights, one for each matrix, `thresholds` those of fatrelu, one for each neuron. The other
 attributes of a block and of a linear layer are its options, see `block.py` and `linear.py`; the `splits` of a node name
 each output, also where there is one. The lengths
 must be 1 to the number of keys: a graph that cannot promise that clamps them before, since the plugin has no kernel of

@@ -37,7 +37,7 @@ def _call(target: Any, args: Any, kwargs: Any) -> tuple[Operands[Any], BlockOpti
 def _fault(operands: Operands[Node], options: BlockOptions) -> str:
     """Say why the plugins do not take a call; empty where they do."""
     if operands.scales():
-        return "its weights are in eight bits, which only plans of twellc compile take"
+        return "its weights are in FP8, which only plans of twellc compile take"
     if operands.thresholds is not None:
         return "it has a threshold for each neuron, which only plans of twellc compile take"
     # Weights alone: what Torch-TensorRT's own lowering puts before a block may bear no value. All have one dtype.

@@ -32,7 +32,7 @@ from twellc.eager.module_blocks import FoundBlock, Operand, between, find_blocks
 from twellc.passes.match.linear import step, strip
 from twellc.plugins.block import BlockOptions, WeightOperands
 from twellc.plugins.fp8 import quantise
-from twellc.plugins.meaning import EIGHT_BITS
+from twellc.plugins.meaning import E4M3
 from twellc.plugins.ops import run_block
 
 _SCALE = "weight_scale"
@@ -143,7 +143,7 @@ class _CallsOp(_OfBlock):
 
 
 def _put_scaled(layer: Any, by_neuron: Callable[[Tensor], Tensor]) -> None:
-    """Let a layer have its weight in eight bits, with a scale for each neuron, also where it is loaded again.
+    """Let a layer have its weight in FP8, with a scale for each neuron, also where it is loaded again.
 
     Args:
         layer: A layer with a weight of 16 bits.
@@ -214,10 +214,10 @@ def parallel(found: FoundBlock, prefix: str, quant_config: Any) -> dict[str, Lin
     return made
 
 
-def in_eight_bits(layer: Any) -> bool:
+def in_fp8(layer: Any) -> bool:
     """Whether a layer that is not loaded yet gets E4M3 with a scale for the tensor, or for each output."""
     weight, scale = getattr(layer, "weight", None), getattr(layer, _SCALE, None)
-    if weight is None or scale is None or (weight.dtype, scale.dtype) != (EIGHT_BITS, torch.float32):
+    if weight is None or scale is None or (weight.dtype, scale.dtype) != (E4M3, torch.float32):
         return False
     return tuple(scale.shape) in ((1,), (len(weight),), (len(weight), 1))
 
@@ -242,7 +242,7 @@ def put(
     scales = {
         f"{name}_scale": replace(operand, path=(*operand.path[:-1], _SCALE))
         for name, operand in matrices_of(found.weights).items()
-        if quantised or in_eight_bits(layers[operand.layer])
+        if quantised or in_fp8(layers[operand.layer])
     }
     read = replace(found.weights, **scales).map(lambda each: (layers[each.layer], each))
     down.quant_method = _CallsOp(read, options, quantised)

@@ -99,25 +99,23 @@ def _replace_blocks(model: torch.nn.Module, found: list[FoundBlock], config: Vll
         layers: dict[str, LinearBase] = {}
         if not reason:
             layers = blocks.parallel(each, f"model.{each.path}", config.quant_config)
-            eight_bits = all(map(blocks.in_eight_bits, layers.values()))
-            if not eight_bits and any(
-                type(made.quant_method) is not UnquantizedLinearMethod for made in layers.values()
-            ):
+            fp8 = all(map(blocks.in_fp8, layers.values()))
+            if not fp8 and any(type(made.quant_method) is not UnquantizedLinearMethod for made in layers.values()):
                 reason = "its layers are quantised otherwise than to E4M3 with a scale for a tensor or an output"
         if reason:
             refused.setdefault(reason, []).append(layer.module)
         else:
-            blocks.put(model, each, layers, options, quantise and not eight_bits)
-            taken[layer.module] = {**asdict(options), "weight_bits": 8 if eight_bits or quantise else 16}
+            blocks.put(model, each, layers, options, quantise and not fp8)
+            taken[layer.module] = {**asdict(options), "wfp8": 8 if fp8 or quantise else 16}
     for reason, modules in refused.items():
         LOG.warning(
             "%d of %d feed-forward blocks stay dense (%s): %s", len(modules), len(found), first_few(modules), reason
         )
     if taken:
         LOG.info("%d of %d feed-forward blocks are run by twellc %s", len(taken), len(found), __version__)
-        scaled = sum(each["weight_bits"] == 8 for each in taken.values())
+        scaled = sum(each["wfp8"] == 8 for each in taken.values())
         if scaled:
-            LOG.info("%d of them read weights in eight bits", scaled)
+            LOG.info("%d of them read FP8 weights", scaled)
         # vLLM keeps compiled code by its configuration, and does not see which modules a model has.
         config.additional_config["twellc_blocks"] = {"version": __version__, "blocks": taken}
     elif not found:

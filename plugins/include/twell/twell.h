@@ -34,7 +34,7 @@ extern "C" {
 // The version of this header: of structs, enums and promises. Within it the library only grows; see docs/c-api.md.
 #define TWELL_API_VERSION 2
 
-// TWELL_E4M3, OCP's eight bits (a NaN, no infinity, at most 448), is for weights alone.
+// TWELL_E4M3, OCP's FP8 (a NaN, no infinity, at most 448), is for weights alone.
 typedef enum { TWELL_BF16 = 0, TWELL_FP16 = 1, TWELL_E4M3 = 2 } twell_dtype;
 
 // How many scales a weight matrix of TWELL_E4M3 has: an element is worth its value times its scale. One for all, one
@@ -152,8 +152,8 @@ TWELL_API void twell_get_limits(twell_limits* limits);
 // Bytes of the packed gate activations, uint32 [tokens, ceil(d_ff / TWELL_TILE) * (TWELL_TILE / compression)].
 TWELL_API size_t twell_packed_bytes(twell_problem const* problem);
 
-// Bytes of device workspace that twell_mlp needs, also by `hot`; it never shrinks when `tokens` grows. With weights of
-// eight bits it is that of the current device's compute capability; without a device, of any one.
+// Bytes of device workspace that twell_mlp needs, also by `hot`; it never shrinks when `tokens` grows. With weights in
+// FP8 it is that of the current device's compute capability; without a device, of any one.
 TWELL_API size_t twell_workspace_bytes(twell_problem const* problem);
 
 // The two functions below return cudaErrorInvalidValue for a problem that twell_validate refuses, a missing pointer,

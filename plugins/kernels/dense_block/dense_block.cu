@@ -39,7 +39,7 @@ int64_t most_counts(twell_problem const& problem) {
 }
 
 struct Memory {
-    uint16_t* h;        // [tokens, d_ff], rows spilled_stride(problem) elements apart; null with weights of eight bits
+    uint16_t* h;        // [tokens, d_ff], rows spilled_stride(problem) elements apart; null with FP8 weights
     HiddenBytes bytes;  // then
     PartSums parts;
     Active active;

@@ -1,4 +1,4 @@
-// How the kernels of hidden_sm90.cuh are launched. Those of 16 and of eight bits are compiled by themselves,
+// How the kernels of hidden_sm90.cuh are launched. Those of 16 bits and of FP8 are compiled by themselves,
 // hidden_sm90.cu and hidden_bytes_sm90.cu, as either takes minutes.
 #pragma once
 

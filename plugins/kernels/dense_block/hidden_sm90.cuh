@@ -2,7 +2,7 @@
 // kernel. See matmul_sm90.cuh for the product; here a consumer multiplies the same tokens by the same neurons of both
 // matrices, so that it has both factors of h in its registers.
 //
-// Of weights of eight bits x has been rounded to eight bits, too (quantise.cuh), and so is h: each row with a scale for
+// Of FP8 weights x has been rounded to FP8, too (quantise.cuh), and so is h: each row with a scale for
 // each CTA's part of a tile, BLOCK_M neurons, which is a slice of the down projection. 16 neurons lie in the order that
 // multiply_scaled() wants.
 #pragma once
@@ -21,7 +21,7 @@ constexpr int kRegistersLoader = 40;
 constexpr int kRegistersMultiplier = 232;
 static_assert(registers_suffice(kRegistersLoader, kRegistersMultiplier), "setmaxnreg.inc would wait for ever");
 
-// Of eight bits alone.
+// Of FP8 alone.
 template <class Stored>
 struct BytesOf {};
 template <>

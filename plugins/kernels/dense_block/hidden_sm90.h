@@ -25,7 +25,7 @@ void set_groups_sm90(Active& active, matmul_sm90::Tiling const& tiling);
 cudaError_t launch_hidden_sm90(Call const& call, matmul_sm90::Tiling const& tiling, uint16_t* h, PartSums const& parts,
                                Active const& active, int64_t most_counts);
 
-// The same with weights of eight bits, of x rounded to these.
+// The same with FP8 weights, of x rounded to these.
 matmul_sm90::Tiling choose_hidden_bytes_sm90(twell_problem const& problem, Device const& device);
 cudaError_t launch_hidden_bytes_sm90(Call const& call, matmul_sm90::Tiling const& tiling, Quantised const& rounded,
                                      HiddenBytes const& h, PartSums const& parts);

@@ -119,7 +119,7 @@ __device__ __forceinline__ void sum_again(BlockTensors const& block, uint16_t co
     }
 }
 
-// The same with weights of eight bits. h_row: h in eight bits, -0 where an active neuron's is 0, 16 neurons in the
+// The same with FP8 weights. h_row: h in FP8, -0 where an active neuron's is 0, 16 neurons in the
 // order 0, 8, 1, 9, ...; worth h_scale[n / 128 * scale_stride] each, times the neuron's scale of w_down included. No h
 // overflows, so what is NaN is to be so.
 template <class Element>

@@ -43,7 +43,7 @@ __device__ __forceinline__ uint4 load_vector(uint16_t const* pointer) {
     return vector;
 }
 
-// Eight elements of eight bits.
+// Eight elements in FP8.
 __device__ __forceinline__ uint2 load_vector(E4m3 const* pointer) {
     uint2 vector;
     asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(vector.x), "=r"(vector.y) : "l"(pointer));
@@ -81,7 +81,7 @@ __device__ __forceinline__ uint4 load_written_vector(uint16_t const* pointer) {
     return vector;
 }
 
-// Sixteen elements of eight bits, by one access, which are not another kernel's; or which may be.
+// Sixteen elements in FP8, by one access, which are not another kernel's; or which may be.
 __device__ __forceinline__ uint4 load_vectors(E4m3 const* pointer) {
     return load_vector(reinterpret_cast<uint16_t const*>(pointer));
 }

@@ -96,7 +96,7 @@ struct Wgmma;
                 : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposedA ? 1 : 0));                                       \
         }                                                                                                            \
     };
-// Of eight bits: a step is 32 along K, as many bytes, and both operands are K-major. Or a lies in registers: each has
+// Of FP8: a step is 32 along K, as many bytes, and both operands are K-major. Or a lies in registers: each has
 // four bytes, from 4 (lane % 4) on, of row lane / 4 and of the eighth after it, then the same from 16 on.
 #define TWELL_WGMMA_OF_BYTES(n, registers, operands, num_registers, idx_0, idx_1, idx_2, idx_3, idx_4, idx_5)        \
     template <>                                                                                                      \

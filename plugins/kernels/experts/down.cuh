@@ -17,7 +17,7 @@ struct DownParams {
     float* y;               // [pairs, d_out]: of each pair
     int d_ff;
     int d_out;
-    int scale_of_column;  // 1: of weights of eight bits, at e * scale_of_expert + column
+    int scale_of_column;  // 1: of FP8 weights, at e * scale_of_expert + column
 };
 
 constexpr int kDownThreads = 256;

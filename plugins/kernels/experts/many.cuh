@@ -81,7 +81,7 @@ __device__ __forceinline__ void multiply_group(float (&sums)[Many<kM>::kTilesM][
             return exists;
         }
     };
-    uint4 held[kVectors];  // of weights of eight bits, on their way
+    uint4 held[kVectors];  // of FP8 weights, on their way
     auto const load = [&](int slice) {
         int const at = slice * Shape::kK;
         uint32_t const stage = base + slice % Shape::kStages * Shape::kStageBytes;
@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(kManyThreads, 2) many_up_kernel(UpParams const
     }
 }
 
-// What a sum of weights of eight bits is multiplied by, unless its terms were.
+// What a sum of FP8 weights is multiplied by, unless its terms were.
 __device__ __forceinline__ float scale_of_output(DownParams const& params, int expert, int column) {
     return params.down.scale_of_row != 0 ? 1.0f
                                          : __ldg(params.down.scale + int64_t{expert} * params.down.scale_of_expert +

@@ -16,7 +16,7 @@ struct Matrix {
     void const* values;
     int64_t expert_stride;  // in elements
     int64_t row_stride;
-    float const* scale;   // of weights of eight bits
+    float const* scale;   // of FP8 weights
     int scale_of_expert;  // the scale of row r of expert e at e * scale_of_expert + r * scale_of_row
     int scale_of_row;
 };
@@ -70,7 +70,7 @@ __device__ __forceinline__ uint2 half_weights_if(void const* pointer, bool exist
     return vector;
 }
 
-// Four elements of eight bits, times a scale, in 16 bits.
+// Four elements in FP8, times a scale, in 16 bits.
 template <class Element>
 __device__ __forceinline__ uint2 widen4(uint32_t four, float scale = 1.0f) {
     uint2 const halves = e4m3_to_fp16(four);

@@ -1,5 +1,5 @@
-// What calls with weights of eight bits need beside the kernels of 16 bits: weights widened for kernels that read no
-// others, and x rounded for products of eight bits.
+// What calls with FP8 weights need beside the kernels of 16 bits: weights widened for kernels that read no
+// others, and x rounded for FP8 products.
 #pragma once
 
 #include <stddef.h>
@@ -32,7 +32,7 @@ cudaError_t launch_widen(Call const& call, Widened const& widened, uint32_t cons
 cudaError_t launch_widen(void const* from, uint16_t* to, void const* scale, int32_t kind, int rows, int columns,
                          int32_t dtype, Device const& device, cudaStream_t stream);
 
-// x in eight bits, a scale a row: a row's largest magnitude becomes E4M3's largest number.
+// x in FP8, a scale a row: a row's largest magnitude becomes E4M3's largest number.
 struct Quantised {
     uint8_t* x;    // [tokens, d_model]
     float* scale;  // [tokens]: x is about its number times that

@@ -1,4 +1,4 @@
-// Rows of x in eight bits, each with a scale.
+// Rows of x in FP8, each with a scale.
 #pragma once
 
 #include "device/dependent_launch.cuh"

@@ -1,4 +1,4 @@
-// Weights of eight bits, times their scales, in 16 bits.
+// FP8 weights, times their scales, in 16 bits.
 #pragma once
 
 #include "device/dependent_launch.cuh"

@@ -11,7 +11,7 @@ namespace twell {
 
 inline int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
-// Whether weights are of eight bits, with scales.
+// Whether weights are in FP8, with scales.
 inline bool has_scales(twell_problem const& problem) { return problem.weight_dtype == TWELL_E4M3; }
 
 // Bytes of an element of them.

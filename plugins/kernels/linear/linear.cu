@@ -44,7 +44,7 @@ bool is_few(twell_linear_problem const& problem) {
            (is_scaled(problem) ? problem.in % (2 * kVector) == 0 : problem.tokens * row_bytes <= kSharedBytes - rest);
 }
 
-// Whether cuBLASLt has products of eight bits of the sizes.
+// Whether cuBLASLt has FP8 products of the sizes.
 bool has_sizes_in_bytes(twell_linear_problem const& problem) {
     constexpr int kMultiple = 16;  // of all sizes but tokens
     bool good = problem.in % kMultiple == 0 && problem.out % kMultiple == 0;
@@ -70,9 +70,9 @@ int most_row_bytes(Device const& device) {
 }
 
 struct Scratch {
-    uint16_t* widened;     // [rows_widened, in]: weights of eight bits in 16
+    uint16_t* widened;     // [rows_widened, in]: FP8 weights in 16 bits
     uint16_t* normalised;  // [tokens, in]
-    uint8_t* rounded;      // [tokens, in]: x, normalised, in eight bits
+    uint8_t* rounded;      // [tokens, in]: x, normalised, in FP8
     float* scale;          // [tokens], of them
     float* weight_scales;  // [out]
     void* of_cublas_lt;
@@ -188,7 +188,7 @@ linear::Outputs outputs_of(LinearCall const& call, Scratch const& scratch) {
 }
 
 // Columns of all outputs by cuBLASLt, of which `weight` has the rows; cudaErrorNotSupported where it cannot.
-// With scales x and W have eight bits.
+// With scales x and W are in FP8.
 cudaError_t multiply_by_cublas_lt(LinearCall const& call, Scratch const& scratch, void const* x, void const* weight,
                                   int64_t begin, int64_t end, float const* x_scale = nullptr,
                                   float const* weight_scale = nullptr) {
@@ -228,7 +228,7 @@ cudaError_t multiply_by_cublas_lt(LinearCall const& call, Scratch const& scratch
     return cudaSuccess;
 }
 
-// The layer as a product of eight bits: x, normalised, is rounded, a scale a token. cudaErrorNotSupported: elsewhere.
+// The layer as an FP8 product: x, normalised, is rounded, a scale a token. cudaErrorNotSupported: elsewhere.
 template <class Element>
 cudaError_t launch_in_bytes(LinearCall const& call, Scratch const& scratch) {
     twell_linear_problem const& problem = call.problem;
@@ -256,7 +256,7 @@ cudaError_t launch_in_bytes(LinearCall const& call, Scratch const& scratch) {
                                  has_one ? scratch.weight_scales : scale);
 }
 
-// Rows of a weight of eight bits in 16, where the workspace has a place for them.
+// Rows of an FP8 weight in 16 bits, where the workspace has a place for them.
 cudaError_t widen_rows(LinearCall const& call, Scratch const& scratch, int64_t begin, int64_t end) {
     twell_linear_problem const& problem = call.problem;
     auto const* const scale = static_cast<float const*>(call.tensors.weight_scale);

@@ -25,7 +25,7 @@ struct RoundParams {
     int out;                    // 0: it has one for each
 };
 
-// Normalises rows and writes them in eight bits. A CTA has a row, which stays in shared memory.
+// Normalises rows and writes them in FP8. A CTA has a row, which stays in shared memory.
 template <class Element>
 __global__ void __launch_bounds__(kRoundThreads) round_kernel(RoundParams const params) {
     extern __shared__ __align__(128) unsigned char shared[];

@@ -17,7 +17,7 @@ struct Memory {
     unsigned char* schedule;  // schedule_bytes
     uint16_t* spilled;        // [tokens, num_tiles * TWELL_TILE]: see pack.cuh
     uint16_t* x_part;         // [max_dense_part, d_model], of a gated block
-    HiddenBytes bytes;        // h of dense rows in eight bits, of a gated block
+    HiddenBytes bytes;        // h of dense rows in FP8, of a gated block
     unsigned char* shared;    // chunks, then h of a part of the rows: h of chunks are in lists before that begins
 };
 
@@ -102,7 +102,7 @@ cudaError_t launch_many_tokens(Call const& call, void* workspace, Kernels kernel
     gather.gate = {memory.packed, memory.spilled, num_tiles(problem), words_per_tile(problem)};
     gather.h_part = reinterpret_cast<uint16_t*>(memory.shared);
     bool const gated = problem.variant == TWELL_GATED;
-    // Of a gated block with weights of eight bits dense rows are multiplied in eight bits, of which two are copied as
+    // Of a gated block with FP8 weights dense rows are multiplied in FP8, of which two are copied as
     // one.
     bool const in_bytes = has_scales(problem) && gated;
     if (gated) {

@@ -31,7 +31,7 @@ ManyTokensConfig choose_many_tokens(twell_problem const& problem, Device const& 
 // Whether there are kernels for weights of the problem's that have scales.
 bool many_tokens_take_scales(twell_problem const& problem, Device const& device);
 
-// Whether weights of eight bits become 16 for the dense rows of the block.
+// Whether FP8 weights become 16 for the dense rows of the block.
 bool many_tokens_widen(twell_problem const& problem);
 
 // Bytes of workspace that launch_many_tokens needs, behind those of take_widened, if they widen, and take_quantised;

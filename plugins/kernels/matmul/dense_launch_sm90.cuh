@@ -1,4 +1,4 @@
-// How the kernels of dense_sm90.cuh are launched. Those of 16 and of eight bits are compiled by themselves,
+// How the kernels of dense_sm90.cuh are launched. Those of 16 bits and of FP8 are compiled by themselves,
 // dense_sm90.cu and dense_bytes_sm90.cu, as either takes minutes.
 #pragma once
 

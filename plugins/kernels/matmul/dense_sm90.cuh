@@ -27,7 +27,7 @@ static_assert(registers_suffice(kRegistersBytesHelper, kRegistersBytesUp) &&
                   registers_suffice(kRegistersBytesLoader, kRegistersBytesDown),
               "setmaxnreg.inc would wait for ever");
 
-// Of weights of eight bits: h in eight bits, too, each row with a scale for BLOCK_M neurons: see hidden_sm90.cuh.
+// Of FP8 weights: h in FP8, too, each row with a scale for BLOCK_M neurons: see hidden_sm90.cuh.
 template <class Stored>
 struct BytesOf {};
 template <>
@@ -283,7 +283,7 @@ __device__ __forceinline__ void multiply_by_g(Params const& params, View const& 
     }
 }
 
-// The same with weights of eight bits: the result, in bf16 whatever the element type is, lacks the scale of x and the
+// The same with FP8 weights: the result, in bf16 whatever the element type is, lacks the scale of x and the
 // bias, and h becomes bytes as in hidden_sm90.cuh.
 template <class Element, class Cfg, int kStep, int kAtOnce>
 __device__ __forceinline__ void multiply_by_g(ParamsOf<E4m3> const& params, View const& view, Tile const& tile,

@@ -35,7 +35,7 @@ DenseShape choose_dense_down_sm90(twell_problem const& problem, int64_t most_par
 // Whether there are kernels for the problem, in 16 bits.
 bool dense_sm90_supports(twell_problem const& problem);
 
-// h in eight bits, each row with a scale for 128 neurons: see hidden_sm90.cuh.
+// h in FP8, each row with a scale for 128 neurons: see hidden_sm90.cuh.
 struct HiddenBytes {
     uint8_t* values;       // [tokens, spilled_stride(problem)]
     float* scales;         // [ceil(d_ff / 128), tokens], rows scale_stride apart
@@ -64,9 +64,9 @@ struct DenseRows {
     bool all_rows;            // are dense, as the host knows
     PartSums parts;           // then
     SkippingLimits skipping;  // then: masks are null if no launch behind may skip neurons
-    // With weights of eight bits:
+    // With FP8 weights:
     HiddenBytes bytes;       // in the place of h in 16 bits
-    uint8_t const* x_bytes;  // [tokens, d_model]: x in eight bits, as is x_part
+    uint8_t const* x_bytes;  // [tokens, d_model]: x in FP8, as is x_part
     float const* x_scale;    // [tokens]
 };
 
@@ -75,7 +75,7 @@ struct DenseRows {
 cudaError_t launch_dense_up_sm90(Call const& call, DenseRows const& rows, DenseShape const& shape);
 cudaError_t launch_dense_down_sm90(Call const& call, DenseRows const& rows, DenseShape const& shape);
 
-// The same with weights of eight bits.
+// The same with FP8 weights.
 DenseShape choose_dense_up_bytes_sm90(twell_problem const& problem, Device const& device);
 DenseShape choose_dense_down_bytes_sm90(twell_problem const& problem, int64_t most_part_sums, Device const& device);
 cudaError_t launch_dense_up_bytes_sm90(Call const& call, DenseRows const& rows, DenseShape const& shape);

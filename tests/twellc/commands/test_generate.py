@@ -152,7 +152,7 @@ def test_lines_of_standard_input(bytelm: Path, talker: Path, load_once: Callable
             ("--prompt", "a", "--linear", "twell", "--weights", "fp8", "--fp8-error", 1),
             "--fp8-error 1.0: is measured on samples; got none; expected --text",
         ),
-        (("--prompt", "a", "--text", "a.txt"), "--text a.txt: the model is run only to measure eight bits"),
+        (("--prompt", "a", "--text", "a.txt"), "--text a.txt: the model is run only to measure FP8"),
         (("--prompts-file", "missing.txt"), "missing.txt"),
     ],
 )
@@ -178,16 +178,14 @@ def test_bad_files(bytelm: Path, tmp_path: Path, name: str, content: bytes, mess
     failed(generate(bytelm, "--prompts-file", tmp_path / name), message)
 
 
-def test_in_eight_bits(bytelm: Path, answer: str, tmp_path: Path) -> None:
+def test_in_fp8(bytelm: Path, answer: str, tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("def read_text(path):\n    return path.read_text()\n")
     measured = ("--text", text, "--prompt", DEF)
     done = generate(bytelm, "--weights", "fp8:blocks", "--fp8-error", 0.5, *measured, "--stats")
     assert done.exit_code == 0 and done.stdout
-    assert re.search(r"(\d+) feed-forward blocks by the twell ops, \1 in eight bits", done.stderr)
+    assert re.search(r"(\d+) feed-forward blocks by the twell ops, \1 in FP8", done.stderr)
     done = generate(bytelm, "--weights", "fp8:blocks", "--fp8-error", 0.0001, *measured)
     assert done.stdout == f"{answer}\n"
-    assert re.search(
-        r"4 feed-forward blocks are not read in eight bits: .*, weights in 16 bits, eight bits change", done.stderr
-    )
+    assert re.search(r"4 feed-forward blocks are not read in FP8: .*, weights in 16 bits, FP8 changes", done.stderr)
     refused(generate(bytelm, "--fp8-error", 0.5, "--prompt", DEF), "--fp8-error 0.5: no weights are quantised")

@@ -17,7 +17,7 @@ from tests import models
 from tests.conftest import Cli
 from tests.models import SEQUENCE
 from tests.twellc.test_cli import failed
-from twellc.compiling.compiler import refuse_eight_bits
+from twellc.compiling.compiler import refuse_fp8
 from twellc.passes.report import Layer, Linear, Weights
 
 QUANTISED = "weights in 8 bits, quantised"
@@ -67,7 +67,7 @@ def test_a_block_with_too_large_an_error_stays(archive: Path, tmp_path: Path, sa
     error = layer.weights.error
     assert error is not None and 0.01 < error < 0.1
     manifest = twellc.compile(archive, fp8_error=error / 2, overwrite=True, **given)
-    assert f"16 bits, eight bits change its output by {error:.2%}, more than --fp8-error" in manifest.layers[0].reason
+    assert f"16 bits, FP8 changes its output by {error:.2%}, more than --fp8-error" in manifest.layers[0].reason
     assert manifest.settings.fp8_errors == {layer.module: error}
     checked = twellc.check(archive, tmp_path / "m.onnx")
     assert checked.within and checked.blocks[0].quantisation is None
@@ -99,7 +99,7 @@ def test_thresholds_are_read_in_float32(dtype: torch.dtype, tmp_path: Path, samp
 
 
 @pytest.mark.usefixtures("cli")
-def test_a_block_that_fires_in_eight_bits_alone(tmp_path: Path) -> None:
+def test_a_block_that_fires_in_fp8_alone(tmp_path: Path) -> None:
     """Its output is zero on the samples, and no share of that is an error."""
     block = models.Plain(d_model=8, d_ff=1)
     block.up.weight.data[0] = torch.tensor([1.0, 1.0625, 0, 0, 0, 0, 0, 0])  # 1 is rounded down
@@ -108,7 +108,7 @@ def test_a_block_that_fires_in_eight_bits_alone(tmp_path: Path) -> None:
     torch.export.save(models.export(block.bfloat16(), x.bfloat16()), tmp_path / "m.pt2")
     given: dict[str, Any] = {"backend": "none", "weights": "fp8", "arrays": tmp_path / "x.npz"}
     manifest = twellc.compile(tmp_path / "m.pt2", onnx=tmp_path / "m.onnx", layers="all", fp8_error=1.0, **given)
-    assert bits(manifest.layers) == ["weights in 16 bits, what eight bits change could not be measured on the samples"]
+    assert bits(manifest.layers) == ["weights in 16 bits, what FP8 changes could not be measured on the samples"]
 
 
 @pytest.mark.slow
@@ -139,21 +139,21 @@ def test_a_damaged_scale_is_found(archive: Path, tmp_path: Path) -> None:
 def test_a_gpu_without_fp8_is_named() -> None:
     layer = Layer("mlp", "plain", "relu", 8, 8, 8, True, "twell", "matches", False, weights=Weights(8, "quantised"))
     for layers, capability in (([layer], (8, 9)), ([layer], None), ([replace(layer, weights=None)], (8, 0))):
-        refuse_eight_bits(layers, [], capability)
+        refuse_fp8(layers, [], capability)
     with pytest.raises(
         twellc.UserError, match=r"layer mlp: TensorRT takes no .*; got compute capability 8.6; expected 8.9"
     ):
-        refuse_eight_bits([layer], [], (8, 6))
+        refuse_fp8([layer], [], (8, 6))
     weights = Weights(8, "quantised")
     linear = Linear(["q"], 8, [8], "none", False, True, "twell", "matches", weights=weights)
-    with pytest.raises(twellc.UserError, match="layer q: TensorRT takes no weights in eight bits"):
-        refuse_eight_bits([], [linear], (8, 6))
+    with pytest.raises(twellc.UserError, match="layer q: TensorRT takes no FP8 weights"):
+        refuse_fp8([], [linear], (8, 6))
 
 
 REFUSED = [
     (("--fp8-error", "0.1"), "--fp8-error 0.1: no weights are quantised; got --weights keep. Add --weights fp8"),
     (("--weights", "fp8", "--fp8-error", "0.1"), "is measured on samples; got none; expected one of --inputs"),
-    (("--weights", "fp8", "--inputs", "x.npz"), "--inputs x.npz: the model is run only to measure eight bits"),
+    (("--weights", "fp8", "--inputs", "x.npz"), "--inputs x.npz: the model is run only to measure FP8"),
     (("--weights", "int4"), "'int4' is not one of 'keep', 'fp8', 'fp8:blocks'"),
 ]
 

@@ -1,4 +1,4 @@
-"""ONNX models whose blocks are read in eight bits: DequantizeLinear of E4M3, and `--weights fp8`."""
+"""ONNX models whose blocks are read in FP8: DequantizeLinear of E4M3, and `--weights fp8`."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_dequantised_products_of_onnx_are_matched(
 def test_scales_of_groups_are_dequantised_and_said(tmp_path: Path) -> None:
     onnx.save(with_dequantised_weights("bf16", "groups")[0], tmp_path / "m.onnx")
     manifest = twellc.compile(tmp_path / "m.onnx", backend="none", onnx=tmp_path / "o.onnx")
-    said = "3 weights that the model has in eight bits are dequantised: gate.q, up.q, down.q"
+    said = "3 weights that the model has in FP8 are dequantised: gate.q, up.q, down.q"
     assert said in manifest.notes and said in twellc.inspect(tmp_path / "m.onnx").description.notes
     assert twellc.check(tmp_path / "m.onnx", tmp_path / "o.onnx").within
 

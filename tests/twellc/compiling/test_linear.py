@@ -95,7 +95,7 @@ def test_the_next_token(linear: str, llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("weights", "layers", "count"), [("fp8", "none", 4), ("fp8:blocks", "all", 0)])
-def test_eight_bits(weights: str, layers: str, count: int, cli: Cli, opt: Path, tmp_path: Path) -> None:
+def test_fp8(weights: str, layers: str, count: int, cli: Cli, opt: Path, tmp_path: Path) -> None:
     """The logits' weight is the embedding's, which stays in 16 bits. The yardstick is dense FP8."""
     graph = tmp_path / "m.onnx"
     manifest = twellc.compile(opt, backend="none", onnx=graph, layers=layers, linear="twell", weights=weights)

@@ -69,7 +69,7 @@ def test_what_is_known_decides(blocks: list[FfnBlock]) -> None:
     assert advise.notes([first, second]) == []
 
 
-def test_in_eight_bits_dense_blocks_are_by_twell(blocks: list[FfnBlock]) -> None:
+def test_in_fp8_dense_blocks_are_by_twell(blocks: list[FfnBlock]) -> None:
     narrow = [replace(block, weights=Weights(8, "quantised")) for block in blocks]
     first, second = decided(narrow, advisor(), equal(0.11), equal(0.003))
     assert (first.decision, first.hot, second.decision, second.hot) == ("twell", 5632, "twell", 0)

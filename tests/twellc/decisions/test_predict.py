@@ -45,8 +45,8 @@ def test_at_a_measured_point(target: str) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "ratio"), [(1, 0.78), (2048, 0.75), (100_000, 0.80)])
-def test_weights_in_eight_bits(tokens: int, ratio: float) -> None:
-    rates, narrow = np.full(5632, 0.005), H200.eight_bits
+def test_weights_in_fp8(tokens: int, ratio: float) -> None:
+    rates, narrow = np.full(5632, 0.005), H200.fp8
     assert narrow.twell_us(GATED, tokens, rates) == pytest.approx(ratio * H200.twell_us(GATED, tokens, rates))
     assert narrow.dense_us(GATED, tokens) == H200.dense_us(GATED, tokens)
 

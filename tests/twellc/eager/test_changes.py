@@ -38,7 +38,7 @@ from tests.models import Gated, Plain
 from tests.twellc.eager.test_optimize import tokens
 from twellc.base.errors import UserError
 from twellc.eager import changes, fp8, fp8_linear, optimization
-from twellc.eager.fp8_linear import holds_eight_bits
+from twellc.eager.fp8_linear import holds_fp8
 from twellc.eager.optimization import blocks_in_training
 from twellc.loaders.huggingface import open_directory
 from twellc.plugins.fp8 import quantise
@@ -171,10 +171,10 @@ class Changes(RuleBasedStateMachine):
     @rule(most=st.sampled_from([None, 0.0, 0.5]), fault=faults)
     def quantise(self, most: float | None, fault: Any) -> None:
         samples = None if most is None else [tokens()]
-        before = holds_eight_bits(self.model)
+        before = holds_fp8(self.model)
         options: dict[str, Any] = {"weights": "fp8:blocks", "fp8_error": most, "samples": samples}
         self.change(lambda: twellc.optimize(self.model, **options), fault)
-        if holds_eight_bits(self.model) != before:
+        if holds_fp8(self.model) != before:
             self.expected = None
 
     @rule(fault=faults)
@@ -238,7 +238,7 @@ class Changes(RuleBasedStateMachine):
         with tempfile.TemporaryDirectory() as folder:
             plain.save_pretrained(folder)
             loaded, _, _ = open_directory(Path(folder))
-        assert holds_eight_bits(loaded) == holds_eight_bits(plain)
+        assert holds_fp8(loaded) == holds_fp8(plain)
         self.compare(self.logits(loaded), self.logits(plain))
 
     def logits(self, model: Any) -> Tensor:
@@ -255,7 +255,7 @@ class Changes(RuleBasedStateMachine):
         self.compare(found, self.expected)
 
     def compare(self, found: Tensor, expected: Tensor) -> None:
-        """Forms of a model round otherwise, in bfloat16; eight bits change more."""
+        """Forms of a model round otherwise, in bfloat16; FP8 changes more."""
         assert (found - expected).norm() <= 0.02 * expected.norm()
 
 
@@ -347,7 +347,7 @@ def test_a_forward_that_fails_on_a_sample() -> None:
     assert all(each.weights is not None for each in twellc.optimized_blocks(model))
 
 
-def test_no_memory_for_the_last_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_for_the_last_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     model = twellc.optimize(blocks(), training=True)
     before, left = state(model), [7]
 

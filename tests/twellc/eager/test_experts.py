@@ -169,7 +169,7 @@ def _hooked(layer: Any) -> None:
     layer.act_fn.register_forward_hook(lambda *_: None)
 
 
-def _in_eight_bits(layer: Any) -> None:
+def _in_fp8(layer: Any) -> None:
     layer.down_proj.data = layer.down_proj.data.to(torch.float8_e4m3fn)
 
 
@@ -193,7 +193,7 @@ def _silu(layer: Any) -> None:
         (_normed, "a norm follows each expert"),
         (_spread, "they are spread over ranks"),
         (_hooked, "something looks into their forward"),
-        (_in_eight_bits, "experts: "),
+        (_in_fp8, "experts: "),
         (_quantised, "their weights are quantised"),
         (_silu, "activation is silu"),
     ],

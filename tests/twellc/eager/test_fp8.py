@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import twellc
 from tests import models
 from tests.models import Gated, Plain, Written
-from tests.twellc.eager.test_fp8_linear import BF16, in_eight_bits, wide
+from tests.twellc.eager.test_fp8_linear import BF16, in_fp8, wide
 from tests.twellc.eager.test_optimize import ops_of, packed, tokens
 from twellc.base.errors import UserError
-from twellc.eager.fp8_linear import EightBitLinear
+from twellc.eager.fp8_linear import Fp8Linear
 
 WRITTEN_OUT = Written(
     lambda m, x: m.down(torch.relu(nn.functional.linear(x, m.up.weight))), up=nn.Linear(16, 40), down=nn.Linear(40, 16)
@@ -39,14 +39,14 @@ def test_quantising_a_model(name: str) -> None:
     layers = [each for each in model.modules() if type(each) is nn.Linear]
     found, counts = ops_of(twellc.optimize(model, weights="fp8:blocks"), x)
     assert set(bits(model).values()) == {(8, "quantised")} and sum(counts.values()) == len(bits(model))
-    assert layers == [each for each in model.modules() if isinstance(each, nn.Linear | EightBitLinear)]
-    down = next(each for each in layers[::-1] if isinstance(each, EightBitLinear))
+    assert layers == [each for each in model.modules() if isinstance(each, nn.Linear | Fp8Linear)]
+    down = next(each for each in layers[::-1] if isinstance(each, Fp8Linear))
     assert down.scale.shape == (1, down.in_features) and down.weight.t().is_contiguous()
     with torch.no_grad():
         y, exact = (each if isinstance(each, Tensor) else each.logits for each in (found, before(x)))
     assert 0 < (y - exact).norm() < 0.1 * exact.norm()
     twellc.restore(model)
-    assert type(down) is EightBitLinear and down.weight.is_contiguous()
+    assert type(down) is Fp8Linear and down.weight.is_contiguous()
 
 
 def test_what_is_not_quantised() -> None:
@@ -65,7 +65,7 @@ def test_what_is_not_quantised() -> None:
     assert bits(other) == {"": (16, "up.weight is not the weight of a torch.nn.Linear that is called")}
     (reason,) = set(bits(twellc.optimize(models.t5().to(BF16).eval(), weights="fp8:blocks")).values())
     assert reason == (16, "its forward also looks at the weight of wo")
-    kept = twellc.optimize(in_eight_bits(Gated()), weights="fp8:blocks", fp8_error=0.0, samples=[torch.randn(3, 16)])
+    kept = twellc.optimize(in_fp8(Gated()), weights="fp8:blocks", fp8_error=0.0, samples=[torch.randn(3, 16)])
     assert bits(kept) == {"": (8, "as the model has them")} and kept.down.scale.shape == (16, 1)
 
 
@@ -83,21 +83,21 @@ def test_a_largest_error() -> None:
     twellc.optimize(other, weights="fp8:blocks", fp8_error=0.001, samples=[{"input": x}])
     (found,) = bits(other).values()
     assert found[0] == 16 and re.fullmatch(
-        r"eight bits change its output by \d\.\d\d%, more than --fp8-error 0.001", found[1]
+        r"FP8 changes its output by \d\.\d\d%, more than --fp8-error 0.001", found[1]
     )
 
 
 @pytest.mark.parametrize("samples", [[torch.full((3, 16), torch.nan)], torch.full((2, 3, 16), torch.nan)])
 def test_an_error_that_is_not_finite(samples: Any) -> None:
     model = twellc.optimize(Gated().eval(), weights="fp8:blocks", fp8_error=0.5, samples=samples)
-    assert bits(model) == {"": (16, "what eight bits change could not be measured on the samples")}
+    assert bits(model) == {"": (16, "what FP8 changes could not be measured on the samples")}
 
 
 def test_a_weight_that_is_not_finite_changes_no_block() -> None:
     model = nn.Sequential(Gated(), broken()).eval()
     with pytest.raises(UserError, match="layer 1: w_up: cannot be quantised"):
         twellc.optimize(model, weights="fp8:blocks")
-    assert not any(isinstance(each, EightBitLinear) for each in model.modules())
+    assert not any(isinstance(each, Fp8Linear) for each in model.modules())
 
 
 def test_a_layer_of_two_blocks_is_quantised_once() -> None:
@@ -124,7 +124,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     ),
     "an error alone": (Gated, {"fp8_error": 0.1}, "--fp8-error 0.1: no weights are quantised"),
     "no samples": (Gated, {"weights": "fp8:blocks", "fp8_error": 0.1}, "fp8_error: there is nothing to measure it on"),
-    "training": (Gated, {"weights": "fp8:blocks", "training": True}, "weights in eight bits are not trained"),
+    "training": (Gated, {"weights": "fp8:blocks", "training": True}, "FP8 weights are not trained"),
     "running": (lambda: twellc.optimize(Gated().eval()), {"weights": "fp8:blocks"}, "Call twellc.restore"),
     "meta": (
         lambda: Gated().to("meta"),

@@ -1,4 +1,4 @@
-"""Layers with weights in eight bits: what they compute, what survives, and that their blocks run by the ops."""
+"""Layers with FP8 weights: what they compute, what survives, and that their blocks run by the ops."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch import Tensor, nn
 import twellc
 from tests.models import Gated, Plain, Written
 from tests.twellc.eager.test_optimize import ops_of, packed
-from twellc.eager.fp8_linear import EightBitLinear
+from twellc.eager.fp8_linear import Fp8Linear
 from twellc.plugins.fp8 import quantise
-from twellc.plugins.meaning import EIGHT_BITS
+from twellc.plugins.meaning import E4M3
 
 BF16 = torch.bfloat16
 
 
-def in_eight_bits(module: nn.Module, kind: str = "neuron", names: str = "") -> Any:
-    """Put layers in eight bits in the place of linear ones; `kind` is that of their weights [out, in]."""
+def in_fp8(module: nn.Module, kind: str = "neuron", names: str = "") -> Any:
+    """Put layers in FP8 in the place of linear ones; `kind` is that of their weights [out, in]."""
     for path, each in list(module.named_modules()):
         if type(each) is nn.Linear and each.weight.shape[0] != each.weight.shape[1] and names in path:
             weight, scale = quantise(each.weight, kind)
-            module.set_submodule(path, EightBitLinear(weight, scale, each.bias))
+            module.set_submodule(path, Fp8Linear(weight, scale, each.bias))
     return module.eval()
 
 
@@ -34,7 +34,7 @@ def wide(module: Any) -> Any:
     """Return a copy in float64 of what the weights are worth."""
     module = copy.deepcopy(module)
     for path, each in list(module.named_modules()):
-        if isinstance(each, EightBitLinear):
+        if isinstance(each, Fp8Linear):
             linear = nn.Linear(each.in_features, each.out_features, bias=each.bias is not None)
             linear.weight = nn.Parameter(each.weight.double() * each.scale.double())
             linear.register_parameter("bias", each.bias)
@@ -47,7 +47,7 @@ def test_what_a_layer_computes() -> None:
     linear, x = nn.Linear(16, 24).to(BF16), torch.randn(3, 16).to(BF16)
     for kind, shape in (("neuron", (24, 1)), ("output", (1, 16)), ("tensor", ())):
         weight, scale = quantise(linear.weight, kind)
-        layer = EightBitLinear(weight, scale, linear.bias)
+        layer = Fp8Linear(weight, scale, linear.bias)
         assert layer.scale.shape == shape and (layer.in_features, layer.out_features) == (16, 24)
         expected = nn.functional.linear(x, (weight.float() * scale).to(BF16), linear.bias)
         assert torch.equal(layer(x), expected)
@@ -81,7 +81,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], torch.dtype]] = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("optimized", [False, True])
 def test_bytes_and_scales_survive(change: str, optimized: bool) -> None:
-    module = in_eight_bits(Gated(biases="gud").to(BF16))
+    module = in_fp8(Gated(biases="gud").to(BF16))
     before = {name: each.clone() for name, each in module.state_dict().items()}
     if optimized:
         twellc.optimize(module)
@@ -108,7 +108,7 @@ BLOCKS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 def test_blocks_run_by_the_op(name: str) -> None:
     make, kind = BLOCKS[name]
     torch.manual_seed(0)
-    block, x = in_eight_bits(make().to(BF16), kind), torch.randn(2, 3, 16).to(BF16)
+    block, x = in_fp8(make().to(BF16), kind), torch.randn(2, 3, 16).to(BF16)
     truth, size = wide(block)(x.double()), sum(each.nbytes for each in block.parameters())
     with torch.no_grad():
         plain = block(x)
@@ -120,7 +120,7 @@ def test_blocks_run_by_the_op(name: str) -> None:
 
 
 def test_a_block_of_neurons_scales() -> None:
-    block = in_eight_bits(in_eight_bits(Gated().to(BF16), "output", "down"))
+    block = in_fp8(in_fp8(Gated().to(BF16), "output", "down"))
     assert block.down.scale.shape == (1, 40)
     x = torch.randn(5, 16).to(BF16)
     found, counts = ops_of(twellc.optimize(block), x)
@@ -132,21 +132,21 @@ def test_what_is_not_taken() -> None:
     said = "1 layers in E4M3 that no block by the op reads compute in 16 bits, dequantised in each call: up"
     with (
         pytest.warns(UserWarning, match=said),
-        pytest.warns(UserWarning, match="some of its weights are in eight bits, and others not"),
+        pytest.warns(UserWarning, match="some of its weights are in FP8, and others not"),
     ):
-        twellc.optimize(in_eight_bits(Gated(), names="up"))
+        twellc.optimize(in_fp8(Gated(), names="up"))
     with pytest.warns(UserWarning, match="gate has a scale for each input"):
-        twellc.optimize(in_eight_bits(Gated(), "output"))
-    with pytest.warns(UserWarning, match="its weights are in eight bits, which are not trained"):
-        twellc.optimize(in_eight_bits(Gated()), training=True)
-    block = in_eight_bits(Gated())
+        twellc.optimize(in_fp8(Gated(), "output"))
+    with pytest.warns(UserWarning, match="its weights are in FP8, which are not trained"):
+        twellc.optimize(in_fp8(Gated()), training=True)
+    block = in_fp8(Gated())
     block.up.register_forward_hook(lambda *_: None)
     with pytest.warns(UserWarning, match="no submodule is a feed-forward block"):
         twellc.optimize(block)
 
 
 def test_the_original_runs_for_gradients() -> None:
-    block = twellc.optimize(in_eight_bits(Gated()))
+    block = twellc.optimize(in_fp8(Gated()))
     x: Tensor = torch.randn(2, 16, requires_grad=True)
     block(x).sum().backward()
-    assert x.grad is not None and block.gate.weight.dtype == EIGHT_BITS
+    assert x.grad is not None and block.gate.weight.dtype == E4M3

@@ -254,13 +254,13 @@ def test_a_model_in_float32_runs_in_bfloat16(talker: Path) -> None:
     assert models.SMALL["num_hidden_layers"] == 2 and "2 feed-forward blocks" in llm.model.decoder.backend.name
 
 
-def test_blocks_in_eight_bits(family: Family, tmp_path: Path) -> None:
+def test_blocks_in_fp8(family: Family, tmp_path: Path) -> None:
     folder, _ = family("llama", vocab_size=models.VOCABULARY)
     models.make_tokenizer(folder)
     (tmp_path / "text").write_text("some words to measure on")
     measured: dict[str, Any] = {"fp8_error": 0.5, "text": tmp_path / "text"}
     backend = load_directory(folder, "cuda", "bf16", weights="fp8:blocks", **measured)
-    assert "2 feed-forward blocks by the twell ops, 2 in eight bits" in backend.name
+    assert "2 feed-forward blocks by the twell ops, 2 in FP8" in backend.name
     ours = CausalModel(backend, backend.model.config, GenerationConfig(pad_token_id=0))
     tokens = ours.generate(**prompts(*LENGTHS), max_new_tokens=20)
     dense = twellc.restore(copy.deepcopy(backend.model))

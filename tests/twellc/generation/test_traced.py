@@ -81,12 +81,12 @@ def test_answers(family: Family) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("device", BOTH)
 def test_compiled(device: str, bytelm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With weights in eight bits: what torch.compile makes of the program writes caches in place, too."""
+    """With FP8 weights: what torch.compile makes of the program writes caches in place, too."""
     if device == "cpu":
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     given = (bytelm, device, "bf16", 40)
     eager, compiled = (load_traced(*given, each, weights="fp8")[0] for each in (False, True))
-    assert "4 feed-forward blocks (4 in eight bits) and 9 linear layers (8 in eight bits)" in compiled.name
+    assert "4 feed-forward blocks (4 in FP8) and 9 linear layers (8 in FP8)" in compiled.name
     for rows in (1, 3):
         ids = torch.randint(3, 96, (rows, 40))
         (found, *_), (expected, *_) = (feed(each, ids, [20] * rows) for each in (compiled, eager))

@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 import twellc
 from tests import models
 from twellc.base.errors import UserError
-from twellc.eager.fp8_linear import EightBitLinear
+from twellc.eager.fp8_linear import Fp8Linear
 from twellc.generation.directory import load_directory
 from twellc.loaders.cached import load_with_cache
 from twellc.loaders.huggingface import open_directory
@@ -25,7 +25,7 @@ from twellc.loaders.model import load_model
 from twellc.loaders.precision import choose_dtype
 from twellc.options.source import CacheOptions, TracingOptions
 from twellc.plugins.fp8 import quantise
-from twellc.plugins.meaning import EIGHT_BITS
+from twellc.plugins.meaning import E4M3
 
 Tensors = dict[str, Tensor]
 GATE = "model.layers.0.mlp.gate_proj"
@@ -45,7 +45,7 @@ def blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = (-(-size // 128) for size in weight.shape)
     scale = 0.01 + torch.rand(rows, columns) / 100
     wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: weight.shape[0], : weight.shape[1]]
-    return (weight / wide).to(EIGHT_BITS), scale
+    return (weight / wide).to(E4M3), scale
 
 
 def by_output(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,7 +92,7 @@ def edit(folder: Path, **changes: Any) -> None:
 
 
 def write(folder: Path, form: str) -> Tensors:
-    """Store the projections of a directory's layers in eight bits; return what all its tensors are worth."""
+    """Store the projections of a directory's layers in FP8; return what all its tensors are worth."""
     config, second, suffix, make, stored = FORMS[form]
     edit(folder, quantization_config=config)
     if second is not None:
@@ -124,7 +124,7 @@ def test_blocks_keep_their_bytes(form: str, folder: Path) -> None:
     worth, stored = write(folder, form), load_file(folder / "model.safetensors")
     model, config, notes = open_directory(folder)
     assert "quantization_config" not in config and not hasattr(model.config, "quantization_config")
-    layers = {path: each for path, each in model.named_modules() if isinstance(each, EightBitLinear)}
+    layers = {path: each for path, each in model.named_modules() if isinstance(each, Fp8Linear)}
     kept = 8 if form == "blocks" else 14  # attention's are not larger than a block, which has one scale then
     assert len(layers) == kept
     for path, layer in layers.items():
@@ -136,24 +136,24 @@ def test_blocks_keep_their_bytes(form: str, folder: Path) -> None:
     }
     assert all(torch.equal(found[name], tensor) for name, tensor in worth.items())
     said = "; ".join(notes)
-    assert f"{kept} matrices keep their eight bits" in said
+    assert f"{kept} matrices stay in FP8" in said
     dequantised = "6 matrices in E4M3 with scales for blocks of 128 x 128 are dequantised to bfloat16: model.layers.0."
     assert (dequantised in said) == (form == "blocks")
 
 
-def test_generation_runs_blocks_in_eight_bits(folder: Path) -> None:
+def test_generation_runs_blocks_in_fp8(folder: Path) -> None:
     write(folder, "FP8_DYNAMIC")
     backend = load_directory(folder, "cpu")
-    assert "2 feed-forward blocks by the twell ops, 2 in eight bits" in backend.name
+    assert "2 feed-forward blocks by the twell ops, 2 in FP8" in backend.name
     gate = backend.model.get_submodule(GATE)
-    assert gate.weight.dtype == EIGHT_BITS
+    assert gate.weight.dtype == E4M3
     backend = load_directory(folder, "cpu", layers="layers.1")
     assert any("11 layers in E4M3 that no block by the op reads are dequantised" in note for note in backend.notes)
     assert type(backend.model.get_submodule(GATE)) is torch.nn.Linear
 
 
-@pytest.mark.parametrize(("fp8_error", "moved"), [(None, [EIGHT_BITS]), (1.0, [torch.bfloat16, EIGHT_BITS])])
-def test_blocks_are_moved_in_eight_bits(
+@pytest.mark.parametrize(("fp8_error", "moved"), [(None, [E4M3]), (1.0, [torch.bfloat16, E4M3])])
+def test_blocks_are_moved_in_fp8(
     bytelm: Path, tmp_path: Path, fp8_error: float | None, moved: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU never holds the 16 bits of all of them, unless it is to measure what quantising changes."""
@@ -171,11 +171,11 @@ def test_a_program_has_the_bytes(folder: Path) -> None:
     assert [layer.weights and layer.weights.bits for layer in rewritten.layers] == [8, 8]
     narrow = [row.weights is not None and row.weights.bits == 8 for row in rewritten.linear]
     assert narrow == [True] * 4 + [False] and rewritten.linear[-1].modules == ["lm_head"]
-    said = "{} weights that the model has in eight bits are dequantised: "
+    said = "{} weights that the model has in FP8 are dequantised: "
     for layers, linear, count in (("none", "tensorrt", 14), ("all", "tensorrt", 8), ("all", "auto", 0)):
         notes = twellc.inspect(folder, layers=layers, linear=linear).description.notes
         assert any(note.startswith(said.format(count)) for note in notes) == (count > 0)
-    held = [each for each in rewritten.program.state_dict.values() if each.dtype == EIGHT_BITS]
+    held = [each for each in rewritten.program.state_dict.values() if each.dtype == E4M3]
     for name in ("gate_proj.weight", "up_proj.weight", "down_proj.weight"):
         weight = stored[f"model.layers.1.mlp.{name}"].float()
         matrix = weight.T if name.startswith("down") else weight
@@ -188,7 +188,7 @@ def test_what_was_quantised_here_is_read_again(folder: Path) -> None:
     model, _, _ = open_directory(folder)
     twellc.restore(twellc.optimize(model, weights="fp8:blocks")).save_pretrained(folder)
     again, _, notes = open_directory(folder)
-    assert notes == ["6 matrices keep their eight bits, E4M3, where an op of twellc reads them"]
+    assert notes == ["6 matrices stay in FP8, E4M3, where an op of twellc reads them"]
     ids = torch.arange(7)[None]
     assert torch.equal(again(ids).logits, model(ids).logits)
     assert again.get_submodule("model.layers.1.mlp.down_proj").scale.shape == (1, 320)
@@ -206,7 +206,7 @@ def test_a_program_keeps_its_precision(folder: Path) -> None:
 def test_a_cache_in_float16(folder: Path) -> None:
     write(folder, "FP8_DYNAMIC")
     found = load_with_cache(folder, CacheOptions(8), "last", "fp16")
-    assert sum(each.dtype == EIGHT_BITS for each in found.program.state_dict.values()) == 14
+    assert sum(each.dtype == E4M3 for each in found.program.state_dict.values()) == 14
 
 
 def test_a_block_with_a_matrix_in_16_bits(folder: Path) -> None:
@@ -217,7 +217,7 @@ def test_a_block_with_a_matrix_in_16_bits(folder: Path) -> None:
     tensors |= {f"{GATE}.weight": worth[f"{GATE}.weight"], "model.layers.0.self_attn.k_proj.k_scale": torch.ones(())}
     save_file(tensors, folder / "model.safetensors")
     model, _, notes = open_directory(folder)
-    layers = [path for path, each in model.named_modules() if isinstance(each, EightBitLinear) and ".mlp." in path]
+    layers = [path for path, each in model.named_modules() if isinstance(each, Fp8Linear) and ".mlp." in path]
     assert {path[:14] for path in layers} == {"model.layers.1"}
     assert any(note.startswith("1 scales of activations and caches are not used") for note in notes)
 
@@ -277,7 +277,7 @@ def test_matrices_are_where_transformers_puts_them(kind: str, tmp_path: Path) ->
     narrow = {name: weight for name, (weight, _) in stored.items()}
     save_file(tensors | narrow | {f"{name}_scale": scale for name, (_, scale) in stored.items()}, file)
     model, _, _ = open_directory(tmp_path)
-    layers = {path: each for path, each in model.named_modules() if isinstance(each, EightBitLinear)}
+    layers = {path: each for path, each in model.named_modules() if isinstance(each, Fp8Linear)}
     found = model.state_dict() | {f"{path}.weight": each.worth(torch.bfloat16) for path, each in layers.items()}
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert len([path for path in layers if "lm_head" not in path]) == count
@@ -304,6 +304,6 @@ def test_layers_whose_weight_the_model_looks_at(tmp_path: Path) -> None:
         tensors[name], tensors[f"{name}_scale"] = quantise(tensors[name], "neuron")
     save_file(tensors, tmp_path / "model.safetensors")
     model, _, _ = open_directory(tmp_path)
-    layers = {path.rpartition(".")[2] for path, each in model.named_modules() if isinstance(each, EightBitLinear)}
+    layers = {path.rpartition(".")[2] for path, each in model.named_modules() if isinstance(each, Fp8Linear)}
     assert layers == {"q"}
     assert {layer.reason for layer in twellc.rewrite(tmp_path).layers} == {"matches"}

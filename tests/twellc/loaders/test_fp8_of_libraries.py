@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests import models
 from twellc.base.errors import UserError
-from twellc.eager.fp8_linear import EightBitLinear
+from twellc.eager.fp8_linear import Fp8Linear
 from twellc.loaders.huggingface import open_directory
 
 pytestmark = pytest.mark.slow  # to import these libraries takes long
@@ -56,8 +56,8 @@ def undone(folder: Path) -> Any:
 
 
 def worth(model: Any) -> Worth:
-    """Return the parameters of a model, and of layers in eight bits what they are worth."""
-    layers = {path: each for path, each in model.named_modules() if isinstance(each, EightBitLinear)}
+    """Return the parameters of a model, and of layers in FP8 what they are worth."""
+    layers = {path: each for path, each in model.named_modules() if isinstance(each, Fp8Linear)}
     assert len(layers) in (0, 14)
     found = {f"{path}.weight": each.worth(torch.bfloat16) for path, each in layers.items()}
     return {**{name: each for name, each in model.state_dict().items() if not name.endswith("scale")}, **found}
@@ -74,7 +74,7 @@ def worth(model: Any) -> Worth:
 def test_compressed_tensors(preset: str, kept: int, sizes: dict[str, int], tmp_path: Path) -> None:
     by_compressed_tensors(preset, tmp_path, **sizes)
     model, _, _ = open_directory(tmp_path)
-    assert sum(isinstance(each, EightBitLinear) for each in model.modules()) == kept
+    assert sum(isinstance(each, Fp8Linear) for each in model.modules()) == kept
     found, expected = worth(model), undone(tmp_path).state_dict()
     assert found.keys() == expected.keys() and all(torch.equal(found[name], each) for name, each in expected.items())
 

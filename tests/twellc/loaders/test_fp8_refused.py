@@ -1,4 +1,4 @@
-"""Hugging Face directories with weights in eight bits that are refused, each with what helps."""
+"""Hugging Face directories with FP8 weights that are refused, each with what helps."""
 
 from __future__ import annotations
 

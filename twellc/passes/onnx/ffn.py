@@ -33,12 +33,12 @@ from twellc.base.errors import UserError, first_line
 from twellc.passes.decide import Advise, decide, options_of
 from twellc.passes.fold_constants import fold_constants_in
 from twellc.passes.fold_weights import fold_weights_in
-from twellc.passes.fp8 import EightBits, Wish, both_forms, eight_bits_of, judge, said_dequantised
+from twellc.passes.fp8 import Fp8, Wish, both_forms, fp8_of, judge, said_dequantised
 from twellc.passes.graph.program import free_name
 from twellc.passes.match.find_ffn import FfnBlock, find_blocks
 from twellc.passes.match.linear import Weight
 from twellc.passes.onnx.carry import carry
-from twellc.passes.onnx.graph import Shadow, constant_values, in_eight_bits, names_in_eight_bits, shadow_of
+from twellc.passes.onnx.graph import Shadow, constant_values, in_fp8, names_in_fp8, shadow_of
 from twellc.passes.precision import convert
 from twellc.passes.report import Layer
 from twellc.passes.rewrite_ffn import arranged_copy, weights_of
@@ -74,7 +74,7 @@ class OnnxBlocks:
         ends: Names of the tensors of each.
         casts: Whether some of those that are rewritten compute in float32 in the model.
         folds: Whether some of them have weights that the model computes, or that constants are folded into.
-        dequantised: What the user should know of their weights in eight bits that are dequantised.
+        dequantised: What the user should know of their FP8 weights that are dequantised.
     """
 
     model: onnx.ModelProto
@@ -87,7 +87,7 @@ class OnnxBlocks:
 
     @property
     def narrow(self) -> bool:
-        """Whether weights of some that are rewritten are read in eight bits."""
+        """Whether weights of some that are rewritten are read in FP8."""
         return any(layer.weights is not None and layer.weights.bits == 8 for layer in self.layers)
 
 
@@ -126,7 +126,7 @@ def find_onnx_blocks(
     casts = any(given[index] == torch.float32 for index in taken)
     folds = any(_is_folded(blocks[index], shadow) for index in taken)
     wide = [weights_of(blocks[index], lambda each, _: each) for index in taken if not _is_narrow(blocks[index])]
-    names = (names_in_eight_bits(shadow.tensors[each.node]) for weights in wide for each in weights.named().values())
+    names = (names_in_fp8(shadow.tensors[each.node]) for weights in wide for each in weights.named().values())
     dequantised = said_dequantised(list(dict.fromkeys(chain.from_iterable(names))))
     return OnnxBlocks(model, blocks, decisions, ends, casts, folds, dequantised)
 
@@ -158,7 +158,7 @@ def lower_onnx(found: OnnxBlocks, dense_fp8: bool = False) -> onnx.ModelProto:
 
     Args:
         found: The blocks.
-        dense_fp8: Whether blocks with weights in eight bits become nodes of the domain `DENSE_FP8`, which have the
+        dense_fp8: Whether blocks with FP8 weights become nodes of the domain `DENSE_FP8`, which have the
             form of `twell` nodes.
     """
 
@@ -216,7 +216,7 @@ def lower_onnx(found: OnnxBlocks, dense_fp8: bool = False) -> onnx.ModelProto:
 
 
 def narrow_weights(found: OnnxBlocks) -> list[tuple[WeightOperands[torch.Tensor], WeightOperands[torch.Tensor]] | None]:
-    """Return for each block that is rewritten its weights in eight bits, and as the model has them.
+    """Return for each block that is rewritten its FP8 weights, and as the model has them.
 
     None stands for one whose weights are read in 16 bits.
     """
@@ -231,8 +231,8 @@ def narrow_weights(found: OnnxBlocks) -> list[tuple[WeightOperands[torch.Tensor]
     return result
 
 
-def _stored(shadow: Shadow) -> Callable[[Weight], EightBits | None]:
-    return lambda weight: in_eight_bits(shadow.tensors[weight.node])
+def _stored(shadow: Shadow) -> Callable[[Weight], Fp8 | None]:
+    return lambda weight: in_fp8(shadow.tensors[weight.node])
 
 
 def _values(shadow: Shadow, weight: Weight) -> torch.Tensor:
@@ -344,7 +344,7 @@ _Make = Callable[[FfnBlock, Layer, Operands[gs.Tensor], gs.Tensor, Callable[[], 
 def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto:
     (graph, shadow), blocks = _open(found.model)
     arranged: dict[tuple[str, Any, bool, torch.dtype], gs.Tensor] = {}
-    eight_bits: dict[tuple[Any, ...], dict[str, gs.Tensor]] = {}
+    fp8: dict[tuple[Any, ...], dict[str, gs.Tensor]] = {}
     taken = {*graph.tensors(), *(tensor.name for tensor in shadow.tensors.values())}
 
     def unique(name: str) -> str:
@@ -352,19 +352,19 @@ def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto
         taken.add(result)
         return result
 
-    def constants_in_eight_bits(block: FfnBlock) -> dict[str, gs.Tensor]:
-        """Return the matrices and scales of a block that is read in eight bits, by name."""
+    def constants_in_fp8(block: FfnBlock) -> dict[str, gs.Tensor]:
+        """Return the matrices and scales of a block that is read in FP8, by name."""
         weights = weights_of(block, lambda weight, _: weight).named()
         key = tuple((shadow.tensors[each.node].name, each.rows, each.in_out) for each in weights.values())
-        if key not in eight_bits:
+        if key not in fp8:
             made = {}
-            found_bits = eight_bits_of(block, _stored(shadow), functools.partial(_values, shadow), None)
+            found_bits = fp8_of(block, _stored(shadow), functools.partial(_values, shadow), None)
             for name, values in found_bits.items():
                 stem = shadow.tensors[weights[name.removesuffix("_scale")].node].name
                 suffix = "scale" if name in SCALES else "e4m3"
                 made[name] = gs.Constant(unique(f"{stem}_{suffix}"), to_numpy(values))
-            eight_bits[key] = made
-        return eight_bits[key]
+            fp8[key] = made
+        return fp8[key]
 
     def arrange(weight: Weight, role: TensorField, dtype: torch.dtype, narrow: dict[str, gs.Tensor]) -> gs.Tensor:
         if role.name in narrow:
@@ -394,7 +394,7 @@ def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto
         block = replace(found_block, dtype=judged.dtype, weights=judged.weights)
         y = shadow.tensors[block.y]
         residual = shadow.tensors[block.residual.other] if block.residual else None  # none between casts
-        narrow = constants_in_eight_bits(block) if _is_narrow(block) else {}
+        narrow = constants_in_fp8(block) if _is_narrow(block) else {}
         place = functools.partial(arrange, dtype=block.dtype, narrow=narrow)
         weights = WeightOperands(**{**weights_of(block, place).named(), **narrow})
         operands = weights.of(shadow.tensors[block.x], residual)

@@ -25,10 +25,10 @@ from torch.fx import Graph, Node
 
 from twellc.base.arrays import to_numpy, to_torch
 from twellc.base.dtypes import BY_ONNX
-from twellc.passes.fp8 import EightBits, as_scale
+from twellc.passes.fp8 import Fp8, as_scale
 from twellc.passes.graph.constants import evaluate
 from twellc.passes.graph.program import free_name
-from twellc.plugins.meaning import EIGHT_BITS
+from twellc.plugins.meaning import E4M3
 
 aten = torch.ops.aten
 
@@ -119,7 +119,7 @@ def _dequantised_source(tensor: gs.Tensor) -> gs.Tensor:
     return source if dequantised else tensor
 
 
-def in_eight_bits(tensor: gs.Tensor) -> EightBits | None:
+def in_fp8(tensor: gs.Tensor) -> Fp8 | None:
     """Return the matrix in E4M3 and its scales that a DequantizeLinear makes a constant of; None for anything else."""
     tensor = _dequantised_source(tensor)
     if isinstance(tensor, gs.Constant) or len(tensor.inputs) != 1 or tensor.inputs[0].op != "DequantizeLinear":
@@ -128,7 +128,7 @@ def in_eight_bits(tensor: gs.Tensor) -> EightBits | None:
     values = [constant_values(each) for each in node.inputs if each.name]
     known = [each for each in values if each is not None]
     kinds = [dtype_of(each.dtype) for each in known]
-    if len(known) < max(len(values), 2) or kinds[0] != EIGHT_BITS or None in kinds or node.attrs.get("block_size"):
+    if len(known) < max(len(values), 2) or kinds[0] != E4M3 or None in kinds or node.attrs.get("block_size"):
         return None
     q, scale, *zero = map(to_torch, known)
     if any(bool(each.float().any()) for each in zero):
@@ -136,18 +136,18 @@ def in_eight_bits(tensor: gs.Tensor) -> EightBits | None:
     if scale.dim() == 1 and int(node.attrs.get("axis", 1)) % 2 == 0:
         scale = scale[:, None]
     found = as_scale(scale.float(), q.shape)
-    return None if found is None else EightBits(q, found)
+    return None if found is None else Fp8(q, found)
 
 
-def names_in_eight_bits(tensor: gs.Tensor) -> list[str]:
+def names_in_fp8(tensor: gs.Tensor) -> list[str]:
     """Return the names of the constants in E4M3 that a constant is made of."""
     if isinstance(tensor, gs.Constant):
-        return [tensor.name] if dtype_of(tensor.dtype) == EIGHT_BITS else []
+        return [tensor.name] if dtype_of(tensor.dtype) == E4M3 else []
     found = []
     for node in tensor.inputs:
         # A DequantizeLinear has its zero points in E4M3, too.
         operands = node.inputs[:1] if node.op == "DequantizeLinear" else node.inputs
-        found += [name for each in operands for name in names_in_eight_bits(each)]
+        found += [name for each in operands for name in names_in_fp8(each)]
     return found
 
 

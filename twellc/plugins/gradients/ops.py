@@ -162,7 +162,7 @@ def register_gradients(op: OpOverload, variant: Variant) -> None:
         refuse_forward_mode(given)
         if torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in given):
             operands, options = block_call_of(variant, arguments, named)
-            of = "weights in eight bits" if operands.scales() else "a threshold for each neuron"
+            of = "FP8 weights" if operands.scales() else "a threshold for each neuron"
             if operands.scales() or operands.thresholds is not None:
                 raise NotImplementedError(f"twell: a block with {of} has no gradients: use torch.no_grad()")
             operands, options = without_norm(operands, options)

@@ -30,7 +30,7 @@ PathCosts path_costs(twell_problem const& problem, DenseConfig const& config, De
 // rows, it starts only after all launches before these have ended.
 cudaError_t launch_dense(Call const& call, Gather const& gather, Schedule const& schedule, DenseConfig const& config);
 
-// The same with weights of eight bits, of a gated block on compute capability 9.0; gather.x is x in eight bits, of
+// The same with FP8 weights, of a gated block on compute capability 9.0; gather.x is x in FP8, of
 // which two count as one.
 cudaError_t launch_dense_bytes(Call const& call, Gather const& gather, Schedule const& schedule,
                                DenseConfig const& config, Quantised const& rounded, HiddenBytes const& h);

@@ -16,7 +16,7 @@ using GateTilings =
 constexpr char const* kName = "gate_sm90";
 constexpr char const* kByteName = "gate_bytes_sm90";
 
-// Those of eight bits.
+// Those in FP8.
 using ByteTilings = sm90::Tilings<sm90::Choices<64, 128, 160, 192, 208, 224, 240, 256>, sm90::Choices<>>;
 
 template <class Element>

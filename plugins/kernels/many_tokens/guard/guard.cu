@@ -22,7 +22,7 @@ constexpr float kDownShareGated = 0.5f;
 // How fast the rows of w_up of what finds no place in chunks are gathered, beside the time that it would take there.
 constexpr float kExcessBytesPerNs = 25000.0f;
 
-// With weights of eight bits, measured on an H100: how much slower than 16 bits their bytes are gathered, and how much
+// With FP8 weights, measured on an H100: how much slower than 16 bits their bytes are gathered, and how much
 // longer a round of products takes; of a plain block, how fast they are widened for dense rows, whichever these are.
 constexpr float kSlowerOfBytes = 1.5f;
 constexpr float kLongerOfBytes = 1.6f;

@@ -29,7 +29,7 @@ struct SparseInput {
     Gather gather;
     SparseRows rows;
     Chunks chunks;
-    Quantised rounded;  // of weights of eight bits
+    Quantised rounded;  // of FP8 weights
 };
 
 cudaError_t launch_sparse_up(Call const& call, SparseInput const& input, SparseConfig const& config);

@@ -31,7 +31,7 @@ constexpr int kNeurons = static_cast<int>(kUnitNonzeros) / kWarps;
 // A launch has a multiple of that many columns, or the last ones.
 constexpr int kLeastColumns = kLeastDotColumns;
 
-// Of weights of eight bits alone: x rounded to these, too.
+// Of FP8 weights alone: x rounded to these, too.
 template <class Stored>
 struct RoundedOf {};
 template <>
