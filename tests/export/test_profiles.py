@@ -10,8 +10,9 @@ from torch.export import Dim, ExportedProgram
 
 from tests.models import canonical
 from twellc.base.errors import UserError
-from twellc.export.profiles import input_specs, program_inputs, resolve_profiles
+from twellc.export.profiles import resolve_profiles
 from twellc.export.shapes import ShapeRange, parse_profile
+from twellc.passes.sizes.inputs import input_specs, program_inputs
 
 Range = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 

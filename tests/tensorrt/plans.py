@@ -13,11 +13,11 @@ from tests.models import export
 from tests.processes import TWELLC, captured
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.export.plan import build_plan
-from twellc.export.profiles import input_specs
 from twellc.export.runner import OpenPlan, open_plan, prepare
 from twellc.export.shapes import ShapeProfile
 from twellc.export.tensorrt_host import Host
 from twellc.passes.pipeline import PassOptions, run_passes
+from twellc.passes.sizes.inputs import input_specs
 
 # What other processes need to find: PYTHONPATH may have more than twellc.
 MODULE_PATH = [folder for folder in sys.path if folder]

@@ -18,7 +18,6 @@ from twellc.checks.reference import widen_sample
 from twellc.compiling.translate_torch import translate
 from twellc.export.onnx_export import save_onnx
 from twellc.export.plan import build_plan
-from twellc.export.profiles import resolve_profiles
 from twellc.export.runner import engine_layers, open_plan, prepare
 from twellc.export.shapes import ShapeRange
 from twellc.export.tensorrt_host import Host
@@ -120,9 +119,10 @@ def check_layers(host: Host, model: Path, dtype: str, forms: tuple[str, ...], pa
         model, backend=host.name, dtype=dtype, attention_forms=forms, padding=padding, profiles=(profile,)
     )
     translation = translate(options, lambda step: None)
-    profiles, _ = resolve_profiles(translation.inputs, list(options.profiles), translation.ranges)
     save_onnx(translation.graph, folder / "m.onnx")
-    build_plan(host.name, folder / "m.onnx", folder / "m.plan", profiles, [], [], "", False, lambda phase: None)
+    build_plan(
+        host.name, folder / "m.onnx", folder / "m.plan", translation.profiles, [], [], "", False, lambda phase: None
+    )
     plan = open_plan(host, folder / "m.plan", host.version)
     loaded = load_model(options)
     dense = in_precision(functionalize(loaded.program), DTYPES[dtype])

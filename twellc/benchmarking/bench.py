@@ -64,7 +64,6 @@ from twellc.benchmarking.timing import machine, refuse_without_gpu
 from twellc.checks.reference import widen_sample
 from twellc.compiling.fp8 import measure_errors, wish_of
 from twellc.compiling.translate_torch import rewrite
-from twellc.export.profiles import program_inputs
 from twellc.export.runner import OpenPlan
 from twellc.firing.calibration import LoadedCalibration, load_calibration
 from twellc.loaders.model import load_model
@@ -77,6 +76,7 @@ from twellc.passes.graph.execution import call_arguments
 from twellc.passes.pipeline import PassOptions, Rewritten
 from twellc.passes.precision import widen
 from twellc.passes.report import Layer
+from twellc.passes.sizes.inputs import program_inputs
 from twellc.plugins import library
 from twellc.samples.samples import Sample
 

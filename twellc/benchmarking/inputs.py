@@ -6,12 +6,12 @@ import torch
 
 from twellc.base.errors import UserError
 from twellc.checks.reference import integer_ranges
-from twellc.export.profiles import program_inputs
 from twellc.export.shapes import Shape
-from twellc.export.taken_sizes import relations_of
 from twellc.loaders.loaded import LoadedModel
 from twellc.options.commands import BenchOptions
-from twellc.passes.graph.size_assertions import fitting_sizes
+from twellc.passes.sizes.conditions import fitting_sizes
+from twellc.passes.sizes.find_relations import relations_of
+from twellc.passes.sizes.inputs import program_inputs
 from twellc.samples.samples import Limits, Sample, draw_sample, read_arrays, read_text
 
 # By the number of dynamic dimensions: sizes to measure at, as far as the model takes them. Of a language model they are
@@ -48,9 +48,8 @@ def make_samples(options: BenchOptions, model: LoadedModel) -> tuple[dict[str, S
         return samples, f"{options.text.name}: {ids.numel()} tokens, repeated where a shape has more"
     seed, integers = options.seed or 0, integer_ranges(model)
     generator = torch.Generator().manual_seed(seed)
-    symbols = _symbols(limits)
     samples = {
-        _name(shape): draw_sample(limits, integers, dict(zip(symbols, shape, strict=True)), generator)
+        _name(shape): draw_sample(limits, integers, dict(zip(limits.ranges, shape, strict=True)), generator)
         for shape in chosen
     }
     return samples, f"random, seed {seed}; how many neurons fire for them may be unlike real inputs"
@@ -60,20 +59,8 @@ def _name(shape: Shape) -> str:
     return "x".join(map(str, shape)) or "fixed"
 
 
-def _symbols(limits: Limits) -> dict[object, tuple[int, int]]:
-    """Return the symbols in the shapes of the inputs, in their order, with the least and the largest value."""
-    found: dict[object, tuple[int, int]] = {}
-    for spec in limits.inputs.specs:
-        for axis, dim in enumerate(spec.shape):
-            for symbol in sorted(getattr(dim, "free_symbols", ()), key=str):
-                low, high = limits.symbol_values(spec, axis, symbol)
-                before = found.get(symbol, (low, high))
-                found[symbol] = max(low, before[0]), min(high, before[1])
-    return found
-
-
 def _shapes(options: BenchOptions, limits: Limits) -> list[Shape]:
-    bounds = list(_symbols(limits).values())
+    bounds = list(limits.ranges.values())
 
     def fits(shape: Shape) -> bool:
         return len(shape) == len(bounds) and all(
@@ -97,24 +84,24 @@ def _shapes(options: BenchOptions, limits: Limits) -> list[Shape]:
 
 
 def _hints(limits: Limits) -> Shape:
-    return tuple(limits.inputs.hints[str(symbol)] for symbol in _symbols(limits))
+    return tuple(limits.inputs.hints[symbol] for symbol in limits.ranges)
 
 
 def _order(limits: Limits) -> str:
     """Return where the sizes of a shape stand in the inputs."""
-    places: dict[object, str] = {}
+    places: dict[str, str] = {}
     for spec in limits.inputs.specs:
         for axis, dim in enumerate(spec.shape):
             for symbol in getattr(dim, "free_symbols", ()):
-                places.setdefault(symbol, f"{spec.name}[{axis}]")
-    return " x ".join(places[symbol] for symbol in _symbols(limits))
+                places.setdefault(str(symbol), f"{spec.name}[{axis}]")
+    return " x ".join(places[symbol] for symbol in limits.ranges)
 
 
 def _together(limits: Limits, shape: Shape) -> Shape:
     """Return the sizes next to these that the model takes together; these where there are none."""
-    symbols = {str(symbol): bounds for symbol, bounds in _symbols(limits).items()}
-    fitting = fitting_sizes(limits.inputs.conditions, symbols, dict(zip(symbols, shape, strict=True)))
-    return shape if fitting is None else tuple(fitting[name] for name in symbols)
+    ranges = limits.ranges
+    fitting = fitting_sizes(limits.inputs.conditions, ranges, dict(zip(ranges, shape, strict=True)))
+    return shape if fitting is None else tuple(fitting[symbol] for symbol in ranges)
 
 
 def _windows(sample: Sample, ids: torch.Tensor, shape: Shape) -> Sample:

@@ -11,7 +11,6 @@ import torch
 from twellc.base.errors import UserError
 from twellc.benchmarking.contest import Contest
 from twellc.compiling.compiler import compile_model
-from twellc.export.profiles import ModelInputs
 from twellc.export.runner import OpenPlan, open_plan, prepare
 from twellc.export.shapes import ShapeRange
 from twellc.export.tensorrt_host import has_gpu, load_host, python_module
@@ -19,6 +18,7 @@ from twellc.options.commands import BenchOptions, CompileOptions
 from twellc.options.decisions import DecisionOptions
 from twellc.options.source import TracingOptions
 from twellc.options.weights import WeightOptions
+from twellc.passes.sizes.inputs import ModelInputs
 from twellc.samples.samples import Sample
 
 TENSORRT = "tensorrt"

@@ -21,6 +21,7 @@ from twellc.compiling.result import noted_settings
 from twellc.compiling.translate import translate_any
 from twellc.export.onnx_export import save_onnx
 from twellc.export.runner import PlanRunner, open_plan
+from twellc.export.shapes import ShapeProfile
 from twellc.export.tensorrt_host import load_host, why_not_here
 from twellc.loaders.onnx_file import load_onnx
 from twellc.loaders.onnx_format import looks_like_onnx
@@ -51,7 +52,7 @@ class Candidate:
     graph: tuple[Path, onnx.ModelProto] | None
     is_graph: bool
     note: str = ""
-    profile: dict[str, Any] | None = None
+    profile: ShapeProfile | None = None
     steps: Steps | None = None
 
 
@@ -101,7 +102,7 @@ def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], No
     settings: dict[str, Any] = manifest.settings.to_json()
     _refuse_foreign(options, settings)
     assert manifest.backend is not None and manifest.plan is not None  # see read_manifest
-    profile = {name: vars(shapes) for name, shapes in manifest.profiles[0].items()}
+    profile = manifest.profiles[0]
     kept = plan.parent / str(manifest.onnx.file)
     data = external_data(kept)
     is_kept = kept.is_file() and digest(kept, *([data] if data.is_file() else [])) == manifest.onnx.sha256

@@ -32,6 +32,7 @@ from twellc.checks.generation import GenerationAccuracy, generate_by_all_profile
 from twellc.checks.reference import BlockRuns, CandidateGraph, OnnxReference, Outputs, Reference, Runs, TorchReference
 from twellc.compiling.manifest import CacheSettings
 from twellc.compiling.result import noted_layers
+from twellc.export.shapes import ShapeProfile
 from twellc.loaders.huggingface_inputs import read_sizes
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
@@ -365,7 +366,7 @@ def _load_as_compiled(options: CheckOptions, settings: dict[str, Any]) -> Loaded
 
 
 def _samples(
-    options: CheckOptions, reference: Reference, profile: dict[str, Any] | None
+    options: CheckOptions, reference: Reference, profile: ShapeProfile | None
 ) -> tuple[list[Sample], str, list[str], bool]:
     """Return the samples, what they are, notes on them, and whether they are a text to predict."""
     limits = Limits(reference.inputs, profile, reference.token_ids)

@@ -30,7 +30,6 @@ from twellc.checks.fp8 import (
     with_worth,
 )
 from twellc.decisions.advise import repeat
-from twellc.export.profiles import ModelInputs, program_inputs
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.onnx_models import choose_onnx_dtype, integer_range, model_inputs, open_model, refuse_rewritten
 from twellc.loaders.precision import choose_dtype
@@ -49,6 +48,7 @@ from twellc.passes.onnx.precision import widen_onnx
 from twellc.passes.pipeline import Passed, PassOptions, Stage, run_until
 from twellc.passes.precision import round_numbers, widen
 from twellc.passes.report import Layer
+from twellc.passes.sizes.inputs import ModelInputs, program_inputs
 from twellc.samples.samples import Sample
 
 Outputs = list[torch.Tensor]

@@ -13,7 +13,6 @@ from torch.export.passes import move_to_device_pass
 from twellc.base.devices import choose_device
 from twellc.base.dtypes import torch_dtype
 from twellc.base.errors import UserError
-from twellc.export.profiles import program_inputs
 from twellc.loaders.loaded import LoadedModel
 from twellc.options.commands import CompileOptions
 from twellc.options.weights import FP8, KEEP, WeightOptions
@@ -23,6 +22,7 @@ from twellc.passes.graph.execution import Runner
 from twellc.passes.graph.program import editable, tensor_of
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.pipeline import PassOptions, Stage, run_until
+from twellc.passes.sizes.inputs import program_inputs
 from twellc.plugins.block import BlockOptions, Operands, WeightOperands
 from twellc.plugins.ops import run_block
 from twellc.samples.samples import Limits, Sample, read_arrays, read_text

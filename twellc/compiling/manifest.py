@@ -17,13 +17,13 @@ from twellc.base.records import OPTIONAL, Amount, Count, OneOf, Range, Record, S
 from twellc.base.version import __version__
 from twellc.compiling.summary import TranslationSummary
 from twellc.export.plan import Plan
-from twellc.export.relations import SizeRelation
 from twellc.export.shapes import LARGEST_SIZE, ShapeProfile
 from twellc.export.tensorrt_host import python_module
 from twellc.options.commands import CompileOptions
 from twellc.options.source import LOGITS, PADDINGS
 from twellc.options.weights import WEIGHTS
 from twellc.passes.report import Attention, Compression, Layer, Linear, Repeated
+from twellc.passes.sizes.relations import SizeRelation
 from twellc.plugins.library import (
     APPEND_NAME,
     ATTENTION_FORMS,

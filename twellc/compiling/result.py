@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import onnx
@@ -13,8 +13,6 @@ from twellc.base.errors import UserError, first_few
 from twellc.base.records import of_json, parse_json
 from twellc.base.version import __version__
 from twellc.compiling.summary import Translated
-from twellc.export.profiles import ModelInputs
-from twellc.loaders.loaded import DimensionRange
 from twellc.options.commands import CompileOptions
 from twellc.passes.report import Layer
 from twellc.plugins.block import compression_of
@@ -28,14 +26,10 @@ class Translation(Translated):
 
     Attributes:
         kind: The kind of model.
-        inputs: The inputs of the graph.
-        ranges: (min, opt, max) of the default optimization profile, by symbol.
         graph: The graph.
     """
 
     kind: str
-    inputs: ModelInputs
-    ranges: dict[str, DimensionRange] = field(default_factory=dict)
     graph: onnx_ir.Model
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from twellc.base.caches import KeyValueCache
-from twellc.export.relations import SizeRelation
 from twellc.export.shapes import ShapeProfile
 from twellc.passes.report import Attention, Layer, Linear
+from twellc.passes.sizes.relations import SizeRelation
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Translated:
         notes: What the user should know.
         warnings: What the user should worry about.
         cache: The key-value cache; None of a model without one.
+        profiles: The optimization profiles.
         relations: What a caller must keep of sizes of inputs.
     """
 
@@ -47,6 +48,7 @@ class Translated:
     notes: list[str]
     warnings: list[str]
     cache: KeyValueCache | None = None
+    profiles: list[ShapeProfile]
     relations: list[SizeRelation] = field(default_factory=list)
 
 
@@ -56,12 +58,10 @@ class TranslationSummary(Translated):
 
     Attributes:
         model: Name, kind and SHA-256 of the model.
-        profiles: The optimization profiles.
         graphs: The graph; one for each rank if there are several.
         external_data: The files beside an ONNX model that hold its weights.
     """
 
     model: dict[str, str]
-    profiles: list[ShapeProfile]
     graphs: list[GraphFiles]
     external_data: list[Path]

@@ -14,7 +14,6 @@ from twellc.compiling.summary import GraphFiles, Translated, TranslationSummary
 from twellc.compiling.translate_onnx import translate_onnx
 from twellc.compiling.translate_torch import translate_for_ranks
 from twellc.export.onnx_export import check_types, save_onnx
-from twellc.export.profiles import resolve_profiles
 from twellc.export.refused_nodes import cure, describe, refused_nodes
 from twellc.loaders.loaded import fingerprint
 from twellc.loaders.onnx_file import external_files
@@ -26,7 +25,7 @@ def translate_to_file(options: CompileOptions, onnx_path: Path, progress: Callab
     """Translate a model and write the graph to `onnx_path`, or those of several ranks beside it.
 
     Raises:
-        UserError: See `translate` and `resolve_profiles`.
+        UserError: See `translate`.
     """
     first, graphs, warnings = None, [], []
     for translation, path in zip(_translations(options, progress), options.graphs(onnx_path), strict=True):
@@ -38,15 +37,13 @@ def translate_to_file(options: CompileOptions, onnx_path: Path, progress: Callab
             first = translation
             warnings = [*first.warnings, *(_warnings(path) if options.backend == "none" else [])]
     assert first is not None
-    profiles, notes = resolve_profiles(first.inputs, options.requested_profiles, first.ranges)
     is_onnx = looks_like_onnx(options.model)
     external_data = external_files(options.model) if is_onnx else []
     sha256 = digest(options.model, *external_data) if is_onnx else fingerprint(options.model)
     known = {each.name: getattr(first, each.name) for each in fields(Translated)}
     return TranslationSummary(
-        **{**known, "notes": first.notes + notes, "warnings": warnings},
+        **{**known, "warnings": warnings},
         model={"name": options.model.name, "kind": options.in_memory or first.kind, "sha256": sha256},
-        profiles=profiles,
         graphs=graphs,
         external_data=external_data,
     )

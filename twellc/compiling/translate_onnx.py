@@ -15,10 +15,9 @@ from twellc.decisions.advise import Advisor, repeat
 from twellc.decisions.choose import Tokens
 from twellc.decisions.targets import choose_target, gpu_at_hand
 from twellc.export.names import distinct_outputs, name_ends
-from twellc.export.profiles import ModelInputs, resolve_profiles
+from twellc.export.profiles import plan_sizes
 from twellc.export.rotary_halves import RotaryHalves
 from twellc.export.shapes import ShapeProfile
-from twellc.export.taken_sizes import relation_notes, size_relations
 from twellc.loaders.cached import no_directory
 from twellc.loaders.onnx_models import (
     KIND,
@@ -36,6 +35,7 @@ from twellc.passes.dump import GraphDump
 from twellc.passes.fp8 import Wish
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.onnx.ffn import OnnxBlocks, find_onnx_blocks, rewrite_onnx
+from twellc.passes.sizes.inputs import ModelInputs
 
 
 def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> Translation:
@@ -66,17 +66,16 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     inputs = model_inputs(options.model, model)
     dtype = choose_onnx_dtype(model, options.dtype)
     progress("rewriting feed-forward blocks")
-    profiles, _ = resolve_profiles(inputs, list(options.profiles), {})
-    relations, size_warnings = size_relations(str(options.model), inputs, profiles)
+    sizes = plan_sizes(str(options.model), inputs, list(options.profiles), {})
     target = choose_target(options.target_gpu, gpu_at_hand())
-    advisor = Advisor(target, rows_of_inputs(inputs, profiles), compression=options.compression)
+    advisor = Advisor(target, rows_of_inputs(inputs, sizes.profiles), compression=options.compression)
     advise = advisor if options.decided is None else repeat(options.decided)
     found = find_onnx_blocks(model, torch_dtype(dtype), options.layers, advise, Wish(options.weights != KEEP))
     rewritten = rewrite_onnx(found, options.compression)
     dump = GraphDump(options.dump_graphs)
     dump.text("source", lambda: onnx.helper.printable_graph(model.graph))
     dump.text("rewrite_onnx", lambda: onnx.helper.printable_graph(rewritten.graph))
-    warnings = [*check_matches(found.layers, options), *size_warnings]
+    warnings = [*check_matches(found.layers, options), *sizes.warnings]
     graph = RotaryHalves()(_as_ir(rewritten)).model
     names = [spec.name for spec in inputs.specs]
     outputs, renamed = distinct_outputs(names, [value.name for value in model.graph.output])
@@ -88,13 +87,13 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     settings = annotate(graph, found.layers, dtype if is_low else UNCHANGED, options, traced_by)
     return Translation(
         kind=KIND,
-        inputs=inputs,
         graph=graph,
         settings=settings,
         layers=found.layers,
-        notes=[*renamed, *onnx_notes(found, dtype), *advisor.notes(found.layers), *relation_notes(relations)],
+        notes=[*renamed, *onnx_notes(found, dtype), *advisor.notes(found.layers), *sizes.notes],
         warnings=warnings,
-        relations=relations,
+        profiles=sizes.profiles,
+        relations=sizes.relations,
     )
 
 

@@ -21,10 +21,8 @@ from twellc.decisions.choose import Tokens
 from twellc.decisions.targets import choose_target, gpu_at_hand
 from twellc.export.attention_forms import choose_forms
 from twellc.export.onnx_export import export_onnx, opset_of
-from twellc.export.profiles import ModelInputs, program_inputs, resolve_profiles, symbol_sizes
-from twellc.export.relations import SizeRelation
+from twellc.export.profiles import PlanSizes, plan_sizes, symbol_sizes
 from twellc.export.shapes import ShapeProfile, ShapeRange, fixed_sizes
-from twellc.export.taken_sizes import relation_notes, size_relations, value_warnings
 from twellc.firing.calibration import LoadedCalibration, load_calibration
 from twellc.loaders.cached import load_with_cache
 from twellc.loaders.loaded import LoadedModel
@@ -35,10 +33,12 @@ from twellc.options.decisions import DecisionOptions
 from twellc.options.source import LAST_LOGITS
 from twellc.options.weights import KEEP
 from twellc.passes.dump import NOWHERE, GraphDump
-from twellc.passes.graph.program import has_inner_graphs, largest_size, written_tensors
+from twellc.passes.graph.program import has_inner_graphs, largest_size, user_inputs, written_tensors
 from twellc.passes.match.shared_axis import Part
 from twellc.passes.pipeline import PassOptions, Rewritten, run_for_ranks, run_passes
 from twellc.passes.report import Layer
+from twellc.passes.sizes.conditions import value_warnings
+from twellc.passes.sizes.inputs import ModelInputs, program_inputs
 from twellc.passes.tensor_parallel import is_in_order
 
 # Other names of activations in Hugging Face configs.
@@ -89,24 +89,21 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
         weights=wish_of(options, errors),
         taken=options.linear_taken,
     )
-    wanted, advisor, (relations, size_warnings) = _complete(
-        wanted, model, dtype, options, options.requested_profiles, calibrated
-    )
+    wanted, advisor, sizes = _complete(wanted, model, dtype, options, options.requested_profiles, calibrated)
     for rank, rewritten in enumerate(run_for_ranks(model.program, wanted)):
         program, layers = rewritten.program, rewritten.layers
         if calibrated is not None:
             calibrated.refuse_other_blocks(layers)
         warnings = [*check_matches(layers, options), *state_warnings(program), *order_warnings(program)]
-        warnings += [*size_warnings, *value_warnings(model.program)]
+        warnings += [*sizes.warnings, *value_warnings(model.program)]
         progress("exporting to ONNX" if ranks == 1 else f"exporting rank {rank} of {ranks} to ONNX")
-        inputs = program_inputs(program, model.input_names)
-        names = [spec.name for spec in inputs.specs]
+        names = [model.input_names.get(node.name, node.name) for node in user_inputs(program)]
         opset, own_dump = opset_of(rewritten.attention), dump if rank == 0 else NOWHERE
         graph = export_onnx(program, names, model.output_names, model.dimension_names, opset, own_dump)
         traced_by: dict[str, Any] = {**model.settings, "attention_forms": list(forms if rewritten.attention else ())}
         if options.cache is not None:
             traced_by["cache"] = options.cache.settings()
-        rewriting_notes = [*activation_notes(model, layers), *inner_graph_notes(program), *relation_notes(relations)]
+        rewriting_notes = [*activation_notes(model, layers), *inner_graph_notes(program)]
         if calibrated is not None:
             traced_by |= calibrated.settings()
             rewriting_notes += calibrated.notes(layers, dtype)
@@ -126,17 +123,16 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
             traced_by |= {"fp8_error": options.fp8_error, "fp8_errors": errors}
         yield Translation(
             kind=model.kind,
-            inputs=inputs,
-            ranges=model.dimension_ranges,
             graph=graph,
             settings=annotate(graph, layers, dtype, options, traced_by),
             layers=layers,
             attention=rewritten.attention,
             linear=rewritten.linear,
-            notes=[*model.notes, *notes, *rewriting_notes, *advisor.notes(layers), *rewritten.notes],
+            notes=[*model.notes, *notes, *rewriting_notes, *advisor.notes(layers), *rewritten.notes, *sizes.notes],
             warnings=warnings,
             cache=model.cache,
-            relations=relations,
+            profiles=sizes.profiles,
+            relations=sizes.relations,
         )
 
 
@@ -162,7 +158,7 @@ def rewrite(
         What the passes made, and the advisor, which has notes for the user.
 
     Raises:
-        UserError: See `run_passes`, `resolve_profiles`, `size_relations`, `choose_target` and `LoadedCalibration`.
+        UserError: See `run_passes`, `resolve_profiles`, `relations_within`, `choose_target` and `LoadedCalibration`.
     """
     wanted, advisor, _ = _complete(wanted, model, dtype, options, profiles, calibrated)
     rewritten = run_passes(model.program, wanted)
@@ -178,14 +174,13 @@ def _complete(
     options: DecisionOptions,
     profiles: list[tuple[str, ShapeRange]],
     calibrated: LoadedCalibration | None,
-) -> tuple[PassOptions, Advisor, tuple[list[SizeRelation], list[str]]]:
-    """Return the passes' options by those of the command and the calibration, the advisor, and `size_relations`."""
-    given = program_inputs(model.program)
-    resolved, _ = resolve_profiles(given, profiles, model.dimension_ranges)
-    of_sizes = size_relations(str(model.path), given, resolved, program_inputs(model.program, model.input_names))
+) -> tuple[PassOptions, Advisor, PlanSizes]:
+    """Return the passes' options by those of the command and the calibration, the advisor, and the plan's sizes."""
+    inputs = program_inputs(model.program, model.input_names)
+    sizes = plan_sizes(str(model.path), inputs, profiles, model.dimension_ranges)
     calibration = None if calibrated is None else calibrated.calibration
     target = choose_target(options.target_gpu, gpu_at_hand())
-    rows = rows_of(given, resolved)
+    rows = rows_of(inputs, sizes.profiles)
     advisor = Advisor(target, lambda block: rows(block.x), compression=options.compression)
     wanted = replace(
         wanted,
@@ -197,25 +192,30 @@ def _complete(
         linear=options.linear,
         calls=lambda x: [each.max for each in rows(x)],
     )
-    return wanted, advisor, of_sizes
+    return wanted, advisor, sizes
 
 
 def rows_of(inputs: ModelInputs, profiles: list[ShapeProfile]) -> Callable[[Node], list[Tokens]]:
     """Return what tells the rows of a tensor [..., width] of a traced program, by optimization profile."""
-    sizes = [list(zip(symbol_sizes(inputs, each), _places(inputs, each), strict=True)) for each in profiles]
+    known = [_known_sizes(inputs, each) for each in profiles]
 
     def rows(x: Node) -> list[Tokens]:
         dims = x.meta["val"].shape[:-1]
-        return [Tokens(*(max(1, math.prod(_size(dim, *known) for dim in dims)) for known in each)) for each in sizes]
+        return [Tokens(*(max(1, math.prod(_size(dim, *sizes) for dim in dims)) for sizes in three)) for three in known]
 
     return rows
 
 
-def _places(inputs: ModelInputs, profile: ShapeProfile) -> list[int]:
-    """Return the most places of an input at a profile's smallest, tuned and largest shapes; a vector is one place."""
+def _known_sizes(inputs: ModelInputs, profile: ShapeProfile) -> list[tuple[dict[str, int], int]]:
+    """Return values of symbols, and the most places of an input, at a profile's smallest, tuned and largest shapes.
+
+    A vector is one place.
+    """
+    values = symbol_sizes(inputs, profile)
     ends = {spec.name: len(spec.shape) - spec.dtype.is_floating_point for spec in inputs.specs}
     shapes = zip(*((each.min, each.opt, each.max) for each in map(profile.__getitem__, ends)), strict=True)
-    return [max(math.prod(shape[:end]) for shape, end in zip(three, ends.values(), strict=True)) for three in shapes]
+    places = [max(math.prod(shape[:end]) for shape, end in zip(three, ends.values(), strict=True)) for three in shapes]
+    return [({symbol: sizes[end] for symbol, sizes in values.items()}, most) for end, most in enumerate(places)]
 
 
 def _size(dim: int | torch.SymInt, values: dict[str, int], places: int) -> int:

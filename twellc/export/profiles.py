@@ -3,84 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-
-import sympy
-import torch
-from torch.export import ExportedProgram
+from dataclasses import dataclass
 
 from twellc.base.errors import UserError
 from twellc.export.shapes import ShapeProfile, ShapeRange
-from twellc.passes.graph.program import largest_size, user_inputs
-from twellc.passes.graph.size_assertions import equalities_joined, fitting_sizes, size_assertions
+from twellc.passes.sizes.conditions import SizeRanges, fitting_sizes
+from twellc.passes.sizes.find_relations import SymbolSizes, relation_notes, relations_within
+from twellc.passes.sizes.inputs import InputSpec, ModelInputs, form_of, size_at, size_of, symbol_value
+from twellc.passes.sizes.relations import SizeRelation
 
 _UNBOUNDED = 2048
 
 
 @dataclass(frozen=True)
-class InputSpec:
-    """An input of a program: `shape` holds integers and, for dynamic dimensions, expressions over symbols."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int | sympy.Expr, ...]
-
-
-@dataclass(frozen=True)
-class ModelInputs:
-    """The inputs of a model, and what is known of their symbolic dimensions.
+class PlanSizes:
+    """The sizes that a plan is built for.
 
     Attributes:
-        specs: The inputs in order.
-        bounds: Least and largest size by symbol; a symbol without an entry is free.
-        hints: A size to tune for by symbol.
-        conditions: What is true of sizes that the model takes together, over symbols.
+        profiles: The optimization profiles.
+        relations: What a caller must keep of sizes within these.
+        notes: What the user should know of them.
+        warnings: What the user should worry about.
     """
 
-    specs: list[InputSpec]
-    bounds: dict[str, tuple[int, object]]
-    hints: dict[str, int]
-    conditions: list[sympy.Basic] = field(default_factory=list)
+    profiles: list[ShapeProfile]
+    relations: list[SizeRelation]
+    notes: list[str]
+    warnings: list[str]
 
 
-def program_inputs(program: ExportedProgram, names: Mapping[str, str] | None = None) -> ModelInputs:
-    """Return the inputs of a program, with the bounds that it was exported with and the sizes that it was traced with.
+def plan_sizes(
+    where: str,
+    inputs: ModelInputs,
+    requested: list[tuple[str, ShapeRange]],
+    defaults: Mapping[str, tuple[int, int, int]],
+) -> PlanSizes:
+    """Return the sizes that a plan is built for; `where` names the model in messages, see `resolve_profiles`.
 
-    The size of a symbol that only occurs in expressions of several symbols is that of the first of these.
-
-    Args:
-        program: The program.
-        names: Names of inputs that differ from those of their placeholders, by these.
+    Raises:
+        UserError: See `resolve_profiles` and `relations_within`.
     """
-    hints: dict[str, int] = {}
-    for node in user_inputs(program):
-        for dim in node.meta["val"].shape:
-            if isinstance(dim, torch.SymInt):
-                symbols, size = dim.node.expr.free_symbols, int(dim.node.hint)
-                for symbol in symbols:
-                    hints.setdefault(str(symbol), symbol_value(dim.node.expr, size) or size)
-    # Symbols of values, such as of a tensor's item, have ranges without a lower end.
-    ranges = {str(symbol): sizes for symbol, sizes in program.range_constraints.items() if str(symbol) in hints}
-    bounds = {symbol: (int(sizes.lower), sizes.upper) for symbol, sizes in ranges.items()}
-    specs = [replace(spec, name=(names or {}).get(spec.name, spec.name)) for spec in input_specs(program)]
-    return ModelInputs(specs, bounds, hints, equalities_joined(size_assertions(program)))
-
-
-def input_specs(program: ExportedProgram) -> list[InputSpec]:
-    """Return the tensor inputs of a program in order."""
-    specs = []
-    for node in user_inputs(program):
-        value = node.meta["val"]
-        shape = tuple(dim.node.expr if isinstance(dim, torch.SymInt) else int(dim) for dim in value.shape)
-        shape = tuple(int(dim) if isinstance(dim, sympy.Integer) else dim for dim in shape)
-        specs.append(InputSpec(node.name, value.dtype, shape))
-    return specs
+    profiles, notes = resolve_profiles(inputs, requested, defaults)
+    relations, warnings = relations_within(where, inputs, [symbol_sizes(inputs, profile) for profile in profiles])
+    return PlanSizes(profiles, relations, [*relation_notes(relations), *notes], warnings)
 
 
 def resolve_profiles(
     inputs: ModelInputs,
     requested: list[tuple[str, ShapeRange]],
-    defaults: dict[str, tuple[int, int, int]],
+    defaults: Mapping[str, tuple[int, int, int]],
 ) -> tuple[list[ShapeProfile], list[str]]:
     """Complete the requested ranges to whole profiles.
 
@@ -117,31 +88,26 @@ def _complete(
     inputs: ModelInputs,
     specs: dict[str, InputSpec],
     given: dict[str, ShapeRange],
-    defaults: dict[str, tuple[int, int, int]],
+    defaults: Mapping[str, tuple[int, int, int]],
     notes: list[str],
 ) -> ShapeProfile:
-    bounds = inputs.bounds
     values: dict[str, tuple[int, int, int]] = {}
     for name, shape_range in given.items():
-        _fix_symbols(specs[name], shape_range, bounds, values)
-    ranges = {symbol: (opt, opt) for symbol, (_, opt, _) in values.items()}  # a user's stay
+        _fix_symbols(specs[name], shape_range, inputs.bounds, values)
+    asked = set(values)
     for spec in specs.values():
         for dim in spec.shape:
             for symbol in sorted(map(str, getattr(dim, "free_symbols", ()))):
                 if symbol not in values:
                     values[symbol] = defaults.get(symbol) or _assume(inputs, spec.name, symbol, notes)
-    # What TensorRT tunes for must be sizes that go together.
-    wanted = {symbol: sizes[1] for symbol, sizes in values.items()}
-    ranges = {symbol: (least, most) for symbol, (least, _, most) in values.items()} | ranges
-    fitting = fitting_sizes(inputs.conditions, ranges, wanted)
-    if fitting is not None:
-        values = {symbol: (least, fitting[symbol], most) for symbol, (least, _, most) in values.items()}
+    # What TensorRT tunes for must be sizes that go together; those that the user asked for stay.
+    tuned = {symbol: opt for symbol, (_, opt, _) in values.items()}
+    ranges = {symbol: (opt, opt) if symbol in asked else (low, high) for symbol, (low, opt, high) in values.items()}
+    fitting = fitting_sizes(inputs.conditions, ranges, tuned) or tuned
     profile = {}
     for spec in specs.values():
-        shapes = []
-        for which in range(3):
-            chosen = {symbol: value[which] for symbol, value in values.items()}
-            shapes.append(tuple(_evaluate(dim, chosen) for dim in spec.shape))
+        least, largest = ({symbol: sizes[end] for symbol, sizes in values.items()} for end in (0, 2))
+        shapes = (tuple(size_of(dim, chosen) for dim in spec.shape) for chosen in (least, fitting, largest))
         profile[spec.name] = ShapeRange(*shapes)
     for name, shape_range in given.items():
         if profile[name] != shape_range:
@@ -152,39 +118,10 @@ def _complete(
     return profile
 
 
-def _evaluate(dim: int | sympy.Expr, values: dict[str, int]) -> int:
-    if isinstance(dim, int):
-        return dim
-    return int(dim.xreplace({symbol: sympy.Integer(values[str(symbol)]) for symbol in dim.free_symbols}))
-
-
-def symbol_value(dim: sympy.Expr, size: int) -> int | None:
-    """Return the value of the only symbol in `dim` for which it is `size`; None without one, or of several."""
-    if len(dim.free_symbols) != 1:
-        return None
-    (symbol,) = dim.free_symbols
-    # The symbols of a graph are integers; solving over the reals finds the candidates, for 2*s as for s/2.
-    free = sympy.Symbol("n", real=True)
-    for solution in sympy.solve(dim.xreplace({symbol: free}) - size, free):
-        if solution.is_Integer and solution > 0:
-            return int(solution)
-    return None
-
-
-def size_at(dim: sympy.Expr, value: int) -> int:
-    """Return the size of a dimension of one symbol for a value of that: the inverse of `symbol_value`."""
-    return int(dim.xreplace(dict.fromkeys(dim.free_symbols, sympy.Integer(value))))
-
-
-def form_of(dim: sympy.Expr) -> str:
-    """Return a dimension of one symbol for a message, such as `2*n`: torch's own names of symbols say nothing."""
-    return str(dim.xreplace(dict.fromkeys(dim.free_symbols, sympy.Symbol("n"))))
-
-
 def _fix_symbols(
     spec: InputSpec,
     shape_range: ShapeRange,
-    bounds: dict[str, tuple[int, object]],
+    bounds: SizeRanges,
     values: dict[str, tuple[int, int, int]],
 ) -> None:
     if len(shape_range.min) != len(spec.shape):
@@ -209,8 +146,7 @@ def _fix_symbols(
                 "--profile", f"dimension {axis} of {spec.name} has impossible sizes", got=str(wanted),
                 expected=form_of(dim),
             )  # fmt: skip
-        low, high = bounds.get(symbol, (1, sympy.oo))
-        largest = largest_size(high)
+        low, largest = bounds.get(symbol, (1, None))
         given = (sizes[0], sizes[1], sizes[2])
         if given[0] < low or (largest is not None and given[2] > largest):
             least = size_at(dim, low)
@@ -227,23 +163,21 @@ def _fix_symbols(
             )  # fmt: skip
 
 
-def symbol_sizes(inputs: ModelInputs, profile: ShapeProfile) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """Return what the symbols of a model's inputs stand for at a profile's smallest, tuned and largest shapes."""
-    sizes: tuple[dict[str, int], dict[str, int], dict[str, int]] = ({}, {}, {})
+def symbol_sizes(inputs: ModelInputs, profile: ShapeProfile) -> SymbolSizes:
+    """Return the values of symbols at a profile's smallest, tuned and largest shapes; of those alone in a dimension."""
+    found = {}
     for spec in inputs.specs:
         shapes = profile[spec.name]
-        for values, shape in zip(sizes, (shapes.min, shapes.opt, shapes.max), strict=True):
-            for dim, size in zip(spec.shape, shape, strict=True):
-                value = None if isinstance(dim, int) else symbol_value(dim, size)
-                if value is not None:
-                    values.update({str(symbol): value for symbol in getattr(dim, "free_symbols", ())})
-    return sizes
+        for dim, *sizes in zip(spec.shape, shapes.min, shapes.opt, shapes.max, strict=True):
+            if not isinstance(dim, int):
+                least, tuned, largest = (symbol_value(dim, size) for size in sizes)
+                if least is not None and tuned is not None and largest is not None:
+                    found.update({str(symbol): (least, tuned, largest) for symbol in dim.free_symbols})
+    return found
 
 
 def _assume(inputs: ModelInputs, name: str, symbol: str, notes: list[str]) -> tuple[int, int, int]:
-    low, high = inputs.bounds.get(symbol, (1, sympy.oo))
-    low = max(low, 1)
-    largest = largest_size(high)
+    low, largest = inputs.bounds.get(symbol, (1, None))
     if largest is None:
         largest = max(_UNBOUNDED, low)
         notes.append(

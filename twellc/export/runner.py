@@ -13,8 +13,8 @@ import torch
 from twellc.base.dtypes import BY_TENSORRT
 from twellc.base.errors import UserError
 from twellc.export.plan import reasons
-from twellc.export.relations import SizeRelation, refuse_unrelated
 from twellc.export.tensorrt_host import Host, make_logger
+from twellc.passes.sizes.relations import SizeRelation, refuse_unrelated
 from twellc.plugins.registration import register
 
 

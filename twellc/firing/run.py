@@ -19,7 +19,6 @@ from twellc.base.errors import UserError, first_few, first_line
 from twellc.base.files import OutputFiles, read_file, refuse_replacing
 from twellc.base.modules import import_modules
 from twellc.base.version import __version__
-from twellc.export.profiles import ModelInputs, program_inputs
 from twellc.firing.measure import ProgramObserver
 from twellc.firing.modules import ModuleObserver, counted_blocks
 from twellc.firing.profile import DataSource, FiringProfile, ProfiledModel
@@ -32,6 +31,7 @@ from twellc.loaders.precision import choose_dtype
 from twellc.options.commands import ProfileOptions
 from twellc.options.declared_inputs import refuse_inputs
 from twellc.passes.pipeline import PassOptions, Stage, run_until
+from twellc.passes.sizes.inputs import ModelInputs, program_inputs
 from twellc.samples.batches import DEFAULT_SEQUENCE, Arrays, Batch, Intake, read_batches
 from twellc.samples.documents import IDS, kind_of, notes_on
 from twellc.samples.samples import Limits

@@ -17,7 +17,6 @@ from twellc.base.errors import UserError, first_few
 from twellc.base.torch_private import dynamo
 from twellc.base.transformers_private import nothing_fetched
 from twellc.eager.optimization import dequantise_others, optimize, optimized_blocks, refuse_other_weights
-from twellc.export.profiles import InputSpec, ModelInputs
 from twellc.generation.backend import places_for
 from twellc.generation.rows import RowCache
 from twellc.loaders.attention import NextCall, row_attention
@@ -26,6 +25,8 @@ from twellc.loaders.huggingface import cache_argument, cached_length, open_direc
 from twellc.loaders.huggingface_inputs import longest_text
 from twellc.options.weights import KEEP, refuse_samples, refuse_weights_of_linear
 from twellc.passes.graph.program import quiet_torch
+from twellc.passes.sizes.conditions import SizeRanges
+from twellc.passes.sizes.inputs import InputSpec, ModelInputs
 from twellc.plugins.cache_op import attends_by_cudnn
 from twellc.samples.samples import Limits, read_text
 
@@ -271,7 +272,7 @@ def precision_for(dtype: str | None, device: torch.device) -> tuple[Callable[[to
 
 def _samples_of(text: Path, path: Path, model: Any) -> list[dict[str, Any]]:
     """Return a text as arguments of a model, through the tokenizer in its directory."""
-    longest: dict[str, tuple[int, object]] = {"tokens": (1, longest_text(model))}
+    longest: SizeRanges = {"tokens": (1, longest_text(model))}
     inputs = ModelInputs([InputSpec("input_ids", torch.int64, (1, sympy.Symbol("tokens")))], longest, {})
     found = read_text(text, path, True, Limits(inputs, None, model.config.get_text_config(decoder=True).vocab_size))
     return [{"input_ids": each["input_ids"].to(model.device), "use_cache": False} for each in found.samples]

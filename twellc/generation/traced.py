@@ -24,7 +24,6 @@ from twellc.base.errors import UserError, first_few
 from twellc.base.torch_private import schema_of
 from twellc.compiling.fp8 import measure_errors, wish_of
 from twellc.eager.optimization import refuse_other_weights
-from twellc.export.profiles import program_inputs
 from twellc.generation.directory import compiled_call, device_name, precision_for, refuse_other_length
 from twellc.generation.plan import PlanBackend
 from twellc.loaders.cached import LARGEST_BATCH, NO_LIMIT, load_with_cache
@@ -36,6 +35,7 @@ from twellc.passes.attention import CUDNN, OPERATOR
 from twellc.passes.graph.device import on_device
 from twellc.passes.graph.program import quiet_torch, user_inputs
 from twellc.passes.pipeline import PassOptions, run_passes
+from twellc.passes.sizes.inputs import program_inputs
 from twellc.plugins.cache_op import IN_PLACE
 from twellc.plugins.library import load_attention
 from twellc.samples.samples import Limits, read_text

@@ -14,7 +14,6 @@ from twellc.compiling.translate_torch import activation_notes
 from twellc.decisions.advise import Advisor
 from twellc.decisions.choose import Tokens
 from twellc.decisions.targets import choose_target, gpu_at_hand
-from twellc.export.taken_sizes import value_warnings
 from twellc.firing.calibration import load_calibration
 from twellc.inspection.description import Description, PluginNode
 from twellc.loaders.model import load_model
@@ -31,6 +30,7 @@ from twellc.passes.onnx.ffn import find_onnx_blocks
 from twellc.passes.onnx.graph import dtype_of
 from twellc.passes.pipeline import PassOptions, Stage, run_until
 from twellc.passes.report import Layer, Weights
+from twellc.passes.sizes.conditions import value_warnings
 from twellc.plugins.block import BY_NODE, NORM_TENSORS, SCALES_FLAG, THRESHOLDS
 from twellc.plugins.library import BLOCK_NAMES, NORMS, PLUGIN_NAMESPACE
 from twellc.plugins.onnx_node import SCALES

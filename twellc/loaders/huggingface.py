@@ -33,7 +33,7 @@ from twellc.loaders.huggingface_inputs import Input, at_sizes, inputs_of, longes
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.tracing import keep_tensor_outputs, trace
 from twellc.options.source import GREEDY_LOGITS, PADDINGS, NoChoiceError, refuse_choices
-from twellc.passes.graph.size_assertions import failing_assertions
+from twellc.passes.sizes.conditions import failing_assertions
 
 ATTENTION_MODELS = "a decoder of attention layers, such as LlamaForCausalLM"
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}

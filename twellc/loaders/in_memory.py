@@ -24,9 +24,9 @@ from twellc.loaders.tracing import paths_of, trace
 from twellc.options.source import TracingOptions
 from twellc.passes.graph.device import Moved, devices_of, on_device
 from twellc.passes.graph.program import editable, quiet_torch
-from twellc.passes.graph.size_assertions import guarded_inputs
 from twellc.passes.match.shared_axis import Part
 from twellc.passes.pipeline import PassOptions, Rewritten, run_passes
+from twellc.passes.sizes.conditions import guarded_inputs
 
 _CPU = torch.device("cpu")
 IN_MEMORY = "ExportedProgram in memory"

@@ -17,11 +17,11 @@ from twellc.base.dtypes import DTYPES, dtype_name, torch_dtype
 from twellc.base.errors import UserError, first_line
 from twellc.base.files import temporary_folder
 from twellc.base.transformers_private import experts_of, is_causal, nothing_fetched
-from twellc.export.profiles import InputSpec, ModelInputs
 from twellc.loaders import sparselm
 from twellc.loaders.checkpoint import read_config
 from twellc.loaders.huggingface import class_of, configuration_of, open_directory, settings_of
 from twellc.loaders.huggingface_inputs import Dynamic, inputs_of, vocabulary_of
+from twellc.passes.sizes.inputs import InputSpec, ModelInputs
 
 # Of free memory: the rest is for what a batch needs.
 _SHARE_OF_WEIGHTS = 0.8
@@ -140,7 +140,7 @@ def _from_disk(path: Path, empty: Any, dtype: torch.dtype, device: torch.device,
 
 def _inputs(path: Path, model: Any, masked: bool) -> ModelInputs:
     specs, hints = [], {}
-    bounds: dict[str, tuple[int, object]] = {}
+    bounds: dict[str, tuple[int, int | None]] = {}
     for name, each in inputs_of(path, model, masked).items():
         shape = tuple(sympy.Symbol(dim.name) if isinstance(dim, Dynamic) else dim for dim in each.shape)
         specs.append(InputSpec(name, each.dtype, shape))

@@ -10,10 +10,10 @@ import sympy
 
 from twellc.base.dtypes import BY_ONNX
 from twellc.base.errors import UserError
-from twellc.export.profiles import InputSpec, ModelInputs
 from twellc.loaders.onnx_file import load_onnx
 from twellc.options.declared_inputs import InputDeclaration, refuse_inputs
 from twellc.passes.onnx.graph import dtype_of
+from twellc.passes.sizes.inputs import InputSpec, ModelInputs
 from twellc.plugins.library import PLUGIN_NAMESPACE
 
 KIND = "ONNX file"

@@ -26,7 +26,7 @@ from twellc.base.torch_private import fx_config, pytree
 from twellc.export.names import distinct_outputs
 from twellc.loaders.tracing_errors import untraceable
 from twellc.passes.graph.program import quiet_torch, user_inputs
-from twellc.passes.graph.size_assertions import failing_assertions
+from twellc.passes.sizes.conditions import failing_assertions
 
 _NUMBERS = (SymIntArgument, SymFloatArgument, SymBoolArgument)
 

@@ -41,7 +41,7 @@ from twellc.passes.graph.program import (
     replace_node,
     user_inputs,
 )
-from twellc.passes.graph.size_assertions import ASSERTION, Verdict, condition_of, size_assertions, size_ranges, verdict
+from twellc.passes.sizes.conditions import ASSERTION, Verdict, condition_of, size_assertions, size_ranges, verdict
 
 aten = torch.ops.aten
 

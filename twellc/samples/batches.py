@@ -12,7 +12,7 @@ import torch
 
 from twellc.base.arrays import Array, to_numpy
 from twellc.base.errors import UserError
-from twellc.export.profiles import InputSpec
+from twellc.passes.sizes.inputs import InputSpec
 from twellc.samples.documents import IDS, kind_of, read_documents, read_ids
 from twellc.samples.samples import Limits, Sample, as_sample, load_npz
 from twellc.samples.tokenizer import Tokenizer

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
-import sympy
 import torch
 
 from twellc.base.arrays import Array, to_numpy, to_torch
 from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_line
 from twellc.base.files import read_file, why_no_file
-from twellc.export.profiles import InputSpec, ModelInputs, form_of, symbol_value
-from twellc.export.relations import refuse_unrelated
-from twellc.export.taken_sizes import relations_of
-from twellc.passes.graph.program import largest_size
-from twellc.passes.graph.size_assertions import fitting_sizes
+from twellc.export.profiles import symbol_sizes
+from twellc.export.shapes import ShapeProfile
+from twellc.passes.sizes.conditions import fitting_sizes
+from twellc.passes.sizes.find_relations import relations_of
+from twellc.passes.sizes.inputs import InputSpec, ModelInputs, form_of, size_at, size_of, symbol_value
+from twellc.passes.sizes.relations import refuse_unrelated
 from twellc.samples.tokenizer import FIX, load_tokenizer
 
 Sample = dict[str, torch.Tensor]
@@ -35,29 +36,31 @@ class Limits:
 
     Attributes:
         inputs: The inputs of the model.
-        profile: The first optimization profile of a plan (`min` and `max` shapes by input name), if there is one.
+        profile: The first optimization profile of a plan, if there is one.
         token_ids: Number of token ids, if it is known; they go into the inputs whose names end in `input_ids`.
     """
 
     inputs: ModelInputs
-    profile: dict[str, Any] | None
+    profile: ShapeProfile | None
     token_ids: int | None
+
+    @cached_property
+    def ranges(self) -> dict[str, tuple[int, int]]:
+        """The least and the largest value of each symbol in the shapes of inputs, in their order."""
+        told = {} if self.profile is None else symbol_sizes(self.inputs, self.profile)
+        found = {}
+        for spec in self.inputs.specs:
+            for dim in spec.shape:
+                for symbol in sorted(map(str, getattr(dim, "free_symbols", ()))):
+                    low, high = self.inputs.bounds.get(symbol, (1, None))
+                    least, _, largest = told.get(symbol, (low, 0, _UNBOUNDED))
+                    found[symbol] = max(1, low, least), min(_UNBOUNDED if high is None else high, largest)
+        return found
 
     def sizes(self, spec: InputSpec, axis: int) -> tuple[int, int]:
         """Return the least and the largest size of a dimension that is fixed or a symbol."""
         dim = spec.shape[axis]
-        return (dim, dim) if isinstance(dim, int) else self.symbol_values(spec, axis, dim)
-
-    def symbol_values(self, spec: InputSpec, axis: int, symbol: sympy.Expr) -> tuple[int, int]:
-        """Return the least and the largest value of a symbol, as far as this dimension, which it occurs in, says."""
-        least, largest = self.inputs.bounds.get(str(symbol), (1, None))
-        low, bound = max(1, least), largest_size(largest)
-        high = _UNBOUNDED if bound is None else bound
-        if self.profile is not None:
-            dim, shapes = spec.shape[axis], self.profile[spec.name]
-            low = max(low, symbol_value(dim, shapes["min"][axis]) or 1)
-            high = min(high, symbol_value(dim, shapes["max"][axis]) or high)
-        return low, high
+        return (dim, dim) if isinstance(dim, int) else self.ranges[str(dim)]
 
 
 # ---- random ----
@@ -72,35 +75,24 @@ def draw_samples(limits: Limits, integers: dict[str, tuple[int, int]], seed: int
         seed: Seed of the generator.
     """
     generator = torch.Generator().manual_seed(seed)
-    chosen: list[dict[sympy.Expr, int]] = []
+    chosen: list[dict[str, int]] = []
+    hints, ranges = limits.inputs.hints, limits.ranges
     for factor in (0, 1, 3):
-        sizes, ranges = {}, {}
-        for spec in limits.inputs.specs:
-            for axis, dim in enumerate(spec.shape):
-                for symbol in getattr(dim, "free_symbols", ()):
-                    low, high = limits.symbol_values(spec, axis, symbol)
-                    sizes[symbol] = min(max(limits.inputs.hints[str(symbol)] * factor, low), high)
-                    ranges[str(symbol)] = (low, high)
-        named = {str(symbol): size for symbol, size in sizes.items()}
-        fitting = fitting_sizes(limits.inputs.conditions, ranges, named) or named
-        sizes = {symbol: fitting[str(symbol)] for symbol in sizes}
+        wanted = {symbol: min(max(hints[symbol] * factor, low), high) for symbol, (low, high) in ranges.items()}
+        sizes = fitting_sizes(limits.inputs.conditions, ranges, wanted) or wanted
         if sizes not in chosen:
             chosen.append(sizes)
     return [draw_sample(limits, integers, sizes, generator) for sizes in chosen]
 
 
 def draw_sample(
-    limits: Limits, integers: dict[str, tuple[int, int]], sizes: dict[sympy.Expr, int], generator: torch.Generator
+    limits: Limits, integers: dict[str, tuple[int, int]], sizes: Mapping[str, int], generator: torch.Generator
 ) -> Sample:
     """Make random inputs of one shape: `sizes` are the values of the symbols; see `draw_samples`."""
     return {
-        spec.name: _random(spec, tuple(_size(dim, sizes) for dim in spec.shape), integers.get(spec.name), generator)
+        spec.name: _random(spec, tuple(size_of(dim, sizes) for dim in spec.shape), integers.get(spec.name), generator)
         for spec in limits.inputs.specs
     }
-
-
-def _size(dim: int | sympy.Expr, sizes: dict[sympy.Expr, int]) -> int:
-    return dim if isinstance(dim, int) else int(dim.xreplace({s: sympy.Integer(n) for s, n in sizes.items()}))
 
 
 def _random(
@@ -216,7 +208,7 @@ def _check_shapes(source: str, limits: Limits, sample: Sample) -> None:
     Raises:
         UserError: They contradict one of these.
     """
-    fixed: dict[sympy.Expr, tuple[int, str]] = {}
+    fixed: dict[str, tuple[int, str]] = {}
     for spec in limits.inputs.specs:
         where, shape = f"{source}, array {spec.name}", tuple(sample[spec.name].shape)
         expected = " x ".join(_sizes(limits, spec, axis) for axis in range(len(spec.shape))) or "a scalar"
@@ -231,8 +223,8 @@ def _check_shapes(source: str, limits: Limits, sample: Sample) -> None:
                 continue
             if len(dim.free_symbols) != 1:
                 continue  # the model itself refuses what does not fit
-            (symbol,) = dim.free_symbols
-            size, (low, high) = symbol_value(dim, shape[axis]), limits.symbol_values(spec, axis, symbol)
+            (symbol,) = map(str, dim.free_symbols)
+            size, (low, high) = symbol_value(dim, shape[axis]), limits.ranges[symbol]
             if size is None or not low <= size <= high:
                 limit = "the plan's profile and the model" if limits.profile is not None else "the model"
                 what = f"dimension {axis} leaves what {limit} can take"
@@ -240,7 +232,7 @@ def _check_shapes(source: str, limits: Limits, sample: Sample) -> None:
             before, owner = fixed.setdefault(symbol, (size, spec.name))
             if before != size:
                 what = f"dimension {axis} contradicts {owner}, which shares it"
-                raise UserError(where, what, got=_text(shape), expected=f"{_size(dim, {symbol: before})}")
+                raise UserError(where, what, got=_text(shape), expected=f"{size_at(dim, before)}")
     shapes = {name: tuple(tensor.shape) for name, tensor in sample.items()}
     refuse_unrelated(source, relations_of(limits.inputs), shapes)
 
@@ -252,11 +244,11 @@ def _sizes(limits: Limits, spec: InputSpec, axis: int) -> str:
         return str(dim)
     if len(dim.free_symbols) != 1:
         return "any"
-    (symbol,) = dim.free_symbols
-    low, high = limits.symbol_values(spec, axis, symbol)
-    least, largest = (_size(dim, {symbol: bound}) for bound in (low, high))
+    (symbol,) = map(str, dim.free_symbols)
+    low, high = limits.ranges[symbol]
+    least, largest = size_at(dim, low), size_at(dim, high)
     sizes = f"from {least}" if high == _UNBOUNDED else f"{least} to {largest}"
-    return sizes if dim == symbol else f"{sizes}, of the form {form_of(dim)}"
+    return sizes if dim.is_Symbol else f"{sizes}, of the form {form_of(dim)}"
 
 
 def _text(shape: tuple[int, ...]) -> str:

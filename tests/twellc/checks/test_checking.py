@@ -30,13 +30,15 @@ from twellc.checks.accuracy import Share
 from twellc.checks.checking import _without_padding
 from twellc.checks.reference import integer_ranges
 from twellc.commands.check import print_accuracy
-from twellc.export.profiles import program_inputs
+from twellc.compiling.manifest import read_manifest
+from twellc.export.shapes import ShapeProfile, ShapeRange
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
 from twellc.options.source import TracingOptions
 from twellc.passes.feature_last import feature_last
 from twellc.passes.fold_weights import fold_weights
 from twellc.passes.pipeline import STEPS, Stage, step
+from twellc.passes.sizes.inputs import program_inputs
 from twellc.samples.samples import Limits, Sample, draw_samples, places_of_tokens
 
 # Inputs of a twell node after x: weights of a gated block with all biases, and without any; of a plain one with all.
@@ -45,7 +47,7 @@ WITHOUT = ("w_gate", "w_up", "w_down")
 PLAIN = ("w_up", "b_up", "w_down", "b_down")
 
 
-def samples_of(model: LoadedModel, profile: dict[str, Any] | None = None) -> list[Sample]:
+def samples_of(model: LoadedModel, profile: ShapeProfile | None = None) -> list[Sample]:
     limits = Limits(program_inputs(model.program), profile, model.vocabulary)
     return draw_samples(limits, integer_ranges(model), seed=0)
 
@@ -198,8 +200,7 @@ def test_samples_of_a_plan_keep_to_its_profile(cli: Cli, archive: Path, tmp_path
     plan, graph = tmp_path / "m.plan", tmp_path / "m.onnx"
     shapes = "x:5x3x16:5x3x16:5x3x16"
     assert cli("compile", archive, "-o", plan, "--onnx", graph, "--profile", shapes).exit_code == 0
-    profile = json.loads((tmp_path / "m.plan.json").read_text())["profiles"][0]
-    samples = samples_of(load_model(TracingOptions(archive)), profile)
+    samples = samples_of(load_model(TracingOptions(archive)), read_manifest(plan).profiles[0])
     assert [tuple(sample["x"].shape) for sample in samples] == [(5, 3, 16)]
     assert cli("check", archive, plan).exit_code == 0
 
@@ -791,8 +792,7 @@ def test_samples_of_a_multiple(tmp_path: Path) -> None:
     x, shapes = torch.randn(6, 16).bfloat16(), (({0: 2 * Dim("half", min=2, max=32)},),)
     path = saved(tmp_path / "m.pt2", Written(lambda _, x: x.view(x.shape[0] // 2, 2, -1).sum(1)), x, dynamic=shapes)
     assert run_check(path, graph_of(path, tmp_path / "m.onnx")).within
-    model, sizes_of_plan = load_model(TracingOptions(path)), {"min": [8, 16], "opt": [8, 16], "max": [12, 16]}
-    profile = {"inputs_0": sizes_of_plan}
+    model, profile = load_model(TracingOptions(path)), {"inputs_0": ShapeRange((8, 16), (8, 16), (12, 16))}
     for given, sizes in ((None, [4, 6, 18]), (profile, [8, 12])):
         assert [sample["inputs_0"].shape[0] for sample in samples_of(model, given)] == sizes
 

@@ -14,9 +14,10 @@ import twellc
 from tests.models import D_MODEL, Gated, Residual, canonicalize, functionalize
 from twellc.compiling.translate_torch import rows_of
 from twellc.decisions.choose import Tokens
-from twellc.export.profiles import program_inputs, resolve_profiles
+from twellc.export.profiles import resolve_profiles
 from twellc.export.shapes import parse_profile
 from twellc.passes.match.find_ffn import find_ffn_blocks
+from twellc.passes.sizes.inputs import program_inputs
 
 MASK = torch.tensor([1, 0, 1, 1, 0, 0], dtype=torch.bool)
 COUNTS = torch.tensor([2, 1, 0, 1, 3, 0])

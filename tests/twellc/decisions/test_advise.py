@@ -18,12 +18,13 @@ from twellc.decisions.choose import Tokens, choose, choose_compression, count_te
 from twellc.decisions.predict import CostModel, Widths
 from twellc.decisions.targets import Target, choose_target, shipped_times
 from twellc.decisions.times import DensePoint, GpuTimes, TwellPoint, zipf_rates
-from twellc.export.profiles import program_inputs, resolve_profiles
+from twellc.export.profiles import resolve_profiles
 from twellc.export.shapes import parse_profile
 from twellc.passes.decide import Advise, decide
 from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks
 from twellc.passes.neurons import Staying
 from twellc.passes.report import Layer, Weights
+from twellc.passes.sizes.inputs import program_inputs
 
 TARGET = choose_target("h200", None)
 TOKENS = [Tokens(1, 8192, 8192)]

@@ -21,7 +21,8 @@ from tests.models import Gated, Written, export
 from tests.twellc.checks.runs import graph_of
 from twellc.base.errors import UserError
 from twellc.commands.check import print_accuracy
-from twellc.export.profiles import InputSpec, ModelInputs
+from twellc.export.shapes import Shape, ShapeProfile, ShapeRange
+from twellc.passes.sizes.inputs import InputSpec, ModelInputs
 from twellc.samples.samples import Limits, draw_samples, read_arrays, read_text
 
 BATCH, HALF = (sympy.Symbol(name, positive=True, integer=True) for name in ("batch", "half"))
@@ -32,7 +33,7 @@ SPECS = {
     "mask": InputSpec("mask", torch.bool, (2 * HALF,)),
     "position": InputSpec("position", torch.int32, ()),
 }
-INPUTS = ModelInputs(list(SPECS.values()), {"batch": (1, sympy.Integer(64))}, {"batch": 2, "half": 2})
+INPUTS = ModelInputs(list(SPECS.values()), {"batch": (1, 64)}, {"batch": 2, "half": 2})
 
 
 def arrays(**changes: Any) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def arrays(**changes: Any) -> dict[str, Any]:
     return {name: array for name, array in (good | changes).items() if array is not None}
 
 
-def read(folder: Path, found: dict[str, Any], profile: dict[str, Any] | None = None) -> dict[str, torch.Tensor]:
+def read(folder: Path, found: dict[str, Any], profile: ShapeProfile | None = None) -> dict[str, torch.Tensor]:
     np.savez(folder / "given.npz", **found)
     return read_arrays(folder / "given.npz", Limits(INPUTS, profile, token_ids=10))
 
@@ -102,8 +103,8 @@ def test_refused_arrays(tmp_path: Path, case: str) -> None:
 
 
 def test_arrays_keep_to_the_profile(tmp_path: Path) -> None:
-    shapes = {"x": [2, 3], "scale": [2], "input_ids": [2, 4], "mask": [4], "position": []}
-    profile = {name: {"min": shape, "opt": shape, "max": shape} for name, shape in shapes.items()}
+    shapes: dict[str, Shape] = {"x": (2, 3), "scale": (2,), "input_ids": (2, 4), "mask": (4,), "position": ()}
+    profile = {name: ShapeRange(shape, shape, shape) for name, shape in shapes.items()}
     read(tmp_path, arrays(), profile)
     with pytest.raises(
         UserError, match="leaves what the plan's profile and the model can take; got 1x3; expected 2 to 2"
@@ -115,7 +116,7 @@ def test_random_samples_of_a_sum_of_symbols() -> None:
     """Each symbol keeps to its own bounds."""
     first, second = (sympy.Symbol(name, positive=True, integer=True) for name in ("first", "second"))
     specs = [InputSpec("x", torch.float32, (first + second,)), InputSpec("y", torch.float32, (first, second))]
-    bounds = {"first": (2, sympy.Integer(5)), "second": (7, sympy.Integer(9))}
+    bounds = {"first": (2, 5), "second": (7, 9)}
     inputs = ModelInputs(specs, bounds, {"first": 3, "second": 8})
     samples = draw_samples(Limits(inputs, None, None), {}, seed=0)
     assert [tuple(sample["y"].shape) for sample in samples] == [(2, 7), (3, 8), (5, 9)]
@@ -159,7 +160,7 @@ def text_limits(vocabulary: int | None, shortest: int = 1, longest: int = 1024, 
     sequence = sympy.Symbol("sequence", positive=True, integer=True)
     specs = [InputSpec(name, torch.int64, (BATCH, sequence)) for name in ("input_ids", "attention_mask")]
     inputs = ModelInputs(specs, {"batch": (1, 64), "sequence": (1, 1024)}, {})
-    shapes = {"min": [rows, shortest], "opt": [8, longest], "max": [8, longest]}
+    shapes = ShapeRange((rows, shortest), (8, longest), (8, longest))
     return Limits(inputs, {spec.name: shapes for spec in specs}, vocabulary)
 
 

@@ -11,7 +11,7 @@ from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod
 
 from tests.models import export, functionalize
 from twellc.passes.graph.program import editable
-from twellc.passes.graph.size_assertions import (
+from twellc.passes.sizes.conditions import (
     ASSERTION,
     SizeRanges,
     Verdict,

@@ -21,12 +21,12 @@ from twellc.base.errors import UserError
 from twellc.base.records import of_json
 from twellc.compiling.result import Translation
 from twellc.compiling.translate_torch import translate
-from twellc.export.profiles import program_inputs
-from twellc.export.relations import SizeRelation, refuse_unrelated
 from twellc.export.shapes import parse_profile
 from twellc.loaders import in_memory
 from twellc.options.commands import compile_options
 from twellc.passes.graph.execution import Runner
+from twellc.passes.sizes.inputs import program_inputs
+from twellc.passes.sizes.relations import SizeRelation, refuse_unrelated
 from twellc.samples.samples import Limits, draw_samples
 
 

@@ -1,7 +1,7 @@
-"""What a traced program takes for granted of the sizes of its inputs, and for which sizes that is true.
+"""The conditions on the sizes of its inputs under which a traced program is right, and the sizes that fulfil them.
 
-torch.export follows the branch that the example sizes take where a model compares sizes. It leaves what was true of
-them as assertions in the graph, `_assert_scalar`, or as guards, texts that a program's module checks first.
+Where a model compares sizes, torch.export follows the branch that the example sizes take. It writes the outcome down as
+an assertion in the graph, `_assert_scalar`, or as a guard, a text that the program's module checks first.
 """
 
 from __future__ import annotations
@@ -97,6 +97,12 @@ def value_assertions(program: ExportedProgram) -> list[Node]:
     """
     nodes = program.graph.nodes
     return [node for node in nodes if node.target in _OF_TENSORS or (node.target is ASSERTION and _reads_an_item(node))]
+
+
+def value_warnings(program: ExportedProgram) -> list[str]:
+    """Point out that a model checks values as it runs."""
+    checks = value_assertions(program)
+    return ["the model checks values as it runs; the plan does not, and computes with any"] if checks else []
 
 
 def condition_of(assertion: Node) -> sympy.Basic:

@@ -1,0 +1,1 @@
+"""The sizes of inputs that a model takes."""
