@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from twellc.benchmarking import contest
 from twellc.plugins.experts_op import EXPERTS
-from twellc.plugins.meaning import E4M3
+from twellc.plugins.fp8 import E4M3
 
 CHECKED_TOKENS = 4
 MOST_ERROR = 2**-6

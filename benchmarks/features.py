@@ -28,10 +28,10 @@ import session
 import torch
 from torch import Tensor
 
-from twellc.benchmarking.forms import Fp8Linear, compile_rival
+from twellc.benchmarking.forms import DenseFp8Linear, compile_rival
 from twellc.features import Features, decode, encode
 from twellc.plugins.block import BlockOptions, Operands
-from twellc.plugins.fp8 import quantise
+from twellc.plugins.fp8 import Fp8
 from twellc.plugins.ops import run_block
 
 CHECKED_TOKENS = 8
@@ -54,7 +54,7 @@ class Sae:
     w_dec: Tensor
     b_dec: Tensor
     w_enc_scale: Tensor | None = None
-    narrow: tuple[Fp8Linear, Fp8Linear] | None = None
+    narrow: tuple[DenseFp8Linear, DenseFp8Linear] | None = None
 
     @classmethod
     def draw(cls, d_model: int, d_ff: int, active: int, narrow: bool = False) -> Sae:
@@ -69,11 +69,11 @@ class Sae:
         others = normal(d_ff).mul_(0.01), thresholds, normal(d_ff, d_model), normal(d_model)
         if not narrow:
             return cls(w_enc, *others)
-        q, scale = quantise(w_enc, "neuron")
-        return cls(q, *others, scale, (Fp8Linear(w_enc), Fp8Linear(others[2].t().contiguous())))
+        values, scale = Fp8.quantize(w_enc, "row")
+        return cls(values, *others, scale, (DenseFp8Linear(w_enc), DenseFp8Linear(others[2].t().contiguous())))
 
     def rows(self, which: Tensor | slice) -> Tensor:
-        """Return what rows of w_enc are worth, in float32."""
+        """Return rows of w_enc, dequantized to float32."""
         rows = self.w_enc[which].float()
         return rows if self.w_enc_scale is None else rows * self.w_enc_scale[which]
 
@@ -113,7 +113,9 @@ def _dense(x: Tensor, w_enc: Tensor, w_dec: Tensor, b_enc: Tensor, thresholds: T
     return torch.addmm(b_dec, torch.relu(z) * (z > thresholds), w_dec)
 
 
-def _dense_fp8(x: Tensor, enc: Fp8Linear, dec: Fp8Linear, b_enc: Tensor, thresholds: Tensor, b_dec: Tensor) -> Tensor:
+def _dense_fp8(
+    x: Tensor, enc: DenseFp8Linear, dec: DenseFp8Linear, b_enc: Tensor, thresholds: Tensor, b_dec: Tensor
+) -> Tensor:
     z = enc(x) + b_enc  # not every cuBLAS adds biases behind scales for rows
     return dec(torch.relu(z) * (z > thresholds)) + b_dec
 

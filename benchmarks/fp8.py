@@ -33,13 +33,12 @@ from tables import head, row
 from torch import Tensor
 from torch.nn import functional
 
-from twellc.base.torch_private import scaled_mm
 from twellc.benchmarking.energy import EnergyMeter
-from twellc.benchmarking.forms import Block, Fp8, compile_rival
+from twellc.benchmarking.forms import Block, DenseFp8, compile_rival, fp8_product
 from twellc.benchmarking.timing import record
 from twellc.plugins.block import BlockOptions, Operands
-from twellc.plugins.fp8 import LARGEST, quantise
-from twellc.plugins.meaning import E4M3, dequantised
+from twellc.plugins.fp8 import E4M3, LARGEST, Fp8
+from twellc.plugins.meaning import dequantize
 from twellc.plugins.ops import run_block
 
 CHECKED_ROWS = 64
@@ -49,18 +48,18 @@ PRUNED, HOT = "dense FP8, pruned", "twell, all hot"
 DENSE = (TENSORWISE, ROWWISE, PRUNED)
 
 
-def _rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def _rows(x: Tensor) -> Fp8:
     scale = (x.float().abs().amax(1, keepdim=True) / LARGEST).clamp(min=1e-30)
-    return (x.float() / scale).clamp(-LARGEST, LARGEST).to(E4M3), scale
+    return Fp8((x.float() / scale).clamp(-LARGEST, LARGEST).to(E4M3), scale)
 
 
-def _hidden_rows(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+def _hidden_rows(gate_up: Tensor) -> Fp8:
     gate, up = gate_up.chunk(2, -1)
     return _rows(functional.relu(gate) * up)
 
 
 @functools.cache
-def _compiled(function: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def _compiled(function: Callable[[Tensor], Fp8]) -> Callable[[Tensor], Fp8]:
     return compile_rival(function)
 
 
@@ -69,26 +68,21 @@ class RowWise:
 
     def __init__(self, block: Block) -> None:
         assert block.up is not None
-        self._weight, self._weight_scale = quantise(torch.cat([block.gate, block.up]), "neuron")
-        self._down, self._down_scale = quantise(block.down, "neuron")
+        self._weight = Fp8.quantize(torch.cat([block.gate, block.up]), "row")
+        self._down = Fp8.quantize(block.down, "row")
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute y [tokens, d_out] of x [tokens, d_model]."""
-        x8, x_scale = _compiled(_rows)(x)
-        gate_up = scaled_mm(
-            x8, self._weight.t(), x_scale, self._weight_scale.t(), out_dtype=x.dtype, use_fast_accum=True
-        )
-        h8, h_scale = _compiled(_hidden_rows)(gate_up)
-        y: Tensor = scaled_mm(h8, self._down.t(), h_scale, self._down_scale.t(), out_dtype=x.dtype, use_fast_accum=True)
-        return y
+        gate_up = fp8_product(_compiled(_rows)(x), self._weight, x.dtype)
+        return fp8_product(_compiled(_hidden_rows)(gate_up), self._down, x.dtype)
 
 
 def operands_of(x: Tensor, block: Block, down_by_neuron: Tensor) -> tuple[Operands[Tensor], Operands[Tensor]]:
     """Return a block's tensors with weights in FP8 and in 16."""
     assert block.up is not None
-    gate, gate_scale = quantise(block.gate, "neuron")
-    up, up_scale = quantise(block.up, "neuron")
-    down, down_scale = quantise(down_by_neuron, "output")
+    gate, gate_scale = Fp8.quantize(block.gate, "row")
+    up, up_scale = Fp8.quantize(block.up, "row")
+    down, down_scale = Fp8.quantize(down_by_neuron, "column")
     scales = {"w_gate_scale": gate_scale, "w_up_scale": up_scale, "w_down_scale": down_scale}
     return (
         Operands(x=x, w_gate=gate, w_up=up, w_down=down, **scales),
@@ -97,14 +91,14 @@ def operands_of(x: Tensor, block: Block, down_by_neuron: Tensor) -> tuple[Operan
 
 
 def check(operands: Operands[Tensor], dense: Callable[[Tensor], Tensor]) -> dict[str, float]:
-    """Compare some rows with float64 of what the weights are worth.
+    """Compare some rows with float64 of the dequantized weights.
 
     Raises:
         click.ClickException: Twell is further off than twice what dense FP8 is.
     """
     x = operands.x
     rows = torch.randperm(len(x), device=x.device)[:CHECKED_ROWS]
-    given = {name: value.double() for name, value in dequantised(operands).named().items()}
+    given = {name: value.double() for name, value in dequantize(operands).named().items()}
     h = functional.relu(x[rows].double() @ given["w_gate"].t()) * (x[rows].double() @ given["w_up"].t())
     exact = h @ given["w_down"]
     errors = {
@@ -157,11 +151,11 @@ def measure(size: Size, repeats: int, energy_seconds: float, with_launches: bool
     contestants: dict[str, Sequence[Callable[[], object]]] = {
         TWELL: [functools.partial(run_block, each, RELU) for each, _ in pairs],
         TWELL_BF16: [functools.partial(run_block, each, RELU) for _, each in pairs],
-        TENSORWISE: [functools.partial(Fp8(each.block, x), x) for each in sets],
+        TENSORWISE: [functools.partial(DenseFp8(each.block, x), x) for each in sets],
         ROWWISE: [functools.partial(RowWise(each.block), x) for each in sets],
     }
     if alive is not sets:
-        contestants[PRUNED] = [functools.partial(Fp8(each.block, x), x) for each in alive]
+        contestants[PRUNED] = [functools.partial(DenseFp8(each.block, x), x) for each in alive]
         hot = dataclasses.replace(RELU, hot=len(alive[0].down_by_neuron))
         contestants[HOT] = [functools.partial(run_block, each, hot) for each, _ in pairs]
     found["times"] = time_rotated(contestants, repeats)

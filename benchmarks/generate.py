@@ -54,9 +54,9 @@ from twellc.benchmarking.forms import (
     LOSSY,
     PACKED,
     Block,
-    Fp8,
-    Fp8Linear,
-    Fp8Rows,
+    DenseFp8,
+    DenseFp8Linear,
+    DenseFp8Rows,
     Int4,
     Packed,
     takes_fp8,
@@ -142,13 +142,13 @@ def with_fp8_linears(model: Any) -> Any:
     for layer in changed.model.layers:
         attention, begin = layer.self_attn, 0
         parts = {name: getattr(attention, name).weight for name in ("q_proj", "k_proj", "v_proj")}
-        joined = Fp8Linear(torch.cat(list(parts.values())))
+        joined = DenseFp8Linear(torch.cat(list(parts.values())))
         layer.input_layernorm = nn.Sequential(layer.input_layernorm, _Form(joined))
         for name, weight in parts.items():
             setattr(attention, name, _Form(functools.partial(torch.narrow, dim=-1, start=begin, length=len(weight))))
             begin += len(weight)
-        attention.o_proj = _Form(Fp8Linear(attention.o_proj.weight))
-        layer.mlp = _Form(Fp8Rows(_block_of(layer)))
+        attention.o_proj = _Form(DenseFp8Linear(attention.o_proj.weight))
+        layer.mlp = _Form(DenseFp8Rows(_block_of(layer)))
     return changed
 
 
@@ -183,7 +183,7 @@ def make_contestants(model: Any, cache: int, labels: set[str], prefill: bool) ->
     }
     block = _block_of(model.model.layers[0])
     if takes_fp8(block):
-        made[FP8] = lambda: with_forms(model, Fp8, calibration)
+        made[FP8] = lambda: with_forms(model, DenseFp8, calibration)
         made[FP8_LINEAR] = lambda: with_fp8_linears(model)
     if takes_int4(block):
         made[INT4] = lambda: with_forms(model, lambda block, _: Int4(block), calibration)

@@ -25,9 +25,8 @@ from block import refuse_error, relative_error, time_rotated
 from torch import Tensor
 from torch.nn import functional
 
-from twellc.base.torch_private import scaled_mm
-from twellc.benchmarking.forms import compile_rival
-from twellc.plugins.fp8 import quantise, rounded
+from twellc.benchmarking.forms import compile_rival, fp8_product
+from twellc.plugins.fp8 import Fp8
 from twellc.plugins.linear import LinearOperands, LinearOptions
 from twellc.plugins.linear_op import run_linear
 
@@ -45,16 +44,14 @@ def dense(operands: LinearOperands[Tensor], norm: str) -> Tensor:
     elif norm == "layer":
         x = functional.layer_norm(x, x.shape[-1:], operands.norm_weight, None, EPS)
     narrow = operands.weight_scale is not None
-    y = by_scaled_mm(rounded(x.float(), 1), operands) if narrow else functional.linear(x, operands.weight)
+    y = by_scaled_mm(Fp8.round_rows(x.float()), operands) if narrow else functional.linear(x, operands.weight)
     return y if operands.residual is None else operands.residual + y
 
 
-def by_scaled_mm(x: tuple[Tensor, Tensor], operands: LinearOperands[Tensor]) -> Tensor:
-    """Multiply rows in FP8, with their scales, by FP8 weights."""
+def by_scaled_mm(x: Fp8, operands: LinearOperands[Tensor]) -> Tensor:
+    """Multiply rows in FP8 by FP8 weights."""
     assert operands.weight_scale is not None
-    scales = x[1], operands.weight_scale.t()
-    y: Tensor = scaled_mm(x[0], operands.weight.t(), *scales, out_dtype=operands.x.dtype, use_fast_accum=True)
-    return y
+    return fp8_product(x, Fp8(operands.weight, operands.weight_scale), operands.x.dtype)
 
 
 def make(tokens: int, inner: int, out: int, norm: str) -> list[LinearOperands[Tensor]]:
@@ -70,7 +67,7 @@ def make(tokens: int, inner: int, out: int, norm: str) -> list[LinearOperands[Te
 
 def in_fp8(operands: LinearOperands[Tensor]) -> LinearOperands[Tensor]:
     """Return a layer with its weight in FP8, a scale for each output."""
-    weight, scale = quantise(operands.weight, "neuron")
+    weight, scale = Fp8.quantize(operands.weight, "row")
     return LinearOperands(**{**operands.named(), "weight": weight, "weight_scale": scale})
 
 
@@ -79,16 +76,16 @@ def measure(tokens: int, inner: int, out: int, norm: str, repeats: int) -> dict[
     layers, options = make(tokens, inner, out, norm), LinearOptions(norm=norm, eps=EPS)
     narrow = [in_fp8(each) for each in layers]
     for name, operands in ((TWELL, layers[0]), (TWELL_FP8, narrow[0])):
-        worth = operands.map(Tensor.double).named()
+        wide = operands.map(Tensor.double).named()
         if operands.weight_scale is not None:
-            worth["weight"] *= worth.pop("weight_scale")
-        exact = dense(LinearOperands(**worth), norm)
+            wide["weight"] *= wide.pop("weight_scale")
+        exact = dense(LinearOperands(**wide), norm)
         base = relative_error(dense(operands, norm), exact)
         error = relative_error(run_linear(operands, options)[0], exact)
         refuse_error(f"{name}, {tokens} tokens of {inner} -> {out}", error, base)
     torch._dynamo.reset()
     compiled = compile_rival(dense)
-    x8 = rounded(layers[0].x.float(), 1)
+    x8 = Fp8.round_rows(layers[0].x.float())
     contestants: dict[str, Sequence[Callable[[], object]]] = {
         TWELL: [functools.partial(run_linear, each, options) for each in layers],
         TWELL_FP8: [functools.partial(run_linear, each, options) for each in narrow],

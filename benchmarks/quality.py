@@ -24,7 +24,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 import twellc
-from twellc.benchmarking.forms import FP8, Fp8
+from twellc.benchmarking.forms import FP8, DenseFp8
 
 WINDOW = 1024
 _BYTELM = Path(__file__).parents[1] / "examples/bytelm"
@@ -56,7 +56,7 @@ def main(directory: Path, text: Path, windows: int, json_path: Path | None) -> N
     model = loaded.to(device).eval()
     forms: dict[str, Callable[[], Any]] = {
         "bf16": lambda: model,
-        FP8: lambda: with_forms(model, Fp8, ids[:1]),
+        FP8: lambda: with_forms(model, DenseFp8, ids[:1]),
         "twell bf16": lambda: twellc.optimize(copy.deepcopy(model), layers="all"),
         "twell FP8": lambda: twellc.optimize(copy.deepcopy(model), layers="all", weights="fp8:blocks"),
     }

@@ -16,8 +16,7 @@ from twellc.passes.fp8 import Wish
 from twellc.passes.match.shared_axis import Part
 from twellc.passes.pipeline import Passed, PassOptions, Rewritten, Stage, run_for_ranks, run_passes, run_until
 from twellc.plugins.block import call_of
-from twellc.plugins.fp8 import quantise
-from twellc.plugins.meaning import E4M3
+from twellc.plugins.fp8 import E4M3, Fp8
 from twellc.plugins.ops import VARIANT_OF
 
 BF16 = torch.bfloat16
@@ -30,14 +29,14 @@ class Narrow(nn.Module):
 
     def __init__(self, d_in: int, d_out: int, kind: str, spelling: Spelling) -> None:
         super().__init__()
-        q, scale = quantise(torch.randn(d_out, d_in) * d_in**-0.5, kind)
+        q, scale = Fp8.quantize(torch.randn(d_out, d_in) * d_in**-0.5, kind)
         self.weight, self.scale = nn.Parameter(q, requires_grad=False), nn.Parameter(scale, requires_grad=False)
         self.spelling = spelling
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.spelling(self))
 
-    def worth(self) -> Tensor:
+    def dequantized(self) -> Tensor:
         return self.weight.double() * self.scale.double()
 
 
@@ -55,8 +54,8 @@ class Block(nn.Module):
 
     def exact(self, x: Tensor) -> Tensor:
         x = x.double()
-        hidden = torch.relu((x @ self.gate.worth().T).to(BF16).double()) * (x @ self.up.worth().T)
-        return x + hidden @ self.down.worth().T
+        hidden = torch.relu((x @ self.gate.dequantized().T).to(BF16).double()) * (x @ self.up.dequantized().T)
+        return x + hidden @ self.down.dequantized().T
 
 
 SPELLINGS: dict[str, Spelling] = {
@@ -81,7 +80,7 @@ def operands_of(found: Rewritten | Passed) -> dict[str, Tensor]:
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("kinds", [("neuron", "neuron", "output"), ("tensor", "neuron", "neuron"), ("tensor",) * 3])
+@pytest.mark.parametrize("kinds", [("row", "row", "column"), ("tensor", "row", "row"), ("tensor",) * 3])
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_blocks_keep_bytes_and_scales(spelling: str, kinds: tuple[str, str, str]) -> None:
     module = Block(*kinds, SPELLINGS[spelling])
@@ -98,8 +97,8 @@ def test_blocks_keep_bytes_and_scales(spelling: str, kinds: tuple[str, str, str]
 @pytest.mark.parametrize("seed", range(3))
 def test_random_blocks_against_float64(seed: int) -> None:
     draw = random.Random(seed)
-    gate, up = (draw.choice(["tensor", "neuron"]) for _ in range(2))
-    down, d_model, d_ff = draw.choice(["tensor", "neuron", "output"]), 8 * draw.randint(1, 20), draw.randint(1, 300)
+    gate, up = (draw.choice(["tensor", "row"]) for _ in range(2))
+    down, d_model, d_ff = draw.choice(["tensor", "row", "column"]), 8 * draw.randint(1, 20), draw.randint(1, 300)
     module = Block(gate, up, down, SPELLINGS["through-float32"], d_model, d_ff)
     x = torch.randn(3, d_model).to(BF16)
     found = run_passes(export(module.eval(), x), PassOptions(BF16, "all"))
@@ -113,7 +112,7 @@ class Packed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.both = Narrow(D_MODEL, 2 * D_FF, "neuron", SPELLINGS["through-float32"])
+        self.both = Narrow(D_MODEL, 2 * D_FF, "row", SPELLINGS["through-float32"])
         self.down = Narrow(D_FF, D_MODEL, "tensor", SPELLINGS["through-float32"])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -131,14 +130,14 @@ def test_parts_of_a_packed_matrix_have_their_scales() -> None:
 
 
 def test_what_kernels_do_not_take_is_dequantised_and_said() -> None:
-    found = rewritten(Block("output", "neuron", "neuron", SPELLINGS["through-float32"]))
+    found = rewritten(Block("column", "row", "row", SPELLINGS["through-float32"]))
     assert str(found.layers[0].weights) == "weights in 16 bits, dequantised: w_gate has a scale for each input"
     assert operands_of(found)["w_gate"].dtype == BF16
     (note,) = found.notes
     assert note.startswith("3 weights that the model has in FP8 are dequantised: ") and "gate.weight" in note
-    again = rewritten(Block("output", "neuron", "neuron", SPELLINGS["through-float32"]), Wish(quantise=True))
+    again = rewritten(Block("column", "row", "row", SPELLINGS["through-float32"]), Wish(quantise=True))
     assert str(again.layers[0].weights) == "weights in 8 bits, quantised"
-    module = Block("neuron", "neuron", "neuron", SPELLINGS["through-float32"])
+    module = Block("row", "row", "row", SPELLINGS["through-float32"])
     module.down = nn.Linear(D_FF, D_MODEL, bias=False, dtype=BF16)  # type: ignore[assignment]
     assert "16 bits, dequantised: the model has only some of them in FP8" in rewritten(module).layers[0].reason
 
@@ -148,7 +147,7 @@ def in_groups(each: Narrow) -> Tensor:
 
 
 def test_scales_of_groups_are_dequantised_and_said() -> None:
-    module = Block("neuron", "neuron", "neuron", in_groups)
+    module = Block("row", "row", "row", in_groups)
     for part in (module.gate, module.up):
         part.scale = nn.Parameter(part.scale.expand(-1, 2).clone(), requires_grad=False)
     found = rewritten(module)
@@ -166,7 +165,7 @@ def test_blocks_of_sixteen_bits_are_quantised(module: nn.Module) -> None:
     matrices = [name for name in stored if name[:2] == "w_" and "scale" not in name]
     assert {stored[name].dtype for name in matrices} == {E4M3}
     assert {tuple(stored[f"{name}_scale"].shape) for name in matrices} == {(D_FF, 1)}
-    up, scale = quantise(module.up.weight, "neuron")  # type: ignore[arg-type]
+    up, scale = Fp8.quantize(module.up.weight, "row")  # type: ignore[arg-type]
     assert torch.equal(stored["w_up"].float(), up.float()) and torch.equal(stored["w_up_scale"], scale)
     (y,), (dense,) = run(found.program, x), run(found.dense, x)
     assert 0 < (y - dense).norm() / dense.norm() < 0.1
@@ -187,7 +186,7 @@ def test_a_block_with_too_large_an_error_stays() -> None:
 
 @pytest.mark.parametrize("narrow", [False, True])
 def test_scales_move_with_their_neurons(narrow: bool) -> None:
-    module: nn.Module = Block("neuron", "neuron", "output", SPELLINGS["through-float32"])
+    module: nn.Module = Block("row", "row", "column", SPELLINGS["through-float32"])
     module = module if narrow else Gated(d_model=D_MODEL, d_ff=D_FF, biases="gud").to(BF16)
     program, options = export(module.eval(), torch.randn(3, D_MODEL).to(BF16)), PassOptions(BF16, "all")
     options = replace(options, weights=Wish(quantise=not narrow))
@@ -196,8 +195,8 @@ def test_scales_move_with_their_neurons(narrow: bool) -> None:
     moved = replace(decided, stage=Stage.ORDER, orders={decided.layers[0].module: order})
     before, after = (operands_of(run_until(each, options, Stage.ATTENTION)) for each in (decided, moved))
     for name in ("w_gate", "w_up", "w_down"):
-        worth, own = (each[name].float() * each[f"{name}_scale"] for each in (before, after))
-        assert torch.equal(own, worth[order])
+        dequantized, own = (each[name].float() * each[f"{name}_scale"] for each in (before, after))
+        assert torch.equal(own, dequantized[order])
 
 
 def test_ranks_share_scales() -> None:
@@ -223,18 +222,18 @@ class Two(nn.Module):
         return self.q(x), self.k(x)
 
 
-@pytest.mark.parametrize("kinds", [("tensor", "neuron"), ("neuron", "neuron"), ("neuron", "output")])
+@pytest.mark.parametrize("kinds", [("tensor", "row"), ("row", "row"), ("row", "column")])
 def test_linear_layers_keep_their_fp8(kinds: tuple[str, str]) -> None:
     module, x = Two(*kinds), torch.randn(3, D_MODEL).to(BF16)
     found = run_passes(export(module, x), PassOptions(BF16, linear="twell"))
     (row,) = found.linear
-    if "output" in kinds:
+    if "column" in kinds:
         assert str(row.weights) == "weights in 16 bits, dequantised: a weight has a scale for each input"
     else:
         assert str(row.weights) == "weights in 8 bits, as the model has them" and not found.notes
     for actual, layer in zip(run(found.program, x), (module.q, module.k), strict=True):
-        exact = x.double() @ layer.worth().T
-        assert float((actual.double() - exact).norm() / exact.norm()) < (4e-3 if "output" in kinds else 2.5e-3)
+        exact = x.double() @ layer.dequantized().T
+        assert float((actual.double() - exact).norm() / exact.norm()) < (4e-3 if "column" in kinds else 2.5e-3)
 
 
 @pytest.mark.parametrize("conv1d", [False, True])
@@ -246,7 +245,7 @@ def test_linear_layers_are_quantised(conv1d: bool) -> None:
     module.forward = lambda x: (x @ module.weight if conv1d else nn.functional.linear(x, module.weight)).sin()
     found = run_passes(export(module, x), PassOptions(BF16, linear="twell", weights=Wish(True, linear=True)))
     assert [str(row.weights) for row in found.linear] == ["weights in 8 bits, quantised"]
-    q, scale = quantise(weight, "neuron")
+    q, scale = Fp8.quantize(weight, "row")
     state = found.program.state_dict
     assert torch.equal(state["weight_e4m3"].float(), q.float()) and torch.equal(state["weight_scale"], scale)
     expected = (x.float() @ (q.float() * scale).T).to(BF16).sin()

@@ -11,11 +11,11 @@ from tests.plugins import calls, reference
 from tests.plugins.calls import BEST, DENSE_BLOCK, GUARD_DECIDES, KERNELS, SPLIT, Call, bits_of, run_poisoned
 from tests.plugins.cases import FP16, SPLIT_BASE, Case, make_block, split_block
 from tests.plugins.reference import Block
-from twellc.checks.fp8 import NarrowBlock
+from twellc.checks.fp8 import Fp8Block
 from twellc.features import decode, encode
 from twellc.plugins.block import BlockOptions, Operands, WeightOperands
-from twellc.plugins.fp8 import quantise
-from twellc.plugins.meaning import dequantised, hidden_of, output_of
+from twellc.plugins.fp8 import Fp8
+from twellc.plugins.meaning import dequantize, hidden_of, output_of
 from twellc.plugins.ops import run_block
 
 pytestmark = pytest.mark.gpu
@@ -80,16 +80,16 @@ def test_thresholds_of_dense_blocks(rows: int, d_ff: int, gated: bool) -> None:
 @pytest.mark.parametrize("rows", [1, 12, 40, 100, 300, 2000])
 def test_thresholds_beside_weights_in_fp8(rows: int, gated: bool) -> None:
     block = with_thresholds(make_block(dataclasses.replace(EACH, rows=rows, d_model=256, d_out=256, gated=gated)))
-    first, first_scale = quantise(block.w_gate, "neuron")
-    down, down_scale = quantise(block.w_down, "output")
+    first, first_scale = Fp8.quantize(block.w_gate, "row")
+    down, down_scale = Fp8.quantize(block.w_down, "column")
     tensors = {"w_up": first, "w_up_scale": first_scale, "w_down": down, "w_down_scale": down_scale}
     if block.w_up is not None:
-        up, up_scale = quantise(block.w_up, "neuron")
+        up, up_scale = Fp8.quantize(block.w_up, "row")
         tensors |= {"w_gate": first, "w_gate_scale": first_scale, "w_up": up, "w_up_scale": up_scale}
     weights: WeightOperands[Tensor] = WeightOperands(**tensors, thresholds=block.threshold)  # type: ignore[arg-type]
-    exact = dequantised(Operands(**weights.named(), x=block.x.double()))
+    exact = dequantize(Operands(**weights.named(), x=block.x.double()))
     truth = output_of(hidden_of(exact, FATRELU)[-1], exact)
-    dense = NarrowBlock(weights, None, FATRELU).by_dense_fp8(block.x, None)
+    dense = Fp8Block(weights, None, FATRELU).by_dense_fp8(block.x, None)
     ours, theirs = (
         float((y.double() - truth).norm() / truth.norm()) for y in (run_block(weights.of(block.x), FATRELU), dense)
     )

@@ -69,7 +69,7 @@ class Block:
         if self.residual:
             shapes["residual"] = (*leading, self.d_out)
         if self.scales is not None:
-            forms: dict[str, tuple[int, ...]] = {"tensor": (), "neuron": (self.d_ff, 1), "output": (1, self.d_out)}
+            forms: dict[str, tuple[int, ...]] = {"tensor": (), "row": (self.d_ff, 1), "column": (1, self.d_out)}
             for name in [name for name in shapes if name[:2] == "w_"]:
                 shapes[f"{name}_scale"] = forms[self.scales[name == "w_down"]]
         if self.thresholds:
@@ -132,14 +132,14 @@ BLOCKS = [
     Block(gated=False, biases=("down",), residual=True),
     Block(gated=True, d_ff=900, hot=500, residual=True),
     Block(gated=False, hot=300),
-    Block(gated=True, biases=("gate", "up", "down"), residual=True, scales=("neuron", "neuron"), d_model=128),
-    Block(gated=True, scales=("tensor", "output")),
-    Block(gated=False, biases=("down",), scales=("neuron", "tensor")),
+    Block(gated=True, biases=("gate", "up", "down"), residual=True, scales=("row", "row"), d_model=128),
+    Block(gated=True, scales=("tensor", "column")),
+    Block(gated=False, biases=("down",), scales=("row", "tensor")),
     Block(gated=False, biases=("gate", "down"), activation="fatrelu", thresholds=True, d_ff=70_000),
     Block(gated=True, residual=True, activation="fatrelu", thresholds=True, scales=("tensor", "tensor")),
     Block(gated=True, residual=True, norm="rms", of_norm=("norm_weight",)),
     Block(gated=False, biases=("gate",), norm="layer", of_norm=("norm_weight", "norm_bias")),
-    Block(gated=True, norm="layer", of_norm=("norm_bias",), scales=("neuron", "tensor")),
+    Block(gated=True, norm="layer", of_norm=("norm_bias",), scales=("row", "tensor")),
 ]
 
 
@@ -222,7 +222,7 @@ def test_any_rank_and_token_count_is_accepted(host: ctypes.CDLL, block: Block, l
 
 
 GATED, RESIDUAL = Block(gated=True), Block(gated=True, residual=True)
-SCALED = Block(gated=False, scales=("neuron", "output"))
+SCALED = Block(gated=False, scales=("row", "column"))
 ONE_TYPE = "all inputs must be bf16, or all fp16"
 OF_KEYS, OF_Y = "expected [batch, keys, kv_heads, width]", "expected that of y, [..., d_out] = [4, 32]"
 

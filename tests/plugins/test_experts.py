@@ -78,7 +78,7 @@ class Drawn:
         up, gate = self.matrices
         y = torch.zeros(self.x.shape[0], self.down.shape[2], dtype=torch.float64)
 
-        def worth(matrix: Tensor, which: int, expert: int) -> Tensor:
+        def dequantized(matrix: Tensor, which: int, expert: int) -> Tensor:
             scale = self.scale_of(which)
             one = matrix[expert].double()
             return one if scale is None else one * (scale[expert] if scale.dim() else scale).double()
@@ -88,14 +88,14 @@ class Drawn:
             for place, expert in enumerate(experts):
                 if not 0 <= expert < self.down.shape[0]:
                     continue
-                u = worth(up, 1, expert) @ row
-                z = (u if gate is None else worth(gate, 0, expert) @ row).to(self.x.dtype)
+                u = dequantized(up, 1, expert) @ row
+                z = (u if gate is None else dequantized(gate, 0, expert) @ row).to(self.x.dtype)
                 cut = self.threshold if self.thresholds is None else self.thresholds[expert].clamp_min(0)
                 g = torch.where(z <= cut, torch.zeros_like(z), z)
                 h = (g * g if self.activation == "relu2" else g).double()
                 if gate is not None:
                     h = h * (u.relu() if self.activation == "drelu" else u)
-                y[token] += self.weights[token, place].double() * (h @ worth(self.down, 2, expert))
+                y[token] += self.weights[token, place].double() * (h @ dequantized(self.down, 2, expert))
         return y
 
 
@@ -126,7 +126,7 @@ def draw(
             "tensor": ((), ()),
             "expert": ((experts, 1, 1), (experts, 1, 1)),
             "row": ((experts, rows, 1), (experts, d_ff, 1)),
-            "output": ((experts, rows, 1), (experts, 1, d_out)),
+            "column": ((experts, rows, 1), (experts, 1, d_out)),
         }[scale]
         first, second = (torch.rand(shape, generator=generator) + 0.5 for shape in shapes)
         scales = (first, second)
@@ -148,7 +148,7 @@ def test_cpu_is_the_formula(data: st.DataObject) -> None:
         widths=(data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))),
         activation=activation,
         gated=gated,
-        scale=data.draw(st.sampled_from((None, "tensor", "expert", "row", "output"))),
+        scale=data.draw(st.sampled_from((None, "tensor", "expert", "row", "column"))),
         seed=data.draw(st.integers(0, 1000)),
     )
     if activation == "fatrelu":
@@ -278,7 +278,7 @@ def test_wrong_problems(change: dict[str, Any], message: bytes) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 3, 40, 300])
-@pytest.mark.parametrize("scale", [None, "tensor", "expert", "row", "output"])
+@pytest.mark.parametrize("scale", [None, "tensor", "expert", "row", "column"])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_kernels(tokens: int, scale: str | None, gated: bool, dtype: torch.dtype) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -10,27 +11,26 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from twellc.base.errors import UserError
-from twellc.plugins.fp8 import LARGEST, quantise
-from twellc.plugins.meaning import E4M3
+from twellc.plugins.fp8 import E4M3, LARGEST, Fp8
 
 STEP = 2.0**-4  # half of the distance of neighbours of E4M3 with three bits of mantissa, relative to them
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize(("kind", "shape"), [("neuron", (24, 1)), ("output", (1, 40)), ("tensor", ())])
+@pytest.mark.parametrize(("kind", "shape"), [("row", (24, 1)), ("column", (1, 40)), ("tensor", ())])
 def test_weights_are_close_and_none_is_beyond(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     weight = (torch.randn(24, 40) * torch.logspace(-3, 3, 24)[:, None]).to(dtype)
-    q, scale = quantise(weight, kind)
+    q, scale = Fp8.quantize(weight, kind)
     assert (q.dtype, scale.dtype, q.shape, tuple(scale.shape)) == (E4M3, torch.float32, weight.shape, shape)
-    worth, wide = q.double() * scale.double(), weight.double()
+    dequantized, wide = q.double() * scale.double(), weight.double()
     least = scale.double() * 2.0**-10  # half of E4M3's least number
-    assert ((worth - wide).abs() <= (wide.abs() * STEP).maximum(least) * (1 + 1e-6)).all()
+    assert ((dequantized - wide).abs() <= (wide.abs() * STEP).maximum(least) * (1 + 1e-6)).all()
     assert q.float().abs().amax() == LARGEST
 
 
 def test_zeros_have_the_scale_one_and_tiny_rows_are_finite() -> None:
     weight = torch.tensor([[0.0, -0.0], [1e-44, 0.0], [3e38, -3e38], [1e-30, 1e-36]])
-    q, scale = quantise(weight, "neuron")
+    q, scale = Fp8.quantize(weight, "row")
     assert scale[0] == 1 and (q[0].float() == 0).all()
     assert scale.isfinite().all() and (scale >= torch.finfo(torch.float32).tiny).all()
     assert q.float().isfinite().all()
@@ -42,12 +42,28 @@ def test_weights_that_are_not_finite_are_refused(value: float) -> None:
     weight = torch.ones(4, 8)
     weight[1, 2] = value
     with pytest.raises(UserError, match=r"layer 3: w_up: cannot be quantised: 1 of 32 weights are NaN, or infinite"):
-        quantise(weight, "neuron", "layer 3: w_up")
+        Fp8.quantize(weight, "row", "layer 3: w_up")
 
 
-KINDS_AND_ORDERS = pytest.mark.parametrize(
-    ("kind", "transposed"), [("neuron", False), ("output", True), ("tensor", True)]
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("form", ["tensor", "row", "column", "block"])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 300), (300, 1), (130, 300), (256, 128)])
+def test_dequantize(rows: int, columns: int, form: str, dtype: torch.dtype) -> None:
+    """Element by element, in float64 exactly; the transpose likewise."""
+    sizes = {"tensor": (rows, columns), "row": (1, columns), "column": (rows, 1), "block": (128, 128)}
+    height, width = sizes[form]
+    shape = () if form == "tensor" else (math.ceil(rows / height), math.ceil(columns / width))
+    matrix = Fp8(torch.randn(rows, columns).to(E4M3), torch.rand(shape) + 0.5)
+    scale = matrix.scale.reshape(math.ceil(rows / height), -1).double()
+    exact = torch.stack([scale[i // height, torch.arange(columns) // width] for i in range(rows)])
+    exact = exact * matrix.values.double()
+    expected = exact if dtype == torch.float64 else exact.float().to(dtype)
+    assert torch.equal(matrix.dequantize(dtype), expected)
+    assert torch.equal(matrix.t().dequantize(dtype), expected.t())
+    assert Fp8(matrix.values, torch.rand(rows + 1, 1)).form is None
+
+
+KINDS_AND_ORDERS = pytest.mark.parametrize(("kind", "transposed"), [("row", False), ("column", True), ("tensor", True)])
 
 
 @KINDS_AND_ORDERS
@@ -55,9 +71,9 @@ def test_memory_beside_the_matrix(kind: str, transposed: bool) -> None:
     """The result takes half of it, and no part in float32 is large."""
     weight = torch.randn(1500, 700).bfloat16()
     weight = weight.t() if transposed else weight
-    quantise(weight, kind)
+    Fp8.quantize(weight, kind)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        q, scale = quantise(weight, kind)
+        q, scale = Fp8.quantize(weight, kind)
     assert profiled.profiler is not None
     events: list[Any] = [each for each in profiled.profiler.kineto_results.events() if each.name() == "[memory]"]
     sizes = [each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())]
@@ -73,8 +89,8 @@ def test_memory_on_a_gpu(kind: str, transposed: bool) -> None:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    q, scale = quantise(weight, kind)
+    q, scale = Fp8.quantize(weight, kind)
     assert torch.cuda.max_memory_allocated() - before <= 1.3 * weight.nbytes
     rows = torch.randint(len(weight), (64,), device="cuda")
-    some = scale[rows] if kind == "neuron" else scale
+    some = scale[rows] if kind == "row" else scale
     assert torch.equal((weight[rows].float() / some).to(E4M3).view(torch.uint8), q.view(torch.uint8)[rows])

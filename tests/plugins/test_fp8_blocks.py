@@ -14,12 +14,13 @@ from torch import Tensor
 from tests.plugins.calls import BEST, SUCCESS, Choice, Run, assert_replays, choose
 from twellc.plugins import library
 from twellc.plugins.block import GATED, PLAIN, BlockOptions, Operands, problem_of, set_scales, tensors_of
-from twellc.plugins.meaning import E4M3, activate, dequantised, scale_kinds
+from twellc.plugins.fp8 import E4M3
+from twellc.plugins.meaning import activate, dequantize, scale_kinds
 from twellc.plugins.ops import run_block
 
 BF16, FP16 = torch.bfloat16, torch.float16
 LARGEST = 448.0
-FORMS = {"tensor": None, "neuron": 1, "output": 0}
+FORMS = {"tensor": None, "row": 1, "column": 0}
 
 
 def quantised(weight: Tensor, form: str) -> tuple[Tensor, Tensor]:
@@ -39,8 +40,8 @@ class Case:
     gated: bool = True
     activation: str = "relu"
     density: float = 0.05
-    gate_up: str = "neuron"
-    down: str = "neuron"
+    gate_up: str = "row"
+    down: str = "row"
     biases: bool = True
     residual: bool = False
     path: Run = Run.ROUTES
@@ -90,8 +91,8 @@ def rows_of_fp8(rows: Tensor) -> Tensor:
 
 
 def exact(operands: Operands[Tensor], options: BlockOptions, *, fp8: bool = False) -> Tensor:
-    """Return y in float64 of what the weights are worth; `fp8`: as dense FP8, whose rows are rounded, too."""
-    given = {name: value.double() for name, value in dequantised(operands).named().items()}
+    """Return y in float64 of , dequantized; `fp8`: as dense FP8, whose rows are rounded, too."""
+    given = {name: value.double() for name, value in dequantize(operands).named().items()}
     wide = Operands(**given)
     round_rows = rows_of_fp8 if fp8 else (lambda rows: rows)
     x, none = round_rows(wide.x), torch.zeros((), dtype=torch.float64, device=wide.x.device)
@@ -110,11 +111,11 @@ def error(y: Tensor, truth: Tensor) -> float:
 
 KINDS = [
     Case(),
-    Case(dtype=FP16, gate_up="tensor", down="output", residual=True),
+    Case(dtype=FP16, gate_up="tensor", down="column", residual=True),
     Case(activation="relu2", down="tensor", biases=False, density=0.5),
     Case(activation="fatrelu", dtype=FP16, density=0.5),
     Case(activation="drelu", gate_up="tensor", down="tensor", residual=True),
-    Case(gated=False, down="output", density=0.3),
+    Case(gated=False, down="column", density=0.3),
     Case(gated=False, dtype=FP16, gate_up="tensor", biases=False, density=1.0),
 ]
 
@@ -126,7 +127,7 @@ def test_the_meaning_is_that_of_the_dequantised_weights(case: Case) -> None:
     assert y.dtype == case.dtype
     # z and y are rounded, once each.
     assert error(y, exact(operands, options)) < (1e-2 if case.dtype == BF16 else 2e-3)
-    dense = run_block(dequantised(operands).map(Tensor.double), options)
+    dense = run_block(dequantize(operands).map(Tensor.double), options)
     assert error(dense, exact(operands, options)) < 1e-6
 
 
@@ -181,9 +182,9 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str, dev
 
 def test_the_scale_of_a_single_neuron_is_no_scale_for_outputs() -> None:
     operands, _ = make(Case(d_ff=1, gate_up="tensor"))
-    assert scale_kinds(operands) == ("tensor", "neuron")
-    operands, _ = make(Case(d_ff=1, down="output"))
-    assert scale_kinds(operands) == ("neuron", "output")
+    assert scale_kinds(operands) == ("tensor", "row")
+    operands, _ = make(Case(d_ff=1, down="column"))
+    assert scale_kinds(operands) == ("row", "column")
 
 
 def test_there_are_no_gradients() -> None:
@@ -261,7 +262,7 @@ def test_routes(tokens: int, gpu: str, names: list[str]) -> None:
     name, _, all_hot = gpu.partition(" ")
     options = BlockOptions(activation="relu", hot=5632 if all_hot else 0)
     scaled = problem_of(GATED, options, "bfloat16", tokens=tokens, d_model=2048, d_ff=5632, d_out=2048)
-    set_scales(scaled, "neuron", "output")
+    set_scales(scaled, "row", "column")
     found = library.describe(scaled, library.GPUS[name])
     positions = [found.index(name) for name in names]
     assert positions == sorted(positions)

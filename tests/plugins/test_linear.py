@@ -22,7 +22,7 @@ from tests.tolerance import assert_as_accurate, assert_same
 from twellc.checks.evaluator import OnnxEvaluator
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.plugins import library
-from twellc.plugins.fp8 import quantise, rounded
+from twellc.plugins.fp8 import Fp8
 from twellc.plugins.linear import ATTRIBUTES, TENSORS, LinearOperands, LinearOptions, call_of
 from twellc.plugins.linear_op import LINEAR, run_linear
 from twellc.plugins.onnx_node import linear_attributes, read_linear
@@ -55,7 +55,7 @@ def make(case: Case, device: str = "cpu") -> tuple[LinearOperands[Tensor], Linea
 
     tensors = {"weight": draw(case.out, case.inner, scale=case.inner**-0.5)}
     if case.scale:
-        tensors["weight"], tensors["weight_scale"] = quantise(tensors["weight"], case.scale)
+        tensors["weight"], tensors["weight_scale"] = Fp8.quantize(tensors["weight"], case.scale)
     if case.norm != "none":
         tensors["norm_weight"] = draw(case.inner, scale=0.2, mean=1.0)
     if case.biases:
@@ -83,7 +83,7 @@ def dense(operands: LinearOperands[Tensor], norm: str, dtype: torch.dtype, *, in
         x = torch.nn.functional.layer_norm(x, x.shape[-1:], rest.norm_weight, rest.norm_bias, EPS)
     if in_bytes:
         assert operands.weight_scale is not None
-        q, scale = rounded(x.to(dtype).float(), 1)
+        q, scale = Fp8.round_rows(x.to(dtype).float())
         x, weight = q.double() * scale, operands.weight.double() * operands.weight_scale
     y = torch.nn.functional.linear(x, weight, rest.bias)
     return (y if rest.residual is None else y + rest.residual).to(dtype)
@@ -99,7 +99,7 @@ CASES = [
     Case(norm="none", biases=False, splits=(40, 8)),
     Case(norm="rms", splits=(48,), residual=True),
     Case(scale="tensor"),
-    Case(scale="neuron", norm="none", residual=True),
+    Case(scale="row", norm="none", residual=True),
 ]
 
 
@@ -289,7 +289,7 @@ class Two(torch.nn.Module):
         return *run_linear(added, options), second, chosen
 
 
-@pytest.mark.parametrize("scale", ["", "neuron"])
+@pytest.mark.parametrize("scale", ["", "row"])
 def test_a_program_as_onnx_gives_the_same(scale: str, tmp_path: Path) -> None:
     first = make(Case(dtype=torch.float32, splits=(40, 8), norm="layer", scale=scale))
     second = make(Case(dtype=torch.float32, inner=40, out=64, norm="none", residual=True, scale=scale))
@@ -382,14 +382,14 @@ def test_which_kernels_run() -> None:
     assert kernels_of(Case(tokens=17, inner=2048, out=64), "H100") == ["norm", many]
     assert kernels_of(Case(tokens=17, inner=2048, out=64, norm="none"), "H100") == [many]
     assert kernels_of(Case(tokens=1, inner=32000, out=64), "H100") == ["norm", many]
-    assert kernels_of(Case(tokens=8, scale="neuron"), "H100") == ["linear_few tokens=8 queue=48"]
-    assert kernels_of(Case(tokens=8, inner=72, scale="neuron", norm="none"), "H100") == ["widen", many]
+    assert kernels_of(Case(tokens=8, scale="row"), "H100") == ["linear_few tokens=8 queue=48"]
+    assert kernels_of(Case(tokens=8, inner=72, scale="row", norm="none"), "H100") == ["widen", many]
     assert kernels_of(Case(tokens=99, scale="tensor", norm="none"), "H100") == in_bytes
     assert kernels_of(Case(tokens=9, inner=120000, scale="tensor", norm="none"), "H100") == ["widen", many]
     assert kernels_of(Case(tokens=99, scale="tensor", norm="none"), "RTX-4090") == ["widen", many]
     for odd in ({"inner": 72}, {"out": 56}, {"splits": (40, 8)}):
         assert kernels_of(Case(**{"tokens": 99, "scale": "tensor", "norm": "none"} | odd), "H100")[0] == "widen"
-    split = kernels_of(Case(tokens=99, scale="neuron", splits=(16, 32)), "H100")
+    split = kernels_of(Case(tokens=99, scale="row", splits=(16, 32)), "H100")
     assert split == [*in_bytes, in_bytes[-1]] if found >= 120900 else "widen" in split
     assert kernels_of(Case(tokens=8, inner=2048), "RTX-4090") == ["linear_few tokens=8 queue=16"]
     assert kernels_of(Case(tokens=0), "H100") == []
@@ -401,7 +401,7 @@ def test_every_configuration_is_known_and_launches_fit() -> None:
     found = set()
     for device, gpu in library.GPUS.items():
         for tokens, inner in itertools.product((1, 5, 8, 11, 16, 17), (8, 2048, 4096, 8192, 20000, 31000, 40000)):
-            for scale, choose in itertools.product(("", "neuron"), (False, True)):
+            for scale, choose in itertools.product(("", "row"), (False, True)):
                 case = Case(tokens=tokens, inner=inner, scale=scale, choose=choose)
                 for line in described(problem_of(case), gpu):
                     kernel, _, launch = line.partition(" | ")
@@ -419,7 +419,7 @@ def test_every_configuration_is_known_and_launches_fit() -> None:
 
 def test_the_workspace_does_not_shrink() -> None:
     lib = library.load()
-    kinds = itertools.product((64, 72, 40000), ("none", "rms"), ("", "neuron"), (False, True))
+    kinds = itertools.product((64, 72, 40000), ("none", "rms"), ("", "row"), (False, True))
     for inner, norm, scale, choose in kinds:
         case = Case(inner=inner, norm=norm, scale=scale, choose=choose)
         cases = [dataclasses.replace(case, tokens=tokens) for tokens in range(40)]
@@ -429,7 +429,7 @@ def test_the_workspace_does_not_shrink() -> None:
 
 def test_weights_are_widened_in_parts() -> None:
     """A layer in FP8 takes no memory for its weights in 16, but 32 MiB where no product reads the bytes."""
-    case = Case(tokens=512, inner=4096, out=128256, scale="neuron", norm="none")
+    case = Case(tokens=512, inner=4096, out=128256, scale="row", norm="none")
     rows = case.tokens * case.inner + 4 * (case.tokens + case.out) + 3 * 256
     assert library.load().twell_linear_workspace_bytes(problem_of(case)) <= (32 << 20) + (32 << 20) + rows
     kernels = kernels_of(case, "A100")
@@ -483,21 +483,21 @@ def gpu_cases() -> Iterator[Case]:
             norm=generator.choice(["none", "rms", "layer"]),
             splits=splits,
             dtype=generator.choice([BF16, FP16]),
-            scale=generator.choice(["", "", "tensor", "neuron"]),
+            scale=generator.choice(["", "", "tensor", "row"]),
             biases=generator.random() < 0.5,
             residual=len(splits) < 2 and generator.random() < 0.7,
         )
 
 
 IN_BYTES = [
-    Case(17, 2048, 6144, "rms", (2048, 2048, 2048), BF16, "neuron", biases=False),
+    Case(17, 2048, 6144, "rms", (2048, 2048, 2048), BF16, "row", biases=False),
     Case(17, 2048, 2048, "none", (), FP16, "tensor", residual=True),
-    Case(64, 2048, 2048, "none", (), BF16, "neuron", biases=False, residual=True),
+    Case(64, 2048, 2048, "none", (), BF16, "row", biases=False, residual=True),
     Case(64, 4096, 6144, "rms", (4096, 1024, 1024), BF16, "tensor"),
-    Case(300, 1040, 528, "layer", (272, 256), BF16, "neuron"),
-    Case(301, 64, 80, "layer", (), FP16, "neuron", residual=True),
+    Case(300, 1040, 528, "layer", (272, 256), BF16, "row"),
+    Case(301, 64, 80, "layer", (), FP16, "row", residual=True),
     Case(2048, 2048, 6144, "rms", (), FP16, "tensor", residual=True),
-    Case(2048, 31008, 80, "rms", (), BF16, "neuron"),
+    Case(2048, 31008, 80, "rms", (), BF16, "row"),
     Case(9, 40000, 64, "none", (), BF16, "tensor", biases=False),
 ]
 
@@ -544,14 +544,14 @@ def random_cases() -> Iterator[Case]:
     generator = random.Random(7)
     for tokens in (1, 2, 3, 5, 7, 8, 9, 12, 15, 16, 17, 23):
         inner, out = 8 * generator.randint(8, 1024), 16 * generator.randint(0, 200) + 8
-        norm, scale = generator.choice(["none", "rms", "layer"]), generator.choice(["", "", "neuron"])
+        norm, scale = generator.choice(["none", "rms", "layer"]), generator.choice(["", "", "row"])
         yield Case(tokens, inner, out, norm, scale=scale, residual=generator.random() < 0.5)
 
 
 IN_PARTS = [
-    Case(17, 2056, 16008, scale="neuron", splits=(3000, 9008, 4000)),
+    Case(17, 2056, 16008, scale="row", splits=(3000, 9008, 4000)),
     Case(40, 8200, 5000, "none", scale="tensor", residual=True),
-    Case(300, 4096, 12288, scale="neuron", residual=True),
+    Case(300, 4096, 12288, scale="row", residual=True),
 ]
 
 
@@ -623,7 +623,7 @@ def test_choice_by_the_kernels(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("out", [8, 24, 32000, 50264])
-@pytest.mark.parametrize(("dtype", "scale"), [(BF16, ""), (FP16, ""), (BF16, "neuron"), (FP16, "tensor")])
+@pytest.mark.parametrize(("dtype", "scale"), [(BF16, ""), (FP16, ""), (BF16, "row"), (FP16, "tensor")])
 def test_choice_of_a_vocabulary(out: int, dtype: torch.dtype, scale: str) -> None:
     for tokens in (1, 3, 16, 17):
         operands, options = make(Case(tokens=tokens, out=out, dtype=dtype, scale=scale), "cuda")
@@ -632,7 +632,7 @@ def test_choice_of_a_vocabulary(out: int, dtype: torch.dtype, scale: str) -> Non
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [Case(tokens=3), Case(tokens=20), Case(tokens=3, inner=72, scale="neuron")], ids=str)
+@pytest.mark.parametrize("case", [Case(tokens=3), Case(tokens=20), Case(tokens=3, inner=72, scale="row")], ids=str)
 def test_the_op_on_a_gpu(case: Case) -> None:
     operands, options = make(case, "cuda")
     (y,) = run_linear(operands, options)
@@ -654,7 +654,7 @@ def test_the_op_on_a_gpu(case: Case) -> None:
     [
         Case(splits=(16, 8, 24)),
         Case(tokens=40, norm="layer", residual=True, dtype=FP16),
-        Case(scale="neuron"),
+        Case(scale="row"),
         Case(choose=True),
     ],
     ids=str,
@@ -677,7 +677,7 @@ def test_the_plugin_runs_the_kernels(host: ctypes.CDLL, case: Case) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 8, 13, 16])
-@pytest.mark.parametrize("scale", ["", "neuron"])
+@pytest.mark.parametrize("scale", ["", "row"])
 def test_launches_that_overlap(tokens: int, scale: str) -> None:
     """A chain of layers, in a graph and out of it, gives what they give one at a time."""
     wide, narrow = Case(tokens, 512, 2048, scale=scale), Case(tokens, 2048, 512, "none", scale=scale, residual=True)
@@ -701,7 +701,7 @@ def test_launches_that_overlap(tokens: int, scale: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("scale", ["", "neuron"])
+@pytest.mark.parametrize("scale", ["", "row"])
 @pytest.mark.parametrize("tokens", [1, 9, 20])
 def test_sanitize(tokens: int, scale: str) -> None:
     for norm, inner, out, splits in (("layer", 72, 40, (8, 32)), ("rms", 2048, 264, ()), ("none", 128, 64, ())):

@@ -18,7 +18,7 @@ from twellc.checks.evaluator import OnnxEvaluator, plugin_nodes
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.plugins import library
 from twellc.plugins.block import GATED, PLAIN, BlockOptions, Operands, problem_of, set_scales
-from twellc.plugins.meaning import activate, dequantised, widths_of
+from twellc.plugins.meaning import activate, dequantize, widths_of
 from twellc.plugins.ops import run_block
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -53,7 +53,7 @@ def make(case: Case, device: str = "cpu") -> tuple[Operands[Tensor], BlockOption
         tensors["w_up"] = draw(case.d_ff, case.d_model, scale=case.d_model**-0.5)
     tensors["w_down"] = draw(case.d_ff, case.d_out, scale=0.1)
     if case.narrow:
-        pairs = {name: quantised(each.float(), "neuron") for name, each in tensors.items()}
+        pairs = {name: quantised(each.float(), "row") for name, each in tensors.items()}
         tensors = {name: pair[0] for name, pair in pairs.items()}
         tensors |= {f"{name}_scale": pair[1] for name, pair in pairs.items()}
     tensors[f"b_{first}"] = draw(case.d_ff, scale=0.1, mean=case.shift)
@@ -67,8 +67,8 @@ def make(case: Case, device: str = "cpu") -> tuple[Operands[Tensor], BlockOption
 
 
 def behind_norm(operands: Operands[Tensor], norm: str, dtype: torch.dtype) -> Operands[Tensor]:
-    """Return what weights are worth, and x behind its norm, as torch computes it in `dtype`."""
-    given = {name: each.to(dtype) for name, each in dequantised(operands).named().items()}
+    """Return dequantized weights, and x behind its norm, as torch computes it in `dtype`."""
+    given = {name: each.to(dtype) for name, each in dequantize(operands).named().items()}
     weight, bias, x = given.pop("norm_weight", None), given.pop("norm_bias", None), given["x"]
     if norm == "rms":
         given["x"] = torch.nn.functional.rms_norm(x, x.shape[-1:], weight, EPS)
@@ -167,7 +167,7 @@ def test_a_program_as_onnx_gives_the_same(case: Case, tmp_path: Path) -> None:
     assert torch.equal(OnnxEvaluator(path).run({"x": operands.x})[0], expected)
     (node,) = plugin_nodes(onnx.load(path))
     assert torch.equal(node.run(operands.x, operands.x), expected)
-    first, bias = (each.double() for each in dequantised(operands).first if each is not None)
+    first, bias = (each.double() for each in dequantize(operands).first if each is not None)
     z = torch.nn.functional.linear(behind_norm(operands, case.norm, torch.float64).x, first, bias)
     assert node.active(operands.x) == int(activate(z, "relu", 0.0).count_nonzero())
 
@@ -180,7 +180,7 @@ def problem(case: Case, **changes: Any) -> library.Problem:
     sizes = {"tokens": case.tokens, "d_model": case.d_model, "d_ff": case.d_ff, "d_out": case.d_out}
     found = problem_of(GATED if case.gated else PLAIN, options, str(case.dtype).removeprefix("torch."), **sizes)
     if case.narrow:
-        set_scales(found, "neuron", "neuron")
+        set_scales(found, "row", "row")
     for name, value in changes.items():
         setattr(found, name, value)
     return found

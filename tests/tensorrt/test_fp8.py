@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.models import Gated, Plain, export
 from tests.tensorrt.plans import compiled, run, same_bits, twellc
-from twellc.checks.fp8 import NarrowBlock
+from twellc.checks.fp8 import Fp8Block
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.export.plan import build_plan
 from twellc.export.runner import OpenPlan, open_plan
@@ -20,8 +20,7 @@ from twellc.export.tensorrt_host import Host
 from twellc.passes.fp8 import Wish
 from twellc.passes.pipeline import PassOptions, run_passes
 from twellc.plugins.block import Operands, call_of
-from twellc.plugins.fp8 import quantise
-from twellc.plugins.meaning import E4M3
+from twellc.plugins.fp8 import E4M3, Fp8
 from twellc.plugins.ops import VARIANT_OF, run_block
 
 pytestmark = [pytest.mark.tensorrt, pytest.mark.xdist_group("fp8")]
@@ -38,7 +37,7 @@ class Stored(nn.Module):
         super().__init__()
         self.up, self.down = (nn.Linear(*sizes, bias=False) for sizes in ((D_MODEL, D_FF), (D_FF, D_MODEL)))
         for name in ("up", "down"):
-            q, scale = quantise(getattr(self, name).weight, "neuron")
+            q, scale = Fp8.quantize(getattr(self, name).weight, "row")
             setattr(self, name, None)
             self.register_buffer(f"{name}_q", q)
             self.register_buffer(f"{name}_scale", scale)
@@ -60,7 +59,7 @@ class Built:
     """A plan of one block, and the block as the torch op reads it."""
 
     plan: OpenPlan
-    block: NarrowBlock
+    block: Fp8Block
 
     def operands(self, x: Tensor) -> Operands[Tensor]:
         return Operands(**{name: each.to(x.device) for name, each in self.block.weights.named().items()}, x=x)
@@ -84,7 +83,7 @@ def built(request: pytest.FixtureRequest, tensorrt: Host, tmp_path_factory: pyte
     names = {each.arg.name: each.target for each in rewritten.program.graph_signature.input_specs}
     weights = operands.weights.map(lambda each: rewritten.program.state_dict[names[each.name]])
     assert weights.w_down.dtype == E4M3
-    return Built(open_plan(tensorrt, folder / "m.plan", tensorrt.version), NarrowBlock(weights, None, options))
+    return Built(open_plan(tensorrt, folder / "m.plan", tensorrt.version), Fp8Block(weights, None, options))
 
 
 @pytest.mark.parametrize("tokens", TOKENS)

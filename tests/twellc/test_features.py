@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.tolerance import assert_as_accurate
 from twellc.features import Features, decode, encode
-from twellc.plugins.fp8 import quantise
+from twellc.plugins.fp8 import Fp8
 from twellc.plugins.meaning import activate
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -172,12 +172,12 @@ def test_sparse_csr(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["neuron", "tensor"])
+@pytest.mark.parametrize("kind", ["row", "tensor"])
 @pytest.mark.parametrize(("tokens", "d_ff", "density"), [(3, 300, 0.02), (40, 70_000, 0.001), (700, 4096, 0.02)])
 def test_weights_in_fp8(tokens: int, d_ff: int, density: float, kind: str, device: str) -> None:
     """Those of x, which fit into E4M3, are not rounded, and the largest of a row is worth 448."""
     x, w_enc, b_enc, thresholds, *_ = autoencoder(tokens, 128, d_ff, density, device)
-    narrow, scale = quantise(w_enc, kind)
+    narrow, scale = Fp8.quantize(w_enc, kind)
     found = encode(
         x, narrow, b_enc, w_enc_scale=scale, activation="fatrelu", thresholds=thresholds, capacity=tokens * d_ff
     )

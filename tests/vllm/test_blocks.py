@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from tests.models import D_FF, D_MODEL, Gated, Plain, Residual, Written, gpt2, opt, scale_weights
 from twellc.plugins.block import BlockOptions
-from twellc.plugins.fp8 import quantise
-from twellc.plugins.meaning import E4M3
+from twellc.plugins.fp8 import E4M3, Fp8
 
 pytestmark = pytest.mark.vllm
 
@@ -39,7 +38,7 @@ class ScaledShare(Share):
     SHAPES: ClassVar = {"by output": (-1, 1), "by output, a vector": (-1,), "by tensor": (1,)}
 
     def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
-        weight, scale = quantise(state["weight"], "tensor" if self.scales == "by tensor" else "neuron")
+        weight, scale = Fp8.quantize(state["weight"], "tensor" if self.scales == "by tensor" else "row")
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.weight_scale = nn.Parameter(scale.reshape(self.SHAPES[self.scales]), requires_grad=False)
         return super().load_state_dict({**state, **self.state_dict(), "bias": state["bias"]})

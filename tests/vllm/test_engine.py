@@ -17,7 +17,7 @@ from tests.twellc.loaders.test_checkpoint import sparselm
 from tests.vllm.conftest import DENSE, PROMPTS, TOKENS, TWELL, Ask
 from twellc.base.transformers_private import nothing_fetched
 from twellc.loaders.huggingface import open_directory
-from twellc.plugins.fp8 import quantise
+from twellc.plugins.fp8 import Fp8
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -166,7 +166,7 @@ def in_fp8(model: Path, folder: Path, strategy: str, ignored: list[str]) -> Path
     for name in [
         each for each in tensors if each.endswith("_proj.weight") and not any(map(each.__contains__, ignored))
     ]:
-        tensors[name], scale = quantise(tensors[name], "neuron" if dynamic else "tensor")
+        tensors[name], scale = Fp8.quantize(tensors[name], "row" if dynamic else "tensor")
         tensors[f"{name}_scale"] = scale if dynamic else scale.reshape(1)
         if not dynamic:
             tensors[name.replace("weight", "input_scale")] = torch.tensor([0.01])

@@ -75,7 +75,7 @@ from twellc.options.weights import refuse_samples
 from twellc.passes.graph.execution import call_arguments
 from twellc.passes.pipeline import PassOptions, Rewritten
 from twellc.passes.precision import widen
-from twellc.passes.report import Layer
+from twellc.passes.report import Layer, reads_fp8
 from twellc.passes.sizes.inputs import program_inputs
 from twellc.plugins import library
 from twellc.samples.samples import Sample
@@ -254,9 +254,9 @@ class _Shape:
         chosen = [layer for layer in layers if layer.decision == "twell"]
         self._modules = [layer.module for layer in chosen]
         pruned = any(layer.neurons is not None and layer.neurons.dead for layer in chosen)
-        narrow = any(layer.weights is not None and layer.weights.bits == 8 for layer in chosen)
+        fp8 = any(reads_fp8(layer.weights) for layer in chosen)
         # Their error has no limit: what is pruned lacks what its neurons would add, and FP8 rounds.
-        self._lossy = {*LOSSY, *((TWELL, TWELL_EAGER, TWELL_COMPILED, PLAN_TWELL) if pruned or narrow else ())}
+        self._lossy = {*LOSSY, *((TWELL, TWELL_EAGER, TWELL_COMPILED, PLAN_TWELL) if pruned or fp8 else ())}
 
     def run(
         self,

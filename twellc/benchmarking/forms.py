@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from twellc.base.torch_private import dynamo, scaled_mm
-from twellc.plugins.fp8 import quantise
+from twellc.plugins.fp8 import E4M3, LARGEST, Fp8
 from twellc.plugins.meaning import activate
 
 EAGER, COMPILED, PACKED, FP8 = "dense eager", "dense compiled", "dense packed", "dense FP8"
@@ -35,8 +35,6 @@ BASELINES = (EAGER, COMPILED, PACKED)
 # They round more than the model's dtype does.
 LOSSY = (FP8, FP8_TUNED, INT4)
 
-_FP8_DTYPE = torch.float8_e4m3fn
-_FP8_MAX = torch.finfo(_FP8_DTYPE).max
 _FP8_CAPABILITY = (8, 9)
 # cuBLAS takes FP8 matrices whose sizes are multiples of this.
 _FP8_MULTIPLE = 16
@@ -113,7 +111,7 @@ def _combine_packed(gate_up: Tensor, gated: bool, activation: str, threshold: fl
 
 
 def _to_fp8(x: Tensor, per_unit: Tensor) -> Tensor:
-    return (x.float() * per_unit).clamp(-_FP8_MAX, _FP8_MAX).to(_FP8_DTYPE)
+    return (x.float() * per_unit).clamp(-LARGEST, LARGEST).to(E4M3)
 
 
 def _quantise(x: Tensor, per_unit: Tensor) -> Tensor:
@@ -210,15 +208,14 @@ def packed_weights(block: Block) -> tuple[Tensor, Tensor | None]:
     return weight, torch.cat([block.gate.new_zeros(len(block.gate)) if part is None else part for part in parts])
 
 
-class Fp8:
+class DenseFp8:
     """A block in FP8, with gate and up in one product."""
 
     def __init__(self, block: Block, x: Tensor) -> None:
         """Quantise the weights, and calibrate the scales of x and of the hidden tensor on x [..., d_model]."""
         self._block = block
         weight, self._bias = packed_weights(block)
-        self._weight, self._weight_scale = quantise(weight, "tensor")
-        self._down, self._down_scale = quantise(block.down, "tensor")
+        self._weight, self._down = Fp8.quantize(weight, "tensor"), Fp8.quantize(block.down, "tensor")
         self._x_scale = _scale(x)
         self._h_scale = _scale(block.hidden(x))
         self._x_per_unit, self._h_per_unit = 1 / self._x_scale, 1 / self._h_scale
@@ -227,35 +224,34 @@ class Fp8:
         """Compute y [..., d_out] of x [..., d_model]."""
         block, rows = self._block, x.reshape(-1, x.shape[-1])
         x8 = _fused(_quantise, rows.detach(), self._x_per_unit)
-        gate_up = _product(x8, self._weight, self._x_scale, self._weight_scale, self._bias, x.dtype)
+        gate_up = fp8_product(Fp8(x8, self._x_scale), self._weight, x.dtype, self._bias)
         h8 = _fused(_combine_fp8, gate_up, block.up is not None, block.activation, block.threshold, self._h_per_unit)
-        y = _product(h8, self._down, self._h_scale, self._down_scale, block.down_bias, x.dtype)
+        y = fp8_product(Fp8(h8, self._h_scale), self._down, x.dtype, block.down_bias)
         return y[: len(rows)].reshape(*x.shape[:-1], y.shape[-1])
 
 
-class Fp8Linear:
+class DenseFp8Linear:
     """A linear layer in FP8, a scale for each row of its weight and of x, for a model that is compiled as a whole."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Quantise the weight [out, in]."""
-        self._weight, self._scale = quantise(weight, "neuron")
-        self._bias = bias
+        self._weight, self._bias = Fp8.quantize(weight, "row"), bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute y [..., out] of x [..., in]."""
         rows = x.reshape(-1, x.shape[-1])
-        scale = (rows.abs().amax(-1, keepdim=True).float() / _FP8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
-        y = _product(_to_fp8(rows, 1 / scale), self._weight, scale, self._scale.t(), self._bias, x.dtype)
+        scale = (rows.abs().amax(-1, keepdim=True).float() / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+        y = fp8_product(Fp8(_to_fp8(rows, 1 / scale), scale), self._weight, x.dtype, self._bias)
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-class Fp8Rows:
+class DenseFp8Rows:
     """A block of two such layers, gate and up in one."""
 
     def __init__(self, block: Block) -> None:
         """Quantise the weights."""
         self._block = block
-        self._first, self._down = Fp8Linear(*packed_weights(block)), Fp8Linear(block.down, block.down_bias)
+        self._first, self._down = DenseFp8Linear(*packed_weights(block)), DenseFp8Linear(block.down, block.down_bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute y [..., d_out] of x [..., d_model]."""
@@ -270,13 +266,13 @@ def takes_fp8(block: Block) -> bool:
 
 
 def _scale(x: Tensor) -> Tensor:
-    return (x.abs().amax().float() / _FP8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
+    return (x.abs().amax().float() / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def _product(
-    rows: Tensor, weight: Tensor, row_scale: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    result: Tensor = scaled_mm(rows, weight.t(), row_scale, scale, bias=bias, out_dtype=dtype, use_fast_accum=True)
+def fp8_product(rows: Fp8, weight: Fp8, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """Compute rows W^T + bias [tokens, out] of weights [out, in] by cuBLAS."""
+    values, scale = weight.t()
+    result: Tensor = scaled_mm(rows.values, values, rows.scale, scale, bias=bias, out_dtype=dtype, use_fast_accum=True)
     return result
 
 
@@ -361,7 +357,7 @@ def dense_forms(
         forms[COMPILED] = compiled_dense(block)
     forms[PACKED] = Packed(block)
     if with_lossy and takes_fp8(block):
-        forms[FP8] = Fp8(block, x)
+        forms[FP8] = DenseFp8(block, x)
         if max_autotune:
             forms[FP8_TUNED] = tuned(forms[FP8])
     if with_lossy and takes_int4(block):

@@ -23,7 +23,7 @@ from onnx.reference.ops import load_op
 from twellc.base.arrays import BFLOAT16, Array, to_numpy, to_torch
 from twellc.base.dtypes import kernel_dtypes
 from twellc.base.errors import UserError, first_line
-from twellc.checks.fp8 import NarrowBlock
+from twellc.checks.fp8 import Fp8Block
 from twellc.checks.operators import own_operator
 from twellc.passes.onnx.ffn import DENSE_FP8
 from twellc.plugins.attention_op import ATTENTION
@@ -179,7 +179,7 @@ def _dense_fp8_of(name: str) -> Any:
 
     def compute(inputs: list[torch.Tensor], fields: dict[str, Any]) -> list[torch.Tensor]:
         operands, options = _read(name, inputs, fields)
-        return [NarrowBlock(operands.weights, None, options).by_dense_fp8(operands.x, operands.residual)]
+        return [Fp8Block(operands.weights, None, options).by_dense_fp8(operands.x, operands.residual)]
 
     return _plugin_operator(name, compute, DENSE_FP8)
 

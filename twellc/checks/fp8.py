@@ -9,19 +9,20 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from twellc.passes.fp8 import QUANTISED, Fp8, both_forms
+from twellc.passes.fp8 import QUANTISED, both_forms
 from twellc.passes.graph.program import editable, finish, stored_tensors, tensor_of
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import Linear, Weight, width
 from twellc.passes.pipeline import Passed
+from twellc.passes.report import reads_fp8
 from twellc.plugins.block import FLOAT32, BlockOptions, Operands, WeightOperands
-from twellc.plugins.fp8 import quantise, rounded
-from twellc.plugins.meaning import E4M3, activate
+from twellc.plugins.fp8 import E4M3, Fp8
+from twellc.plugins.meaning import activate, dequantize
 from twellc.plugins.ops import run_block
 
 
 @dataclass(frozen=True)
-class NarrowBlock:
+class Fp8Block:
     """A block of the model whose weights the candidate reads in FP8.
 
     Attributes:
@@ -39,10 +40,8 @@ class NarrowBlock:
 
         It is the yardstick: no kernel may have a larger error (docs/weights.md).
         """
-        worth = {name: each.to(x.device).float() for name, each in self.weights.named().items()}
-        for name in self.weights.scales():
-            worth[name.removesuffix("_scale")] *= worth.pop(name)
-        block = Operands(**worth, x=_rows_in_fp8(x.float()))
+        given = self.weights.map(lambda each: each.to(x.device)).of(_rounded(x.float()))
+        block = dequantize(given, torch.float32).map(Tensor.float)
         weight, bias = block.first
         z = torch.nn.functional.linear(block.x, weight, bias).to(x.dtype)
         threshold = self.options.threshold if block.thresholds is None else block.thresholds
@@ -50,7 +49,7 @@ class NarrowBlock:
         if block.w_gate is not None:
             up = torch.nn.functional.linear(block.x, block.w_up, block.b_up)
             h = h * (torch.relu(up) if self.options.activation == "drelu" else up)
-        y = torch.nn.functional.linear(_rows_in_fp8(h), block.w_down.t(), block.b_down)
+        y = torch.nn.functional.linear(_rounded(h), block.w_down.t(), block.b_down)
         return (y if residual is None else residual.float() + y).to(x.dtype)
 
     def change(self, x: Tensor) -> tuple[float, float]:
@@ -62,30 +61,30 @@ class NarrowBlock:
 
 
 @dataclass(frozen=True)
-class NarrowLinear:
+class Fp8Layer:
     """A linear layer of the model whose weight the candidate reads in FP8, [out, in], and its bias."""
 
     weight: Fp8
     bias: Tensor | None
 
     def by_dense_fp8(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """Return y [..., out] as dense FP8 computes it, without a residual; see `NarrowBlock`."""
+        """Return y [..., out] as dense FP8 computes it, without a residual; see `Fp8Block`."""
         assert residual is None
-        weight = (self.weight.q.float() * self.weight.scale).to(x.device)
+        weight = self.weight.dequantize(torch.float32).to(x.device)
         bias = None if self.bias is None else self.bias.float()
-        return torch.nn.functional.linear(_rows_in_fp8(x.float()), weight, bias).to(x.dtype)
+        return torch.nn.functional.linear(_rounded(x.float()), weight, bias).to(x.dtype)
 
 
-def narrow_linears(found: Passed) -> Iterator[tuple[Linear, NarrowLinear]]:
+def fp8_layers(found: Passed) -> Iterator[tuple[Linear, Fp8Layer]]:
     """Yield the linear layers that are read in FP8, as they are compared."""
-    for layer in found.narrow_linears:
+    for layer in found.fp8_linears:
         joined = found.in_fp8(layer)
         assert joined is not None
         widths = [width(each.node) for each in layer.linears]
-        parts = zip(*(torch.split(each, widths) for each in (joined.q.view(torch.uint8), joined.scale)), strict=True)
-        for each, (q, scale) in zip(layer.linears, parts, strict=True):
+        values, scales = (torch.split(each, widths) for each in (joined.values.view(torch.uint8), joined.scale))
+        for each, part, scale in zip(layer.linears, values, scales, strict=True):
             bias = None if each.bias is None else tensor_of(found.program, each.bias.name).detach()
-            yield each, NarrowLinear(Fp8(q.view(E4M3), scale), bias)
+            yield each, Fp8Layer(Fp8(part.view(E4M3), scale), bias)
 
 
 def _widened(weights: WeightOperands[Tensor]) -> dict[str, Tensor]:
@@ -93,14 +92,13 @@ def _widened(weights: WeightOperands[Tensor]) -> dict[str, Tensor]:
     return {n: each if each.dtype == E4M3 or n in FLOAT32 else each.double() for n, each in tensors.items()}
 
 
-def _rows_in_fp8(rows: Tensor) -> Tensor:
-    q, scale = rounded(rows, -1)
-    return q.float() * scale
+def _rounded(rows: Tensor) -> Tensor:
+    return Fp8.round_rows(rows).dequantize(torch.float32)
 
 
-def narrow_block(
+def fp8_block(
     program: ExportedProgram, block: FfnBlock, options: BlockOptions, stored: Mapping[str, Fp8]
-) -> NarrowBlock | None:
+) -> Fp8Block | None:
     """Return a block as it is compared; None where its weights are read in 16 bits.
 
     Args:
@@ -109,14 +107,14 @@ def narrow_block(
         options: How it is computed.
         stored: The weights that the model has in FP8, by name.
     """
-    if block.weights is None or block.weights.bits != 8:
+    if not reads_fp8(block.weights):
         return None
 
     def tensor(weight: Weight) -> Tensor:
         return tensor_of(program, weight.name).detach()
 
     weights, wide = both_forms(block, lambda each: stored.get(each.name), tensor)
-    return NarrowBlock(weights, wide if is_quantised(block) else None, options)
+    return Fp8Block(weights, wide if is_quantised(block) else None, options)
 
 
 def is_quantised(block: FfnBlock) -> bool:
@@ -134,20 +132,20 @@ def quantised_constants(program: ExportedProgram, block: FfnBlock) -> dict[str, 
         matrix = tensor_of(program, weight.name).detach()
         matrix = matrix.squeeze() if matrix.dim() > 2 else matrix
         rows_are_outputs = not weight.in_out
-        kind = "neuron" if rows_are_outputs == (part is not block.down) else "output"
-        found[weight.name] = Fp8(*quantise(matrix, kind, f"layer {block.module}: {weight.name}"))
+        kind = "row" if rows_are_outputs == (part is not block.down) else "column"
+        found[weight.name] = Fp8.quantize(matrix, kind, f"layer {block.module}: {weight.name}")
     return found
 
 
-def with_worth(program: ExportedProgram, known: Mapping[str, Fp8]) -> ExportedProgram:
-    """Return a program with what FP8 weights are worth, in the types of the constants that hold them."""
+def dequantized(program: ExportedProgram, known: Mapping[str, Fp8]) -> ExportedProgram:
+    """Return a program with FP8 weights dequantized to the types of the constants that hold them."""
     names = {name for name in stored_tensors(program).values() if name in known}
     if not names:
         return program
     program = editable(program)
     for name in names:
         old = tensor_of(program, name)
-        new = known[name].worth().to(old.dtype).reshape(old.shape).to(old.device)
+        new = known[name].dequantize(torch.float64).to(old.dtype).reshape(old.shape).to(old.device)
         tensors = program.state_dict if name in program.state_dict else program.constants
         tensors[name] = torch.nn.Parameter(new, requires_grad=False) if isinstance(old, torch.nn.Parameter) else new
     return finish(program)

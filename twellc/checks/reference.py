@@ -21,13 +21,13 @@ from twellc.base.dtypes import DTYPES, torch_dtype
 from twellc.base.errors import UserError
 from twellc.checks.evaluator import OnnxEvaluator, PluginNode
 from twellc.checks.fp8 import (
-    NarrowBlock,
-    NarrowLinear,
+    Fp8Block,
+    Fp8Layer,
+    dequantized,
+    fp8_block,
+    fp8_layers,
     is_quantised,
-    narrow_block,
-    narrow_linears,
     quantised_constants,
-    with_worth,
 )
 from twellc.decisions.advise import repeat
 from twellc.loaders.loaded import LoadedModel
@@ -36,19 +36,20 @@ from twellc.loaders.precision import choose_dtype
 from twellc.options.declared_inputs import InputDeclaration
 from twellc.options.weights import FP8, FP8_BLOCKS
 from twellc.passes.decide import Advise, options_of
-from twellc.passes.fp8 import QUANTISED, Fp8, Wish, quantised_linear
+from twellc.passes.fp8 import QUANTISED, Wish, quantised_linear
 from twellc.passes.graph.constants import ProgramConstants
 from twellc.passes.graph.execution import Runner, example_inputs
 from twellc.passes.graph.program import editable, finish, replace_node, tensor_of
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import Weight
-from twellc.passes.onnx.ffn import Ends, OnnxBlocks, find_onnx_blocks, lower_onnx, narrow_weights
+from twellc.passes.onnx.ffn import Ends, OnnxBlocks, find_onnx_blocks, fp8_weights, lower_onnx
 from twellc.passes.onnx.part import part_of
 from twellc.passes.onnx.precision import widen_onnx
 from twellc.passes.pipeline import Passed, PassOptions, Stage, run_until
 from twellc.passes.precision import round_numbers, widen
 from twellc.passes.report import Layer
 from twellc.passes.sizes.inputs import ModelInputs, program_inputs
+from twellc.plugins.fp8 import Fp8
 from twellc.samples.samples import Sample
 
 Outputs = list[torch.Tensor]
@@ -83,7 +84,7 @@ class BlockRuns:
         exact: The block in float64, with the weights of the low precision.
         rewritten: The plugin node in float64.
         active, activations: How many activations of the gate were not zero, and how many there were.
-        changes: See `NarrowBlock.change`; none where the model has no weights of 16 bits, or the node reads those.
+        changes: See `Fp8Block.change`; none where the model has no weights of 16 bits, or the node reads those.
     """
 
     ends: Ends
@@ -218,18 +219,18 @@ class TorchReference(Reference):
         alone = [(replace(block, norm=None), layer) for block, layer in chosen]
         pairs = [(block, options_of(block, layer, None)) for block, layer in alone]
         before = self._with_blocks
-        self._narrow = [narrow_block(before, *pair, functional.fp8) for pair in pairs]
+        self._fp8_blocks = [fp8_block(before, *pair, functional.fp8) for pair in pairs]
         self._fp8 = dict(functional.fp8)
         for block, _ in chosen:
             if is_quantised(block):
                 self._fp8 |= quantised_constants(before, block)
         found = _with_linears(decided, options, settings)
         self._fp8 |= _quantised_linears(found)
-        self._narrow_linears = list(narrow_linears(found))
-        if self._narrow_linears or any(self._narrow):
+        self._fp8_layers = list(fp8_layers(found))
+        if self._fp8_layers or any(self._fp8_blocks):
             # Weights are those in FP8, whose places only the program with blocks in their form tells.
-            self._source = with_worth(arranged.program, self._fp8)
-            self._with_blocks = with_worth(before, self._fp8)
+            self._source = dequantized(arranged.program, self._fp8)
+            self._with_blocks = dequantized(before, self._fp8)
             self._plain = self._with_blocks
             if before is arranged.program:
                 self._source = self._plain
@@ -239,7 +240,7 @@ class TorchReference(Reference):
         self.outputs = model.output_names
         self.language_model = model.language_model
         self._ends = [_ends_of(block) for block, _ in chosen]
-        self._narrow_ends = [_ends_of(block) for block, _ in alone]
+        self._ends_alone = [_ends_of(block) for block, _ in alone]
         self.layers = [layer for _, layer in chosen]
 
     def run(self, samples: list[Sample], graph: CandidateGraph | None, progress: Progress) -> Runs:
@@ -249,13 +250,13 @@ class TorchReference(Reference):
         count = _counter(progress, "low precision", 2 * len(samples) * len(blocks))
         run_blocks = Runner(self._with_blocks)
         run_plain = run_blocks if runs.exact else Runner(self._plain)
-        narrow: list[tuple[Ends, NarrowBlock | NarrowLinear]] = [
-            (ends, form) for ends, form in zip(self._narrow_ends, self._narrow, strict=True) if form is not None
+        fp8: list[tuple[Ends, Fp8Block | Fp8Layer]] = [
+            (ends, form) for ends, form in zip(self._ends_alone, self._fp8_blocks, strict=True) if form is not None
         ]
-        narrow += [(Ends(each.x.name, None, each.node.name), form) for each, form in self._narrow_linears]
+        fp8 += [(Ends(each.x.name, None, each.node.name), form) for each, form in self._fp8_layers]
         for sample in samples:
-            visitor = _Visitor(blocks, count, narrow=narrow)
-            visits = narrow or (graph and runs.exact)
+            visitor = _Visitor(blocks, count, fp8=fp8)
+            visits = fp8 or (graph and runs.exact)
             runs.plain.append(_on_cpu(run_blocks(sample, visitor) if visits else run_plain(sample)))
             if graph is None:
                 continue
@@ -277,7 +278,7 @@ class TorchReference(Reference):
             runs.rewritten.append(_on_cpu(wide(widened, _Visitor(blocks, count, splice=True))))
             visitor = _Visitor(blocks, count, given=widen_sample(given))
             wide(widened, visitor)
-            for index, (block, ends, form) in enumerate(zip(blocks, self._narrow_ends, self._narrow, strict=True)):
+            for index, (block, ends, form) in enumerate(zip(blocks, self._ends_alone, self._fp8_blocks, strict=True)):
                 block.add_wide(given, visitor.y[index])
                 if form is not None and form.wide is not None:
                     block.changes.append(form.change(given[ends.x]))
@@ -289,8 +290,8 @@ class TorchReference(Reference):
         return runs
 
     def _widened(self, program: ExportedProgram) -> Runner:
-        """Return what runs a program in float64, with all that FP8 weights are worth."""
-        return Runner(with_worth(widen(program), self._fp8))
+        """Return what runs a program in float64, with FP8 weights dequantized exactly."""
+        return Runner(dequantized(widen(program), self._fp8))
 
 
 def _with_own_norms(program: ExportedProgram, blocks: Sequence[FfnBlock]) -> ExportedProgram:
@@ -338,7 +339,7 @@ class _Visitor:
         count: Callable[[], None],
         splice: bool = False,
         given: Sample | None = None,
-        narrow: Sequence[tuple[Ends, NarrowBlock | NarrowLinear]] = (),
+        fp8: Sequence[tuple[Ends, Fp8Block | Fp8Layer]] = (),
     ) -> None:
         """Prepare a run.
 
@@ -347,12 +348,12 @@ class _Visitor:
             count: Is called when a block is done.
             splice: Whether the plugin nodes give the output of the blocks.
             given: What blocks read instead of what the program computes.
-            narrow: Blocks and linear layers that are computed by dense FP8 instead.
+            fp8: Blocks and linear layers that are computed by dense FP8 instead.
         """
         self._blocks, self._count, self._splice, self._given = blocks, count, splice, given
-        self._forms = {ends.y: (ends, form) for ends, form in narrow}
+        self._forms = {ends.y: (ends, form) for ends, form in fp8}
         self._names = {name for block in blocks for name in block.reads}
-        self._names |= {name for ends, _ in narrow for name in (ends.x, ends.residual) if name is not None}
+        self._names |= {name for ends, _ in fp8 for name in (ends.x, ends.residual) if name is not None}
         self._writers = {block.ends.y: index for index, block in enumerate(blocks)}
         self.read: Sample = {}
         self.y: dict[int, torch.Tensor] = {}
@@ -414,7 +415,7 @@ def _quantised_linears(found: Passed) -> dict[str, Fp8]:
     def tensor(weight: Weight) -> torch.Tensor:
         return tensor_of(found.program, weight.name)
 
-    quantised = [layer for layer, weights in found.narrow_linears.items() if weights.reason == QUANTISED]
+    quantised = [layer for layer, weights in found.fp8_linears.items() if weights.reason == QUANTISED]
     weights = [each.weight for layer in quantised for each in layer.linears]
     return {weight.name: quantised_linear(weight, tensor) for weight in weights}
 
@@ -458,13 +459,13 @@ class OnnxReference(Reference):
         name = settings.get("dtype")
         self.dtype = torch_dtype(name if name in DTYPES else choose_onnx_dtype(self._model, None))
         found = _decided_onnx(self._model, self.dtype, settings)
-        changed = found.casts or found.folds or found.narrow
+        changed = found.casts or found.folds or found.fp8
         self._with_blocks = lower_onnx(found) if changed else self._model
-        self._plain = self._with_blocks if found.casts or found.narrow else self._model
-        self._low = lower_onnx(found, dense_fp8=True) if found.narrow else self._plain
-        # What quantised weights are worth is what the model is measured by.
-        self._source = self._with_blocks if found.narrow else self._model
-        self._narrow = _narrow_onnx(found)
+        self._plain = self._with_blocks if found.casts or found.fp8 else self._model
+        self._low = lower_onnx(found, dense_fp8=True) if found.fp8 else self._plain
+        # A model is measured by its quantised weights, dequantized.
+        self._source = self._with_blocks if found.fp8 else self._model
+        self._fp8_blocks = _fp8_onnx(found)
         pairs = zip(found.ends, found.layers, strict=True)
         chosen = [(ends, layer) for ends, layer in pairs if layer.decision == "twell"]
         self._ends = [ends for ends, _ in chosen]
@@ -502,7 +503,7 @@ class OnnxReference(Reference):
         runs.original.extend(evaluator.run(widen_sample(sample)) for sample in samples)
         if not runs.exact:
             wide = widen_onnx(self._with_blocks)
-        for block, form in zip(blocks, self._narrow, strict=False):  # there are no blocks without a graph
+        for block, form in zip(blocks, self._fp8_blocks, strict=False):  # there are no blocks without a graph
             part = OnnxEvaluator(self._path, part_of(wide, list(dict.fromkeys(block.reads)), block.ends.y))
             for sample, found in zip(samples, inputs, strict=True):
                 given = _cast({name: found[name] for name in block.reads}, self._dtype_of(found[block.ends.x]))
@@ -536,15 +537,15 @@ def _decided_onnx(model: onnx.ModelProto, dtype: torch.dtype, settings: dict[str
     return find_onnx_blocks(model, dtype, str(settings.get("layers", "auto")), advise, _wish(settings))
 
 
-def _narrow_onnx(found: OnnxBlocks) -> list[NarrowBlock | None]:
+def _fp8_onnx(found: OnnxBlocks) -> list[Fp8Block | None]:
     """Return each block that is rewritten as it is compared; None where its weights are read in 16 bits."""
-    if not found.narrow:
+    if not found.fp8:
         return [None for layer in found.layers if layer.decision == "twell"]
     chosen = [pair for pair in zip(found.blocks, found.layers, strict=True) if pair[1].decision == "twell"]
-    forms: list[NarrowBlock | None] = []
-    for (block, layer), weights in zip(chosen, narrow_weights(found), strict=True):
+    forms: list[Fp8Block | None] = []
+    for (block, layer), weights in zip(chosen, fp8_weights(found), strict=True):
         wide = weights[1] if weights is not None and is_quantised(block) else None
-        forms.append(None if weights is None else NarrowBlock(weights[0], wide, options_of(block, layer, None)))
+        forms.append(None if weights is None else Fp8Block(weights[0], wide, options_of(block, layer, None)))
     return forms
 
 

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from twellc.base.errors import first_few
 from twellc.commands.terminal import open_console
-from twellc.passes.report import Attention, Layer, Linear
+from twellc.passes.report import Attention, Layer, Linear, reads_fp8
 
 
 def print_layers(layers: list[Layer]) -> None:
@@ -90,8 +90,8 @@ def print_linear(layers: list[Linear], asked: bool) -> None:
 
 def _ends(layer: Linear) -> list[str]:
     """Return what comes with linear layers."""
-    narrow = layer.weights is not None and layer.weights.bits == 8
-    return [_NORM_NAMES[layer.norm], "residual" * layer.residual, "argmax" * layer.choose, "weights in 8 bits" * narrow]
+    fp8 = reads_fp8(layer.weights)
+    return [_NORM_NAMES[layer.norm], "residual" * layer.residual, "argmax" * layer.choose, "weights in 8 bits" * fp8]
 
 
 _NORM_NAMES = {"none": "", "rms": "an RMSNorm", "layer": "a layer norm"}

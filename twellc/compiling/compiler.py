@@ -27,7 +27,7 @@ from twellc.export.plan import build_plan, check_builder
 from twellc.export.tensorrt_host import choose_host, compute_capability
 from twellc.export.triton import CONFIG_NAME, model_config
 from twellc.options.commands import CompileOptions
-from twellc.passes.report import Layer, Linear
+from twellc.passes.report import Layer, Linear, reads_fp8
 from twellc.plugins.library import attention_library_path, library_path
 from twellc.plugins.other_libraries import check_libraries
 from twellc.plugins.registration import NEEDS_PLUGINS
@@ -149,10 +149,10 @@ def refuse_fp8(layers: list[Layer], linear: list[Linear], capability: tuple[int,
         UserError: They have.
     """
     weights = [(each.module, each.weights) for each in layers] + [(each.modules[0], each.weights) for each in linear]
-    narrow = [module for module, each in weights if each is not None and each.bits == 8]
-    if narrow and capability is not None and capability < _FIRST_WITH_FP8:
+    found = [module for module, each in weights if reads_fp8(each)]
+    if found and capability is not None and capability < _FIRST_WITH_FP8:
         raise UserError(
-            f"layer {narrow[0]}", "TensorRT takes no FP8 weights on this GPU",
+            f"layer {found[0]}", "TensorRT takes no FP8 weights on this GPU",
             got="compute capability {}.{}".format(*capability), expected="{}.{} or newer".format(*_FIRST_WITH_FP8),
             fix="Leave out --weights, or compile on another GPU.",
         )  # fmt: skip

@@ -29,7 +29,7 @@ from twellc.passes.block_profile import Counts
 from twellc.passes.decide import Advise
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.neurons import Staying
-from twellc.passes.report import Choice, Layer
+from twellc.passes.report import Choice, Layer, reads_fp8
 from twellc.plugins.block import compression_of
 
 # Calls in fp16 are not split: sums over the hot neurons alone may be out of its range.
@@ -71,10 +71,10 @@ class Advisor:
         """Return what is best for a block of which these neurons stay."""
         widths = replace(_widths(block), d_ff=len(neurons.kept))
         tokens = tuple(self._tokens(block))
-        narrow = block.weights is not None and block.weights.bits == 8
-        model = self._target.model.fp8 if narrow else self._target.model
+        fp8 = reads_fp8(block.weights)
+        model = self._target.model.fp8 if fp8 else self._target.model
         if neurons.rates is None:
-            key = widths, tokens, narrow
+            key = widths, tokens, fp8
             if key not in self._assumed:
                 self._assumed[key] = self._assume(model, widths, tokens)
             choice = self._assumed[key]

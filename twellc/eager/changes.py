@@ -34,6 +34,7 @@ from twellc.eager.sharded import local_of
 from twellc.eager.training_block import BlockInTraining
 from twellc.passes.report import Layer
 from twellc.plugins.block import BlockOptions
+from twellc.plugins.fp8 import Fp8
 
 
 def taken_in(module: nn.Module) -> list[tuple[str, nn.Module, TakenBlock]]:
@@ -103,12 +104,12 @@ def compress(submodule: nn.Module, block: TakenBlock, compression: int, undo: Ex
     _become(submodule, type(submodule), blocks, undo)
 
 
-def put_in_fp8(found: FoundBlock, made: Mapping[str, tuple[Tensor, Tensor]], undo: ExitStack) -> None:
+def put_in_fp8(found: FoundBlock, made: Mapping[str, Fp8], undo: ExitStack) -> None:
     """Let the linear layers of a block hold weights and scales that were made of theirs; see `quantised`."""
-    for path, (weight, scale) in made.items():
+    for path, matrix in made.items():
         layer: Any = found.module.get_submodule(path)
         undo.callback(Fp8Linear.give_back, layer, layer.weight)
-        Fp8Linear.take_over(layer, weight, scale)
+        Fp8Linear.take_over(layer, matrix)
 
 
 def _mix(module: Any, mixed_in: type[Mixed], undo: ExitStack, blocks: tuple[TakenBlock, ...] | None = None) -> None:

@@ -17,7 +17,7 @@ from twellc.eager.tracing import in_mode
 from twellc.passes.fp8 import by_error, relative_error
 from twellc.passes.report import Weights
 from twellc.plugins.block import BlockOptions, WeightOperands
-from twellc.plugins.fp8 import finite, quantise
+from twellc.plugins.fp8 import Fp8, finite
 from twellc.plugins.meaning import hidden_of, output_of
 
 _NO_SAMPLES = "there is nothing to measure it on"
@@ -87,14 +87,12 @@ def _reached(error: float | None, most: float) -> Weights:
     return Weights(16, "the samples do not reach it") if error is None else by_error(error, most)
 
 
-def quantised(found: FoundBlock) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return weights [out, in] and scales of the layers of a block, a scale for each neuron, by path."""
+def quantised(found: FoundBlock) -> dict[str, Fp8]:
+    """Return the weights [out, in] of the layers of a block in FP8, a scale for each neuron, by path."""
     made = {}
     for where, operand, parameter in _matrices(found):
         if operand.layer not in made:
-            by_neuron = parameter.t() if operand.transposed else parameter
-            weight, scale = quantise(by_neuron, "neuron", where)
-            made[operand.layer] = (weight.t(), scale.t()) if operand.transposed else (weight, scale)
+            made[operand.layer] = Fp8.quantize(parameter, "column" if operand.transposed else "row", where)
     return made
 
 
@@ -153,8 +151,7 @@ class _Watch:
         y = self._output(weights, x)
         made = quantised(self._found)  # in each call: those of all blocks would take half of what the model takes
         for name, operand in matrices_of(given).items():
-            weight, scale = made[operand.layer]
-            weights[name] = operand.view(weight.float().mul_(scale))
+            weights[name] = operand.view(made[operand.layer].dequantize(torch.float32))
         self._difference += float((self._output(weights, x) - y).double().square().sum())
         self._whole += float(y.double().square().sum())
         self._called = True

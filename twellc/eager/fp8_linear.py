@@ -1,4 +1,4 @@
-"""Linear layers with FP8 weights, E4M3, and scales: what checkpoints hold, and what `optimize` quantises."""
+"""Linear layers with FP8 weights: what checkpoints hold, and what `optimize` quantises."""
 
 from __future__ import annotations
 
@@ -10,34 +10,36 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from twellc.plugins.fp8 import Fp8
+
 # Bytes and scales as integers, which `.half()` and its kind leave alone, and `.to(device)` moves.
 _INTEGERS = {"weight": torch.uint8, "scale": torch.int32}
 
 
 class Fp8Linear(nn.Module):
-    """x W^T + b in the type of x, where W is `weight` times `scale`, computed in float32 and rounded once.
+    """x W^T + b in the type of x, where W is an FP8 matrix, dequantized.
 
     Attributes:
-        weight: float8_e4m3fn [out_features, in_features].
-        scale: float32, [] for the tensor, [out_features, 1] for each output, or [1, in_features] for each input.
+        weight: Its values, float8_e4m3fn [out_features, in_features].
+        scale: Its scales, float32: [], [out_features, 1] or [1, in_features].
         bias: [out_features], or None.
     """
 
+    weight: nn.Parameter
+    scale: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, weight: Tensor, scale: Tensor, bias: nn.Parameter | None = None) -> None:
+    def __init__(self, matrix: Fp8, bias: nn.Parameter | None = None) -> None:
         """Take the tensors as they are. Weight and scale have no gradients."""
         super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.scale = nn.Parameter(scale, requires_grad=False)
+        self.out_features, self.in_features = matrix.values.shape
+        self._parameters.update(_parameters_of(matrix))
         self.register_parameter("bias", bias)
 
     @staticmethod
-    def take_over(linear: nn.Module, weight: Tensor, scale: Tensor) -> None:
+    def take_over(linear: nn.Module, matrix: Fp8) -> None:
         """Make a `torch.nn.Linear` one in FP8, in place: it keeps its bias, hooks and places in a model."""
-        made = {"weight": nn.Parameter(weight, requires_grad=False), "scale": nn.Parameter(scale, requires_grad=False)}
-        linear._parameters.update(made)
+        linear._parameters.update(_parameters_of(matrix))
         linear.__class__ = Fp8Linear
 
     @staticmethod
@@ -49,15 +51,16 @@ class Fp8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute y [..., out_features] of x [..., in_features]."""
-        return functional.linear(x, self.worth(x.dtype), self.bias)
+        return functional.linear(x, self.matrix.dequantize(x.dtype), self.bias)
 
-    def worth(self, dtype: torch.dtype) -> Tensor:
-        """Return what the weights are worth, [out_features, in_features], rounded once."""
-        return (self.weight.to(torch.float32) * self.scale).to(dtype)
+    @property
+    def matrix(self) -> Fp8:
+        """The weight."""
+        return Fp8(self.weight, self.scale)
 
-    def dequantise(self, dtype: torch.dtype) -> None:
+    def dequantize(self, dtype: torch.dtype) -> None:
         """Become a `torch.nn.Linear`, in place."""
-        self.give_back(self, nn.Parameter(self.worth(dtype), requires_grad=False))
+        self.give_back(self, nn.Parameter(self.matrix.dequantize(dtype), requires_grad=False))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fp8Linear:
         """Let `.to()` and its kind move bytes and scales, but never convert them."""
@@ -79,6 +82,11 @@ class Fp8Linear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
+def _parameters_of(matrix: Fp8) -> dict[str, nn.Parameter]:
+    names = ("weight", "scale")
+    return {name: nn.Parameter(each, requires_grad=False) for name, each in zip(names, matrix, strict=True)}
+
+
 def holds_fp8(module: nn.Module) -> bool:
     """Whether a module has layers with FP8 weights."""
     return any(isinstance(each, Fp8Linear) for each in module.modules())
@@ -91,14 +99,10 @@ def traceable_twin(module: nn.Module) -> nn.Module:
     """
     if not holds_fp8(module):
         return module
-    own = {id(parameter) for each in module.modules() for parameter in _of_fp8(each)}
+    own = {id(parameter) for each in module.modules() if isinstance(each, Fp8Linear) for parameter in each.matrix}
     dtypes = [each.dtype for each in module.parameters() if each.is_floating_point() and id(each) not in own]
     # Of several the narrowest: thresholds, for one, are float32 whatever the rest is.
     return _twin(module, min(dtypes, key=lambda each: each.itemsize, default=torch.bfloat16))
-
-
-def _of_fp8(module: nn.Module) -> list[Tensor]:
-    return [module.weight, module.scale] if isinstance(module, Fp8Linear) else []
 
 
 def _twin(module: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -395,7 +395,6 @@ def _scales_of(module: nn.Module, operands: dict[str, Operand]) -> dict[str, Ope
         weight = operands.get(name.removesuffix("_scale"))
         layer = None if weight is None else module.get_submodule(weight.layer)
         if weight is not None and isinstance(layer, Fp8Linear):
-            by_output = layer.scale.dim() == 2 and layer.scale.shape[0] == layer.out_features
             path = (*weight.path[:-1], "scale")
-            scales[name] = Operand(path, weight.transposed, weight.rows if by_output else None)
+            scales[name] = Operand(path, weight.transposed, weight.rows if layer.matrix.form == "row" else None)
     return scales

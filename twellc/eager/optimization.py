@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -42,7 +42,8 @@ from twellc.options.option import taken
 from twellc.options.weights import FP8_BLOCKS, KEEP, WeightOptions, refuse_weights, refuse_weights_of_linear
 from twellc.passes.decide import decide, options_of
 from twellc.passes.fp8 import KEPT
-from twellc.passes.report import Layer
+from twellc.passes.report import Layer, reads_fp8
+from twellc.plugins.fp8 import Fp8
 from twellc.plugins.library import COMPRESSIONS
 
 _PARAMETRIZED = (
@@ -203,11 +204,11 @@ def optimized_blocks(module: nn.Module) -> list[Layer]:
     return [layer for _, layer in sorted(rows, key=lambda row: order[row[0]])]
 
 
-def dequantise_others(module: nn.Module, dtype: torch.dtype) -> list[str]:
+def dequantize_others(module: nn.Module, dtype: torch.dtype) -> list[str]:
     """Make the layers in FP8 that no block reads linear ones of `dtype`; return their paths."""
     others = _others_in_fp8(module)
     for layer in others.values():
-        layer.dequantise(dtype)
+        layer.dequantize(dtype)
     return list(others)
 
 
@@ -391,7 +392,7 @@ class _Planned:
 
     found: FoundBlock | FoundExperts
     layer: Layer
-    made: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    made: Mapping[str, Fp8] = field(default_factory=dict)
 
     @property
     def is_taken(self) -> bool:
@@ -426,7 +427,7 @@ def _plan_fp8(module: nn.Module, planned: list[_Planned], most: float | None, sa
     for (each, found), weights in zip(chosen, judge(module, [one for _, one in chosen], most, samples), strict=True):
         LOG.info("%s: %s", each.layer.module or "the model itself", weights)
         each.layer = replace(each.layer, weights=weights, reason=f"{each.layer.reason}; {weights}")
-        if weights.bits == 8:
+        if reads_fp8(weights):
             each.made = quantised(found)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from twellc.plugins.block import BlockOptions, Operands
+from twellc.plugins.fp8 import Fp8
 from twellc.plugins.meaning import activate, math_dtype
 
 # Neurons, tokens and entries of a piece.
@@ -22,13 +23,13 @@ def encode(
     wide, found = math_dtype(x.dtype), []
     for first in range(0, len(operands.w_up), _NEURONS):
         own = slice(first, first + _NEURONS)
-        weight = operands.w_up[own].to(wide)
-        if operands.w_up_scale is not None:
-            weight *= operands.w_up_scale.expand(len(operands.w_up), 1)[own]
+        weight, scale = operands.w_up[own], operands.w_up_scale
+        if scale is not None:
+            weight = Fp8(weight, scale[own] if scale.dim() else scale).dequantize(wide)
         bias = None if operands.b_up is None else operands.b_up[own].to(wide)
         threshold = options.threshold if operands.thresholds is None else operands.thresholds[own]
         for begin in range(0, len(x), _TOKENS):
-            z = torch.nn.functional.linear(x[begin : begin + _TOKENS].to(wide), weight, bias).to(x.dtype)
+            z = torch.nn.functional.linear(x[begin : begin + _TOKENS].to(wide), weight.to(wide), bias).to(x.dtype)
             g = activate(z, options.activation, threshold)
             token, neuron = g.nonzero(as_tuple=True)
             found.append((token + begin, (neuron + first).int(), g[token, neuron]))

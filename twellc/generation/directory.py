@@ -16,7 +16,7 @@ from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_few
 from twellc.base.torch_private import dynamo
 from twellc.base.transformers_private import nothing_fetched
-from twellc.eager.optimization import dequantise_others, optimize, optimized_blocks, refuse_other_weights
+from twellc.eager.optimization import dequantize_others, optimize, optimized_blocks, refuse_other_weights
 from twellc.generation.backend import places_for
 from twellc.generation.rows import RowCache
 from twellc.loaders.attention import NextCall, row_attention
@@ -25,6 +25,7 @@ from twellc.loaders.huggingface import cache_argument, cached_length, open_direc
 from twellc.loaders.huggingface_inputs import longest_text
 from twellc.options.weights import KEEP, refuse_samples, refuse_weights_of_linear
 from twellc.passes.graph.program import quiet_torch
+from twellc.passes.report import reads_fp8
 from twellc.passes.sizes.conditions import SizeRanges
 from twellc.passes.sizes.inputs import InputSpec, ModelInputs
 from twellc.plugins.cache_op import attends_by_cudnn
@@ -227,7 +228,7 @@ def load_directory(
     samples = None if text is None else _samples_of(text, path, model)
     with quiet_torch():
         optimize(model, layers=layers, weights=weights, fp8_error=fp8_error, samples=samples)
-    others = dequantise_others(model, model.dtype)
+    others = dequantize_others(model, model.dtype)
     model.to(chosen)  # of blocks that are quantised, and not measured before, only FP8
     if others:
         what = (
@@ -235,8 +236,8 @@ def load_directory(
         )
         notes.append(f"{what}: {first_few(others)}")
     taken = optimized_blocks(model)
-    blocks, fp8 = len(taken), sum(each.weights is not None and each.weights.bits == 8 for each in taken)
-    wide = [f"{each.module}, {each.weights}" for each in taken if each.weights is not None and each.weights.bits != 8]
+    blocks, fp8 = len(taken), sum(reads_fp8(each.weights) for each in taken)
+    wide = [f"{each.module}, {each.weights}" for each in taken if each.weights and not reads_fp8(each.weights)]
     if wide:
         notes.append(f"{len(wide)} feed-forward blocks are not read in FP8: {first_few(wide, '; ')}")
     if not blocks and layers != "none":

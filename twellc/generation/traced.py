@@ -35,6 +35,7 @@ from twellc.passes.attention import CUDNN, OPERATOR
 from twellc.passes.graph.device import on_device
 from twellc.passes.graph.program import quiet_torch, user_inputs
 from twellc.passes.pipeline import PassOptions, run_passes
+from twellc.passes.report import reads_fp8
 from twellc.passes.sizes.inputs import program_inputs
 from twellc.plugins.cache_op import IN_PLACE
 from twellc.plugins.library import load_attention
@@ -135,8 +136,8 @@ def load_traced(
     said = []
     for found, what in ((rewritten.layers, "feed-forward blocks"), (rewritten.linear, "linear layers")):
         taken = [each for each in found if each.decision == "twell"]
-        narrow = sum(each.weights is not None and each.weights.bits == 8 for each in taken)
-        said.append(f"{len(taken)} {what}{f' ({narrow} in FP8)' if narrow else ''}")
+        fp8 = sum(reads_fp8(each.weights) for each in taken)
+        said.append(f"{len(taken)} {what}{f' ({fp8} in FP8)' if fp8 else ''}")
         if not taken and (found is not rewritten.layers or layers != "none"):
             reasons = list(dict.fromkeys(each.reason for each in found))
             notes.append(f"no {what} run by the twell ops{': ' * bool(reasons)}{first_few(reasons)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from twellc.base.records import Record
-from twellc.passes.report import Layer
+from twellc.passes.report import Layer, reads_fp8
 from twellc.plugins.block import VARIANTS, BlockOptions, compression_of, problem_of, set_scales
 from twellc.plugins.library import ACTIVATIONS, GPUS, Problem, describe, load
 
@@ -63,6 +63,6 @@ def _problem_of(layer: Layer, tokens: int, compression: int | None) -> Problem |
     options = BlockOptions(activation=layer.activation, compression=slots, hot=layer.hot, norm=layer.norm)
     sizes = {"tokens": tokens, "d_model": layer.d_model, "d_ff": layer.kept, "d_out": layer.d_out}
     problem = problem_of(VARIANTS[layer.variant], options, "bfloat16", **sizes)
-    if layer.weights is not None and layer.weights.bits == 8:
-        set_scales(problem, "neuron", "neuron")  # no kernel depends on how many there are
+    if reads_fp8(layer.weights):
+        set_scales(problem, "row", "row")  # no kernel depends on how many there are
     return problem

@@ -18,12 +18,12 @@ import torch
 from twellc.base.errors import UserError, first_few, first_line
 from twellc.base.files import open_file, read_file
 from twellc.loaders.fp8 import (
-    Scaled,
     refuse_other_algorithms,
     refuse_other_forms,
     refuse_other_methods,
     take_fp8,
 )
+from twellc.plugins.fp8 import Fp8
 
 _WEIGHTS, _INDEX, _ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 _EXPORT = "Export it with torch.export.save and compile that archive."
@@ -69,7 +69,7 @@ class Checkpoint:
 
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor]
-    scaled: dict[str, Scaled]
+    scaled: dict[str, Fp8]
     notes: list[str]
 
 
@@ -225,7 +225,7 @@ def refuse_absurd_sizes(path: Path, checkpoint: Checkpoint) -> None:
         UserError: It is.
     """
     stored = list(checkpoint.tensors.values())
-    elements = sum(each.numel() for each in stored) + sum(each.weight.numel() for each in checkpoint.scaled.values())
+    elements = sum(each.numel() for each in stored) + sum(each.values.numel() for each in checkpoint.scaled.values())
     for place, _, value in _entries(checkpoint.config):
         if type(value) is not int:
             continue

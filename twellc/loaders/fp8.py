@@ -18,7 +18,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,9 @@ from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_few
 from twellc.eager.fp8_linear import Fp8Linear
 from twellc.eager.module_blocks import called_otherwise, find_blocks, matrices_of, reads_weight
-from twellc.plugins.fp8 import LARGEST, refuse_infinite, refuse_nan
-from twellc.plugins.meaning import E4M3
+from twellc.plugins.fp8 import BLOCK, E4M3, LARGEST, Fp8, refuse_infinite, refuse_nan
 
-_SIDE = 128
-_BLOCK = [_SIDE, _SIDE]
+_BLOCK = [BLOCK, BLOCK]
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SCALE = re.compile(r"(.*weight)_scale(_inv)?")
 # Scales of activations and of the cache of keys and values.
@@ -51,37 +48,6 @@ _TAKE_ORIGINAL = "Take the checkpoint that this one was made from"
 _CONFIGS = {"compressed-tensors": "CompressedTensorsConfig", "fp8": "FineGrainedFP8Config"}
 # Methods that transformers knows, but cannot undo.
 _LASTING = ("awq", "gptq", "modelopt", "modelopt_fp4", "auto-round", "aqlm", "hqq", "quanto", "quark", "vptq", "eetq")
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """An FP8 matrix.
-
-    Attributes:
-        weight: float8_e4m3fn [out, in].
-        scale: float32: [], [out, 1], [1, in], or one for each block.
-    """
-
-    weight: Tensor
-    scale: Tensor
-
-    @property
-    def by_input(self) -> bool:
-        """Whether it has a scale for each input."""
-        return self.scale.shape == (1, self.weight.shape[1])
-
-    @property
-    def has_blocks(self) -> bool:
-        """Whether it has a scale for each block of 128 x 128 elements."""
-        return self.scale.dim() == 2 and self.scale.shape != (len(self.weight), 1) and not self.by_input
-
-    def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """Return what it is worth, [out, in], computed in float32 and rounded once."""
-        scale = self.scale
-        if self.has_blocks:
-            rows, columns = self.weight.shape
-            scale = scale.repeat_interleave(_SIDE, 0)[:rows].repeat_interleave(_SIDE, 1)[:, :columns]
-        return self.weight.float().mul_(scale).to(dtype)
 
 
 # ---- what configurations say ----
@@ -185,7 +151,7 @@ def refuse_other_forms(path: Path, tensors: Mapping[str, Tensor]) -> None:
             raise _not_read(str(path), f"{name} of {dtype_name(tensor.dtype)}")
 
 
-def take_fp8(path: Path, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Scaled], list[str]]:
+def take_fp8(path: Path, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Fp8], list[str]]:
     """Return the tensors of no matrix in FP8, these matrices by the names of their weights, and notes.
 
     Raises:
@@ -208,7 +174,7 @@ def take_fp8(path: Path, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor],
             expected = f"{weight}_scale or {weight}_scale_inv" if weight.endswith("weight") else "a linear layer"
             what = "is a weight in E4M3 that needs one scale"
             raise UserError(f"{path}: {weight}", what, got=got, expected=expected, fix=f"{_TAKE_ORIGINAL}.")
-        scaled[weight] = Scaled(tensor, _scale_of(f"{path}: {names[0]}", tensor, tensors[names[0]]))
+        scaled[weight] = _matrix_of(f"{path}: {names[0]}", tensor, tensors[names[0]])
         refuse_nan(f"{path}: {weight}", tensor)
     rest = {name: tensor for name, tensor in tensors.items() if name not in weights and name not in scales}
     unused = [name for name in rest if weights and name.rpartition(".")[2] in _ACTIVATIONS]
@@ -221,11 +187,11 @@ def take_fp8(path: Path, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor],
     return {name: tensor for name, tensor in rest.items() if name not in unused}, scaled, notes
 
 
-def _scale_of(where: str, weight: Tensor, scale: Tensor) -> Tensor:
-    """Return a scale in float32, [], [out, 1] or one for each block.
+def _matrix_of(where: str, weight: Tensor, scale: Tensor) -> Fp8:
+    """Return a matrix of its bytes and a scale.
 
     Raises:
-        UserError: It has another shape or dtype, or is not finite and positive.
+        UserError: The scale has another shape or dtype, or is not finite and positive; `where` names it.
     """
     if scale.dtype not in _SCALE_DTYPES:
         expected = " or ".join(map(dtype_name, _SCALE_DTYPES))
@@ -237,33 +203,31 @@ def _scale_of(where: str, weight: Tensor, scale: Tensor) -> Tensor:
             where, "is a scale of several matrices", got=got, expected="[out, in]", fix=f"{_TAKE_ORIGINAL}."
         )
     rows, columns = weight.shape
-    shapes: list[tuple[int, ...]] = [(), (1,), (1, 1), (rows,), (rows, 1), (1, columns)]
-    blocks = math.ceil(rows / _SIDE), math.ceil(columns / _SIDE)
-    if tuple(scale.shape) not in (*shapes, blocks):
-        expected = f"[], [{rows}], [{rows}, 1], [1, {columns}] or, for blocks of {_SIDE} x {_SIDE}, {list(blocks)}"
+    wide = scale.float().reshape(()) if scale.numel() == 1 else scale.float()
+    found = Fp8(weight, wide[:, None] if wide.dim() == 1 else wide)
+    if found.form is None or scale.dim() > 2:
+        blocks = [math.ceil(rows / BLOCK), math.ceil(columns / BLOCK)]
+        expected = f"[], [{rows}], [{rows}, 1], [1, {columns}] or, for blocks of {BLOCK} x {BLOCK}, {blocks}"
         got = f"{list(scale.shape)} for a weight {list(weight.shape)}"
         raise UserError(where, "is a scale of a shape that is not read", got=got, expected=expected)
-    wide = scale.float()
     bad = wide[~(wide.isfinite() & (wide > 0))]
     if len(bad):
         what = f"{len(bad)} of {wide.numel()} scales are not finite and positive"
         raise UserError(where, what, got=str(float(bad[0])), fix="Get the checkpoint again.")
-    if wide.numel() == 1:
-        return wide.reshape(())
-    return wide.reshape(rows, 1) if wide.shape == (rows,) else wide
+    return found
 
 
-def refuse_overflow(path: Path, scaled: Mapping[str, Scaled], dtype: torch.dtype) -> None:
-    """Fail for matrices that are worth more than float16 holds, if a model is made in that."""
+def refuse_overflow(path: Path, scaled: Mapping[str, Fp8], dtype: torch.dtype) -> None:
+    """Fail for matrices that overflow float16, if a model is made in that."""
     for name, each in scaled.items() if dtype == torch.float16 else ():
         if float(each.scale.max()) * LARGEST > torch.finfo(dtype).max:  # else none can be
-            refuse_infinite(f"{path}: {name}", each.dequantised(dtype))
+            refuse_infinite(f"{path}: {name}", each.dequantize(dtype))
 
 
 # ---- what the model keeps ----
 
 
-def stand_ins(scaled: Mapping[str, Scaled], dtype: torch.dtype) -> dict[str, Tensor]:
+def stand_ins(scaled: Mapping[str, Fp8], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return what transformers is given in the place of FP8 matrices, to see where it puts each of them.
 
     Element [i, j] is number 2 i + j of a short random vector: next to no memory, and what is transposed, permuted,
@@ -271,7 +235,7 @@ def stand_ins(scaled: Mapping[str, Scaled], dtype: torch.dtype) -> dict[str, Ten
     """
     made = {}
     for seed, (name, each) in enumerate(scaled.items()):
-        rows, columns = each.weight.shape
+        rows, columns = each.values.shape
         drawn = torch.randn(2 * rows + columns, generator=torch.Generator().manual_seed(seed))
         made[name] = drawn.to(dtype).as_strided((rows, columns), (2, 1))
     return made
@@ -298,9 +262,7 @@ def _is_same(parameter: Tensor, given: Tensor) -> bool:
     return torch.equal(parameter, given.to(parameter.dtype))  # a copy in another precision
 
 
-def kept_layers(
-    model_class: Any, config: Any, scaled: Mapping[str, Scaled], places: Mapping[str, str]
-) -> dict[str, str]:
+def kept_layers(model_class: Any, config: Any, scaled: Mapping[str, Fp8], places: Mapping[str, str]) -> dict[str, str]:
     """Return the linear layers that stay in FP8: the names of their weights, by path.
 
     They are all that have such weights, but of a feed-forward block all or none.
@@ -341,9 +303,10 @@ def kept_layers(
     return kept
 
 
-def _fits(scaled: Scaled, parameter: Tensor, is_down: bool = False) -> bool:
+def _fits(scaled: Fp8, parameter: Tensor, is_down: bool = False) -> bool:
     """Whether an op reads an FP8 matrix in the place of a parameter: scales by input are for w_down alone."""
-    return scaled.weight.shape == parameter.shape and not scaled.has_blocks and (is_down or not scaled.by_input)
+    forms = ("tensor", "row", "column") if is_down else ("tensor", "row")
+    return scaled.values.shape == parameter.shape and scaled.form in forms
 
 
 def _without_repetitions(model: torch.nn.Module) -> Callable[[str], list[str]]:
@@ -370,7 +333,7 @@ def _without_repetitions(model: torch.nn.Module) -> Callable[[str], list[str]]:
 
 
 def put_fp8(
-    model: Any, kept: Mapping[str, str], scaled: Mapping[str, Scaled], places: Mapping[str, str]
+    model: Any, kept: Mapping[str, str], scaled: Mapping[str, Fp8], places: Mapping[str, str]
 ) -> dict[str, str]:
     """Put matrices in the place of their stand-ins, in FP8 for linear layers; return those of `kept` that are.
 
@@ -381,24 +344,24 @@ def put_fp8(
     for place, name in places.items():
         path, parameter, each = place.rpartition(".")[0], model.get_parameter(place), scaled[name]
         if path in kept and owners[id(parameter)] == 1:
-            model.set_submodule(path, Fp8Linear(each.weight, each.scale, model.get_submodule(path).bias))
+            model.set_submodule(path, Fp8Linear(each, model.get_submodule(path).bias))
             put[path] = name
         else:
-            parameter.data = each.dequantised(parameter.dtype)
+            parameter.data = each.dequantize(parameter.dtype)
     return put
 
 
-def notes_on(scaled: Mapping[str, Scaled], kept: Mapping[str, str], dtype: torch.dtype) -> list[str]:
+def notes_on(scaled: Mapping[str, Fp8], kept: Mapping[str, str], dtype: torch.dtype) -> list[str]:
     """Say which of the FP8 matrices stay that if an op reads them, and which are dequantised."""
     names = set(kept.values())
-    blocks = [name for name, each in scaled.items() if each.has_blocks]
-    others = [name for name, each in scaled.items() if name not in names and not each.has_blocks]
+    blocks = [name for name, each in scaled.items() if each.form == "block"]
+    others = [name for name, each in scaled.items() if name not in names and name not in blocks]
     what = "matrices stay in FP8, E4M3, where an op of twellc reads them"
     notes = [f"{len(names)} {what}"] if names else []
     if others:
         what = f"{len(others)} other matrices in E4M3" if names else f"all {len(others)} matrices in E4M3"
         notes.append(f"{what} are dequantised to {dtype_name(dtype)}: {first_few(others)}")
     if blocks:
-        what = f"{len(blocks)} matrices in E4M3 with scales for blocks of {_SIDE} x {_SIDE}"
+        what = f"{len(blocks)} matrices in E4M3 with scales for blocks of {BLOCK} x {BLOCK}"
         notes.append(f"{what} are dequantised to {dtype_name(dtype)}: {first_few(blocks)}")
     return notes

@@ -21,7 +21,6 @@ from twellc.loaders import sparselm
 from twellc.loaders.attention import traced_attention
 from twellc.loaders.checkpoint import activations, read_checkpoint, refuse_absurd_sizes
 from twellc.loaders.fp8 import (
-    Scaled,
     kept_layers,
     notes_on,
     places_of,
@@ -34,6 +33,7 @@ from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.tracing import keep_tensor_outputs, trace
 from twellc.options.source import GREEDY_LOGITS, PADDINGS, NoChoiceError, refuse_choices
 from twellc.passes.sizes.conditions import failing_assertions
+from twellc.plugins.fp8 import Fp8
 
 ATTENTION_MODELS = "a decoder of attention layers, such as LlamaForCausalLM"
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
@@ -100,7 +100,7 @@ def open_directory(
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if checkpoint.config.get("model_type") == sparselm.MODEL_TYPE:
-        given = checkpoint.tensors | {name: each.dequantised(torch.bfloat16) for name, each in scaled.items()}
+        given = checkpoint.tensors | {name: each.dequantize(torch.bfloat16) for name, each in scaled.items()}
         llama, tensors = sparselm.as_llama(path, checkpoint.config, given)
         model, notes = _make_model(path, transformers.LlamaForCausalLM, llama, tensors, {}, in_dtype)
         notes = notes_on(scaled, {}, torch.bfloat16) + notes
@@ -149,7 +149,7 @@ def _make_model(
     model_class: Any,
     config: Any,
     tensors: dict[str, torch.Tensor],
-    scaled: dict[str, Scaled],
+    scaled: dict[str, Fp8],
     in_dtype: Callable[[torch.dtype], torch.dtype] | None,
 ) -> tuple[Any, list[str]]:
     """Make a model of its configuration and its tensors; and say which of these were left out, and dequantised."""
@@ -176,9 +176,9 @@ def _make_model(
         model, info = load()
         places = places_of(model, given)
         lost = scaled.keys() - places.values() - info["unexpected_keys"]
-        if lost:  # transformers makes other weights of them, as it merges experts: it is given what they are worth
+        if lost:  # transformers makes other weights of them, as it merges experts: it is given them dequantized
             del model
-            given |= {name: scaled[name].dequantised(dtype) for name in lost}
+            given |= {name: scaled[name].dequantize(dtype) for name in lost}
             model, info = load()
             places = places_of(model, {name: each for name, each in given.items() if name not in lost})
         kept = kept_layers(model_class, config, scaled, places) if scaled else {}

@@ -7,7 +7,7 @@ import torch
 from twellc.base.dtypes import DTYPES, dtype_name, torch_dtype
 from twellc.loaders.loaded import LoadedModel
 from twellc.passes.precision import parameter_dtypes
-from twellc.plugins.meaning import E4M3
+from twellc.plugins.fp8 import E4M3
 
 
 def choose_dtype(model: LoadedModel, requested: str | None) -> tuple[str, list[str]]:

@@ -15,7 +15,7 @@ from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.find_linear import FoundLinear
 from twellc.passes.match.linear import Weight, width
 from twellc.passes.neurons import Staying, all_of
-from twellc.passes.report import Choice, Layer, Linear, Weights
+from twellc.passes.report import Choice, Layer, Linear, Weights, reads_fp8
 from twellc.plugins.block import BlockOptions, compression_of
 from twellc.plugins.library import MAX_D_FF, MAX_PACKED_D_FF
 
@@ -97,8 +97,7 @@ def decide_linear(
     for each in found:
         limit = _linear_limits(each)
         bits = weights(each)
-        fp8 = bits is not None and bits.bits == 8
-        reason = limit or left_alone(each.modules[0], linear, calls(each.x), ranks, taken, fp8=fp8)
+        reason = limit or left_alone(each.modules[0], linear, calls(each.x), ranks, taken, fp8=reads_fp8(bits))
         bits = None if reason else bits
         result.append(
             Linear(

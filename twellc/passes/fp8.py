@@ -3,7 +3,7 @@
     before   linear(x, to(q, float32) * s)          q  float8_e4m3fn [rows, columns], s  [], [rows, 1] or [1, columns]
     after    linear(x, w)                           w  a constant; q and s are known by its name
 
-`dequantise` does this for every weight of a product, so that all other passes see constants of 16 or 32 bits. A block
+`dequantize` does this for every weight of a product, so that all other passes see constants of 16 or 32 bits. A block
 whose matrices are known in FP8 by the time that it is rewritten gets these and their scales, if the kernels take
 their scales; all other weights stay dequantised, and the report says why.
 """
@@ -29,12 +29,11 @@ from twellc.passes.match.activations import arguments, packet
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.find_linear import FoundLinear
 from twellc.passes.match.linear import CASTS, VALUE_PRESERVING, Weight, operand
-from twellc.passes.report import Weights
+from twellc.passes.report import Weights, reads_fp8
 from twellc.passes.rewrite_ffn import arranged_view, weights_of
 from twellc.plugins.block import FLOAT32, SCALES, TensorField, WeightOperands
-from twellc.plugins.fp8 import quantise, refuse_infinite, refuse_nan
+from twellc.plugins.fp8 import E4M3, Fp8, refuse_infinite, refuse_nan
 from twellc.plugins.library import MAX_PACKED_D_FF
-from twellc.plugins.meaning import E4M3
 
 aten = torch.ops.aten
 
@@ -43,23 +42,6 @@ T = TypeVar("T")
 _OF_LOGITS = VALUE_PRESERVING | CASTS | {aten.argmax, aten.select, aten.slice, aten.tanh}
 QUANTISED = "quantised"  # why weights are read in FP8 that the model has in 16
 KEPT = Weights(8, "as the model has them")
-
-
-@dataclass(frozen=True, eq=False)
-class Fp8:
-    """An FP8 matrix.
-
-    Attributes:
-        q: Its values, float8_e4m3fn [rows, columns].
-        scale: What multiplies them, float32: [], [rows, 1] or [1, columns].
-    """
-
-    q: Tensor
-    scale: Tensor
-
-    def worth(self) -> Tensor:
-        """Return what it stands for, in float64."""
-        return self.q.double() * self.scale.double()
 
 
 # Returns what is known of a constant in FP8, in the shape of the constant; None if nothing is.
@@ -86,7 +68,7 @@ class Wish:
 # ---- what the model has ----
 
 
-def dequantise(program: ExportedProgram) -> tuple[ExportedProgram, dict[str, Fp8]]:
+def dequantize(program: ExportedProgram) -> tuple[ExportedProgram, dict[str, Fp8]]:
     """Return the program without FP8 weights, and those that it had by the names of the constants for them.
 
     Weights whose scales have another shape, or are not finite, are left to `fold_weights`.
@@ -94,7 +76,7 @@ def dequantise(program: ExportedProgram) -> tuple[ExportedProgram, dict[str, Fp8
     Raises:
         UserError: A weight in FP8 is NaN, or overflows the float16 that it is dequantised to.
     """
-    if not any(_is_narrow(node) for node in program.graph.nodes):
+    if not any(_is_fp8(node) for node in program.graph.nodes):
         return program, {}
     if next(_products(ProgramConstants(program)), None) is None:
         return program, {}
@@ -106,17 +88,17 @@ def dequantise(program: ExportedProgram) -> tuple[ExportedProgram, dict[str, Fp8
         while len(last.users) == 1 and packet(next(iter(last.users))) in CASTS:
             last = next(iter(last.users))
         sources = [each for each in sources_of(source) if each in constants.names]
-        name, worth = constants.names[sources[0]], constants.value(last).clone()
-        refuse_nan(f"weight {name}", found.q)
-        refuse_infinite(f"weight {name}", worth)
-        made = constants.add(f"{name}_folded", worth, like=sources)
+        name, value = constants.names[sources[0]], constants.value(last).clone()
+        refuse_nan(f"weight {name}", found.values)
+        refuse_infinite(f"weight {name}", value)
+        made = constants.add(f"{name}_folded", value, like=sources)
         made.meta = {**last.meta, "val": made.meta["val"]}
         constants.replace(last, made, computes=made)
         known[constants.names[made]] = found
     return finish(program), known
 
 
-def _is_narrow(node: Node) -> bool:
+def _is_fp8(node: Node) -> bool:
     return getattr(node.meta.get("val"), "dtype", None) == E4M3
 
 
@@ -130,30 +112,27 @@ def _products(constants: ProgramConstants) -> Iterator[tuple[Node, Node, Fp8]]:
             source = matrix
             while isinstance(source, Node) and packet(source) in CASTS:
                 source = operand(source)
-            if source is matrix or not isinstance(source, Node) or not _is_narrow(source):
+            if source is matrix or not isinstance(source, Node) or not _is_fp8(source):
                 continue
             scale = constants.value(factor) if isinstance(factor, Node) else torch.tensor(factor)
-            found = as_scale(scale.float(), node.meta["val"].shape)
+            found = scaled(constants.value(source), scale)
             if found is not None and source.meta["val"].shape == node.meta["val"].shape:
-                yield node, source, Fp8(constants.value(source), found)
+                yield node, source, found
                 break
 
 
-def as_scale(scale: Tensor, shape: torch.Size) -> Tensor | None:
-    """Return scales of a matrix of this shape as [], [rows, 1] or [1, columns]; None if they are none of these."""
-    if len(shape) != 2 or not bool(scale.isfinite().all()):
-        return None
-    if scale.numel() == 1:
-        return scale.reshape(())
-    scale = scale if scale.dim() == 2 else scale[None] if scale.dim() == 1 else scale
-    return scale if tuple(scale.shape) in ((shape[0], 1), (1, shape[1])) else None
+def scaled(values: Tensor, scale: Tensor) -> Fp8 | None:
+    """Return the matrix that values times scales are; None where scales are not finite, or of another shape."""
+    scale = scale.float().reshape(()) if scale.numel() == 1 else scale.float()
+    found = Fp8(values, scale[None] if scale.dim() == 1 else scale)
+    return found if found.form in ("tensor", "row", "column") and bool(scale.isfinite().all()) else None
 
 
 def folded_in_fp8(program: ExportedProgram) -> list[str]:
-    """Return the constants in FP8 that `fold_weights` dequantises: those that `dequantise` has left."""
+    """Return the constants in FP8 that `fold_weights` dequantises: those that `dequantize` has left."""
     constants = ProgramConstants(program)
     found = (source for node in computed_weights(constants) for source in sources_of(node))
-    return list(dict.fromkeys(constants.names[each] for each in found if _is_narrow(each) and each in constants.names))
+    return list(dict.fromkeys(constants.names[each] for each in found if _is_fp8(each) and each in constants.names))
 
 
 def notes_on(
@@ -165,13 +144,13 @@ def notes_on(
     """Return what the user should know of weights that a model has in FP8, and that are not read so.
 
     Args:
-        known: See `dequantise`.
+        known: See `dequantize`.
         folded: See `folded_in_fp8`.
         blocks: The blocks that TwELL runs.
         layers: The linear layers that it runs with FP8 weights.
     """
-    narrow = [block for block in blocks if block.weights is not None and block.weights.bits == 8]
-    read = {weight.name for block in narrow for weight in weights_of(block, lambda each, _: each).named().values()}
+    found = [block for block in blocks if reads_fp8(block.weights)]
+    read = {weight.name for block in found for weight in weights_of(block, lambda each, _: each).named().values()}
     read |= {linear.weight.name for layer in layers for linear in layer.linears}
     return said_dequantised([*(name.removesuffix("_folded") for name in known if name not in read), *folded])
 
@@ -229,7 +208,7 @@ def fp8_of(
         order: The neurons to keep in their new order, int64 [kept]; None keeps all where they are.
 
     Raises:
-        UserError: It cannot be quantised; see `quantise`.
+        UserError: It cannot be quantised; see `Fp8.quantize`.
     """
     found = _arranged(block, stored)
     is_stored = not _fault(found) and all(each is not None for each in found.values())
@@ -237,7 +216,7 @@ def fp8_of(
 
         def make(weight: Weight, role: TensorField) -> Fp8:
             view = arranged_view(tensor(weight).detach(), weight, role.in_out)[1]
-            return Fp8(*quantise(view, "neuron", f"layer {block.module}: {role.name}"))
+            return Fp8.quantize(view, "row", f"layer {block.module}: {role.name}")
 
         found = dict(_matrices(block, make))
     result: dict[str, Tensor] = {}
@@ -245,14 +224,14 @@ def fp8_of(
     for name in list(found):
         each = found.pop(name)  # not all of them twice at once
         assert each is not None
-        q, scale = each.q.contiguous(), each.scale
+        values, scale = each.values.contiguous(), each.scale
         if name != "w_down" and by_neuron:
-            scale = scale.expand(q.shape[0], 1)
+            scale = scale.expand(len(values), 1)
         if order is not None:
-            own = order.to(q.device)
-            q = q.view(torch.uint8).index_select(0, own).view(E4M3)
-            scale = scale.index_select(0, own) if scale.shape[:1] == each.q.shape[:1] else scale
-        result[name] = q.clone() if is_stored and q.data_ptr() == each.q.data_ptr() else q
+            own = order.to(values.device)
+            values = values.view(torch.uint8).index_select(0, own).view(E4M3)
+            scale = scale.index_select(0, own) if scale.shape[:1] == each.values.shape[:1] else scale
+        result[name] = values.clone() if is_stored and values.data_ptr() == each.values.data_ptr() else values
         result[f"{name}_scale"] = scale.clone(memory_format=torch.contiguous_format)
     return result
 
@@ -280,13 +259,13 @@ def _arranged(block: FfnBlock, stored: Stored) -> dict[str, Fp8 | None]:
         found = stored(weight)
         if found is None:
             return None
-        q, scale = arranged_view(found.q, weight, role.in_out)[1], found.scale
+        values, scale = arranged_view(found.values, weight, role.in_out)[1], found.scale
         if scale.dim():
             # Scales take the way of the matrix, as one of its size, and are then one along the axis that shares them.
-            wide = arranged_view(scale.expand(found.q.shape), weight, role.in_out)[1]
+            wide = arranged_view(scale.expand(found.values.shape), weight, role.in_out)[1]
             shared = scale.shape.index(1)
             scale = wide.narrow(shared if weight.in_out == role.in_out else 1 - shared, 0, 1)
-        return Fp8(q, scale)
+        return Fp8(values, scale)
 
     return dict(_matrices(block, arrange))
 
@@ -305,7 +284,7 @@ def _matrices(block: FfnBlock, place: Callable[[Weight, TensorField], T]) -> Ite
 def _fault(found: Mapping[str, Fp8 | None]) -> str:
     """Say why the kernels do not take scales; empty where they do."""
     for name, each in found.items():
-        if name != "w_down" and each is not None and each.scale.dim() and each.scale.shape[1] != 1:
+        if name != "w_down" and each is not None and each.form == "column":
             return f"{name} has a scale for each input"
     return ""
 
@@ -318,7 +297,7 @@ def judge_linear(layer: FoundLinear, stored: Stored, wish: Wish) -> Weights | No
     found = [(each.weight, stored(each.weight)) for each in layer.linears]
     known = [_as_linear_reads(weight, each) for weight, each in found if each is not None]
     fault = "the model has only some of them in FP8" if len(known) < len(found) else ""
-    if any(each.scale.dim() and each.scale.shape[1] != 1 for each in known):
+    if any(each.form == "column" for each in known):
         fault = "a weight has a scale for each input"
     if not fault:
         return KEPT
@@ -352,25 +331,23 @@ def linear_in_fp8(layer: FoundLinear, stored: Stored, tensor: Callable[[Weight],
         tensor: Returns a constant of the program.
 
     Raises:
-        UserError: It cannot be quantised; see `quantise`.
+        UserError: It cannot be quantised; see `Fp8.quantize`.
     """
     known = [
         _as_linear_reads(each.weight, stored(each.weight) or quantised_linear(each.weight, tensor))
         for each in layer.linears
     ]
-    q = torch.cat([each.q.view(torch.uint8) for each in known]).view(E4M3)
-    return Fp8(q, torch.cat([each.scale.expand(len(each.q), 1) for each in known]).contiguous())
+    values = torch.cat([each.values.view(torch.uint8) for each in known]).view(E4M3)
+    return Fp8(values, torch.cat([each.scale.expand(len(each.values), 1) for each in known]).contiguous())
 
 
 def quantised_linear(weight: Weight, tensor: Callable[[Weight], Tensor]) -> Fp8:
     """Return the weight of a linear layer in FP8, in the shape of its constant, with a scale for each output."""
     matrix = tensor(weight).detach()
     matrix = matrix.squeeze() if matrix.dim() > 2 else matrix
-    return Fp8(*quantise(matrix, "output" if weight.in_out else "neuron", f"linear layer {weight.name}"))
+    return Fp8.quantize(matrix, "column" if weight.in_out else "row", f"linear layer {weight.name}")
 
 
 def _as_linear_reads(weight: Weight, known: Fp8) -> Fp8:
     """Return a weight in FP8 as [out, in]."""
-    if not weight.in_out:
-        return known
-    return Fp8(known.q.t(), known.scale.t() if known.scale.dim() else known.scale)
+    return known.t() if weight.in_out else known

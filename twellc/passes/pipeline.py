@@ -45,9 +45,8 @@ from twellc.passes.fold_constants import fold_constants
 from twellc.passes.fold_weights import fold_weights
 from twellc.passes.fp8 import (
     KEPT,
-    Fp8,
     Wish,
-    dequantise,
+    dequantize,
     folded_in_fp8,
     fp8_of,
     judge,
@@ -66,12 +65,13 @@ from twellc.passes.name_casts import name_casts
 from twellc.passes.name_relus import name_relus
 from twellc.passes.neurons import Staying
 from twellc.passes.precision import in_precision
-from twellc.passes.report import Attention, Layer, Linear, Weights
+from twellc.passes.report import Attention, Layer, Linear, Weights, reads_fp8
 from twellc.passes.rewrite_ffn import rewrite_ffn
 from twellc.passes.rewrite_linear import rewrite_linear
 from twellc.passes.rotate_in_caches import rotate_in_caches
 from twellc.passes.tensor_parallel import rank_program
 from twellc.passes.write_numbers import write_numbers
+from twellc.plugins.fp8 import Fp8
 from twellc.plugins.ops import VARIANT_OF
 
 
@@ -171,14 +171,14 @@ class Passed:
         return [(block, layer) for block, layer in pairs if layer.decision == "twell"]
 
     @property
-    def narrow_linears(self) -> dict[FoundLinear, Weights]:
+    def fp8_linears(self) -> dict[FoundLinear, Weights]:
         """The linear layers that TwELL is to run with FP8 weights, and why these are."""
         pairs = zip(self.linears, self.linear, strict=True)
-        return {each: row.weights for each, row in pairs if row.weights is not None and row.weights.bits == 8}
+        return {each: row.weights for each, row in pairs if row.weights is not None and reads_fp8(row.weights)}
 
     def in_fp8(self, layer: FoundLinear) -> Fp8 | None:
         """Return the weight [out, in] of linear layers that are to be read in FP8; None of others."""
-        weights = self.narrow_linears.get(layer)
+        weights = self.fp8_linears.get(layer)
         if weights is None:
             return None
         known = self.fp8 if weights == KEPT else {}
@@ -187,7 +187,7 @@ class Passed:
     @property
     def dequantised(self) -> list[str]:
         """What the user should know of FP8 weights that are dequantised."""
-        return notes_on(self.fp8, self.folded, [block for block, _ in self.chosen], self.narrow_linears)
+        return notes_on(self.fp8, self.folded, [block for block, _ in self.chosen], self.fp8_linears)
 
 
 @dataclass(frozen=True)
@@ -253,8 +253,8 @@ def _in_precision(passed: Passed, options: PassOptions) -> Passed:
     return replace(passed, program=in_precision(passed.program, options.dtype))
 
 
-def _dequantise(passed: Passed, options: PassOptions) -> Passed:
-    program, fp8 = dequantise(passed.program)
+def _dequantize(passed: Passed, options: PassOptions) -> Passed:
+    program, fp8 = dequantize(passed.program)
     return replace(passed, program=program, fp8=fp8, folded=folded_in_fp8(program))
 
 
@@ -353,7 +353,7 @@ STEPS: dict[Stage, tuple[Step, ...]] = {
     Stage.FUNCTIONAL: (
         step(decompose),
         step(name_casts),
-        Step("dequantise", _dequantise),
+        Step("dequantize", _dequantize),
         step(write_numbers),
         step(merge_views),
         step(name_relus),

@@ -137,6 +137,11 @@ class Weights(Record):
         return f"weights in {self.bits} bits, {self.reason}{changed}"
 
 
+def reads_fp8(weights: Weights | None) -> bool:
+    """Whether weights are read in FP8."""
+    return weights is not None and weights.bits == 8
+
+
 @dataclass(frozen=True)
 class Layer(Record):
     """What became of a feed-forward block: a row of every report.

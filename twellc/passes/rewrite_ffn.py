@@ -26,6 +26,7 @@ from twellc.passes.graph.norm_vectors import NormVectors
 from twellc.passes.graph.program import add_call, add_parameter, editable, finish, replace_node, tensor_of
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import Weight
+from twellc.passes.report import reads_fp8
 from twellc.plugins.block import FLOAT32, SCALES, TENSORS, THRESHOLDS, BlockOptions, TensorField, WeightOperands
 from twellc.plugins.ops import OPS
 
@@ -87,7 +88,7 @@ def rewrite_ffn(
 
     def add_fp8(block: FfnBlock, order: torch.Tensor | None) -> dict[str, Node]:
         """Return placeholders of the matrices and scales of a block that is read in FP8, by name."""
-        if block.weights is None or block.weights.bits != 8:
+        if not reads_fp8(block.weights):
             return {}
         assert in_fp8 is not None
         weights = weights_of(block, lambda weight, _: weight).named()

@@ -25,12 +25,12 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from twellc.passes.fp8 import Fp8
 from twellc.passes.graph.norm_vectors import NormVectors
 from twellc.passes.graph.program import add_call, add_parameter, editable, finish, infer, replace_node, tensor_of
 from twellc.passes.match.find_linear import FoundLinear
 from twellc.passes.match.linear import operand, width
 from twellc.passes.rewrite_ffn import arranged_view
+from twellc.plugins.fp8 import Fp8
 from twellc.plugins.linear import LinearOperands
 from twellc.plugins.linear_op import LINEAR
 
@@ -107,13 +107,13 @@ class _Writer:
         """Return placeholders of the weight [out, in], and of its scales if it is in FP8."""
         weights = [each.weight for each in layer.linears]
         placeholder = self._nodes[weights[0].node.name]
-        narrow = self._in_fp8(layer)
-        if narrow is not None:
-            q, scale = (
+        matrix = self._in_fp8(layer)
+        if matrix is not None:
+            values, scale = (
                 add_parameter(self._program, f"{weights[0].name}_{suffix}", tensor, like=placeholder)
-                for suffix, tensor in (("e4m3", narrow.q), ("scale", narrow.scale))
+                for suffix, tensor in (("e4m3", matrix.values), ("scale", matrix.scale))
             )
-            return q, scale
+            return values, scale
         if len(weights) == 1 and not weights[0].in_out and placeholder.meta["val"].dim() == 2:
             return placeholder, None
         views = [arranged_view(tensor_of(self._program, each.name).detach(), each, in_out=False)[1] for each in weights]

@@ -31,15 +31,8 @@ from twellc.base.dtypes import dtype_name
 from twellc.base.torch_private import OpOverload
 from twellc.plugins import library
 from twellc.plugins.block import GATED, PLAIN
-from twellc.plugins.meaning import (
-    E4M3,
-    activate,
-    as_read,
-    check_on_gpu,
-    check_problem,
-    launch,
-    math_dtype,
-)
+from twellc.plugins.fp8 import E4M3, Fp8
+from twellc.plugins.meaning import activate, as_read, check_on_gpu, check_problem, launch, math_dtype
 from twellc.plugins.torch_library import define
 
 _MATRICES = ("gate", "up", "down")
@@ -157,8 +150,8 @@ def _scale_form(scale: Tensor, matrix: Tensor, *, is_down: bool) -> str | None:
     if shape == (experts, 1, 1):
         return "expert"
     if shape == (experts, rows, 1):
-        return "neuron"
-    return "output" if is_down and shape == (experts, 1, columns) else None
+        return "row"
+    return "column" if is_down and shape == (experts, 1, columns) else None
 
 
 def _compute(*arguments: object, **named: object) -> Tensor:
@@ -177,26 +170,26 @@ def _compute(*arguments: object, **named: object) -> Tensor:
     for expert in sorted({id_ for id_ in of_pairs.tolist() if 0 <= id_ < sizes.experts}):
         chosen = (of_pairs == expert).nonzero()[:, 0]
         rows = x[chosen // max(sizes.top, 1)]
-        up = rows @ _worth(call, "up", expert, wide).T
-        first = up if call.gate is None else rows @ _worth(call, "gate", expert, wide).T
+        up = rows @ _dequantized(call, "up", expert, wide).T
+        first = up if call.gate is None else rows @ _dequantized(call, "gate", expert, wide).T
         threshold = call.threshold if call.thresholds is None else call.thresholds[expert]
         h = activate(first.to(dtype), call.activation, threshold).to(wide)
         if call.gate is not None:
             up = up.relu() if call.activation == "drelu" else up
             h = torch.where(h == 0, torch.zeros_like(h), h * up)
-        pairs[chosen] = h @ _worth(call, "down", expert, wide)
+        pairs[chosen] = h @ _dequantized(call, "down", expert, wide)
     taken = (call.ids >= 0) & (call.ids < sizes.experts)
     weights = torch.where(taken, call.weights, 0).to(wide)
     return (pairs.view(sizes.tokens, sizes.top, sizes.d_out) * weights[..., None]).sum(1).to(dtype)
 
 
-def _worth(call: _Call, name: str, expert: int, wide: torch.dtype) -> Tensor:
+def _dequantized(call: _Call, name: str, expert: int, wide: torch.dtype) -> Tensor:
     """Return a matrix of an expert, times its scale."""
-    matrix: Tensor = getattr(call, name)[expert].to(wide)
+    matrix: Tensor = getattr(call, name)[expert]
     scale: Tensor | None = getattr(call, f"{name}_scale")
     if scale is None:
-        return matrix
-    return matrix * (scale[expert] if scale.dim() else scale).to(wide)
+        return matrix.to(wide)
+    return Fp8(matrix, scale[expert] if scale.dim() else scale).dequantize(wide)
 
 
 def _infer(*arguments: object, **named: object) -> Tensor:

@@ -1,67 +1,100 @@
-"""Quantise weights to E4M3: the one place that makes FP8 of other types. docs/weights.md says what they mean."""
+"""A matrix in FP8: E4M3 and scales, and how it becomes one. docs/weights.md says what weights in FP8 mean."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from twellc.base.errors import UserError
-from twellc.plugins.meaning import E4M3
 
+E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
-_SHARED_AXIS = {"tensor": None, "neuron": 1, "output": 0}  # the axis that a scale is shared along; None: both
+BLOCK = 128  # rows, and columns, of a block that shares a scale
+_SHARED_AXIS = {"tensor": None, "row": 1, "column": 0}  # the axis that a scale is shared along; None: both
 # What is in float32 at a time: at most this part of a tensor, and this many elements.
 _PARTS, _MOST_ELEMENTS = 16, 1 << 24
 
 
-def quantise(weight: Tensor, kind: str, where: str = "a weight") -> tuple[Tensor, Tensor]:
-    """Return a matrix in E4M3, and its scales: it is about one times the other.
+class Fp8(NamedTuple):
+    """A matrix in FP8.
 
-    Beside the matrix it takes its elements in bytes, and at most as much again for parts of it in float32.
-
-    Args:
-        weight: Of any floating type, [rows, columns]. As blocks store them, w_down included, a row is a neuron; of the
-            weight of a down projection's torch.nn.Linear a row is an output.
-        kind: `neuron`: a scale for each row, [rows, 1]; `output`: for each column, [1, columns]; `tensor`: one, [].
-        where: What the message of an error calls the matrix.
-
-    Returns:
-        float8_e4m3fn in the shape of the weight, and float32: the largest magnitude of what shares a scale becomes 448,
-        E4M3's largest number. What is all zeros has the scale 1.
-
-    Raises:
-        UserError: A weight is NaN or infinite.
+    Attributes:
+        values: float8_e4m3fn [rows, columns].
+        scale: What multiplies them, float32: [], [rows, 1], [1, columns], or one for each block of 128 x 128,
+            [rows / 128, columns / 128], rounded up.
     """
-    largest = _largest(weight, _SHARED_AXIS[kind])
-    _refuse_not_finite(largest, weight, where)
-    return _rounded(weight, largest)
+
+    values: Tensor
+    scale: Tensor
+
+    @classmethod
+    def quantize(cls, weight: Tensor, kind: str, where: str = "a weight") -> Fp8:
+        """Round a matrix to E4M3. Beside it, this takes a byte an element, and as much again for parts in float32.
+
+        Args:
+            weight: Of any floating type, [rows, columns].
+            kind: What shares a scale: `row`, `column` or `tensor`. The largest magnitude of that becomes 448, E4M3's
+                largest number; all zeros have the scale 1.
+            where: What the message of an error calls the matrix.
+
+        Raises:
+            UserError: A weight is NaN or infinite.
+        """
+        largest = _largest(weight, _SHARED_AXIS[kind])
+        _refuse_not_finite(largest, weight, where)
+        return cls(*_rounded(weight, largest))
+
+    @classmethod
+    def round_rows(cls, x: Tensor) -> Fp8:
+        """Round x [..., width] to E4M3, with a scale for each row, [..., 1]. NaN stays NaN."""
+        return cls(*_rounded(x, _largest(x, -1)))
+
+    @property
+    def form(self) -> str | None:
+        """What shares a scale: `tensor`, `row`, `column` or `block`; None where scales have none of these shapes."""
+        if self.values.dim() != 2:
+            return None
+        rows, columns = self.values.shape
+        blocks = math.ceil(rows / BLOCK), math.ceil(columns / BLOCK)
+        forms = {blocks: "block", (1, columns): "column", (rows, 1): "row", (): "tensor"}
+        return forms.get(tuple(self.scale.shape))
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return values times scale: in float64 exactly, else computed in float32 and rounded once."""
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        scale = self.scale
+        if self.form == "block":
+            rows, columns = self.values.shape
+            scale = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+        return self.values.to(wide).mul_(scale).to(dtype)
+
+    def t(self) -> Fp8:
+        """Return the transpose, a view."""
+        return Fp8(self.values.t(), self.scale.t())
 
 
 def finite(weight: Tensor, where: str) -> None:
-    """Fail if a matrix cannot be quantised; see `quantise`."""
+    """Fail if a matrix cannot be quantised; see `Fp8.quantize`."""
     _refuse_not_finite(_largest(weight, None), weight, where)
 
 
-def refuse_nan(where: str, weight: Tensor) -> None:
+def refuse_nan(where: str, values: Tensor) -> None:
     """Raise a UserError if a matrix in E4M3 holds a NaN; `where` names it."""
-    bits = weight.detach().view(torch.int8)  # NaN is all ones, but for the sign
+    bits = values.detach().view(torch.int8)  # NaN is all ones, but for the sign
     if bits.numel() and (int(bits.max()) == 0x7F or bool((bits == -1).any())):
-        bad = int(weight.float().isnan().sum())
+        bad = int(values.float().isnan().sum())
         raise UserError(where, f"{bad} of {bits.numel()} weights in E4M3 are NaN", fix="Get the checkpoint again.")
 
 
-def refuse_infinite(where: str, worth: Tensor) -> None:
+def refuse_infinite(where: str, dequantized: Tensor) -> None:
     """Raise a UserError if a matrix, once E4M3 with finite scales, does not fit into its type; `where` names it."""
-    if bool(worth.isinf().any()):
+    if bool(dequantized.isinf().any()):
         what = "its weights in E4M3 times their scales overflow float16"
         raise UserError(where, what, expected="at most 65504", fix="Use --dtype bf16.")
-
-
-def rounded(wide: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
-    """Return a tensor in E4M3 and its float32 scales, which `axis` shares; None: one for all. NaN stays NaN."""
-    return _rounded(wide, _largest(wide, axis))
 
 
 def _parts(tensor: Tensor) -> Iterator[tuple[int, int, int]]:
@@ -94,11 +127,11 @@ def _rounded(tensor: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
     # Not below float32's least normal number: GPUs may take what is below for 0.
     scale = (largest / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
     scale = torch.where(largest == 0, torch.ones_like(scale), scale)
-    q = torch.empty_like(tensor, dtype=E4M3, requires_grad=False)
+    values = torch.empty_like(tensor, dtype=E4M3, requires_grad=False)
     for part in _parts(tensor):
         wide = tensor.detach().narrow(*part).to(torch.float32, copy=True)
-        q.narrow(*part).copy_(wide.div_(_shared(scale, part)).clamp_(-LARGEST, LARGEST))
-    return q, scale
+        values.narrow(*part).copy_(wide.div_(_shared(scale, part)).clamp_(-LARGEST, LARGEST))
+    return values, scale
 
 
 def _refuse_not_finite(largest: Tensor, weight: Tensor, where: str) -> None:

@@ -12,8 +12,8 @@ Shapes: x [..., in], weight [out, in] (`torch.nn.Linear`'s), bias [out], norm_we
 over the last dimension, with ones and zeros where these are None. `splits` are the widths of the outputs, of which
 there is then one for each piece of the weight's rows; with more than one there can be no residual. With `choose` the
 output is int64 [...] instead, `y.argmax(-1)`: of equals the first one, and the first NaN where there is one. All
-tensors share one dtype; or the weight is float8_e4m3fn, and `weight_scale`, float32 [] or [out, 1], says what it is
-worth: see docs/weights.md.
+tensors share one dtype; or the weight is float8_e4m3fn, and `weight_scale`, float32 [] or [out, 1], is what multiplies
+it: see docs/weights.md.
 
 The CPU implementation is the semantics: it computes in float32 (float64 for float64), and rounds y once. What the norm
 gives is not rounded in it; dense models, and the kernels, may round that once to the element type, and a weight in
@@ -31,9 +31,9 @@ from torch import Tensor
 from twellc.base.dtypes import dtype_name
 from twellc.base.torch_private import OpOverload
 from twellc.plugins import library
+from twellc.plugins.fp8 import E4M3, Fp8
 from twellc.plugins.linear import SCHEMA, TENSORS, LinearOperands, LinearOptions, call_of
 from twellc.plugins.meaning import (
-    E4M3,
     as_read,
     check_norm,
     check_on_gpu,
@@ -79,7 +79,7 @@ def _compute(operands: LinearOperands[Tensor], options: LinearOptions) -> list[T
     _check(operands, options)
     weight = operands.weight
     if operands.weight_scale is not None:
-        weight = weight.double() * operands.weight_scale.double()
+        weight = Fp8(weight, operands.weight_scale).dequantize(torch.float64)
     wide = math_dtype(weight.dtype)
     x = normalised(operands.x, options.norm, operands.norm_weight, operands.norm_bias, options.eps).to(wide)
     weight = weight.to(wide)
@@ -111,7 +111,7 @@ def _launch(operands: LinearOperands[Tensor], options: LinearOptions) -> list[Te
     check_on_gpu(operands.named())
     (out, inner), scale = operands.weight.shape, operands.weight_scale
     tokens = operands.x.shape[:-1].numel()
-    kind = None if scale is None else "neuron" if scale.dim() else "tensor"
+    kind = None if scale is None else "row" if scale.dim() else "tensor"
     problem = options.problem(dtype_name(operands.x.dtype), tokens=tokens, inner=inner, out=out, scale=kind)
     check_problem(problem)
     if tokens > library.FEW_TOKENS_LINEAR and scale is None:
@@ -137,7 +137,7 @@ def _by_torch(operands: LinearOperands[Tensor], options: LinearOptions) -> list[
     elif options.norm == "layer":
         x = functional.layer_norm(x, x.shape[-1:], operands.norm_weight, operands.norm_bias, options.eps)
     if operands.weight_scale is not None:
-        weight = (weight.float() * operands.weight_scale).to(x.dtype)
+        weight = Fp8(weight, operands.weight_scale).dequantize(x.dtype)
     y = functional.linear(x, weight, operands.bias)
     y = y if operands.residual is None else y + operands.residual
     if options.choose:

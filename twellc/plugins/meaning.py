@@ -12,8 +12,7 @@ from torch import Tensor
 from twellc.base.dtypes import dtype_name
 from twellc.plugins import library
 from twellc.plugins.block import NORM_TENSORS, SCALES, TENSORS, THRESHOLDS, BlockOptions, Operands
-
-E4M3 = torch.float8_e4m3fn
+from twellc.plugins.fp8 import E4M3, Fp8
 
 
 def activate(z: Tensor, activation: str, threshold: float | Tensor) -> Tensor:
@@ -140,15 +139,13 @@ def _check_scales(operands: Operands[Tensor]) -> set[str]:
     return scaled
 
 
-def dequantised(operands: Operands[Tensor]) -> Operands[Tensor]:
-    """Return the same with weights in float64, if they have scales: what they are worth."""
-    scales = operands.scales()
-    worth = {
-        name: tensor.double() * scales[f"{name}_scale"].double() if f"{name}_scale" in scales else tensor
-        for name, tensor in operands.named().items()
-        if name not in scales
-    }
-    return Operands(**worth) if scales else operands
+def dequantize(operands: Operands[Tensor], dtype: torch.dtype = torch.float64) -> Operands[Tensor]:
+    """Return the same with the weights that have scales dequantized to `dtype`."""
+    scales, named = operands.scales(), operands.named()
+    for name in scales:
+        of = name.removesuffix("_scale")
+        named[of] = Fp8(named[of], named.pop(name)).dequantize(dtype)
+    return Operands(**named) if scales else operands
 
 
 def scale_kinds(operands: Operands[Tensor]) -> tuple[str, str] | None:
@@ -156,10 +153,9 @@ def scale_kinds(operands: Operands[Tensor]) -> tuple[str, str] | None:
     scales = operands.scales()
     if not scales:
         return None
-    down = scales.pop("w_down_scale")
-    outputs = "output" if down.dim() == 2 and down.shape[1] > 1 else "neuron"  # there are eight outputs at least
-    gate_up = "neuron" if any(each.dim() == 2 for each in scales.values()) else "tensor"
-    return gate_up, "tensor" if down.dim() == 0 else outputs
+    down = Fp8(operands.w_down, scales.pop("w_down_scale")).form
+    assert down is not None  # see `check_call`
+    return "row" if any(each.dim() for each in scales.values()) else "tensor", down
 
 
 def math_dtype(dtype: torch.dtype) -> torch.dtype:

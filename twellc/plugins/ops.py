@@ -6,7 +6,7 @@
 Shapes: x [..., d_model], w_gate and w_up [d_ff, d_model], w_down [d_ff, d_out] (neuron-major: the transpose of
 `torch.nn.Linear.weight`), biases [d_ff], [d_ff], [d_out], residual and y [..., d_out]. All tensors share one dtype;
 biases and residual may be None. Or all weights are float8_e4m3fn, and `w_gate_scale`, `w_up_scale` and `w_down_scale`,
-float32, say what they are worth: docs/weights.md.
+float32, multiply them: docs/weights.md.
 
 The CPU implementation is the semantics: the pre-activation is rounded to the element type, everything after it is
 accumulated in float32 (or in float64 for float64 input) and rounded once. A neuron whose activation is 0 contributes
@@ -53,7 +53,7 @@ from twellc.plugins.meaning import (
     check_call,
     check_on_gpu,
     check_problem,
-    dequantised,
+    dequantize,
     hidden_of,
     launch,
     output_of,
@@ -67,7 +67,7 @@ from twellc.plugins.torch_library import define
 def _compute(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
     """Compute the block with dense torch operations: the meaning of the op, and its CPU implementation."""
     check_call(operands, options)
-    operands = dequantised(operands)
+    operands = dequantize(operands)
     return output_of(hidden_of(operands, options)[-1], operands)
 
 
@@ -100,7 +100,7 @@ def _prepare(operands: Operands[Tensor], options: BlockOptions) -> _Prepared:
         set_scales(problem, *kinds)
     check_problem(problem)
     single = (name for name, each in operands.scales().items() if not each.dim() and name != "w_down_scale")
-    expanded = tuple(single) if kinds is not None and kinds[0] == "neuron" else ()
+    expanded = tuple(single) if kinds is not None and kinds[0] == "row" else ()
     return _Prepared(problem, library.load().twell_workspace_bytes(problem), expanded)
 
 

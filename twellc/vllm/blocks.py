@@ -14,7 +14,7 @@ So the bias of `down` on one rank, and the sum over ranks behind it, stay vLLM's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -31,8 +31,7 @@ from vllm.model_executor.layers.linear import (
 from twellc.eager.module_blocks import FoundBlock, Operand, between, find_blocks, functions_of, matrices_of
 from twellc.passes.match.linear import step, strip
 from twellc.plugins.block import BlockOptions, WeightOperands
-from twellc.plugins.fp8 import quantise
-from twellc.plugins.meaning import E4M3
+from twellc.plugins.fp8 import E4M3, Fp8
 from twellc.plugins.ops import run_block
 
 _SCALE = "weight_scale"
@@ -109,7 +108,7 @@ class _PassInput(_OfBlock):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Leave the weight [d_ff, d_model] where it is; on a CPU vLLM would pack it and drop it."""
         if self._quantised:
-            _put_scaled(layer, lambda weight: weight)
+            _quantize(layer, "row")
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x [..., d_model]."""
@@ -132,7 +131,7 @@ class _CallsOp(_OfBlock):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Store the weight [d_out, d_ff] with other strides: its transpose, which the op reads, is contiguous."""
         if self._quantised:
-            _put_scaled(layer, Tensor.t)
+            _quantize(layer, "column")
         if not layer.weight.t().is_contiguous():
             layer.weight.data = layer.weight.data.t().contiguous().t()
 
@@ -142,33 +141,27 @@ class _CallsOp(_OfBlock):
         return run_block(replace(read, b_down=bias).of(x), self._options)
 
 
-def _put_scaled(layer: Any, by_neuron: Callable[[Tensor], Tensor]) -> None:
-    """Let a layer have its weight in FP8, with a scale for each neuron, also where it is loaded again.
+def _quantize(layer: Any, kind: str) -> None:
+    """Let a layer have its weight, of 16 bits, in FP8, also where it is loaded again; `kind` is what a neuron is."""
 
-    Args:
-        layer: A layer with a weight of 16 bits.
-        by_neuron: Returns the transpose of a matrix whose columns are neurons, and a matrix whose rows are as it is.
-    """
-
-    def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
-        q, scale = quantise(by_neuron(weight), "neuron", f"layer {layer.prefix}")
-        return by_neuron(q), by_neuron(scale)
+    def quantized() -> Fp8:
+        found = Fp8.quantize(wide.data, kind, f"layer {layer.prefix}")
+        wide.data = wide.data.new_empty(0)
+        return found
 
     def load(parameter: nn.Parameter, *given: Any, **named: Any) -> None:
         """Take other weights of 16 bits, as trainers send them: the layer's own loader finds its part of them."""
         wide.data = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
         wide.weight_loader(wide, *given, **named)
-        q, scale = quantised(wide.data)
-        wide.data = wide.data.new_empty(0)
-        parameter.data.copy_(q)
-        getattr(layer, _SCALE).data.copy_(scale)
+        matrix = quantized()
+        parameter.data.copy_(matrix.values)
+        getattr(layer, _SCALE).data.copy_(matrix.scale)
 
     wide, dtype = layer.weight, layer.weight.dtype
-    weight, scale = quantised(wide.data)
-    wide.data = wide.data.new_empty(0)
-    layer.weight = nn.Parameter(weight, requires_grad=False)
+    matrix = quantized()
+    layer.weight = nn.Parameter(matrix.values, requires_grad=False)
     layer.weight.weight_loader = load
-    layer.register_parameter(_SCALE, nn.Parameter(scale, requires_grad=False))
+    layer.register_parameter(_SCALE, nn.Parameter(matrix.scale, requires_grad=False))
 
 
 def _read(layer: Any, operand: Operand) -> Tensor:

@@ -18,20 +18,20 @@ from tests.twellc.test_cli import failed
 from twellc.base.arrays import to_numpy, to_torch
 from twellc.checks.evaluator import OnnxEvaluator
 from twellc.passes.onnx.ffn import find_onnx_blocks
-from twellc.plugins.fp8 import quantise
+from twellc.plugins.fp8 import Fp8
 
 
 def with_dequantised_weights(
     dtype: str, down: str, transposed: bool = False, opset: int = 21
 ) -> tuple[onnx.ModelProto, dict[str, Any]]:
-    """Return a gated block of DequantizeLinear of E4M3, and what its weights are worth, [in, out]."""
-    make, worth = GraphMaker(dtype, opset=opset), {}
+    """Return a gated block of DequantizeLinear of E4M3, and its weights, dequantized, [in, out]."""
+    make, dequantized = GraphMaker(dtype, opset=opset), {}
 
     def weight(name: str, d_in: int, d_out: int, kind: str) -> str:
-        q, scale = quantise(torch.randn(d_in, d_out) * d_in**-0.5, "tensor" if kind == "groups" else kind)
+        q, scale = Fp8.quantize(torch.randn(d_in, d_out) * d_in**-0.5, "tensor" if kind == "groups" else kind)
         scale = scale.to(torch.bfloat16 if dtype == "bf16" and not transposed else torch.float32)
-        worth[name] = q.double() * scale.double()
-        axis = {"axis": 0 if kind == "neuron" else 1} if kind != "tensor" else {}
+        dequantized[name] = q.double() * scale.double()
+        axis = {"axis": 0 if kind == "row" else 1} if kind != "tensor" else {}
         if transposed:
             q, axis = q.t(), {name: 1 - value for name, value in axis.items()}
         stored = scale.flatten() if scale.dim() else scale
@@ -48,34 +48,34 @@ def with_dequantised_weights(
             found = make.node("Cast", found, to=onnx.TensorProto.BFLOAT16)
         return str(make.node("Transpose", found, perm=[1, 0]) if transposed else found)
 
-    gate, up = (make.node("MatMul", "x", weight(name, D_MODEL, D_FF, "output")) for name in ("gate", "up"))
+    gate, up = (make.node("MatMul", "x", weight(name, D_MODEL, D_FF, "column")) for name in ("gate", "up"))
     hidden = make.node("Mul", make.node("Relu", gate), up)
-    return make.model(make.node("MatMul", hidden, weight("down", D_FF, D_OUT, down))), worth
+    return make.model(make.node("MatMul", hidden, weight("down", D_FF, D_OUT, down))), dequantized
 
 
 @pytest.mark.usefixtures("cli")
 @pytest.mark.parametrize(
     ("dtype", "down", "transposed", "opset"),
     [
-        ("bf16", "output", False, 21),
-        ("fp32", "neuron", True, 21),
+        ("bf16", "column", False, 21),
+        ("fp32", "row", True, 21),
         ("bf16", "tensor", True, 21),
-        ("bf16", "neuron", True, 23),
+        ("bf16", "row", True, 23),
     ],
 )
 def test_dequantised_products_of_onnx_are_matched(
     dtype: str, down: str, transposed: bool, opset: int, tmp_path: Path
 ) -> None:
     """From version 23 on DequantizeLinear itself may name the type of what it gives."""
-    model, worth = with_dequantised_weights(dtype, down, transposed, opset)
+    model, dequantized = with_dequantised_weights(dtype, down, transposed, opset)
     onnx.save(model, tmp_path / "m.onnx")
     manifest = twellc.compile(tmp_path / "m.onnx", backend="none", onnx=tmp_path / "o.onnx")
     assert str(manifest.layers[0].weights) == "weights in 8 bits, as the model has them"
     x = torch.randn(2, 3, D_MODEL).to(torch.bfloat16 if dtype == "bf16" else torch.float32)
     (y,) = OnnxEvaluator(tmp_path / "o.onnx").run({"x": x})
     low = x.bfloat16().double()
-    hidden = torch.relu((low @ worth["gate"]).bfloat16().double()) * (low @ worth["up"])
-    assert torch.allclose(y.double(), hidden @ worth["down"], rtol=2**-7, atol=1e-3)
+    hidden = torch.relu((low @ dequantized["gate"]).bfloat16().double()) * (low @ dequantized["up"])
+    assert torch.allclose(y.double(), hidden @ dequantized["down"], rtol=2**-7, atol=1e-3)
     assert twellc.check(tmp_path / "m.onnx", tmp_path / "o.onnx").within
 
 
@@ -112,7 +112,7 @@ def test_an_onnx_model_is_quantised(tmp_path: Path) -> None:
     written = onnx.load(tmp_path / "o.onnx")
     named = {each.name: onnx.numpy_helper.to_array(each) for each in written.graph.initializer}
     (up,) = [each for each in onnx.load(tmp_path / "m.onnx").graph.initializer if each.name == "mlp.up.weight"]
-    q, scale = quantise(to_torch(onnx.numpy_helper.to_array(up)).t(), "neuron")
+    q, scale = Fp8.quantize(to_torch(onnx.numpy_helper.to_array(up)).t(), "row")
     assert torch.equal(to_torch(named["mlp.up.weight_e4m3"]).float(), q.float())
     assert torch.equal(to_torch(named["mlp.up.weight_scale"]), scale)
     result = twellc.check(tmp_path / "m.onnx", tmp_path / "o.onnx")

@@ -41,7 +41,7 @@ from twellc.eager import changes, fp8, fp8_linear, optimization
 from twellc.eager.fp8_linear import holds_fp8
 from twellc.eager.optimization import blocks_in_training
 from twellc.loaders.huggingface import open_directory
-from twellc.plugins.fp8 import quantise
+from twellc.plugins.fp8 import Fp8
 from twellc.training import Blend, L1Penalty, reinitialise_dead, relu, sparsify, take_counts
 
 LONGER = os.environ.get("TWELLC_FUZZ_EXAMPLES")
@@ -351,13 +351,14 @@ def test_no_memory_for_the_last_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     model = twellc.optimize(blocks(), training=True)
     before, left = state(model), [7]
 
-    def fail(*arguments: Any) -> tuple[Tensor, Tensor]:
+    def fail(*arguments: Any) -> Fp8:
         left[0] -= 1
         if not left[0]:
             raise torch.OutOfMemoryError
-        return quantise(*arguments)
+        return quantize(*arguments)
 
-    monkeypatch.setattr(fp8, "quantise", fail)
+    quantize = Fp8.quantize
+    monkeypatch.setattr(Fp8, "quantize", fail)
     with pytest.raises(torch.OutOfMemoryError):
         twellc.optimize(model, weights="fp8:blocks")
     assert not differences(before, state(model))

@@ -15,23 +15,21 @@ import twellc
 from tests.models import Gated, Plain, Written
 from tests.twellc.eager.test_optimize import ops_of, packed
 from twellc.eager.fp8_linear import Fp8Linear
-from twellc.plugins.fp8 import quantise
-from twellc.plugins.meaning import E4M3
+from twellc.plugins.fp8 import E4M3, Fp8
 
 BF16 = torch.bfloat16
 
 
-def in_fp8(module: nn.Module, kind: str = "neuron", names: str = "") -> Any:
+def in_fp8(module: nn.Module, kind: str = "row", names: str = "") -> Any:
     """Put layers in FP8 in the place of linear ones; `kind` is that of their weights [out, in]."""
     for path, each in list(module.named_modules()):
         if type(each) is nn.Linear and each.weight.shape[0] != each.weight.shape[1] and names in path:
-            weight, scale = quantise(each.weight, kind)
-            module.set_submodule(path, Fp8Linear(weight, scale, each.bias))
+            module.set_submodule(path, Fp8Linear(Fp8.quantize(each.weight, kind), each.bias))
     return module.eval()
 
 
 def wide(module: Any) -> Any:
-    """Return a copy in float64 of what the weights are worth."""
+    """Return a copy in float64, with FP8 weights dequantized."""
     module = copy.deepcopy(module)
     for path, each in list(module.named_modules()):
         if isinstance(each, Fp8Linear):
@@ -45,9 +43,9 @@ def wide(module: Any) -> Any:
 def test_what_a_layer_computes() -> None:
     torch.manual_seed(0)
     linear, x = nn.Linear(16, 24).to(BF16), torch.randn(3, 16).to(BF16)
-    for kind, shape in (("neuron", (24, 1)), ("output", (1, 16)), ("tensor", ())):
-        weight, scale = quantise(linear.weight, kind)
-        layer = Fp8Linear(weight, scale, linear.bias)
+    for kind, shape in (("row", (24, 1)), ("column", (1, 16)), ("tensor", ())):
+        weight, scale = matrix = Fp8.quantize(linear.weight, kind)
+        layer = Fp8Linear(matrix, linear.bias)
         assert layer.scale.shape == shape and (layer.in_features, layer.out_features) == (16, 24)
         expected = nn.functional.linear(x, (weight.float() * scale).to(BF16), linear.bias)
         assert torch.equal(layer(x), expected)
@@ -96,10 +94,10 @@ def test_bytes_and_scales_survive(change: str, optimized: bool) -> None:
 
 
 BLOCKS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "gated": (Gated, "neuron"),
+    "gated": (Gated, "row"),
     "gated with biases": (lambda: Gated(biases="gud", d_out=24), "tensor"),
-    "plain": (lambda: Plain(biases="ud"), "neuron"),
-    "packed": (lambda: Written(packed, both=nn.Linear(16, 80), down=nn.Linear(40, 16)), "neuron"),
+    "plain": (lambda: Plain(biases="ud"), "row"),
+    "packed": (lambda: Written(packed, both=nn.Linear(16, 80), down=nn.Linear(40, 16)), "row"),
     "packed with one scale": (lambda: Written(packed, both=nn.Linear(16, 80), down=nn.Linear(40, 16)), "tensor"),
 }
 
@@ -120,7 +118,7 @@ def test_blocks_run_by_the_op(name: str) -> None:
 
 
 def test_a_block_of_neurons_scales() -> None:
-    block = in_fp8(in_fp8(Gated().to(BF16), "output", "down"))
+    block = in_fp8(in_fp8(Gated().to(BF16), "column", "down"))
     assert block.down.scale.shape == (1, 40)
     x = torch.randn(5, 16).to(BF16)
     found, counts = ops_of(twellc.optimize(block), x)
@@ -136,7 +134,7 @@ def test_what_is_not_taken() -> None:
     ):
         twellc.optimize(in_fp8(Gated(), names="up"))
     with pytest.warns(UserWarning, match="gate has a scale for each input"):
-        twellc.optimize(in_fp8(Gated(), "output"))
+        twellc.optimize(in_fp8(Gated(), "column"))
     with pytest.warns(UserWarning, match="its weights are in FP8, which are not trained"):
         twellc.optimize(in_fp8(Gated()), training=True)
     block = in_fp8(Gated())

@@ -14,7 +14,7 @@ from tests import models
 from tests.processes import at_once
 from tests.twellc.generation.conftest import Family
 from tests.twellc.generation.shared import generate_alone
-from twellc.eager.optimization import dequantise_others
+from twellc.eager.optimization import dequantize_others
 from twellc.generation.directory import load_directory
 from twellc.generation.llm import LLM
 from twellc.generation.model import CausalModel
@@ -264,6 +264,6 @@ def test_blocks_in_fp8(family: Family, tmp_path: Path) -> None:
     ours = CausalModel(backend, backend.model.config, GenerationConfig(pad_token_id=0))
     tokens = ours.generate(**prompts(*LENGTHS), max_new_tokens=20)
     dense = twellc.restore(copy.deepcopy(backend.model))
-    dequantise_others(dense, torch.bfloat16)
+    dequantize_others(dense, torch.bfloat16)
     with torch.no_grad():
         assert_likeliest(tokens, dense, copy.deepcopy(dense))

@@ -24,8 +24,7 @@ from twellc.loaders.huggingface import open_directory
 from twellc.loaders.model import load_model
 from twellc.loaders.precision import choose_dtype
 from twellc.options.source import CacheOptions, TracingOptions
-from twellc.plugins.fp8 import quantise
-from twellc.plugins.meaning import E4M3
+from twellc.plugins.fp8 import E4M3, Fp8
 
 Tensors = dict[str, Tensor]
 GATE = "model.layers.0.mlp.gate_proj"
@@ -49,11 +48,11 @@ def blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_output(weight: Tensor) -> tuple[Tensor, Tensor]:
-    return quantise(weight, "neuron")
+    return Fp8.quantize(weight, "row")
 
 
 def by_tensor(weight: Tensor) -> tuple[Tensor, Tensor]:
-    return quantise(weight, "tensor")
+    return Fp8.quantize(weight, "tensor")
 
 
 # Settings in config.json and hf_quant_config.json, the suffix of scales and the shape that they have.
@@ -92,14 +91,14 @@ def edit(folder: Path, **changes: Any) -> None:
 
 
 def write(folder: Path, form: str) -> Tensors:
-    """Store the projections of a directory's layers in FP8; return what all its tensors are worth."""
+    """Store the projections of a directory's layers in FP8; return all its tensors, dequantized."""
     config, second, suffix, make, stored = FORMS[form]
     edit(folder, quantization_config=config)
     if second is not None:
         (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, **second}))
-    tensors, worth = load_file(folder / "model.safetensors"), {}
+    tensors, dequantized = load_file(folder / "model.safetensors"), {}
     for name, tensor in list(tensors.items()):
-        worth[name] = tensor
+        dequantized[name] = tensor
         if name.endswith("_proj.weight"):
             weight, scale = make(tensor.float())
             scale = stored(scale)
@@ -108,9 +107,9 @@ def write(folder: Path, form: str) -> Tensors:
             wide = scale.float()
             if form == "blocks":
                 wide = wide.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
-            worth[name] = (weight.float() * (wide[:, None] if wide.shape == (rows,) else wide)).bfloat16()
+            dequantized[name] = (weight.float() * (wide[:, None] if wide.shape == (rows,) else wide)).bfloat16()
     save_file(tensors, folder / "model.safetensors")
-    return worth
+    return dequantized
 
 
 @pytest.fixture
@@ -121,7 +120,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_blocks_keep_their_bytes(form: str, folder: Path) -> None:
-    worth, stored = write(folder, form), load_file(folder / "model.safetensors")
+    dequantized, stored = write(folder, form), load_file(folder / "model.safetensors")
     model, config, notes = open_directory(folder)
     assert "quantization_config" not in config and not hasattr(model.config, "quantization_config")
     layers = {path: each for path, each in model.named_modules() if isinstance(each, Fp8Linear)}
@@ -132,9 +131,9 @@ def test_blocks_keep_their_bytes(form: str, folder: Path) -> None:
         assert layer.scale.dtype == torch.float32
     found = {
         **model.state_dict(),
-        **{f"{path}.weight": each.worth(torch.bfloat16) for path, each in layers.items()},
+        **{f"{path}.weight": each.matrix.dequantize(torch.bfloat16) for path, each in layers.items()},
     }
-    assert all(torch.equal(found[name], tensor) for name, tensor in worth.items())
+    assert all(torch.equal(found[name], tensor) for name, tensor in dequantized.items())
     said = "; ".join(notes)
     assert f"{kept} matrices stay in FP8" in said
     dequantised = "6 matrices in E4M3 with scales for blocks of 128 x 128 are dequantised to bfloat16: model.layers.0."
@@ -211,10 +210,13 @@ def test_a_cache_in_float16(folder: Path) -> None:
 
 def test_a_block_with_a_matrix_in_16_bits(folder: Path) -> None:
     """It is dequantised; and scales of activations and of the cache are not used."""
-    worth = write(folder, "ModelOpt")
+    dequantized = write(folder, "ModelOpt")
     tensors = load_file(folder / "model.safetensors")
     del tensors[f"{GATE}.weight_scale"]
-    tensors |= {f"{GATE}.weight": worth[f"{GATE}.weight"], "model.layers.0.self_attn.k_proj.k_scale": torch.ones(())}
+    tensors |= {
+        f"{GATE}.weight": dequantized[f"{GATE}.weight"],
+        "model.layers.0.self_attn.k_proj.k_scale": torch.ones(()),
+    }
     save_file(tensors, folder / "model.safetensors")
     model, _, notes = open_directory(folder)
     layers = [path for path, each in model.named_modules() if isinstance(each, Fp8Linear) and ".mlp." in path]
@@ -225,7 +227,7 @@ def test_a_block_with_a_matrix_in_16_bits(folder: Path) -> None:
 def test_logits_that_are_stored_for_the_embedding_too(tmp_path: Path) -> None:
     models.llama(tie_word_embeddings=True).bfloat16().save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    weight, scale = quantise(tensors.pop("model.embed_tokens.weight"), "neuron")
+    weight, scale = Fp8.quantize(tensors.pop("model.embed_tokens.weight"), "row")
     save_file(tensors | {"lm_head.weight": weight, "lm_head.weight_scale": scale}, tmp_path / "model.safetensors")
     model, _, notes = open_directory(tmp_path)
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -238,7 +240,7 @@ def test_logits_that_are_stored_beside_the_embedding(tmp_path: Path) -> None:
     models.llama(tie_word_embeddings=True).bfloat16().save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     embedding = tensors["model.embed_tokens.weight"]
-    weight, scale = quantise(embedding, "neuron")
+    weight, scale = Fp8.quantize(embedding, "row")
     save_file(tensors | {"lm_head.weight": weight, "lm_head.weight_scale": scale}, tmp_path / "model.safetensors")
     model, _, _ = open_directory(tmp_path)
     assert torch.equal(model.model.embed_tokens.weight, embedding)
@@ -270,15 +272,17 @@ def test_matrices_are_where_transformers_puts_them(kind: str, tmp_path: Path) ->
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     chosen = [name for name, each in tensors.items() if each.dim() == 2 and "embed" not in name and name != "lm_head"]
-    stored = {name: quantise(tensors[name], "tensor") for name in chosen if name.endswith("weight")}
-    worth = {name: (weight.float() * scale).bfloat16() for name, (weight, scale) in stored.items()}
-    save_file(tensors | worth, file, metadata={"format": "pt"})
+    stored = {name: Fp8.quantize(tensors[name], "tensor") for name in chosen if name.endswith("weight")}
+    dequantized = {name: (weight.float() * scale).bfloat16() for name, (weight, scale) in stored.items()}
+    save_file(tensors | dequantized, file, metadata={"format": "pt"})
     expected = type(made).from_pretrained(tmp_path, dtype="auto").state_dict()
     narrow = {name: weight for name, (weight, _) in stored.items()}
     save_file(tensors | narrow | {f"{name}_scale": scale for name, (_, scale) in stored.items()}, file)
     model, _, _ = open_directory(tmp_path)
     layers = {path: each for path, each in model.named_modules() if isinstance(each, Fp8Linear)}
-    found = model.state_dict() | {f"{path}.weight": each.worth(torch.bfloat16) for path, each in layers.items()}
+    found = model.state_dict() | {
+        f"{path}.weight": each.matrix.dequantize(torch.bfloat16) for path, each in layers.items()
+    }
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert len([path for path in layers if "lm_head" not in path]) == count
 
@@ -301,7 +305,7 @@ def test_layers_whose_weight_the_model_looks_at(tmp_path: Path) -> None:
     models.t5().bfloat16().save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     for name in [name for name in tensors if name.endswith(("wi.weight", "wo.weight", "q.weight"))]:
-        tensors[name], tensors[f"{name}_scale"] = quantise(tensors[name], "neuron")
+        tensors[name], tensors[f"{name}_scale"] = Fp8.quantize(tensors[name], "row")
     save_file(tensors, tmp_path / "model.safetensors")
     model, _, _ = open_directory(tmp_path)
     layers = {path.rpartition(".")[2] for path, each in model.named_modules() if isinstance(each, Fp8Linear)}

@@ -1,4 +1,4 @@
-"""Checkpoints in E4M3 as compressed-tensors and ModelOpt write them: worth what these libraries say."""
+"""Checkpoints in E4M3 as compressed-tensors and ModelOpt write them: dequantized as these libraries say."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from twellc.eager.fp8_linear import Fp8Linear
 from twellc.loaders.huggingface import open_directory
 
 pytestmark = pytest.mark.slow  # to import these libraries takes long
-Worth = dict[str, torch.Tensor]
+Dequantized = dict[str, torch.Tensor]
 
 
 def relu_llama(**changes: Any) -> Any:
@@ -55,11 +55,11 @@ def undone(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
 
 
-def worth(model: Any) -> Worth:
-    """Return the parameters of a model, and of layers in FP8 what they are worth."""
+def dequantized(model: Any) -> Dequantized:
+    """Return the parameters of a model, and FP8 layers dequantized."""
     layers = {path: each for path, each in model.named_modules() if isinstance(each, Fp8Linear)}
     assert len(layers) in (0, 14)
-    found = {f"{path}.weight": each.worth(torch.bfloat16) for path, each in layers.items()}
+    found = {f"{path}.weight": each.matrix.dequantize(torch.bfloat16) for path, each in layers.items()}
     return {**{name: each for name, each in model.state_dict().items() if not name.endswith("scale")}, **found}
 
 
@@ -75,7 +75,7 @@ def test_compressed_tensors(preset: str, kept: int, sizes: dict[str, int], tmp_p
     by_compressed_tensors(preset, tmp_path, **sizes)
     model, _, _ = open_directory(tmp_path)
     assert sum(isinstance(each, Fp8Linear) for each in model.modules()) == kept
-    found, expected = worth(model), undone(tmp_path).state_dict()
+    found, expected = dequantized(model), undone(tmp_path).state_dict()
     assert found.keys() == expected.keys() and all(torch.equal(found[name], each) for name, each in expected.items())
 
 
@@ -104,7 +104,7 @@ def test_modelopt(settings: str, tmp_path: Path) -> None:
     with torch.inference_mode():
         export_hf_checkpoint(model, export_dir=tmp_path)
     model, _, _ = open_directory(tmp_path)
-    found, stored = worth(model), load_file(tmp_path / "model.safetensors")
+    found, stored = dequantized(model), load_file(tmp_path / "model.safetensors")
     for name, tensor in original.items():
         scale = stored.get(f"{name}_scale")
         if scale is not None and scale.dim() == 0:

@@ -33,16 +33,17 @@ from twellc.base.errors import UserError, first_line
 from twellc.passes.decide import Advise, decide, options_of
 from twellc.passes.fold_constants import fold_constants_in
 from twellc.passes.fold_weights import fold_weights_in
-from twellc.passes.fp8 import Fp8, Wish, both_forms, fp8_of, judge, said_dequantised
+from twellc.passes.fp8 import Wish, both_forms, fp8_of, judge, said_dequantised
 from twellc.passes.graph.program import free_name
 from twellc.passes.match.find_ffn import FfnBlock, find_blocks
 from twellc.passes.match.linear import Weight
 from twellc.passes.onnx.carry import carry
 from twellc.passes.onnx.graph import Shadow, constant_values, in_fp8, names_in_fp8, shadow_of
 from twellc.passes.precision import convert
-from twellc.passes.report import Layer
+from twellc.passes.report import Layer, reads_fp8
 from twellc.passes.rewrite_ffn import arranged_copy, weights_of
 from twellc.plugins.block import FLOAT32, SCALES, Operands, TensorField, WeightOperands
+from twellc.plugins.fp8 import Fp8
 from twellc.plugins.library import PLUGIN_NAMESPACE
 from twellc.plugins.onnx_node import node_attributes
 
@@ -86,9 +87,9 @@ class OnnxBlocks:
     dequantised: list[str]
 
     @property
-    def narrow(self) -> bool:
+    def fp8(self) -> bool:
         """Whether weights of some that are rewritten are read in FP8."""
-        return any(layer.weights is not None and layer.weights.bits == 8 for layer in self.layers)
+        return any(reads_fp8(layer.weights) for layer in self.layers)
 
 
 def find_onnx_blocks(
@@ -125,7 +126,7 @@ def find_onnx_blocks(
     taken = [index for index, layer in enumerate(decisions) if layer.decision == "twell"]
     casts = any(given[index] == torch.float32 for index in taken)
     folds = any(_is_folded(blocks[index], shadow) for index in taken)
-    wide = [weights_of(blocks[index], lambda each, _: each) for index in taken if not _is_narrow(blocks[index])]
+    wide = [weights_of(blocks[index], lambda each, _: each) for index in taken if not reads_fp8(blocks[index].weights)]
     names = (names_in_fp8(shadow.tensors[each.node]) for weights in wide for each in weights.named().values())
     dequantised = said_dequantised(list(dict.fromkeys(chain.from_iterable(names))))
     return OnnxBlocks(model, blocks, decisions, ends, casts, folds, dequantised)
@@ -181,14 +182,13 @@ def lower_onnx(found: OnnxBlocks, dense_fp8: bool = False) -> onnx.ModelProto:
             product = emit("MatMul", x, matrix, out=out if bias is None else None)
             return product if bias is None else emit("Add", product, bias, out=out)
 
-        def worth(name: str) -> gs.Tensor:
-            q, scale = (to_torch(each.values) for each in (getattr(operands, name), operands.scales()[f"{name}_scale"]))
-            exact = gs.Constant(f"{y.name}/{name}", to_numpy(q.double() * scale.double()))
-            return emit("Cast", exact, to=BY_NAME[dtype_name(block.dtype)].onnx)
-
-        narrow = {name.removesuffix("_scale"): worth(name.removesuffix("_scale")) for name in operands.scales()}
-        given = {name: each for name, each in operands.named().items() if name not in SCALES}
-        operands = Operands(**{**given, **narrow})
+        given = operands.named()
+        for name in operands.scales():
+            of = name.removesuffix("_scale")
+            matrix = Fp8(*(to_torch(each.values) for each in (given[of], given.pop(name))))
+            exact = gs.Constant(f"{y.name}/{of}", to_numpy(matrix.dequantize(torch.float64)))
+            given[of] = emit("Cast", exact, to=BY_NAME[dtype_name(block.dtype)].onnx)
+        operands = Operands(**given)
         x = operands.x
         z = project(x, *operands.first, False)
         if block.activation == "fatrelu":
@@ -215,7 +215,7 @@ def lower_onnx(found: OnnxBlocks, dense_fp8: bool = False) -> onnx.ModelProto:
     return _replace(found, make, always=False)
 
 
-def narrow_weights(found: OnnxBlocks) -> list[tuple[WeightOperands[torch.Tensor], WeightOperands[torch.Tensor]] | None]:
+def fp8_weights(found: OnnxBlocks) -> list[tuple[WeightOperands[torch.Tensor], WeightOperands[torch.Tensor]] | None]:
     """Return for each block that is rewritten its FP8 weights, and as the model has them.
 
     None stands for one whose weights are read in 16 bits.
@@ -227,7 +227,7 @@ def narrow_weights(found: OnnxBlocks) -> list[tuple[WeightOperands[torch.Tensor]
             continue
         block = replace(found_block, dtype=judged.dtype, weights=judged.weights)
         values = functools.partial(_values, shadow)
-        result.append(both_forms(block, _stored(shadow), values) if _is_narrow(block) else None)
+        result.append(both_forms(block, _stored(shadow), values) if reads_fp8(block.weights) else None)
     return result
 
 
@@ -239,10 +239,6 @@ def _values(shadow: Shadow, weight: Weight) -> torch.Tensor:
     values = constant_values(shadow.tensors[weight.node])
     assert values is not None
     return to_torch(values).reshape(weight.node.meta["val"].shape)
-
-
-def _is_narrow(block: FfnBlock) -> bool:
-    return block.weights is not None and block.weights.bits == 8
 
 
 def _open(model: onnx.ModelProto) -> tuple[tuple[gs.Graph, Shadow], list[FfnBlock]]:
@@ -344,7 +340,7 @@ _Make = Callable[[FfnBlock, Layer, Operands[gs.Tensor], gs.Tensor, Callable[[], 
 def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto:
     (graph, shadow), blocks = _open(found.model)
     arranged: dict[tuple[str, Any, bool, torch.dtype], gs.Tensor] = {}
-    fp8: dict[tuple[Any, ...], dict[str, gs.Tensor]] = {}
+    quantised: dict[tuple[Any, ...], dict[str, gs.Tensor]] = {}
     taken = {*graph.tensors(), *(tensor.name for tensor in shadow.tensors.values())}
 
     def unique(name: str) -> str:
@@ -356,19 +352,18 @@ def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto
         """Return the matrices and scales of a block that is read in FP8, by name."""
         weights = weights_of(block, lambda weight, _: weight).named()
         key = tuple((shadow.tensors[each.node].name, each.rows, each.in_out) for each in weights.values())
-        if key not in fp8:
+        if key not in quantised:
             made = {}
-            found_bits = fp8_of(block, _stored(shadow), functools.partial(_values, shadow), None)
-            for name, values in found_bits.items():
+            for name, values in fp8_of(block, _stored(shadow), functools.partial(_values, shadow), None).items():
                 stem = shadow.tensors[weights[name.removesuffix("_scale")].node].name
                 suffix = "scale" if name in SCALES else "e4m3"
                 made[name] = gs.Constant(unique(f"{stem}_{suffix}"), to_numpy(values))
-            fp8[key] = made
-        return fp8[key]
+            quantised[key] = made
+        return quantised[key]
 
-    def arrange(weight: Weight, role: TensorField, dtype: torch.dtype, narrow: dict[str, gs.Tensor]) -> gs.Tensor:
-        if role.name in narrow:
-            return narrow[role.name]
+    def arrange(weight: Weight, role: TensorField, dtype: torch.dtype, fp8: dict[str, gs.Tensor]) -> gs.Tensor:
+        if role.name in fp8:
+            return fp8[role.name]
         tensor, in_out = shadow.tensors[weight.node], role.in_out
         dtype = torch.float32 if role.name in FLOAT32 else dtype
         rows = weight.rows
@@ -388,15 +383,15 @@ def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto
 
     for found_block, judged, layer in zip(blocks, found.blocks, found.layers, strict=True):
         casts = found_block.dtype != judged.dtype
-        changes = casts or _is_narrow(judged) or _is_folded(found_block, shadow)
+        changes = casts or reads_fp8(judged.weights) or _is_folded(found_block, shadow)
         if layer.decision != "twell" or not (always or changes):
             continue
         block = replace(found_block, dtype=judged.dtype, weights=judged.weights)
         y = shadow.tensors[block.y]
         residual = shadow.tensors[block.residual.other] if block.residual else None  # none between casts
-        narrow = constants_in_fp8(block) if _is_narrow(block) else {}
-        place = functools.partial(arrange, dtype=block.dtype, narrow=narrow)
-        weights = WeightOperands(**{**weights_of(block, place).named(), **narrow})
+        matrices = constants_in_fp8(block) if reads_fp8(block.weights) else {}
+        place = functools.partial(arrange, dtype=block.dtype, fp8=matrices)
+        weights = WeightOperands(**{**weights_of(block, place).named(), **matrices})
         operands = weights.of(shadow.tensors[block.x], residual)
         position = next(index for index, node in enumerate(graph.nodes) if node is y.inputs[0])
         y.inputs.clear()
@@ -417,7 +412,7 @@ def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto
     graph.cleanup(recurse_subgraphs=False)
     exported: onnx.ModelProto = gs.export_onnx(graph, do_type_check=False)
     carry(found.model, exported)
-    if found.narrow:
+    if found.fp8:
         exported.ir_version = max(exported.ir_version, _FIRST_WITH_E4M3)
     return exported
 

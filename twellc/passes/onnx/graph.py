@@ -25,10 +25,10 @@ from torch.fx import Graph, Node
 
 from twellc.base.arrays import to_numpy, to_torch
 from twellc.base.dtypes import BY_ONNX
-from twellc.passes.fp8 import Fp8, as_scale
+from twellc.passes.fp8 import scaled
 from twellc.passes.graph.constants import evaluate
 from twellc.passes.graph.program import free_name
-from twellc.plugins.meaning import E4M3
+from twellc.plugins.fp8 import E4M3, Fp8
 
 aten = torch.ops.aten
 
@@ -130,13 +130,12 @@ def in_fp8(tensor: gs.Tensor) -> Fp8 | None:
     kinds = [dtype_of(each.dtype) for each in known]
     if len(known) < max(len(values), 2) or kinds[0] != E4M3 or None in kinds or node.attrs.get("block_size"):
         return None
-    q, scale, *zero = map(to_torch, known)
+    found, scale, *zero = map(to_torch, known)
     if any(bool(each.float().any()) for each in zero):
         return None
     if scale.dim() == 1 and int(node.attrs.get("axis", 1)) % 2 == 0:
         scale = scale[:, None]
-    found = as_scale(scale.float(), q.shape)
-    return None if found is None else Fp8(q, found)
+    return scaled(found, scale)
 
 
 def names_in_fp8(tensor: gs.Tensor) -> list[str]:
