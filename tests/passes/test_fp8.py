@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.models import Gated, Plain, Written, export, run
 from twellc.passes.fp8 import Wish
 from twellc.passes.match.shared_axis import Part
-from twellc.passes.pipeline import Passed, PassOptions, Rewritten, Stage, run_for_ranks, run_passes, run_until
+from twellc.passes.pipeline import PassOptions, Rewritten, Stage, run_for_ranks, run_passes, run_until
 from twellc.plugins.block import call_of
 from twellc.plugins.fp8 import E4M3, Fp8
 from twellc.plugins.ops import VARIANT_OF
@@ -70,7 +70,7 @@ def rewritten(module: nn.Module, wish: Wish = Wish()) -> Rewritten:  # noqa: B00
     return run_passes(program, PassOptions(BF16, "all", weights=wish))
 
 
-def operands_of(found: Rewritten | Passed) -> dict[str, Tensor]:
+def operands_of(found: Rewritten) -> dict[str, Tensor]:
     """Return what the op of a rewritten program reads from constants, by name."""
     (node,) = [node for node in found.program.graph.nodes if node.target in VARIANT_OF]
     operands, _ = call_of(VARIANT_OF[node.target], node.args, node.kwargs)

@@ -13,7 +13,7 @@ from tests.conftest import Cli
 from tests.models import BATCH, D_MODEL, SEQUENCE, Gated, export
 from twellc.passes import pipeline
 from twellc.passes.dump import GraphDump
-from twellc.passes.pipeline import STEPS, Passed, PassOptions, Stage, run_until
+from twellc.passes.pipeline import STEPS, PassOptions, Rewritten, Stage, run_until
 
 ROOT = Path(__file__).resolve().parents[2]
 X = torch.randn(2, 8, 4)
@@ -122,7 +122,7 @@ def test_commands_take_their_steps_from_the_list(
     ran = set()
 
     def added(stage: Stage) -> pipeline.Step:
-        def run(passed: Passed, options: PassOptions) -> Passed:
+        def run(passed: Rewritten, options: PassOptions) -> Rewritten:
             ran.add(stage)
             return passed
 
@@ -139,7 +139,7 @@ def test_a_run_goes_on_where_another_has_stopped() -> None:
     program = export(Everything().eval().requires_grad_(False), X.clone())
     options = PassOptions(torch.bfloat16, "all", attention=("matmul",), linear="twell")
     whole = pipeline.run_passes(program, options)
-    passed = Passed(program)
+    passed = Rewritten(program, program)
     for stage in STEPS:
         passed = run_until(passed, options, stage)
         assert passed.stage == stage

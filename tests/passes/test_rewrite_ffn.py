@@ -36,7 +36,7 @@ from twellc.passes.match.find_ffn import find_ffn_blocks
 from twellc.passes.match.shared_axis import Part
 from twellc.passes.pipeline import PassOptions, run_for_ranks, run_passes
 from twellc.passes.precision import widen
-from twellc.passes.report import Layer
+from twellc.passes.report import Earlier, Layer
 from twellc.passes.rewrite_ffn import rewrite_ffn
 from twellc.plugins.block import call_of
 from twellc.plugins.ops import GATED_MLP, MLP, VARIANT_OF
@@ -376,7 +376,8 @@ def test_norms_that_an_earlier_run_took() -> None:
     module, x = with_norm("residual", nn.RMSNorm)
     program = export(module, x)
     for taken, norm in ((["ffn"], "rms"), ([], "none")):
-        (layer,) = run_passes(program, PassOptions(layers="all", linear="twell", taken=taken)).layers
+        options = PassOptions(layers="all", linear="twell", earlier=Earlier(linear_taken=taken))
+        (layer,) = run_passes(program, options).layers
         assert layer.norm == norm
 
 

@@ -26,6 +26,7 @@ from twellc.options.commands import CompileOptions
 from twellc.passes.attention import CUDNN, MATMUL
 from twellc.passes.graph.execution import Runner, example_inputs
 from twellc.passes.precision import in_precision, widen
+from twellc.passes.report import Earlier
 
 pytestmark = pytest.mark.tensorrt
 
@@ -114,10 +115,8 @@ PROFILES = {
 def check_layers(host: Host, model: Path, dtype: str, forms: tuple[str, ...], padding: str | None, layer: str) -> None:
     """Compile a model in this process; its plan has one layer of that name for each attention block, and is right."""
     folder = model.parent
-    profile = PROFILES[model.suffix]
-    options = CompileOptions(
-        model, backend=host.name, dtype=dtype, attention_forms=forms, padding=padding, profiles=(profile,)
-    )
+    given: dict[str, Any] = {"earlier": Earlier(attention_forms=list(forms)), "profiles": (PROFILES[model.suffix],)}
+    options = CompileOptions(model, backend=host.name, dtype=dtype, padding=padding, **given)
     translation = translate(options, lambda step: None)
     save_onnx(translation.graph, folder / "m.onnx")
     build_plan(

@@ -163,7 +163,7 @@ def test_the_api_page_tells_options_with_other_names_in_python() -> None:
         if f"--{field.name.replace('_', '-')}" not in names_of(name.lower())
     }
     # Those that users do not give, and what is an argument of the command.
-    other -= {"attention_forms", "decided", "linear_taken", "fp8_errors", "in_memory", "model", "candidate"}
+    other -= {"earlier", "in_memory", "model", "candidate"}
     assert sorted(name for name in other if not re.search(rf"`{name}[`=]", table)) == []
     assert {"arrays", "profiles"} <= other
 

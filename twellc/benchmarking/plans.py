@@ -18,6 +18,7 @@ from twellc.options.commands import BenchOptions, CompileOptions
 from twellc.options.decisions import DecisionOptions
 from twellc.options.source import TracingOptions
 from twellc.options.weights import WeightOptions
+from twellc.passes.report import Earlier
 from twellc.passes.sizes.inputs import ModelInputs
 from twellc.samples.samples import Sample
 
@@ -65,7 +66,7 @@ def build_plans(
         progress(f"building plans: {label}")
         path = folder / f"{label.replace(' ', '-')}.plan"
         given = shared | {"output": path, "backend": TENSORRT, "profiles": tuple(profiles)} | own
-        given["fp8_errors"] = errors
+        given["earlier"] = Earlier(fp8_errors=errors)
         try:
             compile_model(CompileOptions(**given), lambda step: None)
             host = load_host(TENSORRT)

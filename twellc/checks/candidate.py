@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from twellc.export.tensorrt_host import load_host, why_not_here
 from twellc.loaders.onnx_file import load_onnx
 from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.options.commands import CheckOptions, CompileOptions
+from twellc.passes.report import Earlier
 from twellc.samples.samples import Sample
 
 
@@ -141,8 +142,9 @@ def _graph_made_again(options: CheckOptions, manifest: Manifest, folder: Path, p
     if settings.calibration is not None and options.calibration is None:
         fix = "Give it with --calibration PROFILE; or compile again, and keep the graph with --onnx."
         raise UserError(str(plan), "was compiled with a profile, which is needed to make its graph again", fix=fix)
-    noted = {name: value for name, value in settings.to_json().items() if name != "cache"}
-    asked: dict[str, Any] = {"linear_taken": [], **noted}
+    earlier = {each.name: getattr(settings, each.name) for each in fields(Earlier)}
+    noted = {name: value for name, value in settings.to_json().items() if name != "cache" and name not in earlier}
+    asked: dict[str, Any] = {**noted, "earlier": Earlier(**{**earlier, "linear_taken": settings.linear_taken or []})}
     asked["dtype"] = settings.dtype if settings.dtype in DTYPES else None  # of a graph that was left as it is
     if settings.cache is not None:
         cache = settings.cache

@@ -13,7 +13,7 @@ from twellc.passes.fp8 import QUANTISED, both_forms
 from twellc.passes.graph.program import editable, finish, stored_tensors, tensor_of
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import Linear, Weight, width
-from twellc.passes.pipeline import Passed
+from twellc.passes.pipeline import Rewritten
 from twellc.passes.report import reads_fp8
 from twellc.plugins.block import FLOAT32, BlockOptions, Operands, WeightOperands
 from twellc.plugins.fp8 import E4M3, Fp8
@@ -75,7 +75,7 @@ class Fp8Layer:
         return torch.nn.functional.linear(_rounded(x.float()), weight, bias).to(x.dtype)
 
 
-def fp8_layers(found: Passed) -> Iterator[tuple[Linear, Fp8Layer]]:
+def fp8_layers(found: Rewritten) -> Iterator[tuple[Linear, Fp8Layer]]:
     """Yield the linear layers that are read in FP8, as they are compared."""
     for layer in found.fp8_linears:
         joined = found.in_fp8(layer)

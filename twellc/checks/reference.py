@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 
 from twellc.base.dtypes import DTYPES, torch_dtype
 from twellc.base.errors import UserError
+from twellc.base.records import of_json
 from twellc.checks.evaluator import OnnxEvaluator, PluginNode
 from twellc.checks.fp8 import (
     Fp8Block,
@@ -29,13 +30,12 @@ from twellc.checks.fp8 import (
     is_quantised,
     quantised_constants,
 )
-from twellc.decisions.advise import repeat
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.onnx_models import choose_onnx_dtype, integer_range, model_inputs, open_model, refuse_rewritten
 from twellc.loaders.precision import choose_dtype
 from twellc.options.declared_inputs import InputDeclaration
 from twellc.options.weights import FP8, FP8_BLOCKS
-from twellc.passes.decide import Advise, options_of
+from twellc.passes.decide import options_of, repeat
 from twellc.passes.fp8 import QUANTISED, Wish, quantised_linear
 from twellc.passes.graph.constants import ProgramConstants
 from twellc.passes.graph.execution import Runner, example_inputs
@@ -45,14 +45,16 @@ from twellc.passes.match.linear import Weight
 from twellc.passes.onnx.ffn import Ends, OnnxBlocks, find_onnx_blocks, fp8_weights, lower_onnx
 from twellc.passes.onnx.part import part_of
 from twellc.passes.onnx.precision import widen_onnx
-from twellc.passes.pipeline import Passed, PassOptions, Stage, run_until
+from twellc.passes.pipeline import PassOptions, Rewritten, Stage, run_until
 from twellc.passes.precision import round_numbers, widen
-from twellc.passes.report import Layer
+from twellc.passes.report import Earlier, Layer
 from twellc.passes.sizes.inputs import ModelInputs, program_inputs
 from twellc.plugins.fp8 import Fp8
 from twellc.samples.samples import Sample
 
 Outputs = list[torch.Tensor]
+# Stages of the pipeline that change the program in which linear layers are found, and are left out for that.
+_BEHIND_DECIDE = tuple(stage for stage in Stage if Stage.DECIDE < stage < Stage.FIND_LINEAR)
 Progress = Callable[[str], None]
 
 
@@ -212,7 +214,8 @@ class TorchReference(Reference):
         self._plain = self._with_blocks
         if arranged.program is not self._source:
             self._plain = run_until(functional, options, Stage.PRECISION, without=(Stage.ARRANGING,)).program
-        decided = _decided(with_blocks, options, settings)
+        own = replace(options, earlier=_earlier(settings))
+        decided = _decided(with_blocks, own, settings)
         chosen = decided.chosen
         self._with_blocks = _with_own_norms(self._with_blocks, [block for block, _ in chosen])
         # Of a block in FP8 what comes behind its norm is compared.
@@ -224,7 +227,9 @@ class TorchReference(Reference):
         for block, _ in chosen:
             if is_quantised(block):
                 self._fp8 |= quantised_constants(before, block)
-        found = _with_linears(decided, options, settings)
+        found = decided
+        if own.earlier.linear_taken:
+            found = run_until(decided, own, Stage.FIND_LINEAR, _BEHIND_DECIDE)
         self._fp8 |= _quantised_linears(found)
         self._fp8_layers = list(fp8_layers(found))
         if self._fp8_layers or any(self._fp8_blocks):
@@ -376,40 +381,32 @@ class _Visitor:
         return value
 
 
-def _decided(prepared: Passed, options: PassOptions, settings: dict[str, Any]) -> Passed:
+def _decided(prepared: Rewritten, options: PassOptions, settings: dict[str, Any]) -> Rewritten:
     """Find the blocks, and decide what becomes of each as the compilation did."""
     try:
-        wanted = replace(
-            options,
-            layers=str(settings.get("layers", "auto")),
-            advise=_advise(settings),
-            taken=list(settings.get("linear_taken") or ()),
-        )
-        return run_until(prepared, wanted, Stage.DECIDE)
-    except (UserError, TypeError, AttributeError, KeyError):
+        return run_until(prepared, replace(options, layers=str(settings.get("layers", "auto"))), Stage.DECIDE)
+    except UserError:
         return run_until(prepared, options, Stage.DECIDE)  # the blocks are not those that the settings are for
+
+
+def _earlier(settings: dict[str, Any]) -> Earlier:
+    """Return what a compilation decided; nothing if the settings have not their form."""
+    try:
+        found = of_json(Earlier, settings)
+    except ValueError:
+        found = Earlier()
+    return replace(found, linear_taken=found.linear_taken or [])
 
 
 def _wish(settings: dict[str, Any]) -> Wish:
     """Return which weights a compilation has quantised; none if the settings have not their form."""
-    most, errors = settings.get("fp8_error"), settings.get("fp8_errors") or {}
-    if not isinstance(errors, dict) or not all(isinstance(each, float | int) for each in errors.values()):
-        return Wish()
+    most, weights = settings.get("fp8_error"), settings.get("weights")
     if not isinstance(most, float | int | None):
         return Wish()
-    return Wish(settings.get("weights") in (FP8, FP8_BLOCKS), most, errors, settings.get("weights") == FP8)
+    return Wish(weights in (FP8, FP8_BLOCKS), most, _earlier(settings).fp8_errors or {}, weights == FP8)
 
 
-def _with_linears(decided: Passed, options: PassOptions, settings: dict[str, Any]) -> Passed:
-    """Return it with the linear layers that a compilation has rewritten, if it says which."""
-    taken = settings.get("linear_taken")
-    if not isinstance(taken, list):
-        return decided
-    without = [stage for stage in Stage if Stage.DECIDE < stage < Stage.FIND_LINEAR]
-    return run_until(decided, replace(options, taken=taken), Stage.FIND_LINEAR, without)
-
-
-def _quantised_linears(found: Passed) -> dict[str, Fp8]:
+def _quantised_linears(found: Rewritten) -> dict[str, Fp8]:
     """Return the weights of linear layers that a compilation has quantised, by the names of their constants."""
 
     def tensor(weight: Weight) -> torch.Tensor:
@@ -418,16 +415,6 @@ def _quantised_linears(found: Passed) -> dict[str, Fp8]:
     quantised = [layer for layer, weights in found.fp8_linears.items() if weights.reason == QUANTISED]
     weights = [each.weight for layer in quantised for each in layer.linears]
     return {weight.name: quantised_linear(weight, tensor) for weight in weights}
-
-
-def _advise(settings: dict[str, Any]) -> Advise | None:
-    """Return what repeats the decisions of a compilation; None where it took every match.
-
-    Raises:
-        TypeError, AttributeError, KeyError: The settings have not their form.
-    """
-    decided = settings.get("decided")
-    return None if decided is None else repeat(decided)
 
 
 def integer_ranges(model: LoadedModel) -> dict[str, tuple[int, int]]:
@@ -530,10 +517,8 @@ class OnnxReference(Reference):
 
 def _decided_onnx(model: onnx.ModelProto, dtype: torch.dtype, settings: dict[str, Any]) -> OnnxBlocks:
     """Find the blocks, and decide what becomes of each as the compilation did, if its settings are whole."""
-    try:
-        advise = _advise(settings)
-    except (TypeError, AttributeError, KeyError):
-        advise = None
+    decided = _earlier(settings).decided
+    advise = None if decided is None else repeat(decided)
     return find_onnx_blocks(model, dtype, str(settings.get("layers", "auto")), advise, _wish(settings))
 
 

@@ -13,7 +13,7 @@ from twellc.base.caches import KeyValueCache
 from twellc.base.dtypes import DTYPES, UNCHANGED
 from twellc.base.errors import UserError
 from twellc.base.files import digest, read_file
-from twellc.base.records import OPTIONAL, Amount, Count, OneOf, Range, Record, Share, Size, of_json, parse_json
+from twellc.base.records import OPTIONAL, Count, OneOf, Range, Record, Share, Size, of_json, parse_json
 from twellc.base.version import __version__
 from twellc.compiling.summary import TranslationSummary
 from twellc.export.plan import Plan
@@ -22,7 +22,7 @@ from twellc.export.tensorrt_host import python_module
 from twellc.options.commands import CompileOptions
 from twellc.options.source import LOGITS, PADDINGS
 from twellc.options.weights import WEIGHTS
-from twellc.passes.report import Attention, Compression, Layer, Linear, Repeated
+from twellc.passes.report import Attention, Compression, Earlier, Layer, Linear
 from twellc.passes.sizes.relations import SizeRelation
 from twellc.plugins.library import (
     APPEND_NAME,
@@ -57,32 +57,26 @@ class CacheSettings(Record):
     prefill_chunk: Size
 
 
-@dataclass(frozen=True)
-class Settings(Record):
+@dataclass(frozen=True, kw_only=True)
+class Settings(Earlier):
     """The settings that decide what the graph is: see `CompileOptions`. Only some models leave the optional ones.
 
-    `sizes` are those that the model was traced for where it does not take every size, such as `input_ids:1x128`,
-    `calibration` is the SHA-256 of the profile, `decided` what was decided by it, `tensor_parallel` the number of
-    ranks, `linear_taken` the linear layers that were rewritten, by the first module of each, and the blocks that took
-    the norms before them, `fp8_errors` by how much FP8 changed the outputs of blocks on samples, by module.
+    `sizes` are those that the model was traced for where it does not take every size, such as `input_ids:1x128`;
+    `tensor_parallel` is the number of ranks.
     """
 
     dtype: Annotated[str, OneOf((*DTYPES, UNCHANGED))]
     layers: str
     compression: Compression
-    attention_forms: list[Annotated[str, OneOf(ATTENTION_FORMS)]]
+    attention_forms: list[Annotated[str, OneOf(ATTENTION_FORMS)]] = field()  # which every graph has
     padding: Annotated[str, OneOf(PADDINGS)] | None = field(default=None, metadata=OPTIONAL)
     logits: Annotated[str, OneOf(LOGITS)] | None = field(default=None, metadata=OPTIONAL)
     sizes: str | None = field(default=None, metadata=OPTIONAL)
     cache: CacheSettings | None = field(default=None, metadata=OPTIONAL)
-    calibration: str | None = field(default=None, metadata=OPTIONAL)
     prune_dead: bool | None = field(default=None, metadata=OPTIONAL)
-    decided: dict[str, Repeated] | None = field(default=None, metadata=OPTIONAL)
     tensor_parallel: Size | None = field(default=None, metadata=OPTIONAL)
-    linear_taken: list[str] | None = field(default=None, metadata=OPTIONAL)
     weights: Annotated[str, OneOf(WEIGHTS)] | None = field(default=None, metadata=OPTIONAL)
     fp8_error: Share | None = field(default=None, metadata=OPTIONAL)
-    fp8_errors: dict[str, Amount] | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True)

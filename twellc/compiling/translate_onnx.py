@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import onnx
 import onnx_ir
@@ -11,7 +12,7 @@ import onnx_ir
 from twellc.base.dtypes import DTYPES, UNCHANGED, torch_dtype
 from twellc.base.errors import UserError
 from twellc.compiling.result import Translation, annotate, check_matches
-from twellc.decisions.advise import Advisor, repeat
+from twellc.decisions.advise import Advisor
 from twellc.decisions.choose import Tokens
 from twellc.decisions.targets import choose_target, gpu_at_hand
 from twellc.export.names import distinct_outputs, name_ends
@@ -31,10 +32,12 @@ from twellc.options.commands import CompileOptions
 from twellc.options.decisions import refuse_calibration, refuse_linear
 from twellc.options.source import refuse_choices
 from twellc.options.weights import KEEP
+from twellc.passes.decide import repeat
 from twellc.passes.dump import GraphDump
 from twellc.passes.fp8 import Wish
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.onnx.ffn import OnnxBlocks, find_onnx_blocks, rewrite_onnx
+from twellc.passes.report import Earlier
 from twellc.passes.sizes.inputs import ModelInputs
 
 
@@ -69,7 +72,8 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     sizes = plan_sizes(str(options.model), inputs, list(options.profiles), {})
     target = choose_target(options.target_gpu, gpu_at_hand())
     advisor = Advisor(target, rows_of_inputs(inputs, sizes.profiles), compression=options.compression)
-    advise = advisor if options.decided is None else repeat(options.decided)
+    decided = options.earlier.decided
+    advise = advisor if decided is None else repeat(decided)
     found = find_onnx_blocks(model, torch_dtype(dtype), options.layers, advise, Wish(options.weights != KEEP))
     rewritten = rewrite_onnx(found, options.compression)
     dump = GraphDump(options.dump_graphs)
@@ -80,8 +84,7 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     names = [spec.name for spec in inputs.specs]
     outputs, renamed = distinct_outputs(names, [value.name for value in model.graph.output])
     name_ends(graph.graph, names, outputs)
-    decided = options.decided or advisor.decided
-    traced_by = {"attention_forms": [], **({"decided": decided} if decided else {})}
+    traced_by: dict[str, Any] = Earlier(attention_forms=[], decided=decided or advisor.decided or None).to_json()
     traced_by |= {"weights": options.weights} if options.weights != KEEP else {}
     is_low = bool(low_precisions(model)) or any(layer.decision == "twell" for layer in found.layers)
     settings = annotate(graph, found.layers, dtype if is_low else UNCHANGED, options, traced_by)

@@ -16,7 +16,7 @@ from twellc.base.dtypes import torch_dtype
 from twellc.base.errors import first_few
 from twellc.compiling.fp8 import measure_errors, read_samples, wish_of
 from twellc.compiling.result import Translation, annotate, check_matches
-from twellc.decisions.advise import Advisor, repeat
+from twellc.decisions.advise import Advisor
 from twellc.decisions.choose import Tokens
 from twellc.decisions.targets import choose_target, gpu_at_hand
 from twellc.export.attention_forms import choose_forms
@@ -36,7 +36,7 @@ from twellc.passes.dump import NOWHERE, GraphDump
 from twellc.passes.graph.program import has_inner_graphs, largest_size, user_inputs, written_tensors
 from twellc.passes.match.shared_axis import Part
 from twellc.passes.pipeline import PassOptions, Rewritten, run_for_ranks, run_passes
-from twellc.passes.report import Layer
+from twellc.passes.report import Earlier, Layer
 from twellc.passes.sizes.conditions import value_warnings
 from twellc.passes.sizes.inputs import ModelInputs, program_inputs
 from twellc.passes.tensor_parallel import is_in_order
@@ -68,14 +68,13 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
         model = load_with_cache(options.model, options.cache, options.logits or LAST_LOGITS, options.dtype)
     dtype, notes = choose_dtype(model, options.dtype)
     cached, ranks = options.cache is not None, options.tensor_parallel
-    forms = tuple(options.attention_forms) or choose_forms(options.backend, options.attention, cached=cached)
+    forms = tuple(options.earlier.attention_forms or choose_forms(options.backend, options.attention, cached=cached))
     dump = GraphDump(options.dump_graphs)
-    advise = None if options.decided is None else repeat(options.decided)
 
     def count(done: int, steps: int) -> None:
         progress(f"rewriting feed-forward blocks: pass {done + 1} of {steps}")
 
-    errors = options.fp8_errors
+    errors = options.earlier.fp8_errors
     if options.fp8_error is not None and errors is None:
         # A model with a cache has other inputs than samples; its blocks are those of the model without one.
         plain = model if options.cache is None else load_model(replace(options, logits=None))
@@ -83,11 +82,10 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
     wanted = PassOptions(
         attention=forms,
         dump=dump,
-        advise=advise,
         part=Part(0, ranks),
         progress=count,
         weights=wish_of(options, errors),
-        taken=options.linear_taken,
+        earlier=options.earlier,
     )
     wanted, advisor, sizes = _complete(wanted, model, dtype, options, options.requested_profiles, calibrated)
     for rank, rewritten in enumerate(run_for_ranks(model.program, wanted)):
@@ -100,27 +98,28 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
         names = [model.input_names.get(node.name, node.name) for node in user_inputs(program)]
         opset, own_dump = opset_of(rewritten.attention), dump if rank == 0 else NOWHERE
         graph = export_onnx(program, names, model.output_names, model.dimension_names, opset, own_dump)
-        traced_by: dict[str, Any] = {**model.settings, "attention_forms": list(forms if rewritten.attention else ())}
+        decided = options.earlier.decided or advisor.decided
+        earlier = Earlier(
+            attention_forms=list(forms if rewritten.attention else ()),
+            calibration=None if calibrated is None else calibrated.sha256,
+            decided=decided if decided or calibrated is not None else None,
+            linear_taken=rewritten.taken or None,
+            fp8_errors=None if options.fp8_error is None else errors,
+        )
+        traced_by: dict[str, Any] = {**model.settings, **earlier.to_json()}
         if options.cache is not None:
             traced_by["cache"] = options.cache.settings()
         rewriting_notes = [*activation_notes(model, layers), *inner_graph_notes(program)]
         if calibrated is not None:
-            traced_by |= calibrated.settings()
+            traced_by |= {"prune_dead": True} if options.prune_dead else {}
             rewriting_notes += calibrated.notes(layers, dtype)
             warnings += calibrated.profile.warnings
-        decided = options.decided or advisor.decided
-        if decided or calibrated is not None:
-            traced_by["decided"] = decided
         if ranks > 1:
             traced_by["tensor_parallel"] = ranks
-        linear_taken = [each.modules[0] for each in rewritten.linear if each.decision == "twell"]
-        linear_taken += [each.module for each in layers if each.norm != "none"]
-        if linear_taken:
-            traced_by["linear_taken"] = linear_taken
         if options.weights != KEEP:
             traced_by["weights"] = options.weights
         if options.fp8_error is not None:
-            traced_by |= {"fp8_error": options.fp8_error, "fp8_errors": errors}
+            traced_by["fp8_error"] = options.fp8_error
         yield Translation(
             kind=model.kind,
             graph=graph,
@@ -152,7 +151,7 @@ def rewrite(
         options: What decides about blocks.
         profiles: The optimization profiles, as `CompileOptions` has them.
         calibrated: What is known of the model's neurons.
-        wanted: What else the passes are to do; `advise` repeats what was decided before, None decides now.
+        wanted: What else the passes are to do.
 
     Returns:
         What the passes made, and the advisor, which has notes for the user.
@@ -188,7 +187,7 @@ def _complete(
         layers=options.layers,
         compression=options.compression,
         calibration=calibration,
-        advise=wanted.advise or advisor,
+        advise=advisor,
         linear=options.linear,
         calls=lambda x: [each.max for each in rows(x)],
     )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,16 +25,13 @@ from twellc.decisions.predict import CostModel, Widths
 from twellc.decisions.targets import Target
 from twellc.options.commands import DEFAULT_DENSITY
 from twellc.passes.block_profile import Counts
-from twellc.passes.decide import Advise
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.neurons import Staying
-from twellc.passes.report import Choice, Layer, reads_fp8
+from twellc.passes.report import Choice, Layer, Repeated, reads_fp8
 from twellc.plugins.block import compression_of
 
 # Calls in fp16 are not split: sums over the hot neurons alone may be out of its range.
 _SPLIT_DTYPE = torch.bfloat16
-# Of a choice, what another compilation needs to choose the same.
-_REPEATED = ("decision", "facts", "hot", "compression")
 
 
 class Advisor:
@@ -64,7 +60,7 @@ class Advisor:
     ) -> None:
         self._target, self._tokens, self._density = target, tokens, density
         self._compression = compression
-        self.decided: dict[str, dict[str, Any]] = {}
+        self.decided: dict[str, Repeated] = {}
         self._assumed: dict[tuple[Widths, tuple[Tokens, ...], bool], Choice] = {}
 
     def __call__(self, block: FfnBlock, neurons: Staying) -> Choice:
@@ -82,7 +78,8 @@ class Advisor:
                 return choice
         else:
             choice = self._choose(model, block, widths, tokens, neurons)
-        self.decided[block.module] = {name: getattr(choice, name) for name in _REPEATED}
+        compression = compression_of(choice.compression)
+        self.decided[block.module] = Repeated(choice.decision, choice.facts, choice.hot, compression)
         return choice
 
     def _choose(
@@ -136,19 +133,6 @@ class Advisor:
 
 def _widths(block: FfnBlock | Layer) -> Widths:
     return Widths(block.variant, block.d_model, block.d_ff, block.d_out)
-
-
-def repeat(decided: Mapping[str, Mapping[str, Any]]) -> Advise:
-    """Return what advises as an `Advisor` did, from its `decided`; other blocks are taken.
-
-    Raises:
-        TypeError, AttributeError, KeyError: It has not that form.
-    """
-    choices = {
-        module: Choice(**{name: each[name] for name in _REPEATED}, expectation=None) for module, each in decided.items()
-    }
-    unknown = Choice("twell", "matches", 0, None, None)
-    return lambda block, neurons: choices.get(block.module, unknown)
 
 
 def row_spread(rows: Counts) -> float:

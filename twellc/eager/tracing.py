@@ -17,7 +17,7 @@ from twellc.base.errors import first_line
 from twellc.base.transformers_private import attention_of_others
 from twellc.eager.training_block import as_relu
 from twellc.passes.graph.program import quiet_torch
-from twellc.passes.pipeline import Passed, PassOptions, Stage, run_until
+from twellc.passes.pipeline import PassOptions, Rewritten, Stage, run_until
 
 LOG = logging.getLogger("twellc")
 # Leading dimensions to trace with: sizes that differ, and from which torch.export keeps a dimension dynamic.
@@ -26,7 +26,7 @@ _LEADING = (2, 3)
 
 def trace_alone(
     path: str, module: nn.Module, rank: int, *, training: bool = False, alone: bool = True
-) -> Iterator[Passed]:
+) -> Iterator[Rewritten]:
     """Trace a module with x of each of the widths of its weights; yield what it computes, with its blocks.
 
     Args:

@@ -30,11 +30,6 @@ class LoadedCalibration:
     calibration: Calibration
     sha256: str
 
-    def settings(self) -> dict[str, str | bool]:
-        """Return the settings that decide what a graph is."""
-        pruned = {"prune_dead": True} if self.calibration.prune_dead else {}
-        return {"calibration": self.sha256, **pruned}
-
     def refuse_other_blocks(self, layers: list[Layer]) -> None:
         """Raise a UserError if the model lacks a block of the profile, as of one from another version of twellc."""
         blocks = self.profile.blocks

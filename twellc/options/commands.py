@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from twellc.options.decisions import DecisionOptions
 from twellc.options.option import COUNT, NOT_NEGATIVE, OUTPUT, SEED, SHARE, SIZE, Number, option
 from twellc.options.source import CacheOptions, SampleOptions, SourceOptions, TracingOptions
 from twellc.options.weights import WeightOptions, WeightTypeOptions, refuse_samples
+from twellc.passes.report import Earlier
 from twellc.plugins.library import GPUS
 
 ATTENTIONS = ("auto", "tensorrt", "cudnn")
@@ -48,8 +48,6 @@ class CompileOptions(TracingOptions, DecisionOptions, WeightOptions):
         attention: Attention backend: tensorrt, or cudnn by a plugin, which takes causal and unmasked attention and
             leaves other to TensorRT. auto: cudnn where it is at hand and was measured faster, which is TensorRT on
             Hopper.
-        attention_forms: The forms that `attention` comes to on the TensorRT at hand, see
-            `twellc/passes/attention.py`; empty until it has been asked.
         kv_cache: Of a causal Hugging Face model: give it a key-value cache of this many tokens a sequence, so that it
             can generate text. Its inputs, outputs and profiles are then others.
         batch: With --kv-cache: the most sequences of a call.
@@ -63,10 +61,7 @@ class CompileOptions(TracingOptions, DecisionOptions, WeightOptions):
             given. Its code runs here.
         arrays: With --fp8-error: measure on these arrays, named as the model's inputs.
         text: With --fp8-error: measure on this text, in UTF-8, through the tokenizer in the model's directory.
-        decided: What an earlier compilation decided for blocks, by module, to do it again.
-        linear_taken: Which linear layers an earlier compilation has rewritten, by the first module of each, and which
-            blocks took the norms before them, likewise.
-        fp8_errors: By how much FP8 changed the outputs of blocks on samples, by module, likewise.
+        earlier: What an earlier compilation decided, to do it again.
     """
 
     output: Path | None = option(None, "FILE", OUTPUT, names=("-o", "--output"))
@@ -81,7 +76,6 @@ class CompileOptions(TracingOptions, DecisionOptions, WeightOptions):
     overwrite: bool = option(False)
     triton: Path | None = option(None, "DIR", Path)
     attention: str = option("auto", kind=ATTENTIONS)
-    attention_forms: tuple[str, ...] = ()
     kv_cache: int | None = option(None, "LENGTH", COUNT)
     batch: int = option(1, "MAX", COUNT)
     prefill_chunk: int | None = option(None, "N", COUNT)
@@ -90,9 +84,7 @@ class CompileOptions(TracingOptions, DecisionOptions, WeightOptions):
     plugin_libraries: tuple[Path, ...] = option((), "FILE", Path, names=("--plugin-library",))
     arrays: Path | None = option(None, "FILE.npz", Path, names=("--inputs",))
     text: Path | None = option(None, "FILE", Path)
-    decided: Mapping[str, Mapping[str, Any]] | None = None
-    linear_taken: Sequence[str] | None = None
-    fp8_errors: Mapping[str, float] | None = None
+    earlier: Earlier = Earlier()  # noqa: RUF009
 
     @property
     def cache(self) -> CacheOptions | None:

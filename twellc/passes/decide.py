@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,7 +15,7 @@ from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.find_linear import FoundLinear
 from twellc.passes.match.linear import Weight, width
 from twellc.passes.neurons import Staying, all_of
-from twellc.passes.report import Choice, Layer, Linear, Weights, reads_fp8
+from twellc.passes.report import Choice, Layer, Linear, Repeated, Weights, reads_fp8
 from twellc.plugins.block import BlockOptions, compression_of
 from twellc.plugins.library import MAX_D_FF, MAX_PACKED_D_FF
 
@@ -27,6 +27,13 @@ FEW_TOKENS, MANY_TOKENS = 16, 512
 
 # Says what is best for a block that can be rewritten, of which these neurons stay.
 Advise = Callable[[FfnBlock, Staying], Choice]
+
+
+def repeat(decided: Mapping[str, Repeated]) -> Advise:
+    """Return what advises as it was decided before, by module; blocks of which nothing is said are taken."""
+    choices = {module: Choice(**vars(each), expectation=None) for module, each in decided.items()}
+    unknown = Choice("twell", "matches", 0, None, None)
+    return lambda block, neurons: choices.get(block.module, unknown)
 
 
 def decide(
@@ -97,11 +104,11 @@ def decide_linear(
     for each in found:
         limit = _linear_limits(each)
         bits = weights(each)
-        reason = limit or left_alone(each.modules[0], linear, calls(each.x), ranks, taken, fp8=reads_fp8(bits))
+        reason = limit or left_alone(each.site, linear, calls(each.x), ranks, taken, fp8=reads_fp8(bits))
         bits = None if reason else bits
         result.append(
             Linear(
-                modules=each.modules,
+                modules=list(each.modules),
                 d_in=width(each.x),
                 widths=each.widths,
                 norm="none" if reason or each.norm is None else each.norm.kind,
@@ -117,7 +124,7 @@ def decide_linear(
 
 
 def left_alone(
-    module: str,
+    site: str,
     linear: str,
     calls: Sequence[int],
     ranks: int,
@@ -128,15 +135,15 @@ def left_alone(
     """Say why a linear layer, or a norm, that the kernels take is left to TensorRT; empty where it is not.
 
     Args:
-        module: The first module of the layer, or that of the block behind the norm.
+        site: What the layer is called, see `FoundLinear`; or the block behind the norm.
         linear: See `decide_linear`.
         calls: The most rows of what it reads, in a call of each optimization profile.
         ranks: How many ranks share the program.
-        taken: The modules that an earlier call has taken, to do it again.
+        taken: What an earlier compilation has taken, to do it again.
         fp8: Whether the weights would be read in FP8.
     """
     if taken is not None:
-        return "" if module in taken else "an earlier compilation left it"
+        return "" if site in taken else "an earlier compilation left it"
     if ranks > 1:
         return "ranks share the model"
     fewest = min(calls, default=FEW_TOKENS + 1)

@@ -17,8 +17,8 @@ Each stage has its steps, in `STEPS`; a step is added there, and every command t
     LINEAR       these layers as `twell` ops
 
 `compile`, `bench` and `rewrite` run all of them. `inspect` leaves FFN and LINEAR out, which copy weights. `profile`
-stops behind DECIDE and `optimize` behind FIND. `check` stops behind DECIDE, too; it compares with a program that has
-left ARRANGING out, since such passes could be wrong about a weight.
+stops behind DECIDE and `optimize` behind FIND. `check` stops behind DECIDE, too, or finds the linear layers that were
+rewritten; it compares with a program that has left ARRANGING out, since such passes could be wrong about a weight.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from twellc.base.threads import PROCESS_WIDE
 from twellc.passes import neurons
 from twellc.passes.attention import rewrite_attention
 from twellc.passes.block_profile import Calibration
-from twellc.passes.decide import Advise, decide, decide_linear, left_alone, options_of
+from twellc.passes.decide import Advise, decide, decide_linear, left_alone, options_of, repeat
 from twellc.passes.decompose import decompose
 from twellc.passes.dump import NOWHERE, GraphDump
 from twellc.passes.feature_last import feature_last
@@ -65,7 +65,7 @@ from twellc.passes.name_casts import name_casts
 from twellc.passes.name_relus import name_relus
 from twellc.passes.neurons import Staying
 from twellc.passes.precision import in_precision
-from twellc.passes.report import Attention, Layer, Linear, Weights, reads_fp8
+from twellc.passes.report import Attention, Earlier, Layer, Linear, Weights, reads_fp8
 from twellc.passes.rewrite_ffn import rewrite_ffn
 from twellc.passes.rewrite_linear import rewrite_linear
 from twellc.passes.rotate_in_caches import rotate_in_caches
@@ -109,7 +109,7 @@ class PassOptions:
         part: Which of several ranks the program is for, and how many there are.
         linear: Which linear layers outside of the blocks to rewrite, see `decide_linear`, and whether blocks take the
             norms before them.
-        taken: Those that an earlier run has rewritten, likewise, and the modules of blocks that took their norms.
+        earlier: What an earlier run has decided of blocks and linear layers, to do it again.
         calls: Returns the most rows of a tensor in a call of each optimization profile.
         dump: Receives the graph as traced, and after each pass.
         progress: Receives before each step how many are done, and of how many.
@@ -124,35 +124,35 @@ class PassOptions:
     weights: Wish = Wish()  # noqa: RUF009
     part: Part = WHOLE
     linear: str = "auto"
-    taken: Collection[str] | None = None
+    earlier: Earlier = Earlier()  # noqa: RUF009
     calls: Callable[[Node], Sequence[int]] = lambda x: ()
     dump: GraphDump = NOWHERE
     progress: Callable[[int, int], None] = lambda done, steps: None
 
 
 @dataclass(frozen=True, eq=False)
-class Passed:
-    """A program on its way, and what has been found out about it.
+class Rewritten:
+    """A program on its way through the passes, or behind them, and what was found out about it.
 
     Attributes:
-        program: The program.
+        program: The program; behind LINEAR with `twell` ops, that of a rank if there are several.
+        dense: From FFN on, the program before its blocks were rewritten; until then the traced one.
         stage: The last stage that it has passed.
-        dense: The program before its blocks were rewritten; None until then.
         fp8: The weights that the model has in FP8, by the names of the constants that they became.
         folded: Its other FP8 weights, which are dequantised.
         blocks: Its feed-forward blocks, from FIND on.
         staying: Which neurons of each stay if TwELL runs it, from STAY on.
-        layers: What becomes of each, from DECIDE on.
+        layers: What becomes of each, from DECIDE on; hot neurons are those of a rank, all else is of all ranks.
         orders: The neurons of blocks in their new order, by module, from ORDER on; others stay where they are.
-        attention: What became of each attention block; empty where none was to be rewritten.
+        attention: What became of each attention block, with the heads of a rank; empty where none was to be rewritten.
         linears: The linear layers outside of its blocks, from FIND_LINEAR on.
         linear: What becomes of each.
-        notes: From SPLIT on, what every rank computes whole, and why.
+        notes: What every rank computes whole, and why; behind LINEAR also which FP8 weights are dequantised.
     """
 
     program: ExportedProgram
+    dense: ExportedProgram
     stage: Stage = Stage.TRACED
-    dense: ExportedProgram | None = None
     fp8: Mapping[str, Fp8] = field(default_factory=dict)
     folded: Sequence[str] = ()
     blocks: Sequence[FfnBlock] = ()
@@ -185,30 +185,16 @@ class Passed:
         return linear_in_fp8(layer, lambda each: known.get(each.name), lambda each: tensor_of(self.program, each.name))
 
     @property
+    def taken(self) -> list[str]:
+        """The linear layers that TwELL runs, and the blocks that take the norms before them; see `Earlier`."""
+        pairs = zip(self.linears, self.linear, strict=True)
+        linears = [found.site for found, row in pairs if row.decision == "twell"]
+        return linears + [layer.module for layer in self.layers if layer.norm != "none"]
+
+    @property
     def dequantised(self) -> list[str]:
         """What the user should know of FP8 weights that are dequantised."""
         return notes_on(self.fp8, self.folded, [block for block, _ in self.chosen], self.fp8_linears)
-
-
-@dataclass(frozen=True)
-class Rewritten:
-    """What the pipeline made.
-
-    Attributes:
-        dense: The canonical program in the target dtype, not rewritten.
-        program: The same with `twell` ops; that of a rank if there are several.
-        layers: What became of each feed-forward block; hot neurons are those of a rank, all else is of all ranks.
-        attention: What became of each attention block, with the heads of a rank; empty where none was to be rewritten.
-        linear: What became of the linear layers outside of the blocks.
-        notes: Which FP8 weights are dequantised; what every rank computes whole, and why.
-    """
-
-    dense: ExportedProgram
-    program: ExportedProgram
-    layers: list[Layer]
-    attention: list[Attention]
-    linear: list[Linear]
-    notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Json]:
         """Return what became of the blocks as JSON types, without the programs."""
@@ -238,7 +224,7 @@ class Step:
     """
 
     name: str
-    run: Callable[[Passed, PassOptions], Passed]
+    run: Callable[[Rewritten, PassOptions], Rewritten]
     edits: bool = True
 
 
@@ -247,56 +233,58 @@ def step(each: Pass) -> Step:
     return Step(each.__name__, lambda passed, options: replace(passed, program=each(passed.program)))
 
 
-def _in_precision(passed: Passed, options: PassOptions) -> Passed:
+def _in_precision(passed: Rewritten, options: PassOptions) -> Rewritten:
     if options.dtype is None:
         return passed
     return replace(passed, program=in_precision(passed.program, options.dtype))
 
 
-def _dequantize(passed: Passed, options: PassOptions) -> Passed:
+def _dequantize(passed: Rewritten, options: PassOptions) -> Rewritten:
     program, fp8 = dequantize(passed.program)
     return replace(passed, program=program, fp8=fp8, folded=folded_in_fp8(program))
 
 
-def _find(passed: Passed, options: PassOptions) -> Passed:
+def _find(passed: Rewritten, options: PassOptions) -> Rewritten:
     blocks = find_ffn_blocks(passed.program)
     return replace(
         passed, blocks=[replace(each, weights=judge(each, _stored(passed), options.weights)) for each in blocks]
     )
 
 
-def _stored(passed: Passed) -> Callable[[Weight], Fp8 | None]:
+def _stored(passed: Rewritten) -> Callable[[Weight], Fp8 | None]:
     return lambda weight: passed.fp8.get(weight.name)
 
 
-def _stay(passed: Passed, options: PassOptions) -> Passed:
+def _stay(passed: Rewritten, options: PassOptions) -> Rewritten:
     return replace(passed, staying=neurons.staying(passed.program, passed.blocks, options.calibration))
 
 
-def _decide(passed: Passed, options: PassOptions) -> Passed:
+def _decide(passed: Rewritten, options: PassOptions) -> Rewritten:
     ranks = options.part.ranks
     staying = passed.staying if ranks == 1 else [neurons.of_a_rank(known, ranks) for known in passed.staying]
     fixed = fixed_nodes(passed.program.graph, constants_of(passed.program))
     blocks = [with_norm(each, fixed) if _takes_norm(each, options) else each for each in passed.blocks]
-    return replace(passed, blocks=blocks, layers=decide(blocks, options.layers, options.advise, staying))
+    decided = options.earlier.decided
+    advise = options.advise if decided is None else repeat(decided)
+    return replace(passed, blocks=blocks, layers=decide(blocks, options.layers, advise, staying))
 
 
 def _takes_norm(block: FfnBlock, options: PassOptions) -> bool:
     """Whether a block is to take the norm before it, as linear layers do."""
     calls = options.calls(block.x)
-    return not left_alone(block.module, options.linear, calls, options.part.ranks, options.taken)
+    return not left_alone(block.module, options.linear, calls, options.part.ranks, options.earlier.linear_taken)
 
 
-def _order(passed: Passed, options: PassOptions) -> Passed:
+def _order(passed: Rewritten, options: PassOptions) -> Rewritten:
     orders, layers = neurons.order(passed.blocks, passed.staying, passed.layers)
     return replace(passed, orders=orders, layers=layers)
 
 
-def _share(passed: Passed, options: PassOptions) -> Passed:
+def _share(passed: Rewritten, options: PassOptions) -> Rewritten:
     return replace(passed, orders=neurons.share(passed.blocks, passed.staying, passed.layers, options.part))
 
 
-def _rewrite_ffn(passed: Passed, options: PassOptions) -> Passed:
+def _rewrite_ffn(passed: Rewritten, options: PassOptions) -> Rewritten:
     rewrites = [(block, options_of(block, layer, options.compression)) for block, layer in passed.chosen]
 
     def quantised(block: FfnBlock, order: torch.Tensor | None) -> dict[str, torch.Tensor]:
@@ -306,8 +294,7 @@ def _rewrite_ffn(passed: Passed, options: PassOptions) -> Passed:
     return replace(passed, dense=passed.program, program=program)
 
 
-def _split(passed: Passed, options: PassOptions) -> Passed:
-    assert passed.dense is not None
+def _split(passed: Rewritten, options: PassOptions) -> Rewritten:
     before = {node.name for node in passed.dense.graph.nodes}
     ops = [node.name for node in passed.program.graph.nodes if node.target in VARIANT_OF and node.name not in before]
     pairs = zip(passed.blocks, passed.layers, strict=True)
@@ -316,14 +303,14 @@ def _split(passed: Passed, options: PassOptions) -> Passed:
     return replace(passed, program=program, notes=notes)
 
 
-def _rewrite_attention(passed: Passed, options: PassOptions) -> Passed:
+def _rewrite_attention(passed: Rewritten, options: PassOptions) -> Rewritten:
     if not options.attention:
         return passed
     program, attention = rewrite_attention(passed.program, options.attention)
     return replace(passed, program=program, attention=attention)
 
 
-def _find_linear(passed: Passed, options: PassOptions) -> Passed:
+def _find_linear(passed: Rewritten, options: PassOptions) -> Rewritten:
     of_blocks = [part for each in passed.blocks for part in (each.gate, each.up, each.down) if part is not None]
     without = {node.name for part in of_blocks for node in part.nodes}
     without |= {block.residual.sum.name for block, _ in passed.chosen if block.residual is not None}
@@ -332,17 +319,19 @@ def _find_linear(passed: Passed, options: PassOptions) -> Passed:
     def weights(layer: FoundLinear) -> Weights | None:
         return judge_linear(layer, _stored(passed), options.weights)
 
-    decided = decide_linear(found, options.linear, options.calls, options.part.ranks, options.taken, weights)
+    decided = decide_linear(
+        found, options.linear, options.calls, options.part.ranks, options.earlier.linear_taken, weights
+    )
     return replace(passed, linears=found, linear=decided)
 
 
-def _rewrite_linear(passed: Passed, options: PassOptions) -> Passed:
+def _rewrite_linear(passed: Rewritten, options: PassOptions) -> Rewritten:
     pairs = zip(passed.linears, passed.linear, strict=True)
     chosen = [found for found, decided in pairs if decided.decision == "twell"]
     return replace(passed, program=rewrite_linear(passed.program, chosen, passed.in_fp8))
 
 
-def _rotate_in_caches(passed: Passed, options: PassOptions) -> Passed:
+def _rotate_in_caches(passed: Rewritten, options: PassOptions) -> Rewritten:
     """Rotate in the ops over caches where linear layers are rewritten, too."""
     if all(each.decision != "twell" for each in passed.linear):
         return passed
@@ -381,8 +370,8 @@ _OF_RANKS = (Stage.SHARE, Stage.SPLIT)
 
 
 def run_until(
-    start: ExportedProgram | Passed, options: PassOptions, until: Stage, without: Collection[Stage] = ()
-) -> Passed:
+    start: ExportedProgram | Rewritten, options: PassOptions, until: Stage, without: Collection[Stage] = ()
+) -> Rewritten:
     """Run the stages behind `start` up to `until`.
 
     Args:
@@ -394,7 +383,7 @@ def run_until(
     Raises:
         UserError: See `decompose`, `lower` and `decide`.
     """
-    passed = start if isinstance(start, Passed) else Passed(start)
+    passed = start if isinstance(start, Rewritten) else Rewritten(start, start)
     if passed.stage == Stage.TRACED:
         options.dump.program("traced", passed.program)
     left_out = {*without, *(_OF_RANKS if options.part.ranks == 1 else ())}
@@ -432,10 +421,9 @@ def run_for_ranks(program: ExportedProgram, options: PassOptions) -> Iterator[Re
         yield _finish(passed, own)
 
 
-def _finish(ordered: Passed, options: PassOptions) -> Rewritten:
+def _finish(ordered: Rewritten, options: PassOptions) -> Rewritten:
     passed = run_until(ordered, options, Stage.LINEAR)
-    assert passed.dense is not None
     notes = [*passed.dequantised, *passed.notes]
     if options.linear == "twell" and options.part.ranks > 1:
         notes.append("linear layers outside of feed-forward blocks stay as they are: ranks share the model")
-    return Rewritten(passed.dense, passed.program, passed.layers, passed.attention, passed.linear, notes)
+    return replace(passed, notes=notes)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from twellc.base.records import OPTIONAL, Amount, Count, OneOf, Record, Share, Size, Time
-from twellc.plugins.library import COMPRESSIONS, NORMS
+from twellc.plugins.library import ATTENTION_FORMS, COMPRESSIONS, NORMS
 
 Decision = Annotated[str, OneOf(("twell", "dense"))]
 Compression = Annotated[int, OneOf(COMPRESSIONS)]
@@ -76,6 +76,28 @@ class Repeated(Record):
     facts: str
     hot: Count
     compression: Compression
+
+
+@dataclass(frozen=True, kw_only=True)
+class Earlier(Record):
+    """What an earlier compilation decided about a model, so that another one makes the same graph.
+
+    Each is None until it was decided. Blocks and linear layers go by their modules; of a second call it is `mlp#2`.
+
+    Attributes:
+        attention_forms: The forms that attention is written in, see `twellc/passes/attention.py`.
+        calibration: The SHA-256 of the profile that said how often neurons fire.
+        decided: What becomes of blocks; others are rewritten.
+        linear_taken: The linear layers that were rewritten, by the first module of each, and the blocks that took the
+            norms before them.
+        fp8_errors: By how much FP8 changes the outputs of blocks on samples.
+    """
+
+    attention_forms: list[Annotated[str, OneOf(ATTENTION_FORMS)]] | None = field(default=None, metadata=OPTIONAL)
+    calibration: str | None = field(default=None, metadata=OPTIONAL)
+    decided: dict[str, Repeated] | None = field(default=None, metadata=OPTIONAL)
+    linear_taken: list[str] | None = field(default=None, metadata=OPTIONAL)
+    fp8_errors: dict[str, Amount] | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True)

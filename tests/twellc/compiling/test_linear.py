@@ -6,14 +6,21 @@ from typing import Any
 import onnx
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.export import Dim
 
 import twellc
 from tests.conftest import Cli
 from twellc.base.errors import UserError
+from twellc.checks import reference
 from twellc.checks.accuracy import OutputAccuracy
 from twellc.checks.evaluator import OnnxEvaluator
 from twellc.compiling.compiler import compile_model
+from twellc.loaders.model import load_model
 from twellc.options.commands import CompileOptions
+from twellc.options.source import TracingOptions
+from twellc.passes.pipeline import Rewritten
+from twellc.passes.report import Earlier
 from twellc.plugins.library import LINEAR_NAME
 
 
@@ -30,7 +37,7 @@ def test_compile_and_inspect(cli: Cli, llama: Path, tmp_path: Path) -> None:
     taken = manifest.settings.linear_taken
     assert taken == [*(row.modules[0] for row in manifest.linear), *(layer.module for layer in manifest.layers)]
     assert {layer.norm for layer in manifest.layers} == {"rms"}
-    again = CompileOptions(llama, onnx=tmp_path / "taken.onnx", backend="none", linear_taken=taken)
+    again = CompileOptions(llama, onnx=tmp_path / "taken.onnx", backend="none", earlier=Earlier(linear_taken=taken))
     assert compile_model(again, lambda step: None).onnx.sha256 == manifest.onnx.sha256, "check makes it again so"
     found = twellc.inspect(llama, linear="twell")
     assert found.description.linear == manifest.linear
@@ -42,6 +49,37 @@ def test_compile_and_inspect(cli: Cli, llama: Path, tmp_path: Path) -> None:
         twellc.inspect(graph, linear="twell")
     with pytest.raises(UserError, match="--linear twell: linear layers outside of blocks stay as they are in an ONNX"):
         twellc.compile(graph, backend="none", onnx=tmp_path / "again.onnx", linear="twell")
+
+
+class CalledTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.f(x), self.f(x[:, -1:])
+
+
+@pytest.mark.parametrize(("profiles", "taken"), [([512], ["f#2"]), ([1, 512], ["f", "f#2"])])
+def test_a_layer_that_is_called_twice(
+    profiles: list[int], taken: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call has its own number of rows: one may be taken, which is the one that `check` takes."""
+    archive, graph = tmp_path / "m.pt2", tmp_path / "m.onnx"
+    x, dims = torch.randn(2, 24, 16).bfloat16(), {0: Dim("batch", max=64), 1: Dim("n", max=512)}
+    program = torch.export.export(CalledTwice().bfloat16().eval(), (x,), dynamic_shapes=(dims,))
+    torch.export.save(program, archive)
+    given = [f"x:1x{n}x16:1x{n}x16:1x{n}x16" for n in profiles]
+    manifest = twellc.compile(archive, backend="none", onnx=graph, profiles=given)
+    assert manifest.settings.linear_taken == taken and len(nodes_in(graph)) == len(taken)
+    checked: list[Rewritten] = []
+    monkeypatch.setattr(reference, "fp8_layers", lambda found: checked.__iadd__([found])[:0])
+    reference.TorchReference(load_model(TracingOptions(archive)), manifest.settings.to_json())
+    assert manifest.linear is not None and checked[0].taken == taken
+    assert [row.decision for row in checked[0].linear] == [row.decision for row in manifest.linear]
+    earlier = Earlier(linear_taken=taken)
+    again = CompileOptions(archive, onnx=tmp_path / "again.onnx", backend="none", earlier=earlier)
+    assert compile_model(again, lambda step: None).onnx.sha256 == manifest.onnx.sha256
 
 
 def test_auto_leaves_them(cli: Cli, llama: Path, tmp_path: Path) -> None:

@@ -13,14 +13,14 @@ from tests.models import Gated, Residual, blocks_of, canonical
 from twellc.base.errors import UserError
 from twellc.compiling.translate_onnx import rows_of_inputs
 from twellc.compiling.translate_torch import rows_of
-from twellc.decisions.advise import Advisor, repeat, row_spread
+from twellc.decisions.advise import Advisor, row_spread
 from twellc.decisions.choose import Tokens, choose, choose_compression, count_text, overflow, percent
 from twellc.decisions.predict import CostModel, Widths
 from twellc.decisions.targets import Target, choose_target, shipped_times
 from twellc.decisions.times import DensePoint, GpuTimes, TwellPoint, zipf_rates
 from twellc.export.profiles import resolve_profiles
 from twellc.export.shapes import parse_profile
-from twellc.passes.decide import Advise, decide
+from twellc.passes.decide import Advise, decide, repeat
 from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks
 from twellc.passes.neurons import Staying
 from twellc.passes.report import Layer, Weights

@@ -22,7 +22,7 @@ from twellc.firing.calibration import LoadedCalibration
 from twellc.passes.block_profile import Calibration, hot_first
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.neurons import Staying
-from twellc.passes.report import Choice
+from twellc.passes.report import Choice, Repeated
 
 TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(200))
 PRUNED = "model.layers.2.mlp"
@@ -54,7 +54,7 @@ def first_weight(path: Path, module: str) -> np.ndarray[Any, Any]:
 def splitting(advisor: Advisor, block: FfnBlock, neurons: Staying) -> Choice:
     """Advise hot neurons for one block, and none for the others."""
     choice = Choice("twell", "matches", 128 if block.module == PRUNED else 0, 8, None)
-    advisor.decided[block.module] = {"decision": "twell", "facts": "matches", "hot": choice.hot, "compression": 8}
+    advisor.decided[block.module] = Repeated("twell", "matches", choice.hot, 8)
     return choice
 
 

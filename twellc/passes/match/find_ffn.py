@@ -35,6 +35,7 @@ from twellc.passes.match.linear import (
     Linear,
     LinearReader,
     Weight,
+    call_name,
     operand,
     source_with_sizes,
     step,
@@ -180,8 +181,7 @@ class _Names:
         name, weights = block.module, (first.weight, block.down.weight)
         if self._weights.setdefault(name, weights) != weights:
             name = ".".join(_path(first))
-        self._calls[name] += 1
-        return name if self._calls[name] == 1 else f"{name}#{self._calls[name]}"
+        return call_name(name, self._calls)
 
 
 def _refused(form: UnreadForm) -> FfnBlock:

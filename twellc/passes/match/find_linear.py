@@ -17,6 +17,7 @@ layer with one output is added to. An argmax over the last dimension belongs to 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -35,6 +36,7 @@ from twellc.passes.match.linear import (
     WIDENING,
     Linear,
     LinearReader,
+    call_name,
     operand,
     same_sizes,
     source_with_sizes,
@@ -58,6 +60,7 @@ class FoundLinear:
         outputs: What they compute, in the order of their weights' rows: their results, parts of these, or the sum with
             a residual.
         x: The node to read x from, with the same leading dimensions as the outputs.
+        modules: The paths of the modules that hold the weights, one for each product; see `call_name`.
         norm: The norm before them; None where there is none that belongs to them.
         way: What stands between that norm and x, the last one first: views, and what selects rows.
         residual: What the result is added to, if the sum belongs to them.
@@ -67,6 +70,7 @@ class FoundLinear:
     linears: tuple[Linear, ...]
     outputs: tuple[Node, ...]
     x: Node
+    modules: tuple[str, ...] = ()
     norm: Norm | None = None
     way: tuple[Node, ...] = ()
     residual: Residual | None = None
@@ -78,9 +82,9 @@ class FoundLinear:
         return self.outputs if self.choice is None else (self.choice,)
 
     @property
-    def modules(self) -> list[str]:
-        """The paths of the modules that hold the weights."""
-        return [each.weight.name.rpartition(".")[0] or each.weight.name for each in self.linears]
+    def site(self) -> str:
+        """What they are called where something is decided about them: the first of their modules."""
+        return self.modules[0]
 
     @property
     def widths(self) -> list[int]:
@@ -135,7 +139,11 @@ class _Finder:
             for each in found
         ]
         order = {node: index for index, node in enumerate(self._graph.nodes)}
-        return sorted(found, key=lambda each: min(order[node] for node in each.outputs))
+        calls: Counter[str] = Counter()
+        return [
+            replace(each, modules=tuple(call_name(_module(linear), calls) for linear in each.linears))
+            for each in sorted(found, key=lambda each: min(order[node] for node in each.outputs))
+        ]
 
     def _linears(self) -> Iterator[Linear]:
         for node in self._graph.nodes:
@@ -192,6 +200,11 @@ class _Finder:
                     return None, ()
                 way.append(x)
             x = operand(x)
+
+
+def _module(linear: Linear) -> str:
+    """Return the path of the module that holds the weight; the weight's name if that stands at the root."""
+    return linear.weight.name.rpartition(".")[0] or linear.weight.name
 
 
 def is_read_by(norm: Node, readers: Collection[Node]) -> bool:

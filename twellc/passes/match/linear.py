@@ -9,6 +9,7 @@ any of them + b      slices, chunks and splits of the last dimension of any of t
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -209,6 +210,12 @@ class LinearReader:
         if width(node) != width(argument):
             return None  # a column: a number for each row
         return Weight(node, self.constants[node])
+
+
+def call_name(module: str, calls: Counter[str]) -> str:
+    """Return the name of a module's next call in the graph: `mlp`, then `mlp#2`; `calls` counts them."""
+    calls[module] += 1
+    return module if calls[module] == 1 else f"{module}#{calls[module]}"
 
 
 def operand(node: Node, index: int = 0) -> Node:
