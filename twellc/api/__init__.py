@@ -332,4 +332,4 @@ def _given(
         try:
             yield path, progress, {**given, "trust_model": True, "in_memory": IN_MEMORY}
         except UserError as error:
-            raise error.about(str(path), path.stem) from error.__cause__
+            raise error.renamed(str(path), path.stem) from error.__cause__

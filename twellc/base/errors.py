@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 
 class UserError(Exception):
@@ -18,23 +19,31 @@ class UserError(Exception):
     """
 
     def __init__(self, where: str, what: str, *, got: str = "", expected: str = "", fix: str = "") -> None:
-        message = f"{where}: {what}"
-        if got:
-            message += f"; got {got}"
-        if expected:
-            message += f"; expected {expected}"
-        message += "."
-        if fix:
-            message += f" {fix}"
-        super().__init__(message)
+        super().__init__(where)
+        self.where, self.what, self.got, self.expected, self.fix = where, what, got, expected, fix
 
-    def about(self, path: str, name: str) -> UserError:
-        """Return the same mistake, of something that the user knows by another name than that of its file."""
-        return _restore(str(self).replace(path, name))
+    def __str__(self) -> str:
+        got = f"; got {self.got}" if self.got else ""
+        expected = f"; expected {self.expected}" if self.expected else ""
+        fix = f" {self.fix}" if self.fix else ""
+        return f"{self.where}: {self.what}{got}{expected}.{fix}"
+
+    def at(self, where: str) -> Self:
+        """Return the same mistake in another place."""
+        other = copy.copy(self)
+        other.where = where
+        return other
+
+    def renamed(self, old: str, new: str) -> Self:
+        """Return the same mistake, of something that the user knows by another name."""
+        other = copy.copy(self)
+        for field in ("where", "what", "got", "expected", "fix"):
+            setattr(other, field, getattr(self, field).replace(old, new))
+        return other
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the finished message: errors cross processes."""
-        return _restore, (str(self),)
+        """Pickle the fields: errors cross processes."""
+        return type(self).__new__, (type(self), self.where), self.__dict__
 
 
 class UnregisteredOperatorsError(UserError):
@@ -46,16 +55,12 @@ class UnregisteredOperatorsError(UserError):
     """
 
     def __init__(self, where: str, operators: Sequence[str]) -> None:
-        self.where, self.operators = where, list(operators)
+        self.operators = list(operators)
         names = first_few([f"torch.ops.{name}" for name in operators])
         verb = "is not registered: its package" if len(operators) == 1 else "are not registered: their package"
         super().__init__(
             where, f"{names} {verb} must be imported", fix="Add --import MODULE, with the name of the package's module."
         )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle what it was made of."""
-        return type(self), (self.where, self.operators)
 
 
 _LONGEST_LINE = 1000
@@ -75,9 +80,3 @@ def first_line(error: BaseException) -> str:
 def first_few(things: Sequence[object], separator: str = ", ") -> str:
     """Join the first three of some things for a message of ours; an ellipsis stands for the others."""
     return separator.join([*map(str, things[:_FEW]), *(["…"] if things[_FEW:] else [])])
-
-
-def _restore(message: str) -> UserError:
-    error = UserError.__new__(UserError)
-    Exception.__init__(error, message)
-    return error

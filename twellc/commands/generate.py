@@ -101,10 +101,10 @@ def _as_typed(*names: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        name = str(error).partition(":")[0]
-        if name not in names:
+        if error.where not in names:
             raise
-        raise error.about(f"{name}:", f"{_OPTIONS.get(name, f'--{name}'.replace('_', '-'))}:") from error
+        option = _OPTIONS.get(error.where, f"--{error.where}".replace("_", "-"))
+        raise error.at(option) from error
 
 
 def _answer(llm: LLM, requests: list[tuple[str, Any]], params: SamplingParams, writes: bool) -> Iterator[RequestOutput]:
@@ -120,7 +120,7 @@ def _answer(llm: LLM, requests: list[tuple[str, Any]], params: SamplingParams, w
             yield from llm.chat_stream([_conversation(each) for each in prompts], params)
     except PromptError as error:
         where, _ = requests[error.index]
-        raise error.at(error.index, where) from error
+        raise error.of(error.index, where) from error
 
 
 def _conversation(request: Any) -> list[dict[str, Any]]:

@@ -520,7 +520,7 @@ def _saying_which(argument: str, count: int, index: int | None = None, copies: i
         yield
     except PromptError as error:
         index = error.index // copies if index is None else index
-        raise error.at(index, f"{argument}[{index}]" if count > 1 else "") from error
+        raise error.of(index, f"{argument}[{index}]" if count > 1 else "") from error
 
 
 def _refuse_other_tokens(vocabulary: int, prompt: list[int]) -> None:

@@ -31,12 +31,12 @@ class PromptError(UserError):
     def __init__(self, where: str, what: str, *, index: int = 0, **details: str) -> None:
         super().__init__(where, what, **details)
         self.index = index
-        self._where, self._details = where, (what, details)
 
-    def at(self, index: int, where: str = "") -> PromptError:
+    def of(self, index: int, where: str = "") -> PromptError:
         """Return the same mistake, of a prompt whose number is known, and perhaps another name."""
-        what, details = self._details
-        return PromptError(where or self._where, what, index=index, **details)
+        other = self.at(where or self.where)
+        other.index = index
+        return other
 
 
 def _answers_vllm(params: type[_T]) -> type[_T]:

@@ -111,7 +111,7 @@ def pretrained_tokenizer(model: Path) -> Any:
         try:
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers raises what it likes for a damaged folder
-            raise _broken(model, error).about(str(folder), str(model)) from error
+            raise _broken(model, error).renamed(str(folder), str(model)) from error
 
 
 def token_ids(model: Path, tokenizer: Any, text: str, *, special: bool = False) -> list[int]:
