@@ -19,7 +19,7 @@ from twellc.base.torch_private import current_graph_task_id
 from twellc.eager.hidden import Blended, Hidden
 from twellc.plugins.block import BlockOptions, Operands
 from twellc.plugins.gradients.ops import train_forward
-from twellc.plugins.meaning import activate
+from twellc.plugins.meaning import combined, rectified
 from twellc.plugins.training import TrainingState, train_block
 
 _KERNEL_DTYPES = kernel_dtypes()
@@ -158,11 +158,12 @@ class BlockInTraining:
     def _dense(self, operands: Operands[Tensor], blended: Blended | None) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the block by torch's own operations."""
         z = functional.linear(operands.x, *operands.first)
-        g = activate(z, self.options.activation, self.options.threshold) if blended is None else blended(z)
-        h = g
-        if operands.w_gate is not None:
-            u = functional.linear(operands.x, operands.w_up, operands.b_up)
-            h = g * (torch.relu(u) if self.options.activation == "drelu" else u)
+        up = None if operands.w_gate is None else functional.linear(operands.x, operands.w_up, operands.b_up)
+        if blended is None:
+            g, _, h = combined(z, up, self.options)
+        else:
+            g = blended(z)
+            h = g if up is None else g * rectified(up, self.options)
         y = functional.linear(h, operands.w_down.t(), operands.b_down)
         l1 = h.abs().sum(dtype=torch.float32) / max(operands.x.numel() // operands.x.shape[-1], 1)
         return y, l1, (g != 0).sum(tuple(range(g.dim() - 1)))

@@ -11,26 +11,15 @@ rounded once. The same call on the same device gives the same bits. Nothing is r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from twellc.features import cpu, gpu
-from twellc.plugins.block import BlockOptions, Operands
-from twellc.plugins.meaning import check_call
-
-# What messages about a block call the arguments.
-_ENCODED = {"the first weight": "w_enc", "w_up": "w_enc", "w_down": "w_enc", "b_up": "b_enc"}
-_DECODED = {
-    "the first weight": "w_dec",
-    "w_up": "w_dec",
-    "w_down": "w_dec",
-    "b_down": "b_dec",
-    ": x must": ": values must",
-}
+from twellc.features.encoder import Encoder
+from twellc.plugins.block import BlockOptions
+from twellc.plugins.meaning import check_floating, check_matrix, check_tensor
 
 
 @dataclass(frozen=True)
@@ -97,16 +86,12 @@ def encode(
         ValueError: A shape does not fit, an option is out of range, or the kernels do not take the widths.
         TypeError: A dtype does not fit; on a GPU, one other than bfloat16 and float16.
     """
-    # A block whose w_down nobody reads.
-    scales = {"w_up_scale": w_enc_scale, "w_down_scale": w_enc_scale}
-    operands = Operands(x=x, w_up=w_enc, b_up=b_enc, w_down=w_enc, **scales, thresholds=thresholds)
-    options = BlockOptions(activation=activation, threshold=threshold)
     if capacity is not None and capacity < 1:
         raise ValueError(f"twell: capacity must be 1 or more, got {capacity}")
+    encoder = Encoder(w_enc, b_enc, w_enc_scale, BlockOptions(activation=activation, threshold=threshold), thresholds)
+    encoder.check(x)
     run = gpu.encode if x.is_cuda else cpu.encode
-    with _named(_ENCODED):
-        check_call(operands, options)
-        lists = run(operands, x.reshape(-1, x.shape[-1]), options, capacity)
+    lists = run(encoder, x.reshape(-1, x.shape[-1]), capacity)
     return Features(*lists, w_enc.shape[0], x.shape[:-1])
 
 
@@ -129,30 +114,18 @@ def decode(features: Features | tuple[Tensor, Tensor], w_dec: Tensor, b_dec: Ten
     offsets: Tensor | None = None
     if isinstance(features, Features):
         indices, values, offsets, leading = features.indices, features.values, features.offsets, features.leading
-        shape = (features.d_ff, w_dec.shape[-1])
-        if w_dec.shape != shape:
-            raise ValueError(f"twell: w_dec must have shape {shape}, got {tuple(w_dec.shape)}")
     else:
         (indices, values), leading = features, features[1].shape[:-1]
         if indices.shape != values.shape or indices.is_floating_point():
             got = f"{tuple(indices.shape)} of {indices.dtype} and {tuple(values.shape)}"
             raise ValueError(f"twell: indices, of integers, and values must have one shape [..., k], got {got}")
-    # A block whose input nobody reads: what it demands of w_down and b_down, and of one dtype.
-    operands = Operands(x=values.new_empty((0, w_dec.shape[-1])), w_up=w_dec, w_down=w_dec, b_down=b_dec)
+    check_matrix("w_dec", w_dec)
+    d_ff = features.d_ff if isinstance(features, Features) else len(w_dec)
+    check_tensor("w_dec", w_dec, (d_ff, w_dec.shape[1]), w_dec.dtype)
+    check_floating(w_dec.dtype)
+    check_tensor("values", values, tuple(values.shape), w_dec.dtype, "the weights")
+    if b_dec is not None:
+        check_tensor("b_dec", b_dec, (w_dec.shape[1],), w_dec.dtype, "the weights")
     run = gpu.decode if values.is_cuda else cpu.decode
-    with _named(_DECODED):
-        check_call(operands, BlockOptions(activation="relu"))
-        y = run(operands, (indices.reshape(-1), values.reshape(-1)), offsets, math.prod(leading))
+    y = run((indices.reshape(-1), values.reshape(-1)), offsets, math.prod(leading), w_dec, b_dec)
     return y.reshape(*leading, w_dec.shape[1])
-
-
-@contextmanager
-def _named(names: Mapping[str, str]) -> Iterator[None]:
-    """Let messages about the block that stands for a call have the names of the caller's arguments."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        text = str(error)
-        for ours, theirs in names.items():
-            text = text.replace(ours, theirs)
-        raise type(error)(text) from error

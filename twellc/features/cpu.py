@@ -8,29 +8,28 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from twellc.plugins.block import BlockOptions, Operands
+from twellc.features.encoder import Encoder
 from twellc.plugins.fp8 import Fp8
-from twellc.plugins.meaning import activate, math_dtype
+from twellc.plugins.meaning import combined, math_dtype, project
 
 # Neurons, tokens and entries of a piece.
 _NEURONS, _TOKENS, _ENTRIES = 4096, 256, 4096
 
 
-def encode(
-    operands: Operands[Tensor], x: Tensor, options: BlockOptions, capacity: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return indices, values and offsets of all tokens."""
+def encode(encoder: Encoder, x: Tensor, capacity: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return indices, values and offsets of all tokens of x [tokens, d_model]."""
     wide, found = math_dtype(x.dtype), []
-    for first in range(0, len(operands.w_up), _NEURONS):
+    for first in range(0, len(encoder.weight), _NEURONS):
         own = slice(first, first + _NEURONS)
-        weight, scale = operands.w_up[own], operands.w_up_scale
-        if scale is not None:
-            weight = Fp8(weight, scale[own] if scale.dim() else scale).dequantize(wide)
-        bias = None if operands.b_up is None else operands.b_up[own].to(wide)
-        threshold = options.threshold if operands.thresholds is None else operands.thresholds[own]
+        weight, scale = encoder.weight[own], encoder.scale
+        weight = (
+            weight.to(wide) if scale is None else Fp8(weight, scale[own] if scale.dim() else scale).dequantize(wide)
+        )
+        bias = None if encoder.bias is None else encoder.bias[own]
+        thresholds = None if encoder.thresholds is None else encoder.thresholds[own]
         for begin in range(0, len(x), _TOKENS):
-            z = torch.nn.functional.linear(x[begin : begin + _TOKENS].to(wide), weight.to(wide), bias).to(x.dtype)
-            g = activate(z, options.activation, threshold)
+            z = project(x[begin : begin + _TOKENS], weight, bias).to(x.dtype)
+            g = combined(z, None, encoder.options, thresholds)[0].to(x.dtype)
             token, neuron = g.nonzero(as_tuple=True)
             found.append((token + begin, (neuron + first).int(), g[token, neuron]))
     tokens, indices, values = map(torch.cat, zip(*found, strict=True)) if found else _nothing(x)
@@ -46,9 +45,11 @@ def _nothing(x: Tensor) -> Iterator[Tensor]:
     return iter((x.new_empty(0, dtype=torch.int64), x.new_empty(0, dtype=torch.int32), x.new_empty(0)))
 
 
-def decode(operands: Operands[Tensor], entries: tuple[Tensor, Tensor], offsets: Tensor | None, tokens: int) -> Tensor:
-    """Return y [tokens, d_out]."""
-    w_dec, (indices, values) = operands.w_down, entries
+def decode(
+    entries: tuple[Tensor, Tensor], offsets: Tensor | None, tokens: int, w_dec: Tensor, b_dec: Tensor | None
+) -> Tensor:
+    """Return y [tokens, d_out] of the indices and values of all tokens."""
+    indices, values = entries
     wide, capacity = math_dtype(values.dtype), len(indices)
     y = torch.zeros(tokens, w_dec.shape[1], dtype=wide)
     counts = capacity // max(1, tokens) if offsets is None else offsets.diff()
@@ -61,4 +62,4 @@ def decode(operands: Operands[Tensor], entries: tuple[Tensor, Tensor], offsets: 
         y.index_add_(0, rows[place], read * factors[place, None])
     if offsets is not None:
         y[offsets[1:] > capacity] = math.nan
-    return (y if operands.b_down is None else y + operands.b_down.to(wide)).to(values.dtype)
+    return (y if b_dec is None else y + b_dec.to(wide)).to(values.dtype)

@@ -6,31 +6,38 @@ import torch
 from torch import Tensor
 
 from twellc.base.dtypes import dtype_name
+from twellc.features.encoder import Encoder
 from twellc.plugins import library
-from twellc.plugins.block import PLAIN, BlockOptions, Operands, problem_of, set_scales, tensors_of
-from twellc.plugins.meaning import as_read, check_on_gpu, check_problem, check_status, launch, scale_kinds, widths_of
+from twellc.plugins.block import PLAIN, BlockOptions, problem_of, set_scales
+from twellc.plugins.meaning import as_read, check_on_gpu, check_problem, check_status, launch
 
 # Lists have places for one active neuron of so many, and for so many of a token at least; if more are active, all is
 # encoded again.
 _GUESSED, _FEWEST_GUESSED = 64, 64
 
 
-def encode(
-    operands: Operands[Tensor], x: Tensor, options: BlockOptions, capacity: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def encode(encoder: Encoder, x: Tensor, capacity: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `cpu.encode` does."""
-    named, kinds = operands.named(), scale_kinds(operands)
-    check_on_gpu(named)
-    if kinds is not None and (torch.cuda.get_device_capability(x.device) != (9, 0) or x.shape[1] % 128):
-        raise ValueError("twell: w_enc in FP8 needs compute capability 9.0 and a d_model of a multiple of 128")
-    read = {name: as_read(each) for name, each in named.items()} | {"x": as_read(x)}
-    problem = problem_of(PLAIN, options, dtype_name(x.dtype), tokens=len(x), **widths_of(operands))
-    tensors = tensors_of(Operands(**{name: each.data_ptr() for name, each in read.items()}), 0)
+    named = {
+        "x": x,
+        "w_gate": encoder.weight,
+        "b_gate": encoder.bias,
+        "w_gate_scale": encoder.scale,
+        "thresholds": encoder.thresholds,
+    }
+    given = {name: each for name, each in named.items() if each is not None}
+    check_on_gpu(given)
+    (d_ff, d_model), scale = encoder.weight.shape, encoder.scale
+    if scale is not None and (torch.cuda.get_device_capability(x.device) != (9, 0) or d_model % 128):
+        raise ValueError("twell: w_enc in E4M3 needs compute capability 9.0 and a d_model of a multiple of 128")
+    read = {name: as_read(each) for name, each in given.items()}
+    problem = _problem(encoder.options, x, tokens=len(x), d_model=d_model, d_ff=d_ff, d_out=d_model)
+    tensors = library.Tensors(**{name: each.data_ptr() for name, each in read.items()})
     offsets = x.new_empty(len(x) + 2, dtype=torch.int64)
     with torch.cuda.device(x.device):
         check_problem(problem)
-        if kinds is not None:
-            set_scales(problem, *kinds)
+        if scale is not None:
+            set_scales(problem, *(["neuron" if scale.dim() else "tensor"] * 2))
         if not len(x):
             places = capacity or 0
             return x.new_zeros(places, dtype=torch.int32), x.new_zeros(places), offsets.zero_()[:1]
@@ -44,7 +51,7 @@ def encode(
 
         if capacity is not None:
             return *run(capacity, keeps_all=True), offsets[:-1]
-        places, keeps_all = len(x) * max(len(operands.w_up) // _GUESSED, _FEWEST_GUESSED), False
+        places, keeps_all = len(x) * max(d_ff // _GUESSED, _FEWEST_GUESSED), False
         while True:
             indices, values = run(places, keeps_all)
             total, missing = offsets[-2:].tolist()
@@ -53,19 +60,20 @@ def encode(
             places, keeps_all = max(places, total), keeps_all or total <= places
 
 
-def decode(operands: Operands[Tensor], entries: tuple[Tensor, Tensor], offsets: Tensor | None, tokens: int) -> Tensor:
+def decode(
+    entries: tuple[Tensor, Tensor], offsets: Tensor | None, tokens: int, w_dec: Tensor, b_dec: Tensor | None
+) -> Tensor:
     """Return what `cpu.decode` does."""
     indices, values = entries
-    given = {name: each for name, each in operands.named().items() if name.endswith("down")}
+    given = {"w_down": w_dec} if b_dec is None else {"w_down": w_dec, "b_down": b_dec}
     check_on_gpu({"x": values, "indices": indices, **given})
-    problem = problem_of(
-        PLAIN, BlockOptions(activation="relu"), dtype_name(values.dtype), tokens=tokens, **widths_of(operands)
-    )
+    d_ff, d_out = w_dec.shape
+    problem = _problem(BlockOptions(activation="relu"), values, tokens=tokens, d_model=d_out, d_ff=d_ff, d_out=d_out)
     read = {name: as_read(each) for name, each in given.items()}
-    y = values.new_empty(tokens, operands.w_down.shape[1])
+    y = values.new_empty(tokens, d_out)
     tensors = library.Tensors(**{name: each.data_ptr() for name, each in read.items()}, y=y.data_ptr())
     if indices.dtype.itemsize > 4:  # else cut to what may be an index
-        indices = indices.long().clamp(-1, len(operands.w_down))
+        indices = indices.long().clamp(-1, d_ff)
     indices, values = indices.int().contiguous(), values.contiguous()
     with torch.cuda.device(values.device):
         check_problem(problem)
@@ -73,3 +81,8 @@ def decode(operands: Operands[Tensor], entries: tuple[Tensor, Tensor], offsets: 
         lists = indices.data_ptr(), values.data_ptr(), begins, len(indices)
         check_status(library.load().twell_decode(problem, tensors, *lists, stream))
     return y
+
+
+def _problem(options: BlockOptions, like: Tensor, **sizes: int) -> library.Problem:
+    """Return the plain block, of elements like those of a tensor, of which the kernels compute a part."""
+    return problem_of(PLAIN, options, dtype_name(like.dtype), **sizes)

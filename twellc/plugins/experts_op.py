@@ -32,11 +32,18 @@ from twellc.base.torch_private import OpOverload
 from twellc.plugins import library
 from twellc.plugins.block import GATED, PLAIN
 from twellc.plugins.fp8 import E4M3, Fp8
-from twellc.plugins.meaning import activate, as_read, check_on_gpu, check_problem, launch, math_dtype
+from twellc.plugins.meaning import (
+    activate,
+    as_read,
+    check_on_gpu,
+    check_problem,
+    check_tensor,
+    launch,
+    math_dtype,
+)
 from twellc.plugins.torch_library import define
 
 _MATRICES = ("gate", "up", "down")
-_SCALES = tuple(f"{name}_scale" for name in _MATRICES)
 
 
 class _Sizes(NamedTuple):
@@ -94,22 +101,16 @@ def _check(call: _Call) -> None:
         "weights": (sizes.tokens, sizes.top),
         "thresholds": (sizes.experts, sizes.d_ff),
     }
-    for name, tensor in call.named().items():
-        if tuple(tensor.shape) != shapes.get(name, tuple(tensor.shape)):
-            raise ValueError(f"twell: {name} must have shape {shapes[name]}, got {tuple(tensor.shape)}")
     if not dtype.is_floating_point or dtype == E4M3:
         raise TypeError(f"twell: x must be of a floating point type of 16 bits or more, got {dtype}")
     scaled = call.up.dtype == E4M3
-    for name, tensor in call.matrices.items():
-        if tensor.dtype != (E4M3 if scaled else dtype):
-            expected = f"{E4M3} like up" if scaled else f"{dtype} like x"
-            raise TypeError(f"twell: {name} must be {expected}, got {tensor.dtype}")
+    of_matrices = (E4M3, "up") if scaled else (dtype, "x")
+    for name, tensor in call.named().items():
+        others = (tensor.dtype, "") if name in ("x", "ids") else (torch.float32, "")
+        own = of_matrices if name in call.matrices else others
+        check_tensor(name, tensor, shapes.get(name, tuple(tensor.shape)), *own)
     if call.ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"twell: ids must be torch.int32 or torch.int64, got {call.ids.dtype}")
-    for name in ("weights", "thresholds", *_SCALES):
-        tensor = getattr(call, name)
-        if tensor is not None and tensor.dtype != torch.float32:
-            raise TypeError(f"twell: {name} must be torch.float32, got {tensor.dtype}")
     _check_scales(call, scaled=scaled)
     variant = PLAIN if call.gate is None else GATED
     if call.activation not in variant.activations:

@@ -38,6 +38,7 @@ from twellc.plugins.meaning import (
     check_norm,
     check_on_gpu,
     check_problem,
+    check_tensor,
     launch,
     math_dtype,
     normalised,
@@ -61,10 +62,8 @@ def _check(operands: LinearOperands[Tensor], options: LinearOptions) -> None:
             continue
         rows = x.shape[:-1] if each.shape[0] == "..." else ()
         shape = (*rows, *(sizes[name] for name in each.shape if name != "..."))
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"twell: {each.name} must have shape {shape}, got {tuple(tensor.shape)}")
-        if tensor.dtype != x.dtype and not (tensor is weight and tensor.dtype == E4M3):
-            raise TypeError(f"twell: {each.name} must be {x.dtype} like x, got {tensor.dtype}")
+        is_scaled = tensor is weight and tensor.dtype == E4M3
+        check_tensor(each.name, tensor, shape, *((E4M3, "") if is_scaled else (x.dtype, "x")))
     if (scale is None) == (weight.dtype == E4M3):
         raise ValueError(f"twell: a weight of {E4M3} has weight_scale, and others none")
     if scale is not None and (scale.dtype != torch.float32 or tuple(scale.shape) not in ((), (sizes["out"], 1))):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -30,12 +30,25 @@ def activate(z: Tensor, activation: str, threshold: float | Tensor) -> Tensor:
     return r * r if activation == "relu2" else r
 
 
+def check_matrix(name: str, weight: Tensor) -> None:
+    """Raise ValueError if a weight is no matrix."""
+    if weight.dim() != 2:
+        raise ValueError(f"twell: {name} must have two dimensions, got {tuple(weight.shape)}")
+
+
+def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, like: str = "") -> None:
+    """Raise ValueError for another shape, TypeError for another dtype, which is that of what `like` names."""
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"twell: {name} must have shape {shape}, got {tuple(tensor.shape)}")
+    if tensor.dtype != dtype:
+        expected = f"{dtype} like {like}" if like else f"{dtype}"
+        raise TypeError(f"twell: {name} must be {expected}, got {tensor.dtype}")
+
+
 def widths_of(operands: Operands[Tensor]) -> dict[str, int]:
     """Return d_model, d_ff and d_out, as the weights have them."""
-    weights = {"the first weight": operands.first[0], "w_down": operands.w_down}
-    for name, weight in weights.items():
-        if weight.dim() != 2:
-            raise ValueError(f"twell: {name} must have two dimensions, got {tuple(weight.shape)}")
+    check_matrix("the first weight", operands.first[0])
+    check_matrix("w_down", operands.w_down)
     (d_ff, d_model), d_out = operands.first[0].shape, operands.w_down.shape[1]
     return {"d_model": d_model, "d_ff": d_ff, "d_out": d_out}
 
@@ -46,25 +59,26 @@ def check_call(operands: Operands[Tensor], options: BlockOptions) -> None:
     like = "the weights"
     if dtype == E4M3:
         dtype, like = operands.x.dtype, "x"
-    if not dtype.is_floating_point:
-        raise TypeError(f"twell: x must be of a floating-point dtype, got {dtype}")
+    check_floating(dtype)
     scaled = _check_scales(operands)
-    leading = operands.x.shape[:-1]
     for each in (*TENSORS, *NORM_TENSORS):
         tensor = given.get(each.name)
         if tensor is None:
             continue
-        rows = leading if each.shape[0] == "..." else ()
+        rows = operands.x.shape[:-1] if each.shape[0] == "..." else ()
         shape = (*rows, *(widths[name] for name in each.shape if name != "..."))
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"twell: {each.name} must have shape {shape}, got {tuple(tensor.shape)}")
-        if tensor.dtype != (E4M3 if each.name in scaled else dtype):
-            expected = E4M3 if each.name in scaled else f"{dtype} like {like}"
-            raise TypeError(f"twell: {each.name} must be {expected}, got {tensor.dtype}")
+        own = (E4M3, "") if each.name in scaled else (dtype, like)
+        check_tensor(each.name, tensor, shape, *own)
     options.check(operands.variant, widths["d_ff"])
     if operands.thresholds is not None:
-        _check_thresholds(operands.thresholds, options, widths["d_ff"])
+        check_thresholds(operands.thresholds, options, widths["d_ff"])
     check_norm(options.norm, operands.norm_weight, operands.norm_bias)
+
+
+def check_floating(dtype: torch.dtype) -> None:
+    """Raise TypeError if x would not be of floating-point numbers."""
+    if not dtype.is_floating_point:
+        raise TypeError(f"twell: x must be of a floating-point dtype, got {dtype}")
 
 
 def check_norm(norm: str, weight: object, bias: object) -> None:
@@ -101,14 +115,20 @@ def without_norm(operands: Operands[Tensor], options: BlockOptions) -> tuple[Ope
     return replace(operands, x=x, norm_weight=None, norm_bias=None), replace(options, norm="none", eps=0.0)
 
 
-def _check_thresholds(thresholds: Tensor, options: BlockOptions, d_ff: int) -> None:
+def check_thresholds(thresholds: Tensor, options: BlockOptions, d_ff: int) -> None:
+    """Raise ValueError or TypeError for thresholds of another shape or dtype, or that the activation does not have."""
     if (options.activation, options.threshold) != ("fatrelu", 0):
         got = f"activation {options.activation} with threshold {options.threshold:g}"
         raise ValueError(f"twell: {THRESHOLDS.name} are for fatrelu with threshold 0 alone, got {got}")
-    if tuple(thresholds.shape) != (d_ff,):
-        raise ValueError(f"twell: {THRESHOLDS.name} must have shape {(d_ff,)}, got {tuple(thresholds.shape)}")
-    if thresholds.dtype != torch.float32:
-        raise TypeError(f"twell: {THRESHOLDS.name} must be torch.float32, got {thresholds.dtype}")
+    check_tensor(THRESHOLDS.name, thresholds, (d_ff,), torch.float32)
+
+
+def check_scale(name: str, scale: Tensor, shapes: Sequence[tuple[int, ...]]) -> None:
+    """Raise ValueError if a scale has none of the shapes that its matrix may have, TypeError if it is not float32."""
+    if tuple(scale.shape) not in shapes:
+        expected = " or ".join(map(str, shapes))
+        raise ValueError(f"twell: {name} must have shape {expected}, got {tuple(scale.shape)}")
+    check_tensor(name, scale, tuple(scale.shape), torch.float32)
 
 
 def _check_scales(operands: Operands[Tensor]) -> set[str]:
@@ -129,12 +149,7 @@ def _check_scales(operands: Operands[Tensor]) -> set[str]:
         if weight is None or scale is None:
             continue
         rows, columns = weight.shape
-        shapes = [(), (rows, 1), *([(1, columns)] if name == "w_down_scale" else [])]
-        if tuple(scale.shape) not in shapes:
-            expected = " or ".join(map(str, shapes))
-            raise ValueError(f"twell: {name} must have shape {expected}, got {tuple(scale.shape)}")
-        if scale.dtype != torch.float32:
-            raise TypeError(f"twell: {name} must be torch.float32, got {scale.dtype}")
+        check_scale(name, scale, [(), (rows, 1), *([(1, columns)] if name == "w_down_scale" else [])])
         scaled.add(name.removesuffix("_scale"))
     return scaled
 
@@ -163,9 +178,27 @@ def math_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def _project(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def project(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return rows W^T + b in the type of sums over the elements of the weight."""
     wide = math_dtype(weight.dtype)
     return torch.nn.functional.linear(rows.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+
+
+def rectified(up: Tensor, options: BlockOptions) -> Tensor:
+    """Return what multiplies the gate: what up projects, of dReLU after its ReLU."""
+    return torch.relu(up) if options.activation == "drelu" else up
+
+
+def combined(
+    z: Tensor, up: Tensor | None, options: BlockOptions, thresholds: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return g, u and h of pre-activations z and of what up projects: the names of `hidden_of`."""
+    g = activate(z, options.activation, options.threshold if thresholds is None else thresholds)
+    g = g.to(math_dtype(z.dtype))
+    if up is None:
+        return g, None, g
+    u = rectified(up, options)
+    return g, u, torch.where(g == 0, torch.zeros_like(g), g * u)
 
 
 def hidden_of(operands: Operands[Tensor], options: BlockOptions) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
@@ -174,19 +207,14 @@ def hidden_of(operands: Operands[Tensor], options: BlockOptions) -> tuple[Tensor
     z has the element type, the others that of sums; u, of dReLU after its ReLU, is None in a plain block.
     """
     x = norm_of(operands, options)
-    z = _project(x, *operands.first).to(operands.x.dtype)
-    threshold = options.threshold if operands.thresholds is None else operands.thresholds
-    g = activate(z, options.activation, threshold).to(math_dtype(z.dtype))
-    if operands.w_gate is None:
-        return z, g, None, g
-    up = _project(x, operands.w_up, operands.b_up)
-    u = torch.relu(up) if options.activation == "drelu" else up
-    return z, g, u, torch.where(g == 0, torch.zeros_like(g), g * u)
+    z = project(x, *operands.first).to(operands.x.dtype)
+    up = None if operands.w_gate is None else project(x, operands.w_up, operands.b_up)
+    return z, *combined(z, up, options, operands.thresholds)
 
 
 def output_of(h: Tensor, operands: Operands[Tensor]) -> Tensor:
     """Return y of h, rounded to the element type."""
-    y = _project(h, operands.w_down.t(), operands.b_down)
+    y = project(h, operands.w_down.t(), operands.b_down)
     return (y if operands.residual is None else operands.residual.to(y.dtype) + y).to(operands.x.dtype)
 
 
