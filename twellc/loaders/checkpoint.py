@@ -17,13 +17,8 @@ import torch
 
 from twellc.base.errors import UserError, first_few, first_line
 from twellc.base.files import open_file, read_file
-from twellc.loaders.fp8 import (
-    refuse_other_algorithms,
-    refuse_other_forms,
-    refuse_other_methods,
-    take_fp8,
-)
-from twellc.plugins.fp8 import Fp8
+from twellc.loaders.method import Matrix
+from twellc.loaders.quantization import refuse_settings, take_matrices
 
 _WEIGHTS, _INDEX, _ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 _EXPORT = "Export it with torch.export.save and compile that archive."
@@ -62,14 +57,14 @@ class Checkpoint:
 
     Attributes:
         config: What config.json says, without what chooses implementations.
-        tensors: The weights by name, but those in FP8; they are in the mapped files.
-        scaled: The FP8 matrices, by the names of their weights.
+        tensors: The weights by name, but those that are quantised; they are in the mapped files.
+        matrices: The quantised matrices, by the names of their weights.
         notes: What the user should hear.
     """
 
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor]
-    scaled: dict[str, Fp8]
+    matrices: dict[str, Matrix]
     notes: list[str]
 
 
@@ -85,7 +80,6 @@ def read_checkpoint(path: Path) -> Checkpoint:
     stored: dict[str, torch.Tensor] = {}
     for file in files:
         stored |= read_tensors(file)
-    refuse_other_forms(path, stored)
     _refuse_adapter(path, stored)
     tensors, wrappers = _unwrapped(stored)
     if len(tensors) < len(stored):
@@ -94,8 +88,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
         notes.append(f"the names of the weights hold {' and '.join(wrappers)}; they are taken without that")
     if (path / _ADAPTER).is_file():
         notes.append(f"the adapter beside the model ({_ADAPTER}) is not in the plan: {_MERGE}")
-    tensors, scaled, others = take_fp8(path, tensors)
-    return Checkpoint(config, tensors, scaled, notes + others)
+    tensors, matrices, others = take_matrices(path, tensors)
+    return Checkpoint(config, tensors, matrices, notes + others)
 
 
 # ---- config.json ----
@@ -119,9 +113,11 @@ def read_config(path: Path) -> dict[str, Any]:
             what = f"the model needs remote code ({place})"
             raise UserError(str(file), what, expected="an architecture of transformers itself", fix=_EXPORT)
         if key in _QUANTISED and value:
-            refuse_other_methods(str(file), place, value)
+            refuse_settings(str(file), place, value)
     if (path / _MODELOPT).is_file():
-        refuse_other_algorithms(str(path / _MODELOPT), read_json(path / _MODELOPT))
+        found = read_json(path / _MODELOPT).get("quantization")
+        settings = {**found, "quant_method": "modelopt"} if isinstance(found, dict) else None
+        refuse_settings(str(path / _MODELOPT), "quantization", settings)
     return dict(_without_choices(config))
 
 
@@ -225,13 +221,13 @@ def refuse_absurd_sizes(path: Path, checkpoint: Checkpoint) -> None:
         UserError: It is.
     """
     stored = list(checkpoint.tensors.values())
-    elements = sum(each.numel() for each in stored) + sum(each.values.numel() for each in checkpoint.scaled.values())
+    elements = sum(each.numel() for each in stored) + sum(each.shape.numel() for each in checkpoint.matrices.values())
     for place, _, value in _entries(checkpoint.config):
         if type(value) is not int:
             continue
         most = next((limit for pattern, limit in _MOST_OF if pattern.search(place)), max(_LARGEST_SIZE, elements))
         if _PARTS.search(place) and not _NO_PARTS.search(place):
-            most = max(_MOST_PARTS, len(stored) + len(checkpoint.scaled))
+            most = max(_MOST_PARTS, len(stored) + len(checkpoint.matrices))
         if abs(value) > most:
             raise UserError(
                 str(path / "config.json"),

@@ -20,20 +20,13 @@ from twellc.export.shapes import FixedSizes
 from twellc.loaders import sparselm
 from twellc.loaders.attention import traced_attention
 from twellc.loaders.checkpoint import activations, read_checkpoint, refuse_absurd_sizes
-from twellc.loaders.fp8 import (
-    kept_layers,
-    notes_on,
-    places_of,
-    put_fp8,
-    refuse_overflow,
-    stand_ins,
-)
 from twellc.loaders.huggingface_inputs import Input, at_sizes, inputs_of, longest_text, vocabulary_of, written_sizes
 from twellc.loaders.loaded import LoadedModel
+from twellc.loaders.method import Matrix
+from twellc.loaders.placing import kept_layers, notes_on, places_of, put, refuse_overflow, stand_ins
 from twellc.loaders.tracing import keep_tensor_outputs, trace
 from twellc.options.source import GREEDY_LOGITS, PADDINGS, NoChoiceError, refuse_choices
 from twellc.passes.sizes.conditions import failing_assertions
-from twellc.plugins.fp8 import Fp8
 
 ATTENTION_MODELS = "a decoder of attention layers, such as LlamaForCausalLM"
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
@@ -93,21 +86,21 @@ def open_directory(
         UserError: The directory is incomplete, needs remote code, or holds a model that transformers cannot make.
     """
     checkpoint = read_checkpoint(path)
-    scaled = checkpoint.scaled
+    matrices = checkpoint.matrices
     refuse_absurd_sizes(path, checkpoint)
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if checkpoint.config.get("model_type") == sparselm.MODEL_TYPE:
-        given = checkpoint.tensors | {name: each.dequantize(torch.bfloat16) for name, each in scaled.items()}
+        given = checkpoint.tensors | {name: each.dequantize(torch.bfloat16) for name, each in matrices.items()}
         llama, tensors = sparselm.as_llama(path, checkpoint.config, given)
         model, notes = _make_model(path, transformers.LlamaForCausalLM, llama, tensors, {}, in_dtype)
-        notes = notes_on(scaled, {}, torch.bfloat16) + notes
+        notes = notes_on(matrices, {}, torch.bfloat16) + notes
     else:
         model_class = class_of(path, checkpoint.config)
         config = configuration_of(path, model_class, checkpoint.config)
-        model, notes = _make_model(path, model_class, config, checkpoint.tensors, scaled, in_dtype)
+        model, notes = _make_model(path, model_class, config, checkpoint.tensors, matrices, in_dtype)
     return model, checkpoint.config, checkpoint.notes + notes
 
 
@@ -149,7 +142,7 @@ def _make_model(
     model_class: Any,
     config: Any,
     tensors: dict[str, torch.Tensor],
-    scaled: dict[str, Fp8],
+    matrices: dict[str, Matrix],
     in_dtype: Callable[[torch.dtype], torch.dtype] | None,
 ) -> tuple[Any, list[str]]:
     """Make a model of its configuration and its tensors; and say which of these were left out, and dequantised."""
@@ -157,8 +150,8 @@ def _make_model(
     stored = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
     own = config.dtype if isinstance(config.dtype, torch.dtype) else stored
     dtype = in_dtype(own) if in_dtype else own
-    refuse_overflow(path, scaled, dtype)
-    given = stand_ins(scaled, dtype)
+    refuse_overflow(path, matrices, dtype)
+    given = stand_ins(matrices, dtype)
 
     def load() -> tuple[Any, dict[str, Any]]:
         with warnings.catch_warnings():
@@ -175,13 +168,13 @@ def _make_model(
     try:
         model, info = load()
         places = places_of(model, given)
-        lost = scaled.keys() - places.values() - info["unexpected_keys"]
+        lost = matrices.keys() - places.values() - info["unexpected_keys"]
         if lost:  # transformers makes other weights of them, as it merges experts: it is given them dequantized
             del model
-            given |= {name: scaled[name].dequantize(dtype) for name in lost}
+            given |= {name: matrices[name].dequantize(dtype) for name in lost}
             model, info = load()
             places = places_of(model, {name: each for name, each in given.items() if name not in lost})
-        kept = kept_layers(model_class, config, scaled, places) if scaled else {}
+        kept = kept_layers(model_class, config, matrices, places) if matrices else {}
     except Exception as error:  # transformers raises what it likes for a configuration that does not fit
         raise _cannot_make(path, config, error) from error
     missing = sorted(info["missing_keys"])
@@ -191,7 +184,7 @@ def _make_model(
         fix = "Check that config.json and the weights belong together."
         raise UserError(str(path), what, got=first_few(missing or others), fix=fix)
     unused = sorted(info["unexpected_keys"])
-    notes = notes_on(scaled, put_fp8(model, kept, scaled, places), dtype)
+    notes = notes_on(matrices, put(model, kept, matrices, places), dtype)
     if unused:
         notes.append(f"{len(unused)} tensors of the checkpoint have no place in the model: {first_few(unused)}")
     return model.eval().requires_grad_(False), notes

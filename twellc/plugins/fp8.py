@@ -63,6 +63,16 @@ class Fp8(NamedTuple):
         forms = {blocks: "block", (1, columns): "column", (rows, 1): "row", (): "tensor"}
         return forms.get(tuple(self.scale.shape))
 
+    @property
+    def shape(self) -> torch.Size:
+        """[rows, columns]."""
+        return self.values.shape
+
+    @property
+    def kind(self) -> str:
+        """What notes for the user call it."""
+        return "E4M3" + f" with scales for blocks of {BLOCK} x {BLOCK}" * (self.form == "block")
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return values times scale: in float64 exactly, else computed in float32 and rounded once."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32

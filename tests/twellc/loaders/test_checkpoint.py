@@ -288,7 +288,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "a shard that is the folder": (index({"x": ".."}), "names a file outside of its folder"),
     "gptq": (
         quantising(quant_method="gptq", bits=4),
-        f"{QUANTISED}quantization_config of gptq; expected 16 or 32 bits, or E4M3",
+        f"{QUANTISED}quantization_config of gptq; expected 16 or 32 bits, or float-quantized",
     ),
     "no method": (quantising(load_in_8bit=True), f"{QUANTISED}quantization_config; expected"),
     "quantised text": (quantising("text_config", quant_method="awq"), f"{QUANTISED}text_config.quantization_config of"),

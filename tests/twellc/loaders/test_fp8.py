@@ -232,7 +232,7 @@ def test_logits_that_are_stored_for_the_embedding_too(tmp_path: Path) -> None:
     model, _, notes = open_directory(tmp_path)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert torch.equal(model.lm_head.weight, (weight.float() * scale).bfloat16())
-    assert notes == ["all 1 matrices in E4M3 are dequantised to bfloat16: lm_head.weight"]
+    assert notes == ["1 matrices in E4M3 are dequantised to bfloat16: lm_head.weight"]
 
 
 def test_logits_that_are_stored_beside_the_embedding(tmp_path: Path) -> None:

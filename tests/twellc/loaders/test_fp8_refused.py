@@ -59,7 +59,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "ModelOpt's NVFP4": (
         lambda folder: (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}'),
-        f"hf_quant_config.json: {NOT_READ}quant_algo NVFP4; expected",
+        f"hf_quant_config.json: {NOT_READ}quantization of modelopt with quant_algo NVFP4; expected",
     ),
     "smoothing": (storing(pre_quant_scale=torch.ones(32)), f"{NOT_READ}{GATE}.pre_quant_scale of float32"),
     "SVD": (storing(svdquant_lora_a=torch.ones(4, 4)), f"{NOT_READ}{GATE}.svdquant_lora_a"),
@@ -72,7 +72,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no weight": (
         storing(weight=None),
-        f"{GATE}.weight_scale: is a scale without a weight in E4M3; got no {GATE}.weight",
+        f"{GATE}.weight_scale: is a scale without a quantised weight; got no {GATE}.weight",
     ),
     "a zero scale": (
         storing(weight_scale=torch.zeros(320, 1)),
