@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.plugins.training_blocks import KINDS, THRESHOLDS, problem
 from twellc.plugins.block import GATED, PLAIN, BlockOptions, Operands, Variant
-from twellc.plugins.gradients.call import Call, Step
-from twellc.plugins.gradients.ops import TRAIN_FORWARD, train_forward
+from twellc.plugins.gradients_call import Call, Step
+from twellc.plugins.gradients_ops import TRAIN_FORWARD, train_forward
 from twellc.plugins.ops import OPS, run_block
 from twellc.plugins.training import TrainingState, choose, train_block
 

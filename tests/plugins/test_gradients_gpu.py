@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.plugins.training_blocks import KINDS, Problem, problem
 from twellc.plugins.block import GATED, PLAIN, BlockOptions, Operands, Variant
-from twellc.plugins.gradients.call import KEPT_DTYPES, Call, Kept, Step
-from twellc.plugins.gradients.hybrid import from_hybrid, to_hybrid
-from twellc.plugins.gradients.ops import TRAIN_FORWARD, train_forward
+from twellc.plugins.gradients_call import KEPT_DTYPES, Call, Kept, Step
+from twellc.plugins.gradients_hybrid import from_hybrid, to_hybrid
+from twellc.plugins.gradients_ops import TRAIN_FORWARD, train_forward
 from twellc.plugins.meaning import hidden_of
 from twellc.plugins.ops import run_block
 from twellc.plugins.training import TrainingState, train_block

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from twellc.plugins.gradients.call import Kept
-from twellc.plugins.gradients.hybrid import WIDTH, from_hybrid, to_hybrid
+from twellc.plugins.gradients_call import Kept
+from twellc.plugins.gradients_hybrid import WIDTH, from_hybrid, to_hybrid
 
 D_FF = 1000
 

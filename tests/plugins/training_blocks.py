@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.distributions import Normal
 
 from twellc.plugins.block import GATED, PLAIN, BlockOptions, Operands, Variant
-from twellc.plugins.gradients.call import Step
-from twellc.plugins.gradients.ops import train_forward
+from twellc.plugins.gradients_call import Step
+from twellc.plugins.gradients_ops import train_forward
 
 L1_FACTOR = 0.3
 THRESHOLDS = {"fatrelu": 0.25}

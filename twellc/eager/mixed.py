@@ -23,7 +23,7 @@ from twellc.passes.decide import KERNEL_DTYPES
 from twellc.passes.report import Layer
 from twellc.plugins.block import SCALES, THRESHOLDS, BlockOptions, Operands, WeightOperands
 from twellc.plugins.fp8 import E4M3
-from twellc.plugins.gradients.modes import is_forward_mode, is_transformed
+from twellc.plugins.gradients_modes import is_forward_mode, is_transformed
 from twellc.plugins.ops import run_block
 
 # Of blocks in FP8, what is not of the dtype of x.

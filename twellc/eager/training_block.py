@@ -18,7 +18,7 @@ from twellc.base.dtypes import kernel_dtypes
 from twellc.base.torch_private import current_graph_task_id
 from twellc.eager.hidden import Blended, Hidden
 from twellc.plugins.block import BlockOptions, Operands
-from twellc.plugins.gradients.ops import train_forward
+from twellc.plugins.gradients_ops import train_forward
 from twellc.plugins.meaning import combined, rectified
 from twellc.plugins.training import TrainingState, train_block
 

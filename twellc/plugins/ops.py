@@ -47,7 +47,7 @@ from twellc.plugins.block import (
     set_scales,
     tensors_of,
 )
-from twellc.plugins.gradients.ops import register_gradients
+from twellc.plugins.gradients_ops import register_gradients
 from twellc.plugins.meaning import (
     as_read,
     check_call,

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from twellc.plugins.block import BlockOptions, Operands
-from twellc.plugins.gradients.call import Call, Step
-from twellc.plugins.gradients.ops import TRAIN_FORWARD
+from twellc.plugins.gradients_call import Call, Step
+from twellc.plugins.gradients_ops import TRAIN_FORWARD
 
 # What a step costs, in the time that the dense products of a training step take for a neuron and a token: measured on
 # an H100 (benchmarks/LOG.md). Other GPUs are taken to be alike, as products and gathers grow with the same widths.

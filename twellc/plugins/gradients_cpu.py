@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from twellc.plugins.block import PLAIN
-from twellc.plugins.gradients.call import KEPT_DTYPES, Call, Kept
+from twellc.plugins.gradients_call import KEPT_DTYPES, Call, Kept
 from twellc.plugins.meaning import hidden_of, math_dtype, output_of
 
 

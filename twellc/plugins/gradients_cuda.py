@@ -15,7 +15,7 @@ from torch import Tensor
 from twellc.base.dtypes import dtype_name
 from twellc.plugins import library
 from twellc.plugins.block import GATED, Operands, problem_of, tensors_of
-from twellc.plugins.gradients.call import KEPT_DTYPES, Call, Kept
+from twellc.plugins.gradients_call import KEPT_DTYPES, Call, Kept
 from twellc.plugins.meaning import as_read, check_on_gpu, check_problem, check_status, launch, widths_of
 
 

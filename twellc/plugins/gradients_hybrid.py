@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from twellc.plugins.gradients.call import Kept
+from twellc.plugins.gradients_call import Kept
 
 WIDTH = 128
 

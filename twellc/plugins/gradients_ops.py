@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from twellc.base.torch_private import AutoDispatchBelowAutograd, OpOverload
+from twellc.plugins import gradients_cpu, gradients_cuda
 from twellc.plugins.block import BlockOptions, Operands, Variant
 from twellc.plugins.block import call_of as block_call_of
-from twellc.plugins.gradients import cpu, cuda
-from twellc.plugins.gradients.call import KEPT_DTYPES, Call, Gradients, Kept, Step, call_of, schemas
-from twellc.plugins.gradients.modes import NO_SECOND, refuse_forward_mode, refuse_torch_func, register_autocast
+from twellc.plugins.gradients_call import KEPT_DTYPES, Call, Gradients, Kept, Step, call_of, schemas
+from twellc.plugins.gradients_modes import NO_SECOND, refuse_forward_mode, refuse_torch_func, register_autocast
 from twellc.plugins.meaning import check_call, math_dtype, widths_of, without_norm
 from twellc.plugins.torch_library import LIBRARY, define
 
@@ -52,7 +52,7 @@ def _check(call: Call) -> None:
 
 def _infer_forward(call: Call) -> tuple[Tensor, Tensor, Tensor, Kept]:
     x, widths = call.operands.x, widths_of(call.operands)
-    shapes = [(0,)] * _NUM_KEPT if x.device.type == "cpu" else cuda.shapes_kept(call)
+    shapes = [(0,)] * _NUM_KEPT if x.device.type == "cpu" else gradients_cuda.shapes_kept(call)
     kept = (x.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, KEPT_DTYPES, strict=True))
     y, l1 = x.new_empty((*x.shape[:-1], widths["d_out"])), x.new_empty((), dtype=math_dtype(x.dtype))
     return y, l1, x.new_empty(widths["d_ff"], dtype=torch.int32), Kept(*kept)
@@ -87,10 +87,14 @@ def _backward_by(run: Callable[..., Any]) -> Callable[..., Any]:
 
 _FORWARD, _BACKWARD = schemas()
 TRAIN_FORWARD: OpOverload = define(
-    _FORWARD, *(_forward_by(run) for run in (cpu.forward, cuda.forward, _infer_forward)), by_device=True
+    _FORWARD,
+    *(_forward_by(run) for run in (gradients_cpu.forward, gradients_cuda.forward, _infer_forward)),
+    by_device=True,
 )
 TRAIN_BACKWARD: OpOverload = define(
-    _BACKWARD, *(_backward_by(run) for run in (cpu.backward, cuda.backward, _infer_backward)), by_device=True
+    _BACKWARD,
+    *(_backward_by(run) for run in (gradients_cpu.backward, gradients_cuda.backward, _infer_backward)),
+    by_device=True,
 )
 
 
