@@ -46,7 +46,7 @@ def dumped(module: nn.Module, folder: Path) -> dict[str, str]:
 def test_each_pass_is_seen(tmp_path: Path) -> None:
     graphs = dumped(Everything(), tmp_path)
     assert list(graphs) == [
-        "traced", "decompose", "name_casts", "dequantise", "write_numbers", "merge_views", "name_relus", "fold_weights",
+        "traced", "decompose", "name_casts", "dequantize", "write_numbers", "merge_views", "name_relus", "fold_weights",
         "fold_constants", "feature_last", "in_precision", "rewrite_ffn", "rewrite_attention", "rewrite_linear",
         "rotate_in_caches",
     ]  # fmt: skip
@@ -71,7 +71,7 @@ def test_every_pass_is_in_the_list() -> None:
     others = {"__init__", "pipeline", "dump", "block_profile"}
     files = {path.stem for path in (ROOT / "twellc/passes").glob("*.py")} - others
     # Steps and the files that they call have the same names but for these.
-    renamed = {"in_precision": "precision", "dequantise": "fp8", "rewrite_attention": "attention",
+    renamed = {"in_precision": "precision", "dequantize": "fp8", "rewrite_attention": "attention",
                "stay": "neurons", "order": "neurons", "share": "neurons"}  # fmt: skip
     steps = {each.name for steps in STEPS.values() for each in steps} - {"find", "find_linear"}
     assert files == {renamed.get(name, name) for name in steps}
