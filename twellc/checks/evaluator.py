@@ -38,7 +38,7 @@ from twellc.plugins.library import (
     PLUGIN_NAMESPACE,
 )
 from twellc.plugins.linear_op import run_linear
-from twellc.plugins.meaning import activate, normalised
+from twellc.plugins.meaning import activate, cast, normalised
 from twellc.plugins.onnx_node import read_linear, read_node
 from twellc.plugins.ops import run_block
 
@@ -250,10 +250,7 @@ class PluginNode:
 
     def run(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """Return y, in the dtype of x and residual: both are in float64, or in that of the block."""
-        narrow = {*FLOAT32, *(name.removesuffix("_scale") for name in self.weights.scales())}
-        tensors = {name: _load(each) for name, each in self.weights.named().items()}
-        weights = {name: each if name in narrow else each.to(x.dtype) for name, each in tensors.items()}
-        return _run_block(Operands(**weights, x=x, residual=residual), self.options)
+        return _run_block(cast(self.weights.map(_load), x.dtype).of(x, residual), self.options)
 
     def active(self, x: torch.Tensor) -> int:
         """Return how many activations of the gate (of a plain block: of the hidden tensor) are not zero for x."""

@@ -15,9 +15,9 @@ from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import Linear, Weight, width
 from twellc.passes.pipeline import Rewritten
 from twellc.passes.report import reads_fp8
-from twellc.plugins.block import FLOAT32, BlockOptions, Operands, WeightOperands
+from twellc.plugins.block import BlockOptions, WeightOperands
 from twellc.plugins.fp8 import E4M3, Fp8
-from twellc.plugins.meaning import activate, dequantize
+from twellc.plugins.meaning import activate, cast, dequantize
 from twellc.plugins.ops import run_block
 
 
@@ -56,7 +56,8 @@ class Fp8Block:
         """Return ||y8 - y||² and ||y||² in float64: what quantising the weights of 16 bits changes."""
         assert self.wide is not None
         x = x.cpu().double()
-        y8, y = (run_block(Operands(**_widened(form), x=x), self.options) for form in (self.weights, self.wide))
+        forms = (cast(each.map(lambda tensor: tensor.detach().cpu()), x.dtype) for each in (self.weights, self.wide))
+        y8, y = (run_block(each.of(x), self.options) for each in forms)
         return float((y8 - y).square().sum()), float(y.square().sum())
 
 
@@ -85,11 +86,6 @@ def fp8_layers(found: Rewritten) -> Iterator[tuple[Linear, Fp8Layer]]:
         for each, part, scale in zip(layer.linears, values, scales, strict=True):
             bias = None if each.bias is None else tensor_of(found.program, each.bias.name).detach()
             yield each, Fp8Layer(Fp8(part.view(E4M3), scale), bias)
-
-
-def _widened(weights: WeightOperands[Tensor]) -> dict[str, Tensor]:
-    tensors = {name: each.detach().cpu() for name, each in weights.named().items()}
-    return {n: each if each.dtype == E4M3 or n in FLOAT32 else each.double() for n, each in tensors.items()}
 
 
 def _rounded(rows: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -37,7 +36,6 @@ from twellc.plugins.library import MAX_PACKED_D_FF
 
 aten = torch.ops.aten
 
-T = TypeVar("T")
 # What may become of logits before they are returned, besides a scale.
 _OF_LOGITS = VALUE_PRESERVING | CASTS | {aten.argmax, aten.select, aten.slice, aten.tanh}
 QUANTISED = "quantised"  # why weights are read in FP8 that the model has in 16
@@ -213,12 +211,9 @@ def fp8_of(
     found = _arranged(block, stored)
     is_stored = not _fault(found) and all(each is not None for each in found.values())
     if not is_stored:
-
-        def make(weight: Weight, role: TensorField) -> Fp8:
+        for name, (weight, role) in _matrices(block).items():
             view = arranged_view(tensor(weight).detach(), weight, role.in_out)[1]
-            return Fp8.quantize(view, "row", f"layer {block.module}: {role.name}")
-
-        found = dict(_matrices(block, make))
+            found[name] = Fp8.quantize(view, "row", f"layer {block.module}: {name}")
     result: dict[str, Tensor] = {}
     by_neuron = any(each is not None and each.scale.dim() for name, each in found.items() if name != "w_down")
     for name in list(found):
@@ -267,18 +262,13 @@ def _arranged(block: FfnBlock, stored: Stored) -> dict[str, Fp8 | None]:
             scale = wide.narrow(shared if weight.in_out == role.in_out else 1 - shared, 0, 1)
         return Fp8(values, scale)
 
-    return dict(_matrices(block, arrange))
+    return {name: arrange(*each) for name, each in _matrices(block).items()}
 
 
-def _matrices(block: FfnBlock, place: Callable[[Weight, TensorField], T]) -> Iterator[tuple[str, T]]:
-    """Yield what `place` makes of the matrices of a block, by name."""
-
-    def only_matrices(weight: Weight, role: TensorField) -> tuple[T] | None:
-        return (place(weight, role),) if f"{role.name}_scale" in SCALES else None
-
-    for name, each in weights_of(block, only_matrices).named().items():
-        if each is not None:
-            yield name, each[0]
+def _matrices(block: FfnBlock) -> dict[str, tuple[Weight, TensorField]]:
+    """Return the matrices of a block, by name."""
+    found = weights_of(block, lambda weight, role: (weight, role)).named()
+    return {name: each for name, each in found.items() if f"{name}_scale" in SCALES}
 
 
 def _fault(found: Mapping[str, Fp8 | None]) -> str:

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from twellc.base.dtypes import dtype_name
 from twellc.plugins import library
-from twellc.plugins.block import NORM_TENSORS, SCALES, TENSORS, THRESHOLDS, BlockOptions, Operands
+from twellc.plugins.block import (
+    FLOAT32,
+    NORM_TENSORS,
+    SCALES,
+    TENSORS,
+    THRESHOLDS,
+    BlockOptions,
+    Operands,
+    WeightOperands,
+)
 from twellc.plugins.fp8 import E4M3, Fp8
 
 
@@ -161,6 +170,13 @@ def dequantize(operands: Operands[Tensor], dtype: torch.dtype = torch.float64) -
         of = name.removesuffix("_scale")
         named[of] = Fp8(named[of], named.pop(name)).dequantize(dtype)
     return Operands(**named) if scales else operands
+
+
+def cast(weights: WeightOperands[Tensor], dtype: torch.dtype) -> WeightOperands[Tensor]:
+    """Return weights in another type, but what keeps its own: FP8, and what is float32 in every block."""
+    named = weights.named()
+    kept = {name for name, each in named.items() if name in FLOAT32 or each.dtype == E4M3}
+    return WeightOperands(**{name: each if name in kept else each.to(dtype) for name, each in named.items()})
 
 
 def scale_kinds(operands: Operands[Tensor]) -> tuple[str, str] | None:

@@ -37,7 +37,7 @@ extern "C" {
 // TWELL_E4M3, OCP's FP8 (a NaN, no infinity, at most 448), is for weights alone.
 typedef enum { TWELL_BF16 = 0, TWELL_FP16 = 1, TWELL_E4M3 = 2 } twell_dtype;
 
-// How many scales a weight matrix of TWELL_E4M3 has: an element is worth its value times its scale. One for all, one
+// How many scales a weight matrix of TWELL_E4M3 has: its values times their scales are the weights. One for all, one
 // for each neuron (row of the matrix as it is stored), or one for each output (column; of w_down alone).
 typedef enum { TWELL_SCALE_TENSOR = 0, TWELL_SCALE_NEURON = 1, TWELL_SCALE_OUTPUT = 2 } twell_scale;
 
@@ -176,7 +176,7 @@ TWELL_API cudaError_t twell_gate(twell_problem const* problem, twell_tensors con
 //  - a NaN in a row of x reaches all of that row of y, a NaN in the residual its place of y;
 //  - of finite inputs, only z and y can overflow, where they leave the range of the element type; u and h cannot;
 //  - the same call on the same device gives the same bits.
-// With weights of TWELL_E4M3 they compute with what these are worth. Which kernels round x, for the gate alone, to E4M3
+// With weights of TWELL_E4M3 they compute with these dequantized. Which kernels round x, for the gate alone, to E4M3
 // with a scale for each row, twell_describe says ("quantise"); then an infinity in a row of x counts as a NaN.
 // With a norm they may begin to read all inputs but x and the residual before the launches before have ended: so the
 // launch just before must not be one that writes them.

@@ -7,7 +7,7 @@
 
 namespace twell {
 
-// What elements of weights are worth, that are stored as Stored: those of 16 bits have no scales.
+// The scales of weights that are stored as Stored: those of 16 bits have none.
 template <class Stored>
 struct ScalesOf {
     static constexpr bool kHasScales = false;

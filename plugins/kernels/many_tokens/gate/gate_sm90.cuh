@@ -20,7 +20,7 @@ constexpr int kRegistersPacker = 120;
 constexpr int kRegistersGateConsumer = 192;
 static_assert(registers_suffice(kRegistersPacker, kRegistersGateConsumer), "setmaxnreg.inc would wait for ever");
 
-// What FP8 of x and of weights is worth; of 16 bits nothing is here.
+// The scales of x and of weights in FP8; of 16 bits there are none.
 template <class Operand>
 struct GateScalesOf {
     static constexpr bool kHasScales = false;
