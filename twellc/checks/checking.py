@@ -187,25 +187,36 @@ def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None])
     tokens = [places_of_tokens(sample) for sample in samples]
     if any(each is not None for each in tokens):
         comparison.notes.append("places of padding are not compared: what a model gives for them has no meaning")
-    outputs = []
-    for index, name in enumerate(reference.outputs):
-        for got, expected in zip(ours, runs.plain, strict=True):
-            if got[index].shape != expected[index].shape:
-                raise UserError(
-                    str(options.candidate),
-                    f"output {name} has another shape than the model's",
-                    got=str(tuple(got[index].shape)),
-                    expected=str(tuple(expected[index].shape)),
-                )
-
-        def stacked(results: list[Outputs], index: int = index) -> torch.Tensor:
-            return _stack([_without_padding(each[index], own) for each, own in zip(results, tokens, strict=True)])
-
-        # Rows whose length varies with the input are not logits over a vocabulary.
-        same_width = len({_width(each[index]) for each in runs.plain}) == 1
-        language_model = reference.language_model and index == 0 and same_width
-        outputs.append(comparison.output(name, stacked(ours), stacked, language_model))
+    outputs = [_output(options, comparison, reference, index, ours, tokens) for index in range(len(reference.outputs))]
     return comparison.result(described, notes, outputs, text=text)
+
+
+def _output(
+    options: CheckOptions,
+    comparison: _Comparison,
+    reference: Reference,
+    index: int,
+    ours: list[Outputs],
+    tokens: list[torch.Tensor | None],
+) -> OutputAccuracy | DiscreteAccuracy:
+    """Return the accuracy of one output; `tokens` says of each sample which of its places are not padding."""
+    name, plain = reference.outputs[index], comparison.runs.plain
+    for got, expected in zip(ours, plain, strict=True):
+        if got[index].shape != expected[index].shape:
+            raise UserError(
+                str(options.candidate),
+                f"output {name} has another shape than the model's",
+                got=str(tuple(got[index].shape)),
+                expected=str(tuple(expected[index].shape)),
+            )
+
+    def stacked(results: list[Outputs]) -> torch.Tensor:
+        return _stack([_without_padding(each[index], own) for each, own in zip(results, tokens, strict=True)])
+
+    # Rows whose length varies with the input are not logits over a vocabulary.
+    same_width = len({_width(each[index]) for each in plain}) == 1
+    language_model = reference.language_model and index == 0 and same_width
+    return comparison.output(name, stacked(ours), stacked, language_model)
 
 
 def _does_not_belong(

@@ -21,6 +21,7 @@ from twellc.commands.terminal import Command, open_console, show_progress
 from twellc.options.commands import CheckOptions
 
 if TYPE_CHECKING:
+    from twellc.checks.accuracy import DiscreteAccuracy, OutputAccuracy
     from twellc.checks.checking import BlockAccuracy, CheckResult
     from twellc.checks.generation import GenerationAccuracy
 
@@ -58,7 +59,7 @@ def check(context: click.Context, /, model: Path, candidate: Path, as_json: bool
 
 def print_accuracy(result: CheckResult) -> None:
     """Print what was found, and the verdict."""
-    from twellc.checks.accuracy import DiscreteAccuracy, perplexity
+    from twellc.checks.accuracy import perplexity
 
     console = open_console()
     for note in filter(None, (result.note, *result.notes)):
@@ -66,44 +67,7 @@ def print_accuracy(result: CheckResult) -> None:
     console.print(f"Executed: {result.executed}", soft_wrap=True)
     console.print(f"Inputs: {result.inputs}", soft_wrap=True)
     for output in result.outputs:
-        if isinstance(output, DiscreteAccuracy):
-            console.print(
-                f"output {output.name}: {output.differing} of {output.elements} elements differ from float64 (plain "
-                f"{output.plain_differing}, tolerance {output.tolerance})"
-            )
-            continue
-        table = Table(
-            "against",
-            "max error",
-            "mean error",
-            "relative error",
-            "cosine",
-            "NaN or inf",
-            title=f"output {output.name}",
-        )
-        rows = (
-            ("candidate - float64", output.candidate, f"{output.stray} of {output.elements}"),
-            ("plain low precision - float64", output.plain, f"{output.plain_stray} of {output.elements}"),
-            ("candidate - plain low precision", output.difference, ""),
-        )
-        for name, error, stray in rows:
-            errors = (_figure(each) for each in (error.max, error.mean, error.relative))
-            table.add_row(name, *errors, _figure(error.cosine, ".6f"), stray)
-        table.add_row("tolerance", _figure(output.max_tolerance), "", _figure(output.relative_tolerance), "", "0")
-        console.print(table)
-        if output.separation is not None:
-            separation = output.separation
-            table = Table("error of the candidate", "max error", "relative error")
-            for cause, label in _CAUSES.items():
-                share = getattr(separation, cause)
-                form = "+.3e" if cause in ("kernels", "rest") else ".3e"
-                table.add_row(label, _figure(share.max, form), _figure(share.relative, form))
-            console.print(table)
-        if output.top1 is not None and output.plain_top1 is not None:
-            console.print(
-                f"top-1 agreement with float64: {output.top1:.2%} (plain {output.plain_top1:.2%}); "
-                f"KL divergence: {output.kl:.3e} nats (plain {output.plain_kl:.3e})"
-            )
+        _print_output(console, output)
     if result.generation is not None:
         _print_generation(console, result.generation)
     if result.text is not None:
@@ -124,6 +88,50 @@ def print_accuracy(result: CheckResult) -> None:
         where = "; every rewritten block is within tolerance by itself"
     causes = "; cause: " + " and ".join(_CAUSES[cause] for cause in result.causes) if result.causes else ""
     console.print(Text("OUTSIDE TOLERANCE", "bold red"), f"{where}{causes}", sep="", soft_wrap=True)
+
+
+def _print_output(console: Console, output: OutputAccuracy | DiscreteAccuracy) -> None:
+    """Show the errors of an output of the model."""
+    from twellc.checks.accuracy import DiscreteAccuracy
+
+    if isinstance(output, DiscreteAccuracy):
+        console.print(
+            f"output {output.name}: {output.differing} of {output.elements} elements differ from float64 (plain "
+            f"{output.plain_differing}, tolerance {output.tolerance})"
+        )
+        return
+    table = Table(
+        "against",
+        "max error",
+        "mean error",
+        "relative error",
+        "cosine",
+        "NaN or inf",
+        title=f"output {output.name}",
+    )
+    rows = (
+        ("candidate - float64", output.candidate, f"{output.stray} of {output.elements}"),
+        ("plain low precision - float64", output.plain, f"{output.plain_stray} of {output.elements}"),
+        ("candidate - plain low precision", output.difference, ""),
+    )
+    for name, error, stray in rows:
+        errors = (_figure(each) for each in (error.max, error.mean, error.relative))
+        table.add_row(name, *errors, _figure(error.cosine, ".6f"), stray)
+    table.add_row("tolerance", _figure(output.max_tolerance), "", _figure(output.relative_tolerance), "", "0")
+    console.print(table)
+    if output.separation is not None:
+        separation = output.separation
+        table = Table("error of the candidate", "max error", "relative error")
+        for cause, label in _CAUSES.items():
+            share = getattr(separation, cause)
+            form = "+.3e" if cause in ("kernels", "rest") else ".3e"
+            table.add_row(label, _figure(share.max, form), _figure(share.relative, form))
+        console.print(table)
+    if output.top1 is not None and output.plain_top1 is not None:
+        console.print(
+            f"top-1 agreement with float64: {output.top1:.2%} (plain {output.plain_top1:.2%}); "
+            f"KL divergence: {output.kl:.3e} nats (plain {output.plain_kl:.3e})"
+        )
 
 
 def _print_generation(console: Console, generation: GenerationAccuracy) -> None:

@@ -133,32 +133,9 @@ def build_plan(
     parser = trt.OnnxParser(network, logger)
     if not parser.parse_from_file(str(onnx_path)):
         raise _refusal(host, onnx_path, [parser.get_error(i) for i in range(parser.num_errors)], messages)
-    config = builder.create_builder_config()
-    config.progress_monitor = _monitor(host, progress)
-    # Layers of a plan can then be told by the nodes that they were made of; see `runner.engine_layers`.
-    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-    if embedded:
-        config.plugins_to_serialize = list(map(str, embedded))
-    if cached:
-        config.set_preview_feature(getattr(trt.PreviewFeature, _ALIASED), True)
-    inputs = [network.get_input(i) for i in range(network.num_inputs)]
-    if any(-1 in tensor.shape for tensor in inputs):
-        for ranges in profiles:
-            profile = builder.create_optimization_profile()
-            for tensor in inputs:
-                shapes = ranges[tensor.name]
-                profile.set_shape(tensor.name, shapes.min, shapes.opt, shapes.max)
-            config.add_optimization_profile(profile)
-    layers = [network.get_layer(i) for i in range(network.num_layers)]
-    for layer in layers:
-        if layer.type == getattr(trt.LayerType, "ATTENTION_INPUT", None):
-            # Where no kernel has the block's sizes, such as heads of 16, it is taken apart instead of refused.
-            layer.__class__ = trt.IAttentionInputLayer  # get_layer does not tell which it is
-            layer.attention.decomposable = True
-    early_collectives = getattr(trt.PreviewFeature, "MULTIDEVICE_RUNTIME_10_16", None)
-    if early_collectives is not None and any(layer.type == trt.LayerType.DIST_COLLECTIVE for layer in layers):
-        config.set_preview_feature(early_collectives, True)
-    plugin_layers = [layer.name for layer in layers if layer.type == trt.LayerType.PLUGIN_V3]
+    config = _configured(host, builder, embedded, cached, progress)
+    _add_profiles(builder, config, network, profiles)
+    plugin_layers = _adjust_layers(trt, network, config)
     if needs:
         # The one text in a plan that is ours to choose. A plan may be found without its manifest.
         network.name = f"{onnx_path.stem}: {needs}"
@@ -171,11 +148,49 @@ def build_plan(
         )  # fmt: skip
     return Plan(
         backend={"name": host.name, "version": host.version},
-        inputs=[_describe(tensor) for tensor in inputs],
+        inputs=[_describe(network.get_input(i)) for i in range(network.num_inputs)],
         outputs=[_describe(network.get_output(i)) for i in range(network.num_outputs)],
         plugin_layers=plugin_layers,
         libraries=registered,
     )
+
+
+def _configured(host: Host, builder: Any, embedded: list[Path], cached: bool, progress: Callable[[str], None]) -> Any:
+    config = builder.create_builder_config()
+    config.progress_monitor = _monitor(host, progress)
+    # Layers of a plan can then be told by the nodes that they were made of; see `runner.engine_layers`.
+    config.profiling_verbosity = host.module.ProfilingVerbosity.DETAILED
+    if embedded:
+        config.plugins_to_serialize = list(map(str, embedded))
+    if cached:
+        config.set_preview_feature(getattr(host.module.PreviewFeature, _ALIASED), True)
+    return config
+
+
+def _add_profiles(builder: Any, config: Any, network: Any, profiles: list[ShapeProfile]) -> None:
+    inputs = [network.get_input(i) for i in range(network.num_inputs)]
+    if not any(-1 in tensor.shape for tensor in inputs):
+        return
+    for ranges in profiles:
+        profile = builder.create_optimization_profile()
+        for tensor in inputs:
+            shapes = ranges[tensor.name]
+            profile.set_shape(tensor.name, shapes.min, shapes.opt, shapes.max)
+        config.add_optimization_profile(profile)
+
+
+def _adjust_layers(trt: Any, network: Any, config: Any) -> list[str]:
+    """Allow what layers of some kinds need; return the names of those that are plugins."""
+    layers = [network.get_layer(i) for i in range(network.num_layers)]
+    for layer in layers:
+        if layer.type == getattr(trt.LayerType, "ATTENTION_INPUT", None):
+            # Where no kernel has the block's sizes, such as heads of 16, it is taken apart instead of refused.
+            layer.__class__ = trt.IAttentionInputLayer  # get_layer does not tell which it is
+            layer.attention.decomposable = True
+    early_collectives = getattr(trt.PreviewFeature, "MULTIDEVICE_RUNTIME_10_16", None)
+    if early_collectives is not None and any(layer.type == trt.LayerType.DIST_COLLECTIVE for layer in layers):
+        config.set_preview_feature(early_collectives, True)
+    return [layer.name for layer in layers if layer.type == trt.LayerType.PLUGIN_V3]
 
 
 def reasons(messages: list[str]) -> str:

@@ -64,11 +64,14 @@ def weights_of(block: FfnBlock, place: Callable[[Weight, TensorField], T]) -> We
     return WeightOperands(**{each.name: place(stored[each.name], each) for each in fields if each.name in stored})
 
 
+_InFp8 = Callable[[FfnBlock, torch.Tensor | None], dict[str, torch.Tensor]]
+
+
 def rewrite_ffn(
     program: ExportedProgram,
     rewrites: Sequence[tuple[FfnBlock, BlockOptions]],
     neurons: Mapping[str, torch.Tensor] = MappingProxyType({}),
-    in_fp8: Callable[[FfnBlock, torch.Tensor | None], dict[str, torch.Tensor]] | None = None,
+    in_fp8: _InFp8 | None = None,
 ) -> ExportedProgram:
     """Return the program with blocks rewritten.
 
@@ -82,59 +85,14 @@ def rewrite_ffn(
     """
     rewritten = editable(program)
     nodes: dict[str, Node] = {node.name: node for node in rewritten.graph.nodes}
-    vectors = NormVectors(rewritten)
-    arranged: dict[tuple[Weight, bool, torch.dtype], Node] = {}
-    fp8: dict[tuple[Weight, ...], dict[str, Node]] = {}
-
-    def add_fp8(block: FfnBlock, order: torch.Tensor | None) -> dict[str, Node]:
-        """Return placeholders of the matrices and scales of a block that is read in FP8, by name."""
-        if not reads_fp8(block.weights):
-            return {}
-        assert in_fp8 is not None
-        weights = weights_of(block, lambda weight, _: weight).named()
-        key = tuple(weights.values())
-        if order is not None or key not in fp8:
-            made: dict[str, Node] = {}
-            for name, tensor in in_fp8(block, order).items():
-                weight = weights[name.removesuffix("_scale")]
-                suffix = "scale" if name in SCALES else "e4m3"
-                made[name] = add_parameter(rewritten, f"{weight.name}_{suffix}", tensor, like=nodes[weight.node.name])
-            if order is not None:
-                return made
-            fp8[key] = made
-        return fp8[key]
-
-    def arrange(weight: Weight, role: TensorField, order: torch.Tensor | None, matrices: dict[str, Node]) -> Node:
-        """Return the placeholder that holds a weight as the op reads it, its neurons in `order`."""
-        if role.name in matrices:
-            return matrices[role.name]
-        in_out, order = role.in_out, order if role.by_neuron else None
-        placeholder = nodes[weight.node.name]
-        value = placeholder.meta["val"]
-        dtype = torch.float32 if role.name in FLOAT32 else value.dtype
-        as_it_is = weight.in_out == in_out and weight.rows is None and value.dim() <= 2
-        if as_it_is and order is None and value.dtype == dtype:
-            return placeholder
-        if order is None and (weight, in_out, dtype) in arranged:
-            return arranged[weight, in_out, dtype]
-        stored = tensor_of(rewritten, weight.name).detach().to(dtype)
-        if order is None:
-            suffix, copied = arranged_copy(stored, weight, in_out)
-        else:
-            suffix, view = arranged_view(stored, weight, in_out)
-            suffix, copied = f"{'' if as_it_is else suffix}_arranged", view.index_select(0, order.to(view.device))
-        made = add_parameter(rewritten, f"{weight.name}{suffix}", copied, like=placeholder)
-        if order is None:
-            arranged[weight, in_out, dtype] = made
-        return made
-
+    vectors, weights = NormVectors(rewritten), _Placeholders(rewritten, nodes, in_fp8)
     for block, options in rewrites:
         assert not block.refusal
         anchor = nodes[block.y.name]
         residual = nodes[block.residual.other.name] if block.residual else None
         order = neurons.get(block.module)
-        matrices = add_fp8(block, order)
-        place = functools.partial(arrange, order=order, matrices=matrices)
+        matrices = weights.in_fp8(block, order)
+        place = functools.partial(weights.arranged, order=order, matrices=matrices)
         operands = weights_of(block, place).of(nodes[(block.norm or block).x.name], residual)
         if block.norm is not None:
             weight, bias = (vectors.placeholder(each, block.dtype) for each in (block.norm.weight, block.norm.bias))
@@ -148,3 +106,57 @@ def rewrite_ffn(
         replace_node(rewritten, anchor, op)
         nodes[anchor.name] = op  # what a later block may read as its x
     return finish(rewritten)
+
+
+class _Placeholders:
+    """The placeholders that hold weights as the ops read them. Weights that blocks share have one."""
+
+    def __init__(self, program: ExportedProgram, nodes: Mapping[str, Node], in_fp8: _InFp8 | None) -> None:
+        self._program, self._nodes, self._values_in_fp8 = program, nodes, in_fp8
+        self._arranged: dict[tuple[Weight, bool, torch.dtype], Node] = {}
+        self._fp8: dict[tuple[Weight, ...], dict[str, Node]] = {}
+
+    def in_fp8(self, block: FfnBlock, order: torch.Tensor | None) -> dict[str, Node]:
+        """Return those of the matrices and scales of a block that is read in FP8, by name."""
+        if not reads_fp8(block.weights):
+            return {}
+        assert self._values_in_fp8 is not None
+        weights = weights_of(block, lambda weight, _: weight).named()
+        key = tuple(weights.values())
+        if order is None and key in self._fp8:
+            return self._fp8[key]
+        made: dict[str, Node] = {}
+        for name, tensor in self._values_in_fp8(block, order).items():
+            weight = weights[name.removesuffix("_scale")]
+            suffix = "scale" if name in SCALES else "e4m3"
+            like = self._nodes[weight.node.name]
+            made[name] = add_parameter(self._program, f"{weight.name}_{suffix}", tensor, like=like)
+        if order is None:
+            self._fp8[key] = made
+        return made
+
+    def arranged(
+        self, weight: Weight, role: TensorField, order: torch.Tensor | None, matrices: Mapping[str, Node]
+    ) -> Node:
+        """Return that of a weight as the op reads it, its neurons in `order`."""
+        if role.name in matrices:
+            return matrices[role.name]
+        in_out, order = role.in_out, order if role.by_neuron else None
+        placeholder = self._nodes[weight.node.name]
+        value = placeholder.meta["val"]
+        dtype = torch.float32 if role.name in FLOAT32 else value.dtype
+        as_it_is = weight.in_out == in_out and weight.rows is None and value.dim() <= 2
+        if as_it_is and order is None and value.dtype == dtype:
+            return placeholder
+        if order is None and (weight, in_out, dtype) in self._arranged:
+            return self._arranged[weight, in_out, dtype]
+        stored = tensor_of(self._program, weight.name).detach().to(dtype)
+        if order is None:
+            suffix, copied = arranged_copy(stored, weight, in_out)
+        else:
+            suffix, view = arranged_view(stored, weight, in_out)
+            suffix, copied = f"{'' if as_it_is else suffix}_arranged", view.index_select(0, order.to(view.device))
+        made = add_parameter(self._program, f"{weight.name}{suffix}", copied, like=placeholder)
+        if order is None:
+            self._arranged[weight, in_out, dtype] = made
+        return made

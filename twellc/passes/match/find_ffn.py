@@ -208,6 +208,12 @@ def _refused(form: UnreadForm) -> FfnBlock:
 _Parts = tuple[Activation, Linear, Linear | None, tuple[Node, ...]]
 
 
+def _check_activation(activation: Activation, kind: str) -> None:
+    if not activation.sparse and activation.name != "drelu":
+        needed = "x > a stored vector is needed" if activation.name == EACH_NEURON else "TwELL needs a ReLU family"
+        raise _RefusedError(f"{kind} is {activation.name}; {needed}")
+
+
 class _Finder:
     def __init__(self, constants: dict[Node, str]) -> None:
         self._reader = LinearReader(constants)
@@ -236,12 +242,7 @@ class _Finder:
                 activation = replace(activation, name="fatrelu")
         x = up.x if up is not None else gate.x
         try:
-            if not activation.sparse and activation.name != "drelu":
-                kind = "gate activation" if gate is not None and gate is not up else "activation"
-                needed = (
-                    "x > a stored vector is needed" if activation.name == EACH_NEURON else "TwELL needs a ReLU family"
-                )
-                raise _RefusedError(f"{kind} is {activation.name}; {needed}")
+            _check_activation(activation, "gate activation" if gate is not up else "activation")
             if computed_on:
                 raise _RefusedError(computed_on)
             if up is None:

@@ -166,53 +166,60 @@ def lower_onnx(found: OnnxBlocks, dense_fp8: bool = False) -> onnx.ModelProto:
     def make(
         block: FfnBlock, layer: Layer, operands: Operands[gs.Tensor], y: gs.Tensor, temporary: Callable[[], gs.Tensor]
     ) -> list[gs.Node]:
-        nodes: list[gs.Node] = []
-        if dense_fp8 and operands.scales():
-            op_type, inputs = operands.variant.node, list(operands.named().values())
-            attributes = node_attributes(operands, options_of(block, layer, None))
-            return [gs.Node(op_type, f"{y.name}/{op_type}", attributes, inputs, [y], domain=DENSE_FP8)]
-
-        def emit(op: str, *inputs: gs.Tensor, out: gs.Tensor | None = None, **attributes: Any) -> gs.Tensor:
-            result = temporary() if out is None else out
-            nodes.append(gs.Node(op, f"{result.name}/{op}", attributes, list(inputs), [result]))
-            return result
-
-        def project(x: Any, weight: Any, bias: Any, stored_in_out: bool, out: gs.Tensor | None = None) -> gs.Tensor:
-            matrix = weight if stored_in_out else emit("Transpose", weight, perm=[1, 0])
-            product = emit("MatMul", x, matrix, out=out if bias is None else None)
-            return product if bias is None else emit("Add", product, bias, out=out)
-
-        given = operands.named()
-        for name in operands.scales():
-            of = name.removesuffix("_scale")
-            matrix = Fp8(*(to_torch(each.values) for each in (given[of], given.pop(name))))
-            exact = gs.Constant(f"{y.name}/{of}", to_numpy(matrix.dequantize(torch.float64)))
-            given[of] = emit("Cast", exact, to=BY_NAME[dtype_name(block.dtype)].onnx)
-        operands = Operands(**given)
-        x = operands.x
-        z = project(x, *operands.first, False)
-        if block.activation == "fatrelu":
-            wide = emit("Cast", z, to=onnx.TensorProto.FLOAT)
-            stored = torch.tensor(block.threshold)
-            if operands.thresholds is not None:
-                stored = to_torch(operands.thresholds.values).clamp_min(0)
-            threshold = gs.Constant(f"{y.name}/threshold", to_numpy(stored))
-            zero = gs.Constant(f"{y.name}/zero", to_numpy(torch.zeros((), dtype=block.dtype)))
-            hidden = emit("Where", emit("Greater", wide, threshold), z, zero)
-        else:
-            hidden = emit("Relu", z)
-        if block.activation == "relu2":
-            hidden = emit("Mul", hidden, hidden)
-        if operands.w_gate is not None:
-            up = project(x, operands.w_up, operands.b_up, False)
-            hidden = emit("Mul", hidden, emit("Relu", up) if block.activation == "drelu" else up)
-        if operands.residual is None:
-            project(hidden, operands.w_down, operands.b_down, True, out=y)
-        else:
-            emit("Add", operands.residual, project(hidden, operands.w_down, operands.b_down, True), out=y)
-        return nodes
+        if not dense_fp8 or not operands.scales():
+            return _plain_nodes(block, operands, y, temporary)
+        op_type, inputs = operands.variant.node, list(operands.named().values())
+        attributes = node_attributes(operands, options_of(block, layer, None))
+        return [gs.Node(op_type, f"{y.name}/{op_type}", attributes, inputs, [y], domain=DENSE_FP8)]
 
     return _replace(found, make, always=False)
+
+
+def _plain_nodes(
+    block: FfnBlock, operands: Operands[gs.Tensor], y: gs.Tensor, temporary: Callable[[], gs.Tensor]
+) -> list[gs.Node]:
+    """Return plain operators that compute y of a block."""
+    nodes: list[gs.Node] = []
+
+    def emit(op: str, *inputs: gs.Tensor, out: gs.Tensor | None = None, **attributes: Any) -> gs.Tensor:
+        result = temporary() if out is None else out
+        nodes.append(gs.Node(op, f"{result.name}/{op}", attributes, list(inputs), [result]))
+        return result
+
+    def project(x: Any, weight: Any, bias: Any, stored_in_out: bool, out: gs.Tensor | None = None) -> gs.Tensor:
+        matrix = weight if stored_in_out else emit("Transpose", weight, perm=[1, 0])
+        product = emit("MatMul", x, matrix, out=out if bias is None else None)
+        return product if bias is None else emit("Add", product, bias, out=out)
+
+    given = operands.named()
+    for name in operands.scales():
+        of = name.removesuffix("_scale")
+        matrix = Fp8(*(to_torch(each.values) for each in (given[of], given.pop(name))))
+        exact = gs.Constant(f"{y.name}/{of}", to_numpy(matrix.dequantize(torch.float64)))
+        given[of] = emit("Cast", exact, to=BY_NAME[dtype_name(block.dtype)].onnx)
+    operands = Operands(**given)
+    x = operands.x
+    z = project(x, *operands.first, False)
+    if block.activation == "fatrelu":
+        wide = emit("Cast", z, to=onnx.TensorProto.FLOAT)
+        stored = torch.tensor(block.threshold)
+        if operands.thresholds is not None:
+            stored = to_torch(operands.thresholds.values).clamp_min(0)
+        threshold = gs.Constant(f"{y.name}/threshold", to_numpy(stored))
+        zero = gs.Constant(f"{y.name}/zero", to_numpy(torch.zeros((), dtype=block.dtype)))
+        hidden = emit("Where", emit("Greater", wide, threshold), z, zero)
+    else:
+        hidden = emit("Relu", z)
+    if block.activation == "relu2":
+        hidden = emit("Mul", hidden, hidden)
+    if operands.w_gate is not None:
+        up = project(x, operands.w_up, operands.b_up, False)
+        hidden = emit("Mul", hidden, emit("Relu", up) if block.activation == "drelu" else up)
+    if operands.residual is None:
+        project(hidden, operands.w_down, operands.b_down, True, out=y)
+    else:
+        emit("Add", operands.residual, project(hidden, operands.w_down, operands.b_down, True), out=y)
+    return nodes
 
 
 def fp8_weights(found: OnnxBlocks) -> list[tuple[WeightOperands[torch.Tensor], WeightOperands[torch.Tensor]] | None]:
@@ -339,48 +346,7 @@ _Make = Callable[[FfnBlock, Layer, Operands[gs.Tensor], gs.Tensor, Callable[[], 
 
 def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto:
     (graph, shadow), blocks = _open(found.model)
-    arranged: dict[tuple[str, Any, bool, torch.dtype], gs.Tensor] = {}
-    quantised: dict[tuple[Any, ...], dict[str, gs.Tensor]] = {}
-    taken = {*graph.tensors(), *(tensor.name for tensor in shadow.tensors.values())}
-
-    def unique(name: str) -> str:
-        result = free_name(name, taken)
-        taken.add(result)
-        return result
-
-    def constants_in_fp8(block: FfnBlock) -> dict[str, gs.Tensor]:
-        """Return the matrices and scales of a block that is read in FP8, by name."""
-        weights = weights_of(block, lambda weight, _: weight).named()
-        key = tuple((shadow.tensors[each.node].name, each.rows, each.in_out) for each in weights.values())
-        if key not in quantised:
-            made = {}
-            for name, values in fp8_of(block, _stored(shadow), functools.partial(_values, shadow), None).items():
-                stem = shadow.tensors[weights[name.removesuffix("_scale")].node].name
-                suffix = "scale" if name in SCALES else "e4m3"
-                made[name] = gs.Constant(unique(f"{stem}_{suffix}"), to_numpy(values))
-            quantised[key] = made
-        return quantised[key]
-
-    def arrange(weight: Weight, role: TensorField, dtype: torch.dtype, fp8: dict[str, gs.Tensor]) -> gs.Tensor:
-        if role.name in fp8:
-            return fp8[role.name]
-        tensor, in_out = shadow.tensors[weight.node], role.in_out
-        dtype = torch.float32 if role.name in FLOAT32 else dtype
-        rows = weight.rows
-        dims = weight.node.meta["val"].dim()
-        same = weight.in_out == in_out and rows is None and dims == len(tensor.shape) and dims <= 2
-        if same and weight.node.meta["val"].dtype == dtype and isinstance(tensor, gs.Constant):
-            return tensor
-        key = (tensor.name, (rows, weight.in_out), in_out, dtype)
-        if key not in arranged:
-            values = _values(shadow, weight)
-            suffix = ""
-            if not same:
-                suffix, values = arranged_copy(values, weight, in_out)
-            name = unique(f"{tensor.name}{suffix}")
-            arranged[key] = gs.Constant(name, to_numpy(convert(values, dtype, f"initializer {tensor.name}")))
-        return arranged[key]
-
+    constants = _Constants(graph, shadow)
     for found_block, judged, layer in zip(blocks, found.blocks, found.layers, strict=True):
         casts = found_block.dtype != judged.dtype
         changes = casts or reads_fp8(judged.weights) or _is_folded(found_block, shadow)
@@ -389,8 +355,8 @@ def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto
         block = replace(found_block, dtype=judged.dtype, weights=judged.weights)
         y = shadow.tensors[block.y]
         residual = shadow.tensors[block.residual.other] if block.residual else None  # none between casts
-        matrices = constants_in_fp8(block) if reads_fp8(block.weights) else {}
-        place = functools.partial(arrange, dtype=block.dtype, fp8=matrices)
+        matrices = constants.in_fp8(block) if reads_fp8(block.weights) else {}
+        place = functools.partial(constants.arranged, dtype=block.dtype, fp8=matrices)
         weights = WeightOperands(**{**weights_of(block, place).named(), **matrices})
         operands = weights.of(shadow.tensors[block.x], residual)
         position = next(index for index, node in enumerate(graph.nodes) if node is y.inputs[0])
@@ -399,7 +365,7 @@ def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto
         result = y
 
         def temporary(stem: str = f"{y.name}/twell") -> gs.Tensor:
-            return gs.Variable(unique(stem))
+            return gs.Variable(constants.unique(stem))
 
         if casts:
             low, result = temporary(), temporary()
@@ -415,6 +381,56 @@ def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto
     if found.fp8:
         exported.ir_version = max(exported.ir_version, _FIRST_WITH_E4M3)
     return exported
+
+
+class _Constants:
+    """The constants of weights as nodes read them. Weights that blocks share have one."""
+
+    def __init__(self, graph: gs.Graph, shadow: Shadow) -> None:
+        self._shadow = shadow
+        self._arranged: dict[tuple[str, Any, bool, torch.dtype], gs.Tensor] = {}
+        self._fp8: dict[tuple[Any, ...], dict[str, gs.Tensor]] = {}
+        self._taken = {*graph.tensors(), *(tensor.name for tensor in shadow.tensors.values())}
+
+    def unique(self, name: str) -> str:
+        """Return a name that no tensor has, and take it."""
+        result = free_name(name, self._taken)
+        self._taken.add(result)
+        return result
+
+    def in_fp8(self, block: FfnBlock) -> dict[str, gs.Tensor]:
+        """Return the matrices and scales of a block that is read in FP8, by name."""
+        shadow = self._shadow
+        weights = weights_of(block, lambda weight, _: weight).named()
+        key = tuple((shadow.tensors[each.node].name, each.rows, each.in_out) for each in weights.values())
+        if key not in self._fp8:
+            made = {}
+            for name, values in fp8_of(block, _stored(shadow), functools.partial(_values, shadow), None).items():
+                stem = shadow.tensors[weights[name.removesuffix("_scale")].node].name
+                suffix = "scale" if name in SCALES else "e4m3"
+                made[name] = gs.Constant(self.unique(f"{stem}_{suffix}"), to_numpy(values))
+            self._fp8[key] = made
+        return self._fp8[key]
+
+    def arranged(self, weight: Weight, role: TensorField, dtype: torch.dtype, fp8: dict[str, gs.Tensor]) -> gs.Tensor:
+        """Return that of a weight as the node reads it; `fp8` has those of a block that is read in FP8."""
+        if role.name in fp8:
+            return fp8[role.name]
+        tensor, in_out = self._shadow.tensors[weight.node], role.in_out
+        dtype = torch.float32 if role.name in FLOAT32 else dtype
+        dims = weight.node.meta["val"].dim()
+        same = weight.in_out == in_out and weight.rows is None and dims == len(tensor.shape) and dims <= 2
+        if same and weight.node.meta["val"].dtype == dtype and isinstance(tensor, gs.Constant):
+            return tensor
+        key = (tensor.name, (weight.rows, weight.in_out), in_out, dtype)
+        if key not in self._arranged:
+            values = _values(self._shadow, weight)
+            suffix = ""
+            if not same:
+                suffix, values = arranged_copy(values, weight, in_out)
+            name = self.unique(f"{tensor.name}{suffix}")
+            self._arranged[key] = gs.Constant(name, to_numpy(convert(values, dtype, f"initializer {tensor.name}")))
+        return self._arranged[key]
 
 
 def _cast(source: gs.Tensor, target: gs.Tensor, dtype: torch.dtype) -> gs.Node:
