@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from twellc.benchmarking import contest
 from twellc.plugins.experts_op import EXPERTS
-from twellc.plugins.fp8 import E4M3
+from twellc.plugins.fp8 import Fp8
 
 CHECKED_TOKENS = 4
 MOST_ERROR = 2**-6
@@ -59,14 +59,9 @@ class Experts:
         by_output = normal(experts, d_model, d_ff).mul_(d_ff**-0.5)
         if not narrow:
             return cls(up, by_output.transpose(1, 2).contiguous(), by_output, None)
-        most = torch.finfo(E4M3).max
-        (up, by_output), scales = zip(
-            *(((each / scale).to(E4M3), scale[..., 0].float()) for each, scale in (
-                (each, each.abs().amax(2, keepdim=True) / most) for each in (up, by_output)
-            )),
-            strict=True,
-        )  # fmt: skip
-        return cls(up, by_output.transpose(1, 2).contiguous(), by_output, scales)
+        first, last = Fp8.round_rows(up), Fp8.round_rows(by_output)
+        down = last.values.transpose(1, 2).contiguous()
+        return cls(first.values, down, last.values, (first.scale[..., 0], last.scale[..., 0]))
 
     def by_twell(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Return y [tokens, d_model], as do those below."""
