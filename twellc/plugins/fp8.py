@@ -32,19 +32,19 @@ class Fp8(NamedTuple):
     scale: Tensor
 
     @classmethod
-    def quantize(cls, weight: Tensor, kind: str, where: str = "a weight") -> Fp8:
+    def quantize(cls, weight: Tensor, form: str, where: str = "a weight") -> Fp8:
         """Round a matrix to E4M3. Beside it, this takes a byte an element, and as much again for parts in float32.
 
         Args:
             weight: Of any floating type, [rows, columns].
-            kind: What shares a scale: `row`, `column` or `tensor`. The largest magnitude of that becomes 448, E4M3's
+            form: What shares a scale: `row`, `column` or `tensor`. The largest magnitude of that becomes 448, E4M3's
                 largest number; all zeros have the scale 1.
             where: What the message of an error calls the matrix.
 
         Raises:
             UserError: A weight is NaN or infinite.
         """
-        largest = _largest(weight, _SHARED_AXIS[kind])
+        largest = _largest(weight, _SHARED_AXIS[form])
         _refuse_not_finite(largest, weight, where)
         return cls(*_rounded(weight, largest))
 

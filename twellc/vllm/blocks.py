@@ -141,11 +141,11 @@ class _CallsOp(_OfBlock):
         return run_block(replace(read, b_down=bias).of(x), self._options)
 
 
-def _quantize(layer: Any, kind: str) -> None:
-    """Let a layer have its weight, of 16 bits, in FP8, also where it is loaded again; `kind` is what a neuron is."""
+def _quantize(layer: Any, form: str) -> None:
+    """Let a layer have its weight, of 16 bits, in FP8, also where it is loaded again; `form` is what a neuron is."""
 
     def quantized() -> Fp8:
-        found = Fp8.quantize(wide.data, kind, f"layer {layer.prefix}")
+        found = Fp8.quantize(wide.data, form, f"layer {layer.prefix}")
         wide.data = wide.data.new_empty(0)
         return found
 
