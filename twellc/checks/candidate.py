@@ -18,11 +18,13 @@ from twellc.checks.generation import Steps, graph_steps, plan_steps
 from twellc.checks.reference import Outputs
 from twellc.compiling.manifest import UNKEPT_GRAPH, Manifest, is_plan, read_manifest, refuse_other_plugins
 from twellc.compiling.result import noted_settings
+from twellc.compiling.settings import UNKNOWN, Settings
 from twellc.compiling.translate import translate_any
 from twellc.export.onnx_export import save_onnx
 from twellc.export.runner import PlanRunner, open_plan
 from twellc.export.shapes import ShapeProfile
 from twellc.export.tensorrt_host import load_host, why_not_here
+from twellc.loaders.huggingface_inputs import read_sizes
 from twellc.loaders.onnx_file import load_onnx
 from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.options.commands import CheckOptions, CompileOptions
@@ -48,7 +50,7 @@ class Candidate:
 
     run: Callable[[Sample], Outputs]
     inputs: list[str]
-    settings: dict[str, Any]
+    settings: Settings
     executed: str
     graph: tuple[Path, onnx.ModelProto] | None
     is_graph: bool
@@ -81,13 +83,13 @@ def open_candidate(options: CheckOptions, folder: Path, progress: Callable[[str]
 
 def _open_onnx(options: CheckOptions, path: Path) -> Candidate:
     model = load_onnx(path)
-    settings = noted_settings(model)
+    settings = noted_settings(model) or UNKNOWN
     _refuse_foreign(options, settings)
     evaluator = OnnxEvaluator(path, model)
     executed = "the ONNX graph, in onnx's reference evaluator"
     if runs_kernels():
         executed += f", its plugin nodes by the CUDA kernels on {torch.cuda.get_device_name()}"
-    steps = graph_steps(path, evaluator.run, model) if "cache" in settings else None
+    steps = graph_steps(path, evaluator.run, model) if settings.cache is not None else None
     return Candidate(evaluator.run, evaluator.inputs, settings, executed, (path, model), is_graph=True, steps=steps)
 
 
@@ -100,7 +102,7 @@ def _open_plan(options: CheckOptions, folder: Path, progress: Callable[[str], No
         where, what = str(plan), "holds plugins of other people, which the float64 model cannot compute"
         got = ", ".join(f"{name} ({each.file})" for each in manifest.plugins.libraries for name in each.names)
         raise UserError(where, what, got=got, fix="Check the model without them; compare this plan's outputs by hand.")
-    settings: dict[str, Any] = manifest.settings.to_json()
+    settings = manifest.settings
     _refuse_foreign(options, settings)
     assert manifest.backend is not None and manifest.plan is not None  # see read_manifest
     profile = manifest.profiles[0]
@@ -142,9 +144,12 @@ def _graph_made_again(options: CheckOptions, manifest: Manifest, folder: Path, p
     if settings.calibration is not None and options.calibration is None:
         fix = "Give it with --calibration PROFILE; or compile again, and keep the graph with --onnx."
         raise UserError(str(plan), "was compiled with a profile, which is needed to make its graph again", fix=fix)
-    earlier = {each.name: getattr(settings, each.name) for each in fields(Earlier)}
-    noted = {name: value for name, value in settings.to_json().items() if name != "cache" and name not in earlier}
-    asked: dict[str, Any] = {**noted, "earlier": Earlier(**{**earlier, "linear_taken": settings.linear_taken or []})}
+    other = {"cache", "sizes", *(each.name for each in fields(Earlier))}
+    asked: dict[str, Any] = {name: value for name, value in settings.to_json().items() if name not in other}
+    asked["earlier"] = replace(settings, linear_taken=settings.linear_taken or [])
+    if settings.sizes is not None:
+        names = [name for name, _ in read_sizes(settings.sizes)]
+        asked["profiles"] = tuple((name, profile[name]) for profile in manifest.profiles for name in names)
     asked["dtype"] = settings.dtype if settings.dtype in DTYPES else None  # of a graph that was left as it is
     if settings.cache is not None:
         cache = settings.cache
@@ -159,13 +164,13 @@ def _graph_made_again(options: CheckOptions, manifest: Manifest, folder: Path, p
     return written[0]
 
 
-def _refuse_foreign(options: CheckOptions, settings: dict[str, Any]) -> None:
+def _refuse_foreign(options: CheckOptions, settings: Settings) -> None:
     """Fail if a candidate is a part of a model, for one of several GPUs, or was compiled with another profile.
 
     Raises:
         UserError: It is, or was.
     """
-    ranks, sha256, path = settings.get("tensor_parallel"), settings.get("calibration"), options.calibration
+    ranks, sha256, path = settings.tensor_parallel, settings.calibration, options.calibration
     if ranks is not None:
         fix = "Check the model compiled without --tensor-parallel; benchmarks/tensor_parallel.py compares the ranks."
         raise UserError(str(options.candidate), f"computes a part of the model, for one of {ranks} GPUs", fix=fix)
@@ -178,5 +183,5 @@ def _refuse_foreign(options: CheckOptions, settings: dict[str, Any]) -> None:
         raise UserError(where, f"{options.candidate} was compiled without a profile", fix="Leave it out.")
     own = digest(path)
     if own != sha256:
-        got, expected = f"SHA-256 {own[:12]}…", f"{expected}, {str(sha256)[:12]}…"
+        got, expected = f"SHA-256 {own[:12]}…", f"{expected}, {sha256[:12]}…"
         raise UserError(where, "is another profile", got=got, expected=expected, fix="Give that one, or none.")

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_line
 from twellc.base.files import temporary_folder
 from twellc.base.modules import import_modules
-from twellc.base.records import OPTIONAL, Record, of_json
+from twellc.base.records import OPTIONAL, Record
 from twellc.checks.accuracy import (
     COARSE,
     DiscreteAccuracy,
@@ -30,15 +29,15 @@ from twellc.checks.candidate import Candidate, open_candidate
 from twellc.checks.evaluator import plugin_nodes
 from twellc.checks.generation import GenerationAccuracy, generate_by_all_profiles, prompt_lengths, read_prompts
 from twellc.checks.reference import BlockRuns, CandidateGraph, OnnxReference, Outputs, Reference, Runs, TorchReference
-from twellc.compiling.manifest import CacheSettings
 from twellc.compiling.result import noted_layers
+from twellc.compiling.settings import CacheSettings, Settings
 from twellc.export.shapes import ShapeProfile
 from twellc.loaders.huggingface_inputs import read_sizes
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.options.commands import CheckOptions
-from twellc.options.source import ALL_LOGITS, GREEDY_LOGITS, LOGITS, PADDINGS, NoChoiceError, TracingOptions
+from twellc.options.source import ALL_LOGITS, GREEDY_LOGITS, NoChoiceError, TracingOptions
 from twellc.passes.report import Layer, Neurons
 from twellc.samples.samples import Limits, Sample, draw_samples, load_npz, places_of_tokens, read_arrays, read_text
 
@@ -145,7 +144,7 @@ def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None])
     if len(given) > 1:
         raise UserError(given[0], "the inputs are given twice", got=f"{given[1]}, too", fix="Leave one out.")
     candidate = open_candidate(options, folder, progress)
-    if "cache" in candidate.settings:
+    if candidate.settings.cache is not None:
         return _check_generation(options, candidate, progress)
     reference: Reference
     if looks_like_onnx(options.model):
@@ -158,7 +157,7 @@ def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None])
     if sorted(candidate.inputs) != sorted(names):
         raise _does_not_belong(options, "their inputs differ", candidate.inputs, names)
     samples, described, notes, predicts_next = _samples(options, reference, candidate.profile)
-    if predicts_next and candidate.settings.get("logits") == "last":
+    if predicts_next and candidate.settings.logits == "last":
         predicts_next = False
         notes.append("how well the text is predicted is not measured: --logits last computes one place of a window")
     ours: list[Outputs] = []
@@ -230,19 +229,17 @@ def _does_not_belong(
 def _check_generation(options: CheckOptions, candidate: Candidate, progress: Callable[[str], None]) -> CheckResult:
     """Compare a candidate with a key-value cache with the model that it was made from, which gets none; see `check`."""
     path, steps = str(options.candidate), candidate.steps
-    if candidate.settings.get("logits") == GREEDY_LOGITS:
+    if candidate.settings.logits == GREEDY_LOGITS:
         what, fix = "gives tokens, and check compares logits", "Compile the model with --logits last, and check that."
         raise UserError(path, what, got=f"--logits {GREEDY_LOGITS}", fix=fix)
-    try:
-        cache = of_json(CacheSettings, candidate.settings["cache"])
-    except ValueError as error:
-        raise UserError(path, f"is damaged: what it says of its cache is wrong ({error})") from error
+    cache = candidate.settings.cache
+    assert cache is not None
     if steps is None or candidate.inputs[:3] != [INPUT_IDS, WRITE_INDEX, TOKEN_COUNT]:
         raise UserError(path, "is damaged: it says that it has a cache, and has not its inputs")
     if looks_like_onnx(options.model):
         raise _does_not_belong(options, "it has a cache, and ONNX files get none")
     progress("loading and tracing the model")
-    settings = {**candidate.settings, "logits": ALL_LOGITS}
+    settings = replace(candidate.settings, logits=ALL_LOGITS)
     reference = TorchReference(_load_as_compiled(options, settings), settings)
     if [spec.name for spec in reference.inputs.specs] != [INPUT_IDS] or reference.token_ids is None:
         raise _does_not_belong(options, "it has a cache of keys and values")
@@ -356,22 +353,21 @@ def _prompts(
     return prompts, f"prompts of {', '.join(map(str, counts))} tokens {source}, and greedy steps", notes
 
 
-def _load_as_compiled(options: CheckOptions, settings: dict[str, Any]) -> LoadedModel:
+def _load_as_compiled(options: CheckOptions, settings: Settings) -> LoadedModel:
     """Load the model as the compilation of the candidate did, by its settings.
 
     Raises:
         UserError: The model cannot be loaded, or leaves no such settings.
     """
-    padding, logits, sizes = settings.get("padding"), settings.get("logits"), settings.get("sizes")
     try:
         tracing = TracingOptions(
             options.model,
             trust_model=options.trust_model,
             inputs=options.inputs,
-            padding=padding if padding in PADDINGS else None,
-            logits=logits if logits in LOGITS else LOGITS[0],
+            padding=settings.padding,
+            logits=settings.logits or ALL_LOGITS,
         )
-        return load_model(tracing, read_sizes(str(sizes)), cached="cache" in settings)
+        return load_model(tracing, read_sizes(settings.sizes or ""), cached=settings.cache is not None)
     except NoChoiceError as error:
         raise _does_not_belong(options, "it is of a causal Hugging Face model") from error
 

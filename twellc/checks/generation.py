@@ -22,7 +22,8 @@ from twellc.base.dtypes import BY_ONNX
 from twellc.base.errors import UserError
 from twellc.base.records import Amount, Count, Record, Share
 from twellc.checks.accuracy import measure
-from twellc.compiling.manifest import CacheSettings, Manifest
+from twellc.compiling.manifest import Manifest
+from twellc.compiling.settings import CacheSettings
 from twellc.export.runner import OpenPlan
 from twellc.generation.plan import PlanBackend, TensorRTCalls
 

@@ -19,7 +19,6 @@ from torch.export import ExportedProgram
 
 from twellc.base.dtypes import DTYPES, torch_dtype
 from twellc.base.errors import UserError
-from twellc.base.records import of_json
 from twellc.checks.evaluator import OnnxEvaluator, PluginNode
 from twellc.checks.fp8 import (
     Fp8Block,
@@ -30,11 +29,13 @@ from twellc.checks.fp8 import (
     is_quantised,
     quantised_constants,
 )
+from twellc.compiling.fp8 import wish_of
+from twellc.compiling.settings import Settings
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.onnx_models import choose_onnx_dtype, integer_range, model_inputs, open_model, refuse_rewritten
 from twellc.loaders.precision import choose_dtype
 from twellc.options.declared_inputs import InputDeclaration
-from twellc.options.weights import FP8, FP8_BLOCKS
+from twellc.options.weights import KEEP, WeightOptions
 from twellc.passes.decide import options_of, repeat
 from twellc.passes.fp8 import QUANTISED, Wish, quantised_linear
 from twellc.passes.graph.constants import ProgramConstants
@@ -47,7 +48,7 @@ from twellc.passes.onnx.part import part_of
 from twellc.passes.onnx.precision import widen_onnx
 from twellc.passes.pipeline import PassOptions, Rewritten, Stage, run_until
 from twellc.passes.precision import round_numbers, widen
-from twellc.passes.report import Earlier, Layer
+from twellc.passes.report import Layer
 from twellc.passes.sizes.inputs import ModelInputs, program_inputs
 from twellc.plugins.fp8 import Fp8
 from twellc.samples.samples import Sample
@@ -200,12 +201,10 @@ def _counter(progress: Progress, precision: str, blocks: int) -> Callable[[], No
 class TorchReference(Reference):
     """A traced model; see `Reference`."""
 
-    def __init__(self, model: LoadedModel, settings: dict[str, Any]) -> None:
+    def __init__(self, model: LoadedModel, settings: Settings) -> None:
         """Lower the model as its compilation did, by the settings of the candidate, and find its blocks."""
-        name = settings.get("dtype")
-        self.dtype = torch_dtype(name if name in DTYPES else choose_dtype(model, None)[0])
-        options = PassOptions(self.dtype)
-        options = replace(options, weights=_wish(settings))
+        self.dtype = torch_dtype(settings.dtype if settings.dtype in DTYPES else choose_dtype(model, None)[0])
+        options = PassOptions(self.dtype, weights=_wish(settings))
         functional = run_until(model.program, options, Stage.FUNCTIONAL)
         arranged = run_until(functional, options, Stage.ARRANGING)
         with_blocks = run_until(arranged, options, Stage.PRECISION)
@@ -214,7 +213,7 @@ class TorchReference(Reference):
         self._plain = self._with_blocks
         if arranged.program is not self._source:
             self._plain = run_until(functional, options, Stage.PRECISION, without=(Stage.ARRANGING,)).program
-        own = replace(options, earlier=_earlier(settings))
+        own = replace(options, earlier=replace(settings, linear_taken=settings.linear_taken or []))
         decided = _decided(with_blocks, own, settings)
         chosen = decided.chosen
         self._with_blocks = _with_own_norms(self._with_blocks, [block for block, _ in chosen])
@@ -381,29 +380,18 @@ class _Visitor:
         return value
 
 
-def _decided(prepared: Rewritten, options: PassOptions, settings: dict[str, Any]) -> Rewritten:
+def _decided(prepared: Rewritten, options: PassOptions, settings: Settings) -> Rewritten:
     """Find the blocks, and decide what becomes of each as the compilation did."""
     try:
-        return run_until(prepared, replace(options, layers=str(settings.get("layers", "auto"))), Stage.DECIDE)
+        return run_until(prepared, replace(options, layers=settings.layers), Stage.DECIDE)
     except UserError:
         return run_until(prepared, options, Stage.DECIDE)  # the blocks are not those that the settings are for
 
 
-def _earlier(settings: dict[str, Any]) -> Earlier:
-    """Return what a compilation decided; nothing if the settings have not their form."""
-    try:
-        found = of_json(Earlier, settings)
-    except ValueError:
-        found = Earlier()
-    return replace(found, linear_taken=found.linear_taken or [])
-
-
-def _wish(settings: dict[str, Any]) -> Wish:
-    """Return which weights a compilation has quantised; none if the settings have not their form."""
-    most, weights = settings.get("fp8_error"), settings.get("weights")
-    if not isinstance(most, float | int | None):
-        return Wish()
-    return Wish(weights in (FP8, FP8_BLOCKS), most, _earlier(settings).fp8_errors or {}, weights == FP8)
+def _wish(settings: Settings) -> Wish:
+    """Return which weights a compilation has quantised."""
+    options = WeightOptions(weights=settings.weights or KEEP, fp8_error=settings.fp8_error)
+    return wish_of(options, settings.fp8_errors)
 
 
 def _quantised_linears(found: Rewritten) -> dict[str, Fp8]:
@@ -434,7 +422,7 @@ def integer_ranges(model: LoadedModel) -> dict[str, tuple[int, int]]:
 class OnnxReference(Reference):
     """An ONNX file of plain operators; see `Reference`."""
 
-    def __init__(self, path: Path, settings: dict[str, Any], declared: tuple[InputDeclaration, ...]) -> None:
+    def __init__(self, path: Path, settings: Settings, declared: tuple[InputDeclaration, ...]) -> None:
         """Load the model and lower it as its compilation did.
 
         Raises:
@@ -443,7 +431,7 @@ class OnnxReference(Reference):
         self._path = path
         self._model = open_model(path, declared)
         refuse_rewritten(path, self._model)
-        name = settings.get("dtype")
+        name = settings.dtype
         self.dtype = torch_dtype(name if name in DTYPES else choose_onnx_dtype(self._model, None))
         found = _decided_onnx(self._model, self.dtype, settings)
         changed = found.casts or found.folds or found.fp8
@@ -515,11 +503,10 @@ class OnnxReference(Reference):
         return self.dtype if x.dtype == torch.float32 else x.dtype
 
 
-def _decided_onnx(model: onnx.ModelProto, dtype: torch.dtype, settings: dict[str, Any]) -> OnnxBlocks:
-    """Find the blocks, and decide what becomes of each as the compilation did, if its settings are whole."""
-    decided = _earlier(settings).decided
-    advise = None if decided is None else repeat(decided)
-    return find_onnx_blocks(model, dtype, str(settings.get("layers", "auto")), advise, _wish(settings))
+def _decided_onnx(model: onnx.ModelProto, dtype: torch.dtype, settings: Settings) -> OnnxBlocks:
+    """Find the blocks, and decide what becomes of each as the compilation did."""
+    advise = None if settings.decided is None else repeat(settings.decided)
+    return find_onnx_blocks(model, dtype, settings.layers, advise, _wish(settings))
 
 
 def _fp8_onnx(found: OnnxBlocks) -> list[Fp8Block | None]:

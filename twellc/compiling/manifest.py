@@ -10,23 +10,20 @@ from pathlib import Path
 from typing import Annotated
 
 from twellc.base.caches import KeyValueCache
-from twellc.base.dtypes import DTYPES, UNCHANGED
 from twellc.base.errors import UserError
 from twellc.base.files import digest, read_file
-from twellc.base.records import OPTIONAL, Count, OneOf, Range, Record, Share, Size, of_json, parse_json
+from twellc.base.records import OPTIONAL, Count, Range, Record, of_json, parse_json
 from twellc.base.version import __version__
+from twellc.compiling.settings import Settings
 from twellc.compiling.summary import TranslationSummary
 from twellc.export.plan import Plan
 from twellc.export.shapes import LARGEST_SIZE, ShapeProfile
 from twellc.export.tensorrt_host import python_module
 from twellc.options.commands import CompileOptions
-from twellc.options.source import LOGITS, PADDINGS
-from twellc.options.weights import WEIGHTS
-from twellc.passes.report import Attention, Compression, Earlier, Layer, Linear
+from twellc.passes.report import Attention, Layer, Linear
 from twellc.passes.sizes.relations import SizeRelation
 from twellc.plugins.library import (
     APPEND_NAME,
-    ATTENTION_FORMS,
     ATTENTION_NAME,
     BLOCK_NAMES,
     CACHED_ATTENTION_NAME,
@@ -46,37 +43,6 @@ class ModelFile(Record):
     name: str
     kind: str
     sha256: str
-
-
-@dataclass(frozen=True)
-class CacheSettings(Record):
-    """The sizes of a key-value cache: see `CacheOptions`."""
-
-    length: Size
-    batch: Size
-    prefill_chunk: Size
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings(Earlier):
-    """The settings that decide what the graph is: see `CompileOptions`. Only some models leave the optional ones.
-
-    `sizes` are those that the model was traced for where it does not take every size, such as `input_ids:1x128`;
-    `tensor_parallel` is the number of ranks.
-    """
-
-    dtype: Annotated[str, OneOf((*DTYPES, UNCHANGED))]
-    layers: str
-    compression: Compression
-    attention_forms: list[Annotated[str, OneOf(ATTENTION_FORMS)]] = field()  # which every graph has
-    padding: Annotated[str, OneOf(PADDINGS)] | None = field(default=None, metadata=OPTIONAL)
-    logits: Annotated[str, OneOf(LOGITS)] | None = field(default=None, metadata=OPTIONAL)
-    sizes: str | None = field(default=None, metadata=OPTIONAL)
-    cache: CacheSettings | None = field(default=None, metadata=OPTIONAL)
-    prune_dead: bool | None = field(default=None, metadata=OPTIONAL)
-    tensor_parallel: Size | None = field(default=None, metadata=OPTIONAL)
-    weights: Annotated[str, OneOf(WEIGHTS)] | None = field(default=None, metadata=OPTIONAL)
-    fp8_error: Share | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True)
@@ -272,7 +238,7 @@ def make_manifest(
         schema=SCHEMA,
         twellc=__version__,
         model=ModelFile(**translation.model),
-        settings=of_json(Settings, translation.settings),
+        settings=translation.settings,
         layers=translation.layers,
         attention=translation.attention,
         notes=list(translation.notes),

@@ -12,10 +12,10 @@ import onnx_ir
 from twellc.base.errors import UserError, first_few
 from twellc.base.records import of_json, parse_json
 from twellc.base.version import __version__
+from twellc.compiling.settings import Settings
 from twellc.compiling.summary import Translated
 from twellc.options.commands import CompileOptions
 from twellc.passes.report import Layer
-from twellc.plugins.block import compression_of
 
 METADATA_KEY = "twellc"
 
@@ -33,35 +33,18 @@ class Translation(Translated):
     graph: onnx_ir.Model
 
 
-def annotate(
-    graph: onnx_ir.Model, layers: list[Layer], dtype: str, options: CompileOptions, traced_by: dict[str, Any]
-) -> dict[str, Any]:
-    """Write into a graph what was done, and return the settings that decide what it is.
-
-    Args:
-        graph: The graph.
-        layers: What became of each feed-forward block.
-        dtype: `bf16` or `fp16`.
-        options: See `CompileOptions`.
-        traced_by: The settings that the model was traced by, and the forms of its attention.
-    """
-    settings = {
-        "dtype": dtype,
-        "layers": options.layers,
-        "compression": compression_of(options.compression),
-        **traced_by,
-    }
-    done = {"twellc": __version__, "settings": settings, "layers": [_noted(layer) for layer in layers]}
+def annotate(graph: onnx_ir.Model, layers: list[Layer], settings: Settings) -> None:
+    """Write into a graph what was done: what became of each feed-forward block, by which settings."""
+    done = {"twellc": __version__, "settings": settings.to_json(), "layers": [_noted(layer) for layer in layers]}
     graph.metadata_props[METADATA_KEY] = json.dumps(done)
-    return settings
 
 
-def noted_settings(model: onnx.ModelProto) -> dict[str, Any]:
-    """Return the settings that a graph notes; none where it notes none, or not in the form of `annotate`."""
+def noted_settings(model: onnx.ModelProto) -> Settings | None:
+    """Return the settings that a graph notes; None where it notes none, or not in the form of `annotate`."""
     try:
-        return dict(_notes(model)["settings"])
+        return of_json(Settings, _notes(model)["settings"])
     except (KeyError, TypeError, ValueError):
-        return {}
+        return None
 
 
 def noted_layers(model: onnx.ModelProto) -> list[Layer]:

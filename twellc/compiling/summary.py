@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from twellc.base.caches import KeyValueCache
+from twellc.compiling.settings import Settings
 from twellc.export.shapes import ShapeProfile
 from twellc.passes.report import Attention, Layer, Linear
 from twellc.passes.sizes.relations import SizeRelation
@@ -41,7 +41,7 @@ class Translated:
         relations: What a caller must keep of sizes of inputs.
     """
 
-    settings: dict[str, Any]
+    settings: Settings
     layers: list[Layer]
     attention: list[Attention] = field(default_factory=list)
     linear: list[Linear] = field(default_factory=list)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import sympy
 import torch
@@ -16,6 +15,7 @@ from twellc.base.dtypes import torch_dtype
 from twellc.base.errors import first_few
 from twellc.compiling.fp8 import measure_errors, read_samples, wish_of
 from twellc.compiling.result import Translation, annotate, check_matches
+from twellc.compiling.settings import CacheSettings, Settings
 from twellc.decisions.advise import Advisor
 from twellc.decisions.choose import Tokens
 from twellc.decisions.targets import choose_target, gpu_at_hand
@@ -36,10 +36,11 @@ from twellc.passes.dump import NOWHERE, GraphDump
 from twellc.passes.graph.program import has_inner_graphs, largest_size, user_inputs, written_tensors
 from twellc.passes.match.shared_axis import Part
 from twellc.passes.pipeline import PassOptions, Rewritten, run_for_ranks, run_passes
-from twellc.passes.report import Earlier, Layer
+from twellc.passes.report import Layer
 from twellc.passes.sizes.conditions import value_warnings
 from twellc.passes.sizes.inputs import ModelInputs, program_inputs
 from twellc.passes.tensor_parallel import is_in_order
+from twellc.plugins.block import compression_of
 
 # Other names of activations in Hugging Face configs.
 _SAME_ACTIVATION = {"swish": "silu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "squared_relu": "relu2"}
@@ -99,31 +100,31 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
         opset, own_dump = opset_of(rewritten.attention), dump if rank == 0 else NOWHERE
         graph = export_onnx(program, names, model.output_names, model.dimension_names, opset, own_dump)
         decided = options.earlier.decided or advisor.decided
-        earlier = Earlier(
+        settings = Settings(
+            dtype=dtype,
+            layers=options.layers,
+            compression=compression_of(options.compression),
+            **model.settings,
             attention_forms=list(forms if rewritten.attention else ()),
             calibration=None if calibrated is None else calibrated.sha256,
             decided=decided if decided or calibrated is not None else None,
             linear_taken=rewritten.taken or None,
             fp8_errors=None if options.fp8_error is None else errors,
+            cache=None if options.cache is None else CacheSettings(**options.cache.settings()),
+            prune_dead=options.prune_dead or None,
+            tensor_parallel=ranks if ranks > 1 else None,
+            weights=options.weights if options.weights != KEEP else None,
+            fp8_error=options.fp8_error,
         )
-        traced_by: dict[str, Any] = {**model.settings, **earlier.to_json()}
-        if options.cache is not None:
-            traced_by["cache"] = options.cache.settings()
+        annotate(graph, layers, settings)
         rewriting_notes = [*activation_notes(model, layers), *inner_graph_notes(program)]
         if calibrated is not None:
-            traced_by |= {"prune_dead": True} if options.prune_dead else {}
             rewriting_notes += calibrated.notes(layers, dtype)
             warnings += calibrated.profile.warnings
-        if ranks > 1:
-            traced_by["tensor_parallel"] = ranks
-        if options.weights != KEEP:
-            traced_by["weights"] = options.weights
-        if options.fp8_error is not None:
-            traced_by["fp8_error"] = options.fp8_error
         yield Translation(
             kind=model.kind,
             graph=graph,
-            settings=annotate(graph, layers, dtype, options, traced_by),
+            settings=settings,
             layers=layers,
             attention=rewritten.attention,
             linear=rewritten.linear,

@@ -87,10 +87,11 @@ def inspect_onnx(options: InspectOptions, advisor: Advisor) -> Description:
         refuse_tracing(options, f"{path}, a rewritten graph")
         refuse_decisions(options, f"{path}, a rewritten graph")
         refuse_weight_type(options, f"{path}, a rewritten graph")
-        dtype, layers = noted_settings(model).get("dtype"), noted_layers(model)
+        settings, layers = noted_settings(model), noted_layers(model)
+        dtype = None if settings is None else settings.dtype
         layers = layers or [_layer_of(node) for node in nodes if node.type in BLOCK_NAMES]
         notes = [f"{path.name} is a rewritten graph: {len(nodes)} of its nodes are plugins"]
-        return Description("rewritten ONNX file", layers, notes, dtype=dtype and str(dtype), nodes=nodes)
+        return Description("rewritten ONNX file", layers, notes, dtype=dtype, nodes=nodes)
     refuse_choices(options.padding, options.logits, f"{path}, an {KIND}")
     refuse_linear(options, f"{path}, an {KIND}")
     chosen = choose_onnx_dtype(model, options.dtype)

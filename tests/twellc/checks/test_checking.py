@@ -734,7 +734,7 @@ def test_the_model_is_traced_as_it_was_compiled(padding: str, logits: str, tmp_p
     """Its inputs and outputs are the candidate's, by the settings in the graph; one place predicts no text."""
     model = models.save(models.llama(vocab_size=256, num_hidden_layers=1), tmp_path / "model")
     summary = translate(model, tmp_path / "m.onnx", padding=padding, logits=logits)
-    assert (summary.settings["padding"], summary.settings["logits"]) == (padding, logits)
+    assert (summary.settings.padding, summary.settings.logits) == (padding, logits)
     (tmp_path / "t").write_bytes(b"one text" * 20)
     result = run_check(model, tmp_path / "m.onnx", text=tmp_path / "t")
     assert result.within

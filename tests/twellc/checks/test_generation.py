@@ -17,7 +17,7 @@ from tests.twellc.checks.runs import changed, run_check, set_tensor, translate
 from twellc.base.errors import UserError
 from twellc.checks.generation import Call, Generated, Steps, graph_steps, prompt_lengths
 from twellc.commands.check import print_accuracy
-from twellc.compiling.manifest import CacheSettings
+from twellc.compiling.settings import CacheSettings
 
 SIZES = {"kv_cache": 40, "batch": 3, "prefill_chunk": 8}
 translate = partial(translate, attention="cudnn", layers="all")

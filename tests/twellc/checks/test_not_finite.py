@@ -1,6 +1,7 @@
 """`twellc check` of models that are NaN or infinite in low precision, in float64, or for the inputs at hand."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from tests.models import export
 from tests.twellc.checks.runs import graph_of, run_check
 from twellc.checks.accuracy import DiscreteAccuracy, OutputAccuracy
 from twellc.compiling.result import METADATA_KEY
+from twellc.compiling.settings import UNKNOWN
 
 
 class Squared(nn.Module):
@@ -114,7 +116,7 @@ def test_a_candidate_that_is_right_where_the_plain_model_is_not(tmp_path: Path) 
     """A graph in float32 that says it is of float16: the plain model is NaN, the candidate is right."""
     module = Squared()
     model = save(module, tmp_path / "m.pt2")
-    settings = json.dumps({"settings": {"dtype": "fp16"}})
+    settings = json.dumps({"settings": replace(UNKNOWN, dtype="fp16").to_json()})
     for scale, within in ((1.0, True), (1.02, False)):
         candidate = squared_graph(module.up.weight, module.down.weight * scale, TensorProto.FLOAT, "output")
         helper.set_model_props(candidate, {METADATA_KEY: settings})

@@ -74,7 +74,7 @@ def test_a_layer_that_is_called_twice(
     assert manifest.settings.linear_taken == taken and len(nodes_in(graph)) == len(taken)
     checked: list[Rewritten] = []
     monkeypatch.setattr(reference, "fp8_layers", lambda found: checked.__iadd__([found])[:0])
-    reference.TorchReference(load_model(TracingOptions(archive)), manifest.settings.to_json())
+    reference.TorchReference(load_model(TracingOptions(archive)), manifest.settings)
     assert manifest.linear is not None and checked[0].taken == taken
     assert [row.decision for row in checked[0].linear] == [row.decision for row in manifest.linear]
     earlier = Earlier(linear_taken=taken)
