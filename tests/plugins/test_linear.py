@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import importlib.util
 import itertools
 import random
 import re
@@ -458,6 +459,20 @@ def test_numbers_of_the_sources() -> None:
     assert list(zip(names, flags, strict=True)) == [(each.name, each.flag) for each in TENSORS]
     (norms,) = re.findall(r"kNorms\[\] = \{(.*)\};", (plugins / "tensorrt" / "options.cpp").read_text())
     assert tuple(re.findall(r'"(\w+)"', norms)) == tuple(library.NORMS)
+
+
+def test_numbers_of_cublas_lt() -> None:
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(each) for each in spec.submodule_search_locations or []] if spec is not None else []
+    header = next((found for each in folders for found in each.glob("*/include/cublasLt.h")), None)
+    if header is None:
+        pytest.skip("no package has cublasLt.h")
+    text = header.read_text() + header.with_name("cublas_api.h").read_text()
+    source = Path(__file__).resolve().parents[2] / "plugins" / "kernels" / "linear" / "cublas_lt.cu"
+    numbers = re.findall(r"\bk\w+ = (\d+)[,;] +// (CUBLAS\w+)", source.read_text())
+    assert len(numbers) == 18
+    for number, name in numbers:
+        assert re.search(rf"\b{name} *= *{number},", text), name
 
 
 # ---- kernels ----

@@ -11,25 +11,40 @@
 namespace twell::cublas_lt {
 namespace {
 
-// Of cublasLt.h: the same in versions 12 and 13.
+// Of cublasLt.h, which no wheel has without 570 MB of libraries: the same in versions 12 and 13, behind each number its
+// name there. test_linear.py compares them with the header that torch brings.
 using Handle = void*;
 using Status = int;  // 0: success
-enum Compute { kCompute32F = 68 };
-enum Transpose : int32_t { kTransposed = 1 };
-enum Attribute {
-    kTransposeA = 3,
-    kEpilogue = 7,
-    kBiasPointer = 8,
-    kScaleOfA = 17,
-    kScaleOfB = 18,
-    kFastSums = 25,
-    kScalesOfA = 31,
-    kScalesOfB = 32,
+enum Compute {
+    kCompute32F = 68,  // CUBLAS_COMPUTE_32F
 };
-enum Scales : int32_t { kOfEachRow = 3 };
-enum Epilogue : uint32_t { kPlain = 1, kBias = 4 };
-enum Preference { kMostWorkspace = 1, kReductions = 3, kFirstAlignment = 5, kLastAlignment = 8 };
-constexpr uint32_t kSumsInFp32 = 2;  // of parts of a sum; none is allowed as well
+enum Transpose : int32_t {
+    kTransposed = 1,  // CUBLAS_OP_T
+};
+enum Attribute {
+    kTransposeA = 3,   // CUBLASLT_MATMUL_DESC_TRANSA
+    kEpilogue = 7,     // CUBLASLT_MATMUL_DESC_EPILOGUE
+    kBiasPointer = 8,  // CUBLASLT_MATMUL_DESC_BIAS_POINTER
+    kScaleOfA = 17,    // CUBLASLT_MATMUL_DESC_A_SCALE_POINTER
+    kScaleOfB = 18,    // CUBLASLT_MATMUL_DESC_B_SCALE_POINTER
+    kFastSums = 25,    // CUBLASLT_MATMUL_DESC_FAST_ACCUM
+    kScalesOfA = 31,   // CUBLASLT_MATMUL_DESC_A_SCALE_MODE
+    kScalesOfB = 32,   // CUBLASLT_MATMUL_DESC_B_SCALE_MODE
+};
+enum Scales : int32_t {
+    kOfEachRow = 3,  // CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F
+};
+enum Epilogue : uint32_t {
+    kPlain = 1,  // CUBLASLT_EPILOGUE_DEFAULT
+    kBias = 4,   // CUBLASLT_EPILOGUE_BIAS
+};
+enum Preference {
+    kMostWorkspace = 1,   // CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES
+    kReductions = 3,      // CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK
+    kFirstAlignment = 5,  // CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES
+    kLastAlignment = 8,   // CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES
+};
+constexpr uint32_t kSumsInFp32 = 2;  // CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE: of parts of a sum, or none
 
 struct Algorithm {
     uint64_t data[8];
