@@ -4,8 +4,10 @@ include(TwellWheels)
 
 set(TWELL_CUDA auto CACHE STRING "Where nvcc comes from: auto (system, else wheels), system, wheels")
 set_property(CACHE TWELL_CUDA PROPERTY STRINGS auto system wheels)
-# Code for 8.0 runs on 8.6 and 8.9, too; PTX of it is for what comes after 12.
-set(TWELL_CUDA_ARCHS "80-real;80-virtual;90a-real;120-real" CACHE STRING "CUDA architectures to compile")
+# Other GPUs than 9.0 compile the PTX of 8.0 when they first load the library.
+set(TWELL_CUDA_ARCHS "80-virtual;90a-real" CACHE STRING "CUDA architectures to compile, or all")
+# What `all` is, as releases have it. Code for 8.0 runs on 8.6 and 8.9, too; PTX is for what comes after 12.
+set(TWELL_ALL_CUDA_ARCHS "80-real;80-virtual;90a-real;120-real")
 
 # Knows sm_90a and accepts g++ 13. Before 12.8, sm_120 is left out with a warning.
 set(TWELL_OLDEST_CUDA 12.4)
@@ -106,9 +108,13 @@ endfunction()
 macro(twell_choose_architectures)
     execute_process(COMMAND "${CMAKE_CUDA_COMPILER}" --list-gpu-arch OUTPUT_VARIABLE _twell_known)
     set(CMAKE_CUDA_ARCHITECTURES "")
-    foreach(_twell_arch IN LISTS TWELL_CUDA_ARCHS)
+    set(_twell_wanted "${TWELL_CUDA_ARCHS}")
+    if(_twell_wanted STREQUAL "all")
+        set(_twell_wanted "${TWELL_ALL_CUDA_ARCHS}")
+    endif()
+    foreach(_twell_arch IN LISTS _twell_wanted)
         if(NOT _twell_arch MATCHES "^([0-9]+)([af]?)(-real|-virtual)?$")
-            message(FATAL_ERROR "TWELL_CUDA_ARCHS: '${_twell_arch}' is no architecture; examples: 80, 90a-real")
+            message(FATAL_ERROR "TWELL_CUDA_ARCHS: '${_twell_arch}' is no architecture; examples: 80, 90a-real; or all")
         endif()
         # Code for 120a does not run on 12.1, but launches would take it for what runs there: see launch.cuh.
         if(CMAKE_MATCH_2 AND NOT "${CMAKE_MATCH_1}${CMAKE_MATCH_2}" STREQUAL "90a")

@@ -163,7 +163,7 @@ void check_launch(cudaError_t status) {
     std::string message =
         std::string("the kernels failed: ") + cudaGetErrorName(status) + ", " + cudaGetErrorString(status);
     if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) {
-        message += ". This library was built without code for this GPU; rebuild it with TWELL_CUDA_ARCHS";
+        message += ". This library was built without code for this GPU; rebuild it with TWELL_CUDA_ARCHS=all";
     }
     throw Refusal(message);
 }

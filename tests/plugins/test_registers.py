@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from twellc.plugins.elf import machine_code
 from twellc.plugins.library import library_path
 
 PLUGINS = Path(__file__).resolve().parents[2] / "plugins"
 KERNELS = PLUGINS / "kernels"
-# Those of TWELL_CUDA_ARCHS in plugins/cmake/TwellCuda.cmake.
+# Those of TWELL_ALL_CUDA_ARCHS in plugins/cmake/TwellCuda.cmake, of which a library holds 90a by default.
 GENERIC = ("80", "90a", "120")
 # Sources, their architectures, and how many kernels they have at least.
 SOURCES = {
@@ -87,6 +88,14 @@ def test_no_spills_in_the_library(built: dict[str, list[int]]) -> None:
     for architecture, used in built.items():
         sources = [count for each, count in SOURCES.values() if each is GENERIC or architecture in each]
         assert len(used) >= sum(sources) and not any(used), architecture
+
+
+def test_machine_code_of_the_library(cuobjdump: str | None) -> None:
+    if cuobjdump is None:
+        pytest.skip("no cuobjdump")
+    listed = subprocess.run([cuobjdump, "-lelf", str(library_path())], check=True, capture_output=True, text=True)
+    found = {divmod(int(each), 10) for each in re.findall(r"\.sm_(\d+)", listed.stdout)}
+    assert machine_code(library_path()) == found != set()
 
 
 @pytest.mark.slow

@@ -24,10 +24,11 @@ from twellc.compiling.manifest import (
 )
 from twellc.compiling.summary import TranslationSummary
 from twellc.export.plan import build_plan, check_builder
-from twellc.export.tensorrt_host import choose_host, compute_capability
+from twellc.export.tensorrt_host import RTX_CAPABILITIES, choose_host, compute_capability
 from twellc.export.triton import CONFIG_NAME, model_config
 from twellc.options.commands import CompileOptions
 from twellc.passes.report import Layer, Linear, reads_fp8
+from twellc.plugins.elf import machine_code
 from twellc.plugins.library import attention_library_path, library_path
 from twellc.plugins.other_libraries import check_libraries
 from twellc.plugins.registration import NEEDS_PLUGINS
@@ -39,6 +40,10 @@ EMBEDDED_NOTE = (
 CUDNN_NOTE = "the plan computes attention with cuDNN: where it runs, it needs libtwell_attention.so and cuDNN 9"
 CACHE_NOTE = (
     "each cache goes in and comes out: a host binds one address to both, and zeroes the memory once (docs/kv-cache.md)"
+)
+PTX_NOTE = (
+    f"GPUs of TensorRT-RTX ({RTX_CAPABILITIES}) compile the kernels when they first load them: libtwell_plugins.so has "
+    "no machine code for these (docs/limits.md)"
 )
 _FIRST_WITH_FP8 = (8, 9)  # of GPUs, for TensorRT
 TRITON_WARNING = (
@@ -110,6 +115,7 @@ def compile_model(
             outputs.link(options.output, options.plans[0].name)
         manifest = make_manifest(options, translation, plans)
         manifest.notes.extend([CUDNN_NOTE] if by_cudnn(translation.attention) else [])
+        manifest.notes.extend([PTX_NOTE] if backend == "tensorrt-rtx" and not _has_code_of_rtx() else [])
         manifest.notes.extend([CACHE_NOTE] if translation.cache is not None else [])
         manifest.notes.extend([EMBEDDED_NOTE] if manifest.plugins.embedded else [])
         for path in destinations.stale:
@@ -135,6 +141,11 @@ def compile_model(
             outputs.write(options.triton / CONFIG_NAME, model_config(*of_model))
         outputs.commit()
     return manifest
+
+
+def _has_code_of_rtx() -> bool:
+    """Whether the plugin library has machine code for all GPUs of TensorRT-RTX; that of 8.0 runs on 8.6 and 8.9."""
+    return {8, 12} <= {major for major, _ in machine_code(library_path())}
 
 
 def refuse_fp8(layers: list[Layer], linear: list[Linear], capability: tuple[int, int] | None) -> None:

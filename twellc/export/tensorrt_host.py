@@ -17,7 +17,7 @@ from twellc.base.files import writing
 
 # TensorRT-RTX is called tensorrt_rtx where NVIDIA's meta-package is installed; its wheels alone have the second name.
 _MODULES = {"tensorrt": ("tensorrt",), "tensorrt-rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings")}
-_RTX_CAPABILITIES = "8.6, 8.9 and 12.x"
+RTX_CAPABILITIES = "8.6, 8.9 and 12.x"
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def why_not_here(host_name: str) -> str:
         return "there is no GPU on this machine"
     if host_name == "tensorrt-rtx" and capability not in ((8, 6), (8, 9)) and capability[0] != 12:
         found = ".".join(map(str, capability))
-        return f"TensorRT-RTX runs on compute capability {_RTX_CAPABILITIES}, this GPU has {found}"
+        return f"TensorRT-RTX runs on compute capability {RTX_CAPABILITIES}, this GPU has {found}"
     return ""
 
 

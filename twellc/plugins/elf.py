@@ -1,4 +1,4 @@
-"""Tell a shared library that is cut off from a whole one: opening the former ends the process with SIGBUS."""
+"""What a shared library holds, without opening it: one that is cut off ends the process that opens it, with SIGBUS."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 _MAGIC = b"\x7fELF\x02\x01"  # 64 bits, little-endian
 _HEADER_SIZE = 64
+_FATBIN_MAGIC = struct.pack("<I", 0xBA55ED50)
+_MACHINE_CODE = 2
 
 
 def expected_size(path: Path) -> int | None:
@@ -26,3 +28,20 @@ def expected_size(path: Path) -> int | None:
         offset, length = struct.unpack_from("<Q16xQ", table, start + 8)
         ends.append(offset + length)
     return int(max(ends))
+
+
+def machine_code(path: Path) -> set[tuple[int, int]]:
+    """Return the compute capabilities that a library holds machine code for, not only PTX: CUDA's fat binaries say it.
+
+    A fat binary is its header, with the length of both, and parts, each a header and machine code or PTX.
+    """
+    data, found, start = path.read_bytes(), set(), -1
+    while (start := data.find(_FATBIN_MAGIC, start + 1)) >= 0:
+        header, length = struct.unpack_from("<6xHQ", data, start)
+        part, end = start + header, start + header + length
+        while part < end:
+            kind, header, length, architecture = struct.unpack_from("<H2xIQ12xI", data, part)
+            if kind == _MACHINE_CODE:
+                found.add(divmod(architecture, 10))
+            part += header + length
+    return found
