@@ -24,6 +24,8 @@ from tests.processes import TWELLC, environment
 from twellc.base.errors import UserError
 from twellc.base.files import ENDING_SIGNALS, OutputFiles, end_commands_by
 from twellc.loaders.onnx_file import external_files
+from twellc.plugins.elf import machine_code
+from twellc.plugins.library import library_path
 
 
 def sha256(path: Path) -> str:
@@ -91,6 +93,8 @@ def test_compile_to_a_plan(cli: Cli, archive: Path, tmp_path: Path) -> None:
     assert manifest["profiles"] == [{"x": {"min": [1, 3, 16], "opt": [2, 3, 16], "max": [64, 3, 16]}}]
     assert manifest["warnings"] == []
     assert "no profile says how often neurons fire" in " ".join(manifest["notes"])
+    compiles = not {8, 12} <= {major for major, _ in machine_code(library_path())}
+    assert ("no machine code for these" in " ".join(manifest["notes"])) == compiles
     assert expectation["assumed"] and [time["tokens"] for time in expectation["times"]] == [3, 6, 192]
     assert "1 of 1 feed-forward blocks rewritten" in result.stdout
     assert "1 plugin layers" in result.stdout
