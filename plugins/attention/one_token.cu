@@ -11,9 +11,12 @@
 #include "device/cluster.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/element.cuh"
+#include "device/load.cuh"
 #include "device/mbarrier.cuh"
 #include "device/shared.cuh"
+#include "device/tma.cuh"
 #include "device/vector.cuh"
+#include "device/warps.cuh"
 #include "host/launch.h"
 #include "one_token.h"
 #include "rotate.cuh"
@@ -68,43 +71,9 @@ struct Shared {
 #define TWELL_HAS_CLUSTERS
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
-// Zeros if it is not to be read. Volatile: see load_vector. Not from L1, which may hold what was there before the cache
-// was written by the kernel before.
-__device__ __forceinline__ uint4 load_if(bool is_read, uint16_t const* pointer) {
-    uint4 vector;
-    asm volatile(
-        "{\n"
-        ".reg .pred read;\n"
-        "setp.ne.u32 read, %5, 0;\n"
-        "mov.b32 %0, 0;\n"
-        "mov.b32 %1, 0;\n"
-        "mov.b32 %2, 0;\n"
-        "mov.b32 %3, 0;\n"
-        "@read ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];\n"
-        "}\n"
-        : "=&r"(vector.x), "=&r"(vector.y), "=&r"(vector.z), "=&r"(vector.w)
-        : "l"(pointer), "r"(static_cast<uint32_t>(is_read)));
-    return vector;
-}
-
-__device__ __forceinline__ void prefetch(uint16_t const* pointer, int elements) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(pointer),
-                 "r"(elements * static_cast<int>(sizeof(uint16_t))));
-}
-
 // Stores in another CTA of the cluster, and lets its barrier know.
 __device__ __forceinline__ void send(float* pointer, uint64_t* barrier, int cta, float value) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
-                     address_in_cta(shared_address(pointer), cta)),
-                 "f"(value), "r"(address_in_cta(shared_address(barrier), cta))
-                 : "memory");
-}
-
-// Of an 8 x 8 matrix of which lane 4 g + t has elements 2 t and 2 t + 1 of row g.
-__device__ __forceinline__ uint32_t transposed(uint32_t pair) {
-    uint32_t result;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
-    return result;
+    send_float(address_in_cta(shared_address(pointer), cta), value, address_in_cta(shared_address(barrier), cta));
 }
 
 // Joins the values of lanes with the same queries.
@@ -168,15 +137,15 @@ __global__ void __launch_bounds__(32 * kWarps, 1) one_token_kernel(Params const 
         publish_barriers();
         arrive_and_expect(arrived, p.splits * sent * static_cast<int>(sizeof(float)));
     }
-    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+    arrive_at_cluster();
     if (threadIdx.x == 0) {
         // Into L2, where the kernel before may still write: what it has to be is not needed to prefetch.
         int const hint = min(max(__ldcg(p.key_counts + blockIdx.y), 0), p.length);
         int const places = min(kCtaTile, hint - rank * kCtaTile);
         if (places > 0) {
             int64_t const offset = cache_begin + int64_t{rank} * kCtaTile * WIDTH;
-            prefetch(p.keys + offset, places * WIDTH);
-            prefetch(p.values + offset, places * WIDTH);
+            prefetch_bytes(p.keys + offset, places * WIDTH * static_cast<int>(sizeof(uint16_t)));
+            prefetch_bytes(p.values + offset, places * WIDTH * static_cast<int>(sizeof(uint16_t)));
         }
     }
     int const stride = p.splits * kCtaTile;
@@ -197,7 +166,7 @@ __global__ void __launch_bounds__(32 * kWarps, 1) one_token_kernel(Params const 
             bool const is_there = begin + 8 * half + g < count;
 #pragma unroll
             for (int i = 0; i < kPieces; ++i) {
-                k[half][i] = load_if(is_there && in_width(32 * i + 8 * t), keys + 8 * half * WIDTH + 32 * i);
+                k[half][i] = load_from_l2_if(keys + 8 * half * WIDTH + 32 * i, is_there && in_width(32 * i + 8 * t));
             }
         }
     };
@@ -208,14 +177,14 @@ __global__ void __launch_bounds__(32 * kWarps, 1) one_token_kernel(Params const 
             bool const is_there = begin + place + 2 * t < count;
 #pragma unroll
             for (int i = 0; i < kValuePieces; ++i) {
-                v[j][i] = load_if(is_there && in_width(64 * i + 8 * g), values + place * WIDTH + 64 * i);
+                v[j][i] = load_from_l2_if(values + place * WIDTH + 64 * i, is_there && in_width(64 * i + 8 * g));
             }
         }
     };
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
         int const column = 32 * i + 8 * t;
-        q[i] = load_if(g < rows && in_width(column), p.q + (first_row + g) * WIDTH + column);
+        q[i] = load_from_l2_if(p.q + (first_row + g) * WIDTH + column, g < rows && in_width(column));
     }
     load_keys();
     load_values();
@@ -227,8 +196,9 @@ __global__ void __launch_bounds__(32 * kWarps, 1) one_token_kernel(Params const 
             int const partner = is_first ? column + WIDTH / 2 : column - WIDTH / 2;
             bool const is_there = g < rows && in_width(column);
             int64_t const angle = int64_t{blockIdx.y} * WIDTH + column;
-            q[i] = rotate<Element>(q[i], load_if(is_there, p.q + (first_row + g) * WIDTH + partner),
-                                   load_if(is_there, p.cosines + angle), load_if(is_there, p.sines + angle), is_first);
+            q[i] = rotate<Element>(q[i], load_from_l2_if(p.q + (first_row + g) * WIDTH + partner, is_there),
+                                   load_from_l2_if(p.cosines + angle, is_there),
+                                   load_from_l2_if(p.sines + angle, is_there), is_first);
         }
     }
 
@@ -322,7 +292,7 @@ __global__ void __launch_bounds__(32 * kWarps, 1) one_token_kernel(Params const 
         }
     }
     __syncthreads();
-    asm volatile("barrier.cluster.wait;" ::: "memory");  // the others have begun, and have their shared memory
+    wait_for_arrivals();  // the others have begun, and have their shared memory
 
     // The CTA's part, in shares to the CTAs of the cluster.
     auto const largest_of = [](auto const& parts, int count, int row) {

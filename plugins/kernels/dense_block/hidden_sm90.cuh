@@ -9,6 +9,7 @@
 
 #include "device/block.cuh"
 #include "device/dependent_launch.cuh"
+#include "device/warps.cuh"
 #include "format/active.cuh"
 #include "matmul/matmul_sm90.cuh"
 
@@ -85,7 +86,7 @@ __device__ __forceinline__ void leave_active(Params const& params, unsigned char
     static_assert(Cfg::BLOCK_N * kBytesToken <= Cfg::kBytesResult && kBytesToken == sizeof(uint4) &&
                       Cfg::BLOCK_N <= kConsumers * kWarpgroupSize && BLOCK_M < kMostCountedOfRow,
                   "a thread has a token");
-    auto const sync_consumers = [] { asm volatile("bar.sync 1, %0;" ::"n"(kConsumers * kWarpgroupSize) : "memory"); };
+    auto const sync_consumers = [] { sync_some_threads<1, kConsumers * kWarpgroupSize>(); };
     int const lane = threadIdx.x % kWarpSize;
     sync_consumers();  // the memory is no longer in use
 #pragma unroll
@@ -165,7 +166,7 @@ __device__ __forceinline__ void store_bytes(ParamsOf<E4m3> const& params,
     constexpr bool kGated = Cfg::kProducts == 2;
     constexpr float kLargest = 448.0f;
     static_assert(!Cfg::kIsTall && N % 16 == 0, "a thread has two neurons");
-    auto const sync_consumers = [] { asm volatile("bar.sync 1, %0;" ::"n"(kConsumers * kWarpgroupSize) : "memory"); };
+    auto const sync_consumers = [] { sync_some_threads<1, kConsumers * kWarpgroupSize>(); };
     int const lane = threadIdx.x % kWarpSize;
     int const thread = consumer_warp * kWarpSize + lane;
     int const neuron = tile.neuron_of<Cfg>(rank) + consumer_warp * kWarpNeurons + lane / 4;
@@ -303,7 +304,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
 
     if (warp >= kWarpgroupWarps) {
         // Consumers
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegistersMultiplier));
+        take_registers<kRegistersMultiplier>();
         int const consumer_warp = warp - kWarpgroupWarps;
         Ring<Cfg::kNumStages> ring;
         for (int i = tiles_begin; i < tiles_end; i += tiles_step) {
@@ -376,7 +377,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             }
         }
     } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegistersLoader));
+        give_registers<kRegistersLoader>();
         if (warp == 0) {
             // Loader
             if (lane == 0) {

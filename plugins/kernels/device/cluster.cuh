@@ -21,6 +21,11 @@ __device__ __forceinline__ void sync_cluster() {
             : "memory");
 }
 
+// The halves of a barrier without release: this CTA has come; wait for all. For a CTA from which the others read
+// nothing.
+__device__ __forceinline__ void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_arrivals() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
+
 // Barrier without release, for a CTA from which the others read nothing. sync_cluster() would wait until all that this
 // CTA has stored in memory is there.
 __device__ __forceinline__ void meet_cluster() {

@@ -73,6 +73,13 @@ __device__ __forceinline__ void arrive_and_expect(uint32_t barrier, uint32_t byt
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// Leaves a number in another CTA's shared memory, and signals its 4 bytes at a barrier there: addresses of the cluster.
+__device__ __forceinline__ void send_float(uint32_t address, float value, uint32_t barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(address),
+                 "f"(value), "r"(barrier)
+                 : "memory");
+}
+
 // Leaves a word in shared memory of the cluster's other CTA, and signals its 4 bytes at a barrier there.
 __device__ __forceinline__ void send_word(uint32_t address, int value, uint32_t barrier) {
     asm volatile(

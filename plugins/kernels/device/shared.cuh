@@ -65,6 +65,19 @@ __device__ __forceinline__ uint2 load_half_chunk(uint32_t address) {
     return chunk;
 }
 
+__device__ __forceinline__ float4 load_floats(uint32_t address) {
+    float4 values;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(values.x), "=f"(values.y), "=f"(values.z), "=f"(values.w)
+                 : "r"(address)
+                 : "memory");
+    return values;
+}
+
+__device__ __forceinline__ void store_floats(uint32_t address, float first, float second) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second) : "memory");
+}
+
 __device__ __forceinline__ void store_chunk(uint32_t address, uint4 chunk) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(chunk.x), "r"(chunk.y), "r"(chunk.z),
                  "r"(chunk.w)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device/element.cuh"
+#include "device/load.cuh"
 #include "device/shared.cuh"
 
 namespace twell {
@@ -33,23 +34,6 @@ __device__ __forceinline__ float sum_of_warp(float value) {
     return value;
 }
 
-// Volatile, so loads keep the order of the source: then the compiler neither delays them to their use nor keeps many
-// addresses. Only for what no kernel of the call has written: see dependent_launch.cuh.
-__device__ __forceinline__ uint4 load_vector(uint16_t const* pointer) {
-    uint4 vector;
-    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(vector.x), "=r"(vector.y), "=r"(vector.z), "=r"(vector.w)
-                 : "l"(pointer));
-    return vector;
-}
-
-// Eight elements in FP8.
-__device__ __forceinline__ uint2 load_vector(E4m3 const* pointer) {
-    uint2 vector;
-    asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(vector.x), "=r"(vector.y) : "l"(pointer));
-    return vector;
-}
-
 // What load_vector gives of eight elements that are stored as Stored: uint16_t, those of the element type, or E4m3.
 template <class Stored>
 struct VectorOf {
@@ -70,74 +54,6 @@ __device__ __forceinline__ Vector<Stored> load_shared_vector(uint32_t address) {
     } else {
         return load_chunk(address);
     }
-}
-
-// The same of what may be another kernel's of the call.
-__device__ __forceinline__ uint4 load_written_vector(uint16_t const* pointer) {
-    uint4 vector;
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(vector.x), "=r"(vector.y), "=r"(vector.z), "=r"(vector.w)
-                 : "l"(pointer));
-    return vector;
-}
-
-// Sixteen elements in FP8, by one access, which are not another kernel's; or which may be.
-__device__ __forceinline__ uint4 load_vectors(E4m3 const* pointer) {
-    return load_vector(reinterpret_cast<uint16_t const*>(pointer));
-}
-__device__ __forceinline__ uint4 load_written_vectors(E4m3 const* pointer) {
-    return load_written_vector(reinterpret_cast<uint16_t const*>(pointer));
-}
-
-// load_vector, or zeros.
-__device__ __forceinline__ uint4 load_vector_if(uint16_t const* pointer, bool exists) {
-    uint4 vector;
-    asm volatile(
-        "{\n"
-        ".reg .pred exists;\n"
-        "setp.ne.s32 exists, %5, 0;\n"
-        "mov.b32 %0, 0;\n"
-        "mov.b32 %1, 0;\n"
-        "mov.b32 %2, 0;\n"
-        "mov.b32 %3, 0;\n"
-        "@exists ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n"
-        "}\n"
-        : "=&r"(vector.x), "=&r"(vector.y), "=&r"(vector.z), "=&r"(vector.w)
-        : "l"(pointer), "r"(static_cast<int>(exists)));
-    return vector;
-}
-
-__device__ __forceinline__ uint2 load_vector_if(E4m3 const* pointer, bool exists) {
-    uint2 vector;
-    asm volatile(
-        "{\n"
-        ".reg .pred exists;\n"
-        "setp.ne.s32 exists, %3, 0;\n"
-        "mov.b32 %0, 0;\n"
-        "mov.b32 %1, 0;\n"
-        "@exists ld.global.nc.v2.u32 {%0, %1}, [%2];\n"
-        "}\n"
-        : "=&r"(vector.x), "=&r"(vector.y)
-        : "l"(pointer), "r"(static_cast<int>(exists)));
-    return vector;
-}
-
-// load_written_vector, or zeros.
-__device__ __forceinline__ uint4 load_written_vector_if(uint16_t const* pointer, bool exists) {
-    uint4 vector;
-    asm volatile(
-        "{\n"
-        ".reg .pred exists;\n"
-        "setp.ne.s32 exists, %5, 0;\n"
-        "mov.b32 %0, 0;\n"
-        "mov.b32 %1, 0;\n"
-        "mov.b32 %2, 0;\n"
-        "mov.b32 %3, 0;\n"
-        "@exists ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n"
-        "}\n"
-        : "=&r"(vector.x), "=&r"(vector.y), "=&r"(vector.z), "=&r"(vector.w)
-        : "l"(pointer), "r"(static_cast<int>(exists)));
-    return vector;
 }
 
 template <class Element>

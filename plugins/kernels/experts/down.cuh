@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device/element.cuh"
+#include "device/load.cuh"
 #include "device/vector.cuh"
 #include "experts/groups.cuh"
 #include "experts/up.cuh"

@@ -4,6 +4,7 @@
 
 #include "device/cp_async.cuh"
 #include "device/element.cuh"
+#include "device/load.cuh"
 #include "device/shared.cuh"
 #include "experts/down.cuh"
 #include "experts/up.cuh"

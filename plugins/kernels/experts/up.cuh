@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "device/element.cuh"
+#include "device/load.cuh"
 #include "device/vector.cuh"
 #include "experts/groups.cuh"
 
@@ -36,39 +37,6 @@ struct UpParams {
     bool square;
     bool relu_on_up;
 };
-
-// Weights are read once: they take no place in the first-level cache.
-__device__ __forceinline__ uint4 load_weights_if(void const* pointer, bool exists) {
-    uint4 vector;
-    asm volatile(
-        "{\n"
-        ".reg .pred exists;\n"
-        "setp.ne.s32 exists, %5, 0;\n"
-        "mov.b32 %0, 0;\n"
-        "mov.b32 %1, 0;\n"
-        "mov.b32 %2, 0;\n"
-        "mov.b32 %3, 0;\n"
-        "@exists ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];\n"
-        "}\n"
-        : "=&r"(vector.x), "=&r"(vector.y), "=&r"(vector.z), "=&r"(vector.w)
-        : "l"(pointer), "r"(static_cast<int>(exists)));
-    return vector;
-}
-
-__device__ __forceinline__ uint2 half_weights_if(void const* pointer, bool exists) {
-    uint2 vector;
-    asm volatile(
-        "{\n"
-        ".reg .pred exists;\n"
-        "setp.ne.s32 exists, %3, 0;\n"
-        "mov.b32 %0, 0;\n"
-        "mov.b32 %1, 0;\n"
-        "@exists ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];\n"
-        "}\n"
-        : "=&r"(vector.x), "=&r"(vector.y)
-        : "l"(pointer), "r"(static_cast<int>(exists)));
-    return vector;
-}
 
 // Four elements in FP8, times a scale, in 16 bits.
 template <class Element>

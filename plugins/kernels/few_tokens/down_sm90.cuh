@@ -152,7 +152,7 @@ __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t ba
         }
         publish_barriers();
         // NOTE: h was written by ordinary stores of the kernel before.
-        asm volatile("fence.proxy.async;" ::: "memory");
+        fence_for_tma();
         for (int slice = 0; slice < min(Cfg::kNumStages, part.num_slices); ++slice) {
             load(slice, slice);
         }

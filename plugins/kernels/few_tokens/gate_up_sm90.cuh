@@ -220,10 +220,8 @@ __device__ __forceinline__ void store_sums(Stages<Cfg> const& stages, int skippe
         if (token + r * 8 >= 0 && token + r * 8 < num_tokens) {
 #pragma unroll
             for (int octet = 0; octet < Cfg::BLOCK_N / 8; ++octet) {
-                asm volatile(
-                    "st.shared.v2.f32 [%0], {%1, %2};" ::"r"(sums + (r * 8 * Cfg::kStrideSums + octet * 8) * 4),
-                    "f"(accumulators[octet * 4 + r * 2]), "f"(accumulators[octet * 4 + r * 2 + 1])
-                    : "memory");
+                store_floats(sums + (r * 8 * Cfg::kStrideSums + octet * 8) * 4, accumulators[octet * 4 + r * 2],
+                             accumulators[octet * 4 + r * 2 + 1]);
             }
         }
     }
@@ -292,15 +290,6 @@ struct Quad {
     }
 };
 
-__device__ __forceinline__ float4 load_sums(uint32_t address) {
-    float4 sums;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(sums.x), "=f"(sums.y), "=f"(sums.z), "=f"(sums.w)
-                 : "r"(address)
-                 : "memory");
-    return sums;
-}
-
 template <class Element>
 __device__ __forceinline__ float4 add_biases(float4 sums, uint16_t const* biases) {
     uint2 const pairs = *reinterpret_cast<uint2 const*>(biases);
@@ -314,7 +303,7 @@ template <class Element, class Cfg>
 __device__ __forceinline__ uint2 activate_quad(Params const& params, Stages<Cfg> const& stages,
                                                typename Cfg::Storage const& storage, Quad<Cfg> const& quad, int token,
                                                bool exists) {
-    float4 z = load_sums(stages.sums(token, quad.first));
+    float4 z = load_floats(stages.sums(token, quad.first));
     if (params.b_gate != nullptr) {
         z = add_biases<Element>(z, storage.b_gate + quad.first);
     }
@@ -438,7 +427,7 @@ __device__ __forceinline__ bool store_quad(Params const& params, Stages<Cfg> con
         float2 const g_high = Element::to_float2(g.y);
         float4 h = make_float4(g_low.x, g_low.y, g_high.x, g_high.y);
         if (params.w_up != nullptr) {
-            float4 u = load_sums(stages.sums(token, first_column + quad.first));
+            float4 u = load_floats(stages.sums(token, first_column + quad.first));
             if (params.b_up != nullptr) {
                 u = add_biases<Element>(u, storage.b_up + quad.first);
             }
@@ -537,7 +526,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         }
     } else {
         list_active<Element, Cfg>(params, stages, storage, neuron_begin, token_begin, num_tokens);
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // TMA may take the place of the sums
+        fence_shared_for_tma();  // TMA may take the place of the sums
         __syncthreads();
         int const num_pairs = count_pairs(storage).x;
         bool by_pairs = false;

@@ -7,6 +7,7 @@
 #include "device/block.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/sum_again.cuh"
+#include "device/warps.cuh"
 #include "format/active.cuh"
 #include "format/pack.cuh"
 #include "format/schedule.cuh"
@@ -447,7 +448,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     uint32_t parity = 0;
     if (warp >= kWarpgroupWarps) {
         // Consumers
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegistersMore));
+        take_registers<kRegistersMore>();
         int const consumer_warp = warp - kWarpgroupWarps;
         int const consumer = consumer_warp / kWarpgroupWarps;
         Ring<Cfg::kNumStages> ring;
@@ -488,8 +489,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                 } else {
                     // There is nothing more to multiply, so the consumers do the second part of the last tile.
                     SpilledMasks const masks = find_spilled<Cfg, kConsumerWarps>(params, view, tile, consumer_warp);
-                    asm volatile("bar.sync %0, %1;" ::"n"(kConsumersBarrier), "n"(kConsumers * kWarpgroupSize)
-                                 : "memory");
+                    sync_some_threads<kConsumersBarrier, kConsumers * kWarpgroupSize>();
                     multiply_by_g<Element, Cfg, kConsumerWarps, kBytes ? 2 : 6>(params, view, tile, rank, result,
                                                                                 consumer_warp, masks);
                 }
@@ -534,7 +534,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             }
         }
     } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegistersFewer));
+        give_registers<kRegistersFewer>();
         if (warp == 0) {
             // Loader
             if (lane == 0) {

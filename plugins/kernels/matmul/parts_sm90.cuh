@@ -5,6 +5,7 @@
 
 #include <stdint.h>
 
+#include "device/load.cuh"
 #include "device/vector.cuh"
 
 namespace twell {
@@ -48,10 +49,8 @@ __device__ __forceinline__ bool meet(Parts const& parts, int place, float (&sums
     }
     // The other warp is about to leave its sums, and waits for nothing.
     if (lane == 0) {
-        uint32_t now = 0;
-        do {
-            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(state) : "memory");
-        } while (now < 2 * kCame + kLeft);
+        while (load_acquire(state) < 2 * kCame + kLeft) {
+        }
     }
     __syncwarp();
 #pragma unroll

@@ -16,6 +16,7 @@
 #include "device/element.cuh"
 #include "device/epilogue.cuh"
 #include "device/gather_rows.cuh"
+#include "device/load.cuh"
 #include "device/norm.cuh"
 #include "device/shared.cuh"
 #include "device/vector.cuh"
@@ -264,25 +265,6 @@ constexpr int kAddWarps = kAddThreads / kWarpSize;
 constexpr int kMostCtas = kMostCtasOneOrTwo;
 static_assert(kMostCtas == kAddWarps * kWarpSize, "a lane looks at one");
 
-// Zeros if they do not exist. Volatile, so that loads are under way together.
-__device__ __forceinline__ float4 load_if(float const* pointer, bool exists) {
-    float4 values;
-    asm volatile(
-        "{\n"
-        ".reg .pred exists;\n"
-        "setp.ne.s32 exists, %5, 0;\n"
-        "mov.f32 %0, 0f00000000;\n"
-        "mov.f32 %1, 0f00000000;\n"
-        "mov.f32 %2, 0f00000000;\n"
-        "mov.f32 %3, 0f00000000;\n"
-        "@exists ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];\n"
-        "}\n"
-        : "=&f"(values.x), "=&f"(values.y), "=&f"(values.z), "=&f"(values.w)
-        : "l"(pointer), "r"(static_cast<int>(exists))
-        : "memory");
-    return values;
-}
-
 template <class Element, class Stored>
 __global__ void __launch_bounds__(kAddThreads) add_kernel(ParamsOf<Stored> const params) {
     __shared__ float parts[kAddWarps][kAddColumns];
@@ -307,8 +289,8 @@ __global__ void __launch_bounds__(kAddThreads) add_kernel(ParamsOf<Stored> const
     float4 values[kAddLanes];
 #pragma unroll
     for (int r = 0; r < kAddLanes; ++r) {
-        values[r] = load_if(contribution + static_cast<int64_t>(r * kAddRows) * params.d_out,
-                            (there >> r * kAddRows & 1) != 0 && column < params.d_out);
+        values[r] = load_from_l2_if(contribution + static_cast<int64_t>(r * kAddRows) * params.d_out,
+                                    (there >> r * kAddRows & 1) != 0 && column < params.d_out);
     }
     // Comes together with the contributions.
     float y[1] = {};

@@ -2,6 +2,8 @@
 #pragma once
 
 #include "device/dependent_launch.cuh"
+#include "device/tma.cuh"
+#include "device/warps.cuh"
 #include "format/schedule.cuh"
 #include "many_tokens/chunks/hot.h"
 #include "matmul/matmul_sm90.cuh"
@@ -56,7 +58,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
 
     if (warp >= kWarpgroupWarps) {
         // Consumers
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegistersConsumer));
+        take_registers<kRegistersConsumer>();
         int const consumer_warp = warp - kWarpgroupWarps;
         Ring<Cfg::kNumStages> ring;
         for (int i = tiles_begin; i < params.num_blocks; i += tiles_step) {
@@ -76,10 +78,10 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             }
         }
     } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegistersFirst));
+        give_registers<kRegistersFirst>();
         if (warp == 0 && lane == 0) {
             // Loader. TMA reads rows of Wu that order_kernel has written by ordinary stores.
-            asm volatile("fence.proxy.async;" ::: "memory");
+            fence_for_tma();
             Loader<Cfg, false> loader = {shared,  &params.w_up, params.x, rank, static_cast<int>(params.tokens),
                                          kMostHot};
             for (int i = tiles_begin; i < params.num_blocks; i += tiles_step) {

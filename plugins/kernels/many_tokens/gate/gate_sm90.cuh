@@ -6,6 +6,7 @@
 
 #include "device/block.cuh"
 #include "device/dependent_launch.cuh"
+#include "device/warps.cuh"
 #include "format/pack.cuh"
 #include "matmul/matmul_sm90.cuh"
 
@@ -219,7 +220,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     uint32_t own_counted = 0;
     if (warp >= kWarpgroupWarps) {
         // Consumers
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegistersGateConsumer));
+        take_registers<kRegistersGateConsumer>();
         int const consumer_warp = warp - kWarpgroupWarps;
         Ring<Cfg::kNumStages> ring;
         uint32_t z_parity = 0;
@@ -258,7 +259,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         last = i;
         sync_cluster();
     } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegistersPacker));
+        give_registers<kRegistersPacker>();
         if (warp == 0) {
             // Loader
             if (lane == 0) {
