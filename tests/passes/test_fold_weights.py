@@ -27,8 +27,6 @@ from tests.models import (
 from twellc.base.errors import UserError
 from twellc.passes.graph.program import constants_of
 
-Form = Callable[[Any, Tensor], Tensor]
-
 
 def weight_norm() -> nn.Module:
     block = Gated()

@@ -401,23 +401,6 @@ def test_refusal_leaves_no_log(caplog: pytest.LogCaptureFixture, monkeypatch: py
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-SQUARES: dict[str, Callable[[Tensor], Tensor]] = {
-    "**": lambda t: torch.relu(t) ** 2,
-    "pow": lambda t: torch.relu(t).pow(2),
-    "square": lambda t: torch.relu(t).square(),
-    "mul": lambda t: (r := torch.relu(t)) * r,
-}
-
-
-@pytest.mark.parametrize("block", [Gated, Plain])
-@pytest.mark.parametrize("square", SQUARES)
-def test_squared_relu_stays_in_low_precision(square: str, block: type[nn.Module]) -> None:
-    """Powers run in float32, but of a squared ReLU that would put a cast into the block."""
-    module, x = block(SQUARES[square]), torch.randn(5, 16)
-    program = lowered(module, x)
-    assert [(b.activation, b.dtype, b.refusal) for b in find_ffn_blocks(program)] == [("relu2", torch.bfloat16, "")]
-
-
 def test_other_powers_run_in_float32() -> None:
     module = Written(lambda self, x: self.ffn(x) * (self.ffn(x) ** 2).mean(-1, keepdim=True), ffn=Plain())
     program = lowered(module, torch.randn(5, 16))

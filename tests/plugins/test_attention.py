@@ -22,9 +22,6 @@ from twellc.plugins import library
 from twellc.plugins.attention_op import ATTENTION
 from twellc.plugins.onnx_node import attention_attributes
 
-HERE = Path(__file__).resolve().parent
-Report = dict[str, Any]
-
 
 def run(tensors: tuple[Tensor, Tensor, Tensor], lengths: list[int] | None, causal: bool, scale: float = 0.3) -> Tensor:
     counts = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)

@@ -38,8 +38,6 @@ def written(function: Callable[..., Any], **members: nn.Module | Tensor) -> Writ
 
 
 TAKEN: dict[str, Callable[[], Written]] = {
-    "x + y": lambda: written(lambda m, x: x + m.ffn(x + 1), ffn=Gated(biases="gud")),
-    "y + x": lambda: written(lambda m, x: m.ffn(x + 1) + x, ffn=Plain(biases="ud")),
     "in place": lambda: written(lambda m, x: m.ffn(x + 1).add_(x), ffn=Gated()),
     "alpha 1": lambda: written(lambda m, x: torch.add(x, m.ffn(x + 1), alpha=1), ffn=Gated()),
     "post-norm: the residual is x": lambda: written(lambda m, x: torch.tanh(x + m.ffn(x)), ffn=Gated()),
