@@ -367,53 +367,6 @@ def test_failed_build_keeps_old_outputs(
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
-@pytest.mark.parametrize("links", [True, False])
-def test_all_outputs_are_moved_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
-    """Where one cannot be moved, as onto a folder that somebody made meanwhile, the others are as they were."""
-
-    def no_links(*_: object, **__: object) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    if not links:
-        monkeypatch.setattr(os, "link", no_links)
-    (tmp_path / "old").write_text("precious")
-    (tmp_path / "stale").write_text("precious")
-    (tmp_path / "link").symlink_to("old")
-    names = ("new", "old", "link", "folder", "last")
-    with OutputFiles(overwrite=True) as outputs:
-        for name in names:
-            outputs.check("--report", tmp_path / name)
-            outputs.write(tmp_path / name, "written")
-        outputs.remove(tmp_path / "stale")
-        (tmp_path / "folder").mkdir()
-        with pytest.raises(UserError, match="folder: cannot be written"):
-            outputs.commit()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "link", "old", "stale"]
-    assert files_in(tmp_path) == {"old": b"precious", "link": b"precious", "stale": b"precious"}
-    assert (tmp_path / "link").is_symlink()
-    (tmp_path / "folder").rmdir()
-    with OutputFiles(overwrite=True) as outputs:
-        for name in names:
-            outputs.write(tmp_path / name, name)
-        outputs.remove(tmp_path / "stale")
-        outputs.commit()
-    assert files_in(tmp_path) == {name: name.encode() for name in names}
-    assert len(list(tmp_path.iterdir())) == len(names)
-
-
-def test_the_first_of_two_runs_keeps_its_output(tmp_path: Path) -> None:
-    """Neither found a file when it started, and the second was not told to overwrite one."""
-    with OutputFiles(overwrite=False) as first, OutputFiles(overwrite=False) as second:
-        for outputs, text in ((first, "first"), (second, "second")):
-            outputs.check("--output", tmp_path / "m.plan")
-            outputs.write(tmp_path / "m.plan", text)
-        first.commit()
-        with pytest.raises(UserError, match=r"the file exists already\. Add --overwrite"):
-            second.commit()
-    assert files_in(tmp_path) == {"m.plan": b"first"}
-    assert len(list(tmp_path.iterdir())) == 1
-
-
 def test_two_runs_do_not_mix_their_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second may overwrite what the first writes, and comes when that has moved one file of two."""
     replace, one_moved, all_moved = Path.replace, threading.Event(), threading.Event()
