@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -471,8 +470,7 @@ def _block(layer: Layer, runs: BlockRuns, neurons: Neurons | None) -> BlockAccur
     separation = separate(ours, ours, plain, exact, rewritten, exact, exact=not pruned)
     kept = 1.0 if neurons is None else neurons.kept / layer.d_ff
     density = kept * sum(runs.active) / max(sum(runs.activations), 1)
-    changes, sizes = (sum(each) for each in zip(*runs.changes, strict=True)) if runs.changes else (0.0, 0.0)
-    quantisation = math.sqrt(changes / sizes) if sizes else None
+    quantisation = runs.change.error if runs.change.size else None
     return BlockAccuracy(layer.module, density, replace(result, separation=separation), quantisation)
 
 

@@ -52,13 +52,13 @@ class Fp8Block:
         y = torch.nn.functional.linear(_rounded(h), block.w_down.t(), block.b_down)
         return (y if residual is None else residual.float() + y).to(x.dtype)
 
-    def change(self, x: Tensor) -> tuple[float, float]:
-        """Return ||y8 - y||² and ||y||² in float64: what quantising the weights of 16 bits changes."""
+    def by_both(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return y in float64, with weights in FP8 and with those of 16 bits."""
         assert self.wide is not None
         x = x.cpu().double()
         forms = (cast(each.map(lambda tensor: tensor.detach().cpu()), x.dtype) for each in (self.weights, self.wide))
         y8, y = (run_block(each.of(x), self.options) for each in forms)
-        return float((y8 - y).square().sum()), float(y.square().sum())
+        return y8, y
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from twellc.loaders.precision import choose_dtype
 from twellc.options.declared_inputs import InputDeclaration
 from twellc.options.weights import KEEP, WeightOptions
 from twellc.passes.decide import options_of, repeat
-from twellc.passes.fp8 import QUANTISED, Wish, quantised_linear
+from twellc.passes.fp8 import QUANTISED, Change, Wish, quantised_linear
 from twellc.passes.graph.constants import ProgramConstants
 from twellc.passes.graph.execution import Runner, example_inputs
 from twellc.passes.graph.program import editable, finish, replace_node, tensor_of
@@ -87,7 +87,7 @@ class BlockRuns:
         exact: The block in float64, with the weights of the low precision.
         rewritten: The plugin node in float64.
         active, activations: How many activations of the gate were not zero, and how many there were.
-        changes: See `Fp8Block.change`; none where the model has no weights of 16 bits, or the node reads those.
+        change: By how much FP8 changes it; nothing where the model has no weights of 16 bits, or the node reads those.
     """
 
     ends: Ends
@@ -98,7 +98,7 @@ class BlockRuns:
     rewritten: Outputs = field(default_factory=list)
     active: list[int] = field(default_factory=list)
     activations: list[int] = field(default_factory=list)
-    changes: list[tuple[float, float]] = field(default_factory=list)
+    change: Change = field(default_factory=Change)
 
     @property
     def reads(self) -> list[str]:
@@ -285,7 +285,7 @@ class TorchReference(Reference):
             for index, (block, ends, form) in enumerate(zip(blocks, self._ends_alone, self._fp8_blocks, strict=True)):
                 block.add_wide(given, visitor.y[index])
                 if form is not None and form.wide is not None:
-                    block.changes.append(form.change(given[ends.x]))
+                    block.change.add(*form.by_both(given[ends.x]))
         if self._plain is self._source:
             return replace(runs, truth=runs.original)
         del wide
@@ -485,7 +485,7 @@ class OnnxReference(Reference):
                 (exact,) = part.run({**widen_sample(sample), **widen_sample(given)})
                 block.add_wide(given, exact)
                 if form is not None and form.wide is not None:
-                    block.changes.append(form.change(given[block.ends.x]))
+                    block.change.add(*form.by_both(given[block.ends.x]))
                 count()
         if graph is not None:
             evaluator = OnnxEvaluator(graph.path, graph.model)

@@ -17,13 +17,13 @@ from twellc.loaders.loaded import LoadedModel
 from twellc.options.commands import CompileOptions
 from twellc.options.weights import FP8, KEEP, WeightOptions
 from twellc.passes.decide import options_of
-from twellc.passes.fp8 import QUANTISED, Wish, both_forms, relative_error
+from twellc.passes.fp8 import QUANTISED, Change, Wish, both_forms
 from twellc.passes.graph.execution import Runner
 from twellc.passes.graph.program import editable, tensor_of
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.pipeline import PassOptions, Stage, run_until
 from twellc.passes.sizes.inputs import program_inputs
-from twellc.plugins.block import BlockOptions, Operands, WeightOperands
+from twellc.plugins.block import BlockOptions, WeightOperands
 from twellc.plugins.ops import run_block
 from twellc.samples.samples import Limits, Sample, read_arrays, read_text
 
@@ -72,8 +72,7 @@ def measure_errors(
     by_x: dict[str, list[tuple[FfnBlock, BlockOptions, list[WeightOperands[torch.Tensor]]]]] = defaultdict(list)
     for block, layer in chosen:
         by_x[block.x.name].append((block, options_of(block, layer, None), []))
-    difference: dict[str, float] = defaultdict(float)
-    size: dict[str, float] = defaultdict(float)
+    changes: dict[str, Change] = defaultdict(Change)
 
     def tensor(weight: Any) -> torch.Tensor:
         return tensor_of(program, weight.name).detach()
@@ -82,9 +81,7 @@ def measure_errors(
         for block, options, forms in by_x.get(name, ()):
             if not forms:
                 forms += both_forms(block, lambda _: None, tensor)
-            y8, y = (run_block(Operands(**each.named(), x=value), options).double() for each in forms)
-            difference[block.module] += float((y8 - y).square().sum())
-            size[block.module] += float(y.square().sum())
+            changes[block.module].add(*(run_block(each.of(value), options) for each in forms))
         return value
 
     runner = Runner(program)
@@ -96,5 +93,4 @@ def measure_errors(
         raise UserError(
             "--fp8-error", "the GPU's memory ran out", fix="Hide it by CUDA_VISIBLE_DEVICES= to measure on the CPU."
         ) from error
-    errors = {module: relative_error(difference[module], own) for module, own in size.items()}
-    return {module: each for module, each in errors.items() if math.isfinite(each)}
+    return {module: each.error for module, each in changes.items() if math.isfinite(each.error)}

@@ -14,7 +14,7 @@ from twellc.base.errors import UserError
 from twellc.eager.module_blocks import FoundBlock, Operand, called_otherwise, matrices_of
 from twellc.eager.sharded import is_sharded
 from twellc.eager.tracing import in_mode
-from twellc.passes.fp8 import by_error, relative_error
+from twellc.passes.fp8 import Change, by_error
 from twellc.passes.report import Weights
 from twellc.plugins.block import BlockOptions, WeightOperands
 from twellc.plugins.fp8 import Fp8, finite
@@ -120,7 +120,7 @@ def _errors(module: nn.Module, blocks: Sequence[FoundBlock], samples: Iterable[A
             calls += 1
     if not calls:
         raise UserError("fp8_error", _NO_SAMPLES, fix=_FIX)
-    return [each.error for each in watches]
+    return [None if each.change is None else each.change.error for each in watches]
 
 
 def _call(module: Callable[..., Any], sample: Any) -> None:
@@ -138,7 +138,7 @@ class _Watch:
         self._options = BlockOptions(activation=found.block.activation, threshold=found.block.threshold)
         self.layer = found.module.get_submodule(found.weights.first[0].layer)
         self._found = found
-        self._difference, self._whole, self._called = 0.0, 0.0, False
+        self.change: Change | None = None  # until it is called
 
     def __call__(self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         (x,) = (*arguments, *named.values())
@@ -152,15 +152,9 @@ class _Watch:
         made = quantised(self._found)  # in each call: those of all blocks would take half of what the model takes
         for name, operand in matrices_of(given).items():
             weights[name] = operand.view(made[operand.layer].dequantize(torch.float32))
-        self._difference += float((self._output(weights, x) - y).double().square().sum())
-        self._whole += float(y.double().square().sum())
-        self._called = True
+        self.change = self.change or Change()
+        self.change.add(self._output(weights, x), y)
 
     def _output(self, weights: dict[str, Tensor], x: Tensor) -> Tensor:
         operands = WeightOperands(**weights).of(x.float())
         return output_of(hidden_of(operands, self._options)[-1], operands)
-
-    @property
-    def error(self) -> float | None:
-        """The relative error so far; None where the projection was never called."""
-        return relative_error(self._difference, self._whole) if self._called else None

@@ -180,9 +180,27 @@ def judge(block: FfnBlock, stored: Stored, wish: Wish) -> Weights | None:
     return by_error(None if wish.most is None else wish.errors.get(block.module, math.nan), wish.most)
 
 
-def relative_error(difference: float, size: float) -> float:
-    """Return ||y8 - y|| / ||y|| of both squares; infinite where y is zero and y8 is not."""
-    return math.sqrt(difference / size) if size else math.inf if difference else 0.0
+@dataclass
+class Change:
+    """By how much FP8 changes what a block computes, in all calls that were added.
+
+    Attributes:
+        difference: ||y8 - y||².
+        size: ||y||².
+    """
+
+    difference: float = 0.0
+    size: float = 0.0
+
+    def add(self, y8: Tensor, y: Tensor) -> None:
+        """Add a call: its result with weights in FP8, and as the model has them."""
+        self.difference += float((y8.double() - y.double()).square().sum())
+        self.size += float(y.double().square().sum())
+
+    @property
+    def error(self) -> float:
+        """||y8 - y|| / ||y||; infinite where y is zero and y8 is not."""
+        return math.sqrt(self.difference / self.size) if self.size else math.inf if self.difference else 0.0
 
 
 def by_error(error: float | None, most: float | None) -> Weights:
