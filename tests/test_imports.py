@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("base", "plugins", "passes", "export")
 # The modules that vLLM imports by name, and those that name
 # themselves in their messages.
-RUN_BY_NAME = {"twellc.torch_tensorrt", "twellc.vllm", "twellc.vllm.model"}
+RUN_BY_NAME = {"twellc.torch_tensorrt", "twellc.vllm", "twellc.vllm.model", "twellc.vllm.native"}
 
 
 def sources() -> dict[str, ast.Module]:

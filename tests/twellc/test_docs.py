@@ -31,9 +31,9 @@ FOLDERS = ("twellc", "passes", "export", "plugins", "tests", "examples", "benchm
 BUILT = ("twellc/plugins/lib",)
 # Options of other programs that pages show.
 FOREIGN = re.compile(
-    "--(additional-config|all-files|backend-config|build|dist|dumpLayerInfo|dumpProfile|dynamicPlugins|fsdp_version"
-    "|hf-overrides|load-format|loadEngine|local-dir|model-repository|nproc-per-node|saveEngine|shapes|staticPlugins"
-    "|config-settings|tensor-parallel-size|tokenizer|use_fsdp|versionCompatible)"
+    "--(additional-config|all-files|backend-config|build|config-settings|dist|dumpLayerInfo|dumpProfile|dynamicPlugins"
+    "|enable-expert-parallel|fsdp_version|hf-overrides|load-format|loadEngine|local-dir|model-repository"
+    "|nproc-per-node|saveEngine|shapes|staticPlugins|tensor-parallel-size|tokenizer|use_fsdp|versionCompatible)"
 )
 
 

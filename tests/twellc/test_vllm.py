@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -18,11 +19,16 @@ from tests.processes import environment
 from twellc.base.errors import UserError
 
 REGISTRY = "vllm.model_executor.models.registry"
+SETTINGS = "vllm.model_executor.models.config"
 
 
 class Registry:
     def __init__(self) -> None:
-        self.models: dict[str, str] = {}
+        self.models = dict.fromkeys(("OPTForCausalLM", "Mamba2ForCausalLM", "TransformersForCausalLM"), "vLLM's")
+        self.settings: dict[str, object] = {"Mamba2ForCausalLM": object, "Other": None}
+
+    def get_supported_archs(self) -> Iterable[str]:
+        return self.models.keys()
 
     def register_model(self, name: str, path: str) -> None:
         assert name not in self.models
@@ -37,6 +43,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
         "vllm.model_executor": {},
         "vllm.model_executor.models": {},
         REGISTRY: {"ModelRegistry": found},
+        SETTINGS: {"MODELS_CONFIG_MAP": found.settings},
     }
     for name, contents in modules.items():
         module = ModuleType(name)
@@ -45,15 +52,16 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
     return found
 
 
-def test_the_entry_point_registers_both_architectures_once(
-    registry: Registry, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_entry_point_registers_all_classes_once(registry: Registry, caplog: pytest.LogCaptureFixture) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["vllm.general_plugins"] == {"twellc": "twellc.vllm:register"}
+    before, settings = dict(registry.models), dict(registry.settings)
     twellc.vllm.register()
     twellc.vllm.register()
     path = "twellc.vllm.model:TwellForCausalLM"
-    assert registry.models == {"TwellForCausalLM": path, "SparseLlamaForCausalLM": path}
+    own = {name: f"twellc.vllm.native:{name}" for name in ("TwellOPTForCausalLM", "TwellMamba2ForCausalLM")}
+    assert registry.models == {**before, "TwellForCausalLM": path, "SparseLlamaForCausalLM": path, **own}
+    assert registry.settings == {**settings, "TwellMamba2ForCausalLM": object}
     assert not caplog.records
 
 

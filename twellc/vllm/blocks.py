@@ -215,36 +215,43 @@ def in_fp8(layer: Any) -> bool:
     return tuple(scale.shape) in ((1,), (len(weight),), (len(weight), 1))
 
 
-def put(
-    model: nn.Module, found: FoundBlock, layers: dict[str, LinearBase], options: BlockOptions, quantised: bool
-) -> None:
-    """Put layers in the place of a block's projections, so that they call the op.
+def compute_by_op(found: FoundBlock, layers: dict[str, LinearBase], options: BlockOptions, quantised: bool) -> None:
+    """Let the layers of a block's projections call the op.
 
     Args:
-        model: Where the block is.
         found: The block.
-        layers: See `parallel`.
+        layers: Its layers, by their paths.
         options: How it is computed.
         quantised: Whether to quantise the weights, of 16 bits, once they are loaded: a scale for each neuron.
     """
     assert found.weights is not None
-    module, activation = found.module, activation_of(found)
     for layer in layers.values():
         layer.quant_method = _PassInput(quantised)
-    down = layers[found.weights.w_down.layer]
     scales = {
         f"{name}_scale": replace(operand, path=(*operand.path[:-1], _SCALE))
         for name, operand in matrices_of(found.weights).items()
         if quantised or in_fp8(layers[operand.layer])
     }
     read = replace(found.weights, **scales).map(lambda each: (layers[each.layer], each))
-    down.quant_method = _CallsOp(read, options, quantised)
+    layers[found.weights.w_down.layer].quant_method = _CallsOp(read, options, quantised)
+
+
+def put(model: nn.Module, found: FoundBlock, layers: dict[str, LinearBase]) -> None:
+    """Put layers in the place of a block's projections.
+
+    Args:
+        model: Where the block is.
+        found: The block.
+        layers: See `parallel`.
+    """
+    assert found.weights is not None
+    module, activation = found.module, activation_of(found)
     for path, layer in layers.items():
         module.set_submodule(path, layer)
     if activation:
         module.set_submodule(activation, nn.Identity())
         return
-    block = TwellBlock(module, down)
+    block = TwellBlock(module, layers[found.weights.w_down.layer])
     for parent in list(model.modules()):  # a module may be in several places
         for name, child in list(parent._modules.items()):
             if child is module:

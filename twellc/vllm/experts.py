@@ -1,0 +1,139 @@
+"""Experts in vLLM, computed by the op `twell::experts`.
+
+vLLM keeps the routed experts of a layer in one module. A method computes them: `apply` gets tokens and what the router
+chose. Ours takes the place of vLLM's before weights are loaded, and reads them where vLLM puts them:
+
+    w13_weight [experts, d_ff, d_model]     up
+    w2_weight  [experts, d_model, d_ff]     down, stored neuron by neuron once it is loaded, in the same memory
+
+Router, latent projections, shared experts and the sum over ranks stay vLLM's. Each rank has its share of all experts'
+neurons, or its share of the experts; then `expert_map` gives the number of an expert on this rank, or -1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8MoEMethod
+
+from twellc.plugins.experts_op import EXPERTS
+from twellc.plugins.library import MAX_EXPERTS, MAX_EXPERTS_OF_TOKEN
+
+# By vLLM's names. Those of the op with a gate, vLLM has none.
+_ACTIVATIONS = {"relu2_no_mul": "relu2"}
+# The kernels load 16 bytes of a row at a time.
+_VECTOR = 16
+
+
+class TwellExpertsMethod(FusedMoEMethodBase):
+    """Computes routed experts by the op.
+
+    Args:
+        own: vLLM's method, which has made the weights.
+    """
+
+    supports_pre_processed_weights = True  # another process's, as vLLM's cache of weights has them
+
+    def __init__(self, own: FusedMoEMethodBase) -> None:
+        super().__init__(own.moe)
+
+    def create_weights(self, *_: Any, **__: Any) -> None:
+        """Do nothing: vLLM's own method has made them."""
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        """Return None: no kernel of vLLM's is called."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Store the weights of down projections neuron by neuron; nothing else is to be done with any."""
+        if layer.w2_weight.is_contiguous():
+            layer.w2_weight.data = _by_neuron(layer.w2_weight.data)
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any,
+        shared_experts_input: Tensor | None,
+    ) -> Tensor:
+        """Return the sum over each token's experts, [tokens, d_model]; of those on other ranks nothing."""
+        ids = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids]
+        neurons = layer.moe_config.intermediate_size_per_partition_unpadded
+        up, down = layer.w13_weight[:, :neurons], layer.w2_weight.mT[:, :neurons]
+        activation = _ACTIVATIONS[layer.activation.value]
+        y: Tensor = EXPERTS(x, up, None, down, ids, topk_weights.float(), activation, **self._scales(layer))
+        return y
+
+    def _scales(self, layer: Any) -> dict[str, Tensor]:
+        return {}
+
+
+class TwellModelOptExpertsMethod(TwellExpertsMethod):
+    """The same for ModelOpt's E4M3, with a scale for each expert; vLLM loads these scales by the name of this class."""
+
+    def _scales(self, layer: Any) -> dict[str, Tensor]:
+        up, down = layer.w13_weight_scale, layer.w2_weight_scale
+        return {"up_scale": up.view(-1, 1, 1), "down_scale": down.view(-1, 1, 1)}
+
+
+_METHODS: dict[type, type[TwellExpertsMethod]] = {
+    UnquantizedFusedMoEMethod: TwellExpertsMethod,
+    ModelOptFp8MoEMethod: TwellModelOptExpertsMethod,
+}
+
+
+def _by_neuron(weight: Tensor) -> Tensor:
+    """Store [experts, d_out, d_ff] so that its transpose is contiguous, in the memory that it has."""
+    experts, d_out, d_ff = weight.shape
+    stored = weight.view(experts, d_ff, d_out)
+    for matrix, place in zip(weight, stored, strict=True):
+        place.copy_(matrix.t().contiguous())
+    return stored.mT
+
+
+def find_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield path and module of the routed experts of each layer."""
+    for path, module in model.named_modules():
+        if isinstance(module, RoutedExperts):
+            yield path, module
+
+
+def put_experts(experts: Any) -> None:
+    """Let the op compute routed experts."""
+    own = experts.quant_method
+    del experts.quant_method  # of weights of 16 bits a submodule, which ours is not
+    experts.quant_method = _METHODS[type(own)](own)
+
+
+def refusal_of_experts(experts: Any) -> str:
+    """Say why the op cannot compute routed experts; empty where it can."""
+    config, own = experts.moe_config, experts.quant_method
+    parallel, activation = config.moe_parallel_config, experts.activation.value
+    if activation not in _ACTIVATIONS:
+        return f"their activation is {activation}; experts need relu2 without a gate"
+    if type(own) not in _METHODS:
+        return f"{type(own).__name__} keeps their weights; they need 16 bits, or ModelOpt's E4M3"
+    if config.has_bias:
+        return "experts with biases"
+    if experts.apply_router_weight_on_input:
+        return "the router's weights are multiplied with the input"
+    if parallel.enable_eplb:
+        return "load balancing across experts is switched on"
+    if parallel.dp_size > 1:
+        return "data parallel ranks exchange tokens by vLLM's own kernels"
+    if config.in_dtype not in (torch.bfloat16, torch.float16):
+        return f"they compute in {str(config.in_dtype).removeprefix('torch.')}; the kernels take bfloat16 and float16"
+    widths = (config.hidden_dim, config.intermediate_size_per_partition_unpadded)
+    multiple = _VECTOR // experts.w13_weight.element_size()
+    if any(width % multiple for width in widths):
+        return f"widths of {widths[0]} and {widths[1]}, which must be multiples of {multiple}"
+    if experts.local_num_experts > MAX_EXPERTS or experts.top_k > MAX_EXPERTS_OF_TOKEN:
+        return f"more than {MAX_EXPERTS} experts, or {MAX_EXPERTS_OF_TOKEN} for a token"
+    return ""
