@@ -1,18 +1,22 @@
 """Measure what vLLM serves of a ReLU Llama of 1.5 billion parameters, with twellc's model class and without it.
 
 python benchmarks/serving.py --json results.json
+python benchmarks/serving.py --model FOLDER --json results.json
 python benchmarks/serving.py --smoke --device cpu
 
 The model is that of `model.py`: random weights, sparse gates. `dense` is vLLM's own class over transformers, the only
-one of its classes that takes a ReLU Llama. Each engine has its own process; they start at the same time and then
-take turns. Both compile the model and replay CUDA graphs. All requests are there at the start. Tokens a second of the
-prompts are from calls that generate one token; those of the answers from what longer calls take beyond that. Medians
-of several calls.
+one of its classes that takes a ReLU Llama. With `--model` it is vLLM's own class of that model, such as OPT's or
+Nemotron-H's, and `twell` the same class with the ops; `--dummy` draws weights for a folder that has none.
+
+Each engine has its own process; they start at the same time and then take turns. Both compile the model and replay CUDA
+graphs. All requests are there at the start. Tokens a second of the prompts are from calls that generate one token;
+those of the answers from what longer calls take beyond that. Medians of several calls.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing
 import os
 import random
@@ -28,7 +32,7 @@ import torch
 import transformers
 from model import CAUSAL, Logits, causal_attention, gate_density, make_model
 
-from twellc.vllm import ARCHITECTURE
+from twellc.vllm import ARCHITECTURE, PREFIX
 
 CONTESTANTS: dict[str, dict[str, Any]] = {
     "dense": {"model_impl": "transformers"},
@@ -47,6 +51,8 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
 @click.option("--repeats", default=7, show_default=True)
 @click.option("--only", type=click.Choice(sorted(CONTESTANTS)), multiple=True, help="Measure these alone.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
+@click.option("--model", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Serve this instead.")
+@click.option("--dummy", is_flag=True, help="Draw the weights of --model.")
 @click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="Keep the model here, or take it.")
 @session.json_option
 @session.smoke_option(layers=2, d_model=128, d_ff=256, requests="1,3", prompt=8, tokens=4, repeats=1)
@@ -61,6 +67,8 @@ def main(
     repeats: int,
     only: tuple[str, ...],
     device: str,
+    model: Path | None,
+    dummy: bool,
     folder: Path | None,
     json_path: Path | None,
 ) -> None:
@@ -69,11 +77,18 @@ def main(
     if device == "cuda":
         session.refuse_without_gpu()
     report, batches = session.new_report(), [int(each) for each in requests.split(",")]
-    folder = folder or Path(session.scratch_folder())
-    report["density"] = make_folder(folder, layers, d_model, d_ff, density, (max(batches), prompt))
-    click.echo(f"gates: {report['density']}")
-    cache_bytes = 4 * layers * d_model * max(batches) * (prompt + tokens + 32)
-    setting = Setting(folder, batches, prompt, tokens, cache_bytes, device, session.is_smoke())
+    if model is None:
+        folder = folder or Path(session.scratch_folder())
+        report["density"] = make_folder(folder, layers, d_model, d_ff, density, (max(batches), prompt))
+        click.echo(f"gates: {report['density']}")
+        # Memory for the cache is named, since engines that start at the same time would each take what is there.
+        options: dict[str, Any] = {
+            "kv_cache_memory_bytes": 4 * layers * d_model * max(batches) * (prompt + tokens + 32),
+            "gpu_memory_utilization": 0.3,
+        }
+    else:
+        folder, options = model, {"load_format": "dummy" if dummy else "auto", "gpu_memory_utilization": 0.45}
+    setting = Setting(folder, batches, prompt, tokens, options, device, session.is_smoke(), is_own=model is not None)
     engines = {name: Engine(name, setting) for name in only or CONTESTANTS}
     report["engines"] = {name: engine.read() for name, engine in engines.items()}
     click.echo(f"{report['engines']}")
@@ -119,9 +134,17 @@ class Setting:
     batches: list[int]
     prompt: int
     tokens: int
-    cache_bytes: int
+    options: dict[str, Any]
     device: str
     smoke: bool
+    is_own: bool
+
+    def contestant(self, name: str) -> dict[str, Any]:
+        """Return the options by which an engine serves the model with the ops, or without them."""
+        if not self.is_own:
+            return CONTESTANTS[name]
+        (own,) = json.loads((self.folder / "config.json").read_text())["architectures"]
+        return {"hf_overrides": {"architectures": [f"{PREFIX}{own}"]}} if name == "twell" else {}
 
 
 class Engine:
@@ -165,7 +188,6 @@ def serve(name: str, setting: Setting, pipe: Any) -> None:
     from vllm import LLM, SamplingParams, __version__
 
     started = time.perf_counter()
-    # Memory for the cache is named, since engines that start at the same time would each take what is there.
     engine: Any = LLM(
         str(setting.folder),
         skip_tokenizer_init=True,
@@ -174,10 +196,9 @@ def serve(name: str, setting: Setting, pipe: Any) -> None:
         max_model_len=setting.prompt + setting.tokens + 8,
         enable_prefix_caching=False,
         enforce_eager=setting.smoke,
-        kv_cache_memory_bytes=setting.cache_bytes,
-        gpu_memory_utilization=0.3,
         compilation_config={"cudagraph_capture_sizes": setting.batches},
-        **CONTESTANTS[name],
+        **setting.options,
+        **setting.contestant(name),
     )
     (blocks,) = engine.apply_model(count_blocks)
     if (blocks > 0) != (name == "twell"):
@@ -210,8 +231,13 @@ def time_in_turns(engines: dict[str, Engine], count: int, tokens: int, repeats: 
 
 
 def count_blocks(model: Any) -> int:
-    """Return how many blocks of a model in vLLM the ops run."""
-    return sum(type(module).__name__ == "TwellBlock" for module in model.modules())
+    """Return how many blocks, and layers of experts, of a model in vLLM the ops run."""
+    # Here, since only engines have vLLM.
+    from twellc.vllm.blocks import CallsOp
+    from twellc.vllm.experts import TwellExpertsMethod
+
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    return sum(isinstance(method, (CallsOp, TwellExpertsMethod)) for method in methods)
 
 
 if __name__ == "__main__":

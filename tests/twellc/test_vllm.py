@@ -106,7 +106,7 @@ def test_quantised_layers_take_other_weights(registry: Registry, monkeypatch: py
     blocks = importlib.import_module("twellc.vllm.blocks")
     monkeypatch.delitem(sys.modules, "twellc.vllm.blocks")
     first, second = torch.randn(2, 6, 4, dtype=torch.bfloat16)
-    method = blocks._CallsOp(None, None, True) if down else blocks._PassInput(True)
+    method = blocks.CallsOp(None, None, True) if down else blocks._PassInput(True)
     loaded, fresh = Linear(first), Linear(second)
     for layer in (loaded, fresh):
         method.process_weights_after_loading(layer)

@@ -115,7 +115,7 @@ class _PassInput(_OfBlock):
         return x
 
 
-class _CallsOp(_OfBlock):
+class CallsOp(_OfBlock):
     """Of a down projection: it computes its block.
 
     Args:
@@ -233,7 +233,7 @@ def compute_by_op(found: FoundBlock, layers: dict[str, LinearBase], options: Blo
         if quantised or in_fp8(layers[operand.layer])
     }
     read = replace(found.weights, **scales).map(lambda each: (layers[each.layer], each))
-    layers[found.weights.w_down.layer].quant_method = _CallsOp(read, options, quantised)
+    layers[found.weights.w_down.layer].quant_method = CallsOp(read, options, quantised)
 
 
 def put(model: nn.Module, found: FoundBlock, layers: dict[str, LinearBase]) -> None:
