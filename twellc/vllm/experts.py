@@ -8,6 +8,9 @@ chose. Ours takes the place of vLLM's before weights are loaded, and reads them 
 
 Router, latent projections, shared experts and the sum over ranks stay vLLM's. Each rank has its share of all experts'
 neurons, or its share of the experts; then `expert_map` gives the number of an expert on this rank, or -1.
+
+NOTE: a module of our own in the place of vLLM's would run on CPUs, too, where vLLM makes no experts without a gate. It
+would have to do what vLLM's router, loader and groups of ranks do, release after release.
 """
 
 from __future__ import annotations

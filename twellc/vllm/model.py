@@ -34,7 +34,7 @@ class TwellForCausalLM(TransformersForCausalLM):
         config = vllm_config.model_config.hf_config
         # By transformers' own name vLLM finds how checkpoints name their weights.
         own = causal_lm_classes().get(config.model_type)
-        if vllm_config.model_config.is_moe or hasattr(config, "mamba_num_heads"):
+        if vllm_config.model_config.is_moe or any(name.startswith("mamba_") for name in vars(config)):
             _refuse(config.model_type, own)
         with _changed(config, architectures=[own] if own else config.architectures):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
