@@ -28,7 +28,6 @@ FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "llama": (models.llama, {"hidden_size": 64, "head_dim": 32}),
     "llama with biases": (models.llama, {"hidden_size": 64, "head_dim": 32, "mlp_bias": True}),
     "arcee": (models.arcee, {"hidden_size": 128}),
-    "nemotron": (models.nemotron, {"hidden_size": 128, "head_dim": 32}),
     "nemotron of 99 neurons": (models.nemotron, {"hidden_size": 128, "head_dim": 32, "intermediate_size": 99}),
     "jais2": (models.jais2, {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128}),
     "persimmon": (models.persimmon, {"hidden_size": 128}),
@@ -101,7 +100,7 @@ def test_compiled_with_one_cache(made: Any, ask: Ask, tmp_path: Path) -> None:
 
 
 @several
-@pytest.mark.parametrize("family", ["llama", "llama with biases", "arcee", "nemotron", SPARSELM[1]])
+@pytest.mark.parametrize("family", ["llama", "llama with biases", "arcee", SPARSELM[1]])
 def test_two_ranks(made: Any, ask: Ask, family: str) -> None:
     """Two processes share the neurons; vLLM shares out the layers of OPT's attention wrongly, also without us."""
     model, tokens = made(family)
