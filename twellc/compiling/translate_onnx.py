@@ -11,7 +11,7 @@ import onnx_ir
 from twellc.base.dtypes import DTYPES, UNCHANGED, torch_dtype
 from twellc.base.errors import UserError
 from twellc.compiling.result import Translation, annotate, check_matches
-from twellc.compiling.settings import Settings
+from twellc.compiling.settings import settings_of
 from twellc.decisions.advise import Advisor
 from twellc.decisions.choose import Tokens
 from twellc.decisions.targets import choose_target, gpu_at_hand
@@ -37,8 +37,8 @@ from twellc.passes.dump import GraphDump
 from twellc.passes.fp8 import Wish
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.onnx.ffn import OnnxBlocks, find_onnx_blocks, rewrite_onnx
+from twellc.passes.report import Earlier
 from twellc.passes.sizes.inputs import ModelInputs
-from twellc.plugins.block import compression_of
 
 
 def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> Translation:
@@ -85,14 +85,8 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     outputs, renamed = distinct_outputs(names, [value.name for value in model.graph.output])
     name_ends(graph.graph, names, outputs)
     is_low = bool(low_precisions(model)) or any(layer.decision == "twell" for layer in found.layers)
-    settings = Settings(
-        dtype=dtype if is_low else UNCHANGED,
-        layers=options.layers,
-        compression=compression_of(options.compression),
-        attention_forms=[],
-        decided=decided or advisor.decided or None,
-        weights=options.weights if options.weights != KEEP else None,
-    )
+    earlier = Earlier(attention_forms=[], decided=decided or advisor.decided or None)
+    settings = settings_of(options, dtype if is_low else UNCHANGED, earlier)
     annotate(graph, found.layers, settings)
     return Translation(
         kind=KIND,

@@ -15,7 +15,7 @@ from twellc.base.dtypes import torch_dtype
 from twellc.base.errors import first_few
 from twellc.compiling.fp8 import measure_errors, read_samples, wish_of
 from twellc.compiling.result import Translation, annotate, check_matches
-from twellc.compiling.settings import CacheSettings, Settings
+from twellc.compiling.settings import settings_of
 from twellc.decisions.advise import Advisor
 from twellc.decisions.choose import Tokens
 from twellc.decisions.targets import choose_target, gpu_at_hand
@@ -31,16 +31,14 @@ from twellc.loaders.precision import choose_dtype
 from twellc.options.commands import CompileOptions
 from twellc.options.decisions import DecisionOptions
 from twellc.options.source import LAST_LOGITS
-from twellc.options.weights import KEEP
 from twellc.passes.dump import NOWHERE, GraphDump
 from twellc.passes.graph.program import has_inner_graphs, largest_size, user_inputs, written_tensors
 from twellc.passes.match.shared_axis import Part
 from twellc.passes.pipeline import PassOptions, Rewritten, run_for_ranks, run_passes
-from twellc.passes.report import Layer
+from twellc.passes.report import Earlier, Layer
 from twellc.passes.sizes.conditions import value_warnings
 from twellc.passes.sizes.inputs import ModelInputs, program_inputs
 from twellc.passes.tensor_parallel import is_in_order
-from twellc.plugins.block import compression_of
 
 # Other names of activations in Hugging Face configs.
 _SAME_ACTIVATION = {"swish": "silu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "squared_relu": "relu2"}
@@ -63,28 +61,17 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
     """
     progress("loading and tracing the model")
     calibrated = load_calibration(options, options.model)
-    if options.cache is None:
-        model = load_model(options, fixed_sizes(options.profiles))
-    else:
-        model = load_with_cache(options.model, options.cache, options.logits or LAST_LOGITS, options.dtype)
+    model = _load(options)
     dtype, notes = choose_dtype(model, options.dtype)
     cached, ranks = options.cache is not None, options.tensor_parallel
     forms = tuple(options.earlier.attention_forms or choose_forms(options.backend, options.attention, cached=cached))
     dump = GraphDump(options.dump_graphs)
-
-    def count(done: int, steps: int) -> None:
-        progress(f"rewriting feed-forward blocks: pass {done + 1} of {steps}")
-
-    errors = options.earlier.fp8_errors
-    if options.fp8_error is not None and errors is None:
-        # A model with a cache has other inputs than samples; its blocks are those of the model without one.
-        plain = model if options.cache is None else load_model(replace(options, logits=None))
-        errors = measure_errors(plain, dtype, read_samples(options, plain), progress)
+    errors = _fp8_errors(options, model, dtype, progress)
     wanted = PassOptions(
         attention=forms,
         dump=dump,
         part=Part(0, ranks),
-        progress=count,
+        progress=lambda done, steps: progress(f"rewriting feed-forward blocks: pass {done + 1} of {steps}"),
         weights=wish_of(options, errors),
         earlier=options.earlier,
     )
@@ -100,22 +87,14 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
         opset, own_dump = opset_of(rewritten.attention), dump if rank == 0 else NOWHERE
         graph = export_onnx(program, names, model.output_names, model.dimension_names, opset, own_dump)
         decided = options.earlier.decided or advisor.decided
-        settings = Settings(
-            dtype=dtype,
-            layers=options.layers,
-            compression=compression_of(options.compression),
-            **model.settings,
+        earlier = Earlier(
             attention_forms=list(forms if rewritten.attention else ()),
             calibration=None if calibrated is None else calibrated.sha256,
             decided=decided if decided or calibrated is not None else None,
             linear_taken=rewritten.taken or None,
-            fp8_errors=None if options.fp8_error is None else errors,
-            cache=None if options.cache is None else CacheSettings(**options.cache.settings()),
-            prune_dead=options.prune_dead or None,
-            tensor_parallel=ranks if ranks > 1 else None,
-            weights=options.weights if options.weights != KEEP else None,
-            fp8_error=options.fp8_error,
+            fp8_errors=errors if options.fp8_error is not None else None,
         )
+        settings = settings_of(options, dtype, earlier, model.settings)
         annotate(graph, layers, settings)
         rewriting_notes = [*activation_notes(model, layers), *inner_graph_notes(program)]
         if calibrated is not None:
@@ -134,6 +113,24 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
             profiles=sizes.profiles,
             relations=sizes.relations,
         )
+
+
+def _load(options: CompileOptions) -> LoadedModel:
+    """Load and trace a model, with a key-value cache if it is to have one."""
+    if options.cache is None:
+        return load_model(options, fixed_sizes(options.profiles))
+    return load_with_cache(options.model, options.cache, options.logits or LAST_LOGITS, options.dtype)
+
+
+def _fp8_errors(
+    options: CompileOptions, model: LoadedModel, dtype: str, progress: Callable[[str], None]
+) -> dict[str, float] | None:
+    """Return by how much FP8 changes the outputs of blocks, as measured before or now; None where nothing limits it."""
+    if options.fp8_error is None or options.earlier.fp8_errors is not None:
+        return options.earlier.fp8_errors
+    # A model with a cache has other inputs than samples; its blocks are those of the model without one.
+    plain = model if options.cache is None else load_model(replace(options, logits=None))
+    return measure_errors(plain, dtype, read_samples(options, plain), progress)
 
 
 def rewrite(

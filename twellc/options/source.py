@@ -31,10 +31,6 @@ class CacheOptions:
     batch: int = 1
     prefill_chunk: int | None = None
 
-    def settings(self) -> dict[str, int]:
-        """Return the sizes as a manifest has them."""
-        return {"length": self.length, "batch": self.batch, "prefill_chunk": self.chunk}
-
     @property
     def chunk(self) -> int:
         """The most tokens of a sequence in a call."""
