@@ -29,10 +29,9 @@ _BLOCK = [BLOCK, BLOCK]
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-# ---- what configurations say ----
-
-
 class _Fp8Method(Method):
+    """E4M3 with a scale for each weight. Subclasses say which settings are not read."""
+
     def fault(self, settings: Mapping[str, Any]) -> str:
         """See `Method`."""
         return next(self._faults(settings), "")
@@ -41,8 +40,22 @@ class _Fp8Method(Method):
         yield from ()
 
     def take(self, path: Path, tensors: dict[str, Tensor]) -> dict[str, Fp8]:
-        """See `Method`."""
-        return _take(path, tensors)
+        """See `Method`. It fails for a weight that is NaN, or has not one scale that is read."""
+        found = {}
+        weights = [name for name, each in tensors.items() if each.dtype == E4M3 and not SCALE.fullmatch(name)]
+        for weight in weights:
+            known = [f"{weight.removesuffix('weight')}scale"]
+            if weight.endswith("weight"):
+                known += [f"{weight}_scale", f"{weight}_scale_inv"]
+            names = sorted(name for name in known if name in tensors)
+            if len(names) != 1:
+                got = " and ".join(names) or "none"
+                expected = f"{weight}_scale or {weight}_scale_inv" if weight.endswith("weight") else "a linear layer"
+                what = "is a weight in E4M3 that needs one scale"
+                raise UserError(f"{path}: {weight}", what, got=got, expected=expected, fix=f"{TAKE_ORIGINAL}.")
+            found[weight] = _matrix_of(f"{path}: {names[0]}", tensors.pop(weight), tensors.pop(names[0]))
+            refuse_nan(f"{path}: {weight}", found[weight].values)
+        return found
 
 
 class CompressedTensors(_Fp8Method):
@@ -109,32 +122,6 @@ class ModelOpt(_Fp8Method):
         others = {str(each) for each in found if each not in (None, "FP8", "FP8_PER_CHANNEL_PER_TOKEN")}
         if others:
             yield f"quant_algo {first_few(sorted(others))}"
-
-
-# ---- what files hold ----
-
-
-def _take(path: Path, tensors: dict[str, Tensor]) -> dict[str, Fp8]:
-    """Take matrices in E4M3 out of tensors, with their scales.
-
-    Raises:
-        UserError: A weight has no scale, or not one that is read, or is NaN.
-    """
-    found = {}
-    weights = [name for name, each in tensors.items() if each.dtype == E4M3 and not SCALE.fullmatch(name)]
-    for weight in weights:
-        known = [f"{weight.removesuffix('weight')}scale"]
-        if weight.endswith("weight"):
-            known += [f"{weight}_scale", f"{weight}_scale_inv"]
-        names = sorted(name for name in known if name in tensors)
-        if len(names) != 1:
-            got = " and ".join(names) or "none"
-            expected = f"{weight}_scale or {weight}_scale_inv" if weight.endswith("weight") else "a linear layer"
-            what = "is a weight in E4M3 that needs one scale"
-            raise UserError(f"{path}: {weight}", what, got=got, expected=expected, fix=f"{TAKE_ORIGINAL}.")
-        found[weight] = _matrix_of(f"{path}: {names[0]}", tensors.pop(weight), tensors.pop(names[0]))
-        refuse_nan(f"{path}: {weight}", found[weight].values)
-    return found
 
 
 def _matrix_of(where: str, weight: Tensor, scale: Tensor) -> Fp8:

@@ -49,17 +49,13 @@ class Method(ABC):
 
     @abstractmethod
     def take(self, path: Path, tensors: dict[str, Tensor]) -> Mapping[str, Matrix]:
-        """Take its matrices out of the tensors of a directory, with what describes them.
+        """Take its matrices, with what describes them, out of the tensors of a directory, by name.
 
         It is asked whatever the settings say: the tensors decide. Scales of activations may stay, and are dropped.
-
-        Args:
-            path: The directory, to name it in messages.
-            tensors: The tensors, by name.
 
         Returns:
             The matrices, by the names that their weights have in a model of 16 bits.
 
         Raises:
-            UserError: One of them is not whole.
+            UserError: One of them is not whole; `path` is the directory.
         """
