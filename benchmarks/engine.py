@@ -166,7 +166,7 @@ def build_plans(
                 command += ["--backend", "tensorrt", "--linear", "tensorrt", *options]
                 command += ["--attention", attention] if attention else []
                 for name in map(shape_name, shapes):
-                    command += ["--profile", f"input_ids:{name}:{name}:{name}"]
+                    command += ["--optimization-profile", f"input_ids:{name}:{name}:{name}"]
                 done = subprocess.run(command, capture_output=True, text=True, check=False)
                 if done.returncode == 0:
                     plans[label] = path

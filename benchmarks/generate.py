@@ -429,7 +429,7 @@ def main(
     if plans is not None:
         sizes = {part.partition("-")[0]: parts[part] for part in sorted(parts, key=lambda part: parts[part][0])}
         wanted = {
-            kind: ["--kv-cache", str(length), "--batch", str(batch)]
+            kind: ["--kv-cache", str(length), "--max-batch-size", str(batch)]
             + (["--prefill-chunk", str(length)] if kind == "prefill" else [])
             for kind, (batch, length) in sizes.items()
             if any(part.startswith(kind) for part in chosen)

@@ -203,12 +203,17 @@ def train(model: Any, data: Tensor, recipe: Recipe, seconds: float, compiled: bo
 def plan_commands(out: Path, recipe: Recipe, tensorrt: bool, gpu: bool) -> Iterator[tuple[str, list[str]]]:
     """Yield the commands to run, by a name for each, as far as this machine has what they need."""
     model, profile = str(out / "model"), str(out / "profile")
-    yield "profile", ["profile", model, "--inputs", str(out / "trained_on.txt"), "-o", profile, "--overwrite", "--json"]
-    decided = {"calibrated": ["--calibration", profile], "pruned": ["--calibration", profile, "--prune-dead"]}
+    yield "profile", ["profile", model, "--data", str(out / "trained_on.txt"), "-o", profile, "--overwrite", "--json"]
+    decided = {"calibrated": ["--firing-profile", profile], "pruned": ["--firing-profile", profile, "--prune-dead"]}
     for name, options in decided.items():
         path = out / f"{name}.{'plan' if tensorrt else 'onnx'}"
         target = ["--backend", "tensorrt", "-o", str(path)] if tensorrt else ["--backend", "none", "--onnx", str(path)]
-        given = ["--profile", f"input_ids:{recipe.profile}", "--report", str(path.with_suffix(".report.json"))]
+        given = [
+            "--optimization-profile",
+            f"input_ids:{recipe.profile}",
+            "--manifest",
+            str(path.with_suffix(".report.json")),
+        ]
         yield f"compile, {name}", ["compile", model, *target, *given, *options, "--overwrite"]
         yield f"check, {name}", ["check", model, str(path), "--text", str(out / "checked.txt"), "--json"]
     if gpu:
@@ -234,8 +239,8 @@ def run_command(arguments: list[str], out: Path) -> dict[str, Any]:
         result["message"] = done.stderr.strip()[-1000:]
     elif "--json" in arguments:
         result["found"] = json.loads(done.stdout)
-    elif "--report" in arguments:
-        result["found"] = json.loads(Path(arguments[arguments.index("--report") + 1]).read_text())
+    elif "--manifest" in arguments:
+        result["found"] = json.loads(Path(arguments[arguments.index("--manifest") + 1]).read_text())
     return result
 
 

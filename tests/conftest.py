@@ -170,7 +170,7 @@ def load_once() -> Callable[..., Any]:
 
     def load(source: TracingOptions, sizes: Any = (), **options: bool) -> Any:
         path = source.model
-        traced_by = (source.trust_model, source.inputs, source.padding, source.logits, sizes, *options.items())
+        traced_by = (source.trust_model, source.input_specs, source.padding, source.logits, sizes, *options.items())
         files = sorted(path.glob("*")) if path.is_dir() else [path] if path.is_file() else []
         key = (path, *((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files), *traced_by)
         return _remembered(loaded, key, lambda: load_model(source, sizes, **options))

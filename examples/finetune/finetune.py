@@ -291,7 +291,7 @@ def run(
         profile = sparsity.window.profile(output, name)
         if trainer.is_world_process_zero():
             profile.write(output / PROFILE, overwrite=True)
-            click.echo(f"twellc compile {output} -o MODEL.plan --calibration {output / PROFILE}")
+            click.echo(f"twellc compile {output} -o MODEL.plan --firing-profile {output / PROFILE}")
 
 
 def copy_tokenizer(model: Path, output: Path) -> None:

@@ -76,7 +76,7 @@ def test_the_whole_way(finetune: Finetune, dense: Path, tmp_path: Path) -> None:
     options: dict[str, object] = {"model": dense, "blend": 2, "held_out": held_out, "profile_steps": 3, "l1": 1e-3}
     done = finetune("--reinitialise", "--checkpointing", accumulate=2, **options)
     assert done.exit_code == 0, done.output
-    assert f"twellc compile {out} -o MODEL.plan --calibration {out / 'firing.profile'}" in done.stdout
+    assert f"twellc compile {out} -o MODEL.plan --firing-profile {out / 'firing.profile'}" in done.stdout
     configuration = json.loads((out / "config.json").read_text())
     assert configuration["hidden_act"] == "relu" and configuration["use_cache"] is True
     log = TrainingLog.read(out / "training.jsonl")
@@ -102,7 +102,7 @@ def test_going_on_changes_nothing(finetune: Finetune, dense: Path, cli: Cli, tmp
             done = finetune(*given, "--constant", **options, warm_up=0, l1_warm_up=0, profile_steps=3)
             assert done.exit_code == 0, done.output
     whole, graph = tmp_path / "whole", tmp_path / "m.onnx"
-    calibrated = ("--calibration", whole / "firing.profile")
+    calibrated = ("--firing-profile", whole / "firing.profile")
     made = cli("compile", whole, "--backend", "none", "--onnx", graph, *calibrated)
     assert made.exit_code == 0 and "2 of 2 feed-forward blocks rewritten" in made.stdout, made.output
     one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "broken"))

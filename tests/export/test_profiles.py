@@ -41,7 +41,7 @@ UNORDERED = ["x:2:1:3", "x:1:3:2", "x:0:1:1", "x:1x1:1:1x1", "x:1x5:2x4:3x6"]
     ],
 )
 def test_parse_refuses(text: str, message: str) -> None:
-    with pytest.raises(UserError, match=f"--profile: {message}"):
+    with pytest.raises(UserError, match=f"--optimization-profile: {message}"):
         parse_profile(text)
 
 
@@ -85,7 +85,9 @@ def test_defaults_from_the_bounds_of_the_export(masked: ExportedProgram) -> None
     ((profile,), notes) = resolve(masked)
     assert profile["ids"] == profile["mask"] == ((1, 2), (3, 7), (64, 512))
     assert profile["other"] == ((1, 4), (5, 4), (2048, 4))
-    assert notes == ["a dimension of other has no upper bound; the plan takes 1 to 2048 (--profile changes it)"]
+    assert notes == [
+        "a dimension of other has no upper bound; the plan takes 1 to 2048 (--optimization-profile changes it)"
+    ]
 
 
 def test_given_defaults_come_first(masked: ExportedProgram) -> None:
@@ -116,7 +118,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
         ("other:1x5:1x5:1x5",),
         "dimension 1 of other is fixed in the model; got (5, 5, 5); expected 4",
     ),
-    "below the export's range": (("ids:1x1:1x2:1x4",), "dimension 1 of ids leaves the range that the model was"),
+    "below the export's range": (("ids:1x1:1x2:1x4",), "dimension 1 of ids leaves the range of the exported model"),
     "above the export's range": (("ids:1x2:1x2:65x4",), "got 1 to 65; expected 1 to 64"),
     "conflict": (("ids:1x2:1x2:4x4", "mask:1x2:1x2:5x4"), "dimension 0 of mask is shared with another input"),
 }
@@ -127,7 +129,7 @@ def test_refused(case: str, masked: ExportedProgram) -> None:
     texts, reason = REFUSED[case]
     with pytest.raises(UserError) as refusal:
         resolve(masked, *texts)
-    assert str(refusal.value).startswith("--profile: ")
+    assert str(refusal.value).startswith("--optimization-profile: ")
     assert reason in str(refusal.value)
 
 

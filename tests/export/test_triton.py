@@ -161,7 +161,7 @@ def test_existing_model_is_kept(repository: Path, archive: Path) -> None:
         (["-o", "x.plan", "--triton", "R"], "--triton: the plan goes into the repository; got --output, too"),
         (["--backend", "none", "--onnx", "x.onnx", "--triton", "R"], "--triton: no plan is built; got --backend none"),
         (["--backend", "none", "--onnx", "x.onnx", "--embed-plugins"], "--embed-plugins: no plan is built"),
-        (["--backend", "tensorrt-rtx", "--triton", "R", "--profile", "nothing:1:2:3"], "nothing"),
+        (["--backend", "tensorrt-rtx", "--triton", "R", "--optimization-profile", "nothing:1:2:3"], "nothing"),
     ],
 )
 def test_bad_options_leave_nothing(archive: Path, tmp_path: Path, options: list[str], message: str) -> None:

@@ -28,6 +28,6 @@ def _sums_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 def answering(tensorrt: Host, bytelm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan of bytelm with a key-value cache, whose prompts go in pieces of 16 tokens."""
     plan = tmp_path_factory.mktemp("hosts") / "bytelm.plan"
-    done = twellc("compile", bytelm, "-o", plan, "--kv-cache", "256", "--prefill-chunk", "16", "--batch", "4")
+    done = twellc("compile", bytelm, "-o", plan, "--kv-cache", "256", "--prefill-chunk", "16", "--max-batch-size", "4")
     assert done.returncode == 0, done.stdout + done.stderr
     return plan

@@ -62,7 +62,7 @@ def make(family: str, folder: Path) -> tuple[Any, Path]:
 
 
 def compile_cached(folder: Path, plan: Path, *options: str) -> tuple[Path, KeyValueCache]:
-    sizes = ["--kv-cache", str(LENGTH), "--batch", str(len(PROMPTS)), "--prefill-chunk", str(CHUNK)]
+    sizes = ["--kv-cache", str(LENGTH), "--max-batch-size", str(len(PROMPTS)), "--prefill-chunk", str(CHUNK)]
     compiled(folder, plan, *sizes, "--layers", "all", *options)
     manifest = read_manifest(plan)
     assert manifest.cache is not None

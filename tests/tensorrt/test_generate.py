@@ -54,7 +54,18 @@ def test_greedy_answers_are_likeliest_in_float64(llm: LLM, bytelm: Path) -> None
 @pytest.mark.parametrize("linear", ["twell", "tensorrt"])
 def test_plans_that_give_tokens(linear: str, bytelm: Path, tmp_path: Path) -> None:
     """Four sequences and one, by two profiles: with `twell` by the plugin that chooses, else by TensorRT's argmax."""
-    options = ("--kv-cache", "256", "--prefill-chunk", "16", "--batch", "4", "--logits", "greedy", "--linear", linear)
+    options = (
+        "--kv-cache",
+        "256",
+        "--prefill-chunk",
+        "16",
+        "--max-batch-size",
+        "4",
+        "--logits",
+        "greedy",
+        "--linear",
+        linear,
+    )
     greedy = LLM(compiled(bytelm, tmp_path / "m.plan", *options))
     params = SamplingParams(max_tokens=128, ignore_eos=True)
     outputs = greedy.generate(TEXTS, params) + greedy.generate(TEXTS[0], params)
@@ -70,7 +81,7 @@ def test_a_cache_filled_to_its_last_place(llm: LLM, bytelm: Path) -> None:
     assert distance(bytelm, [output]) < NEAR
     with pytest.raises(UserError, match="the prompt: is longer than the cache; got 257 tokens; expected 256 at most"):
         llm.generate([[1] * 257])
-    with pytest.raises(UserError, match=r"takes at most 4 prompts per call; got 5\..*--batch"):
+    with pytest.raises(UserError, match=r"takes at most 4 prompts per call; got 5\..*--max-batch-size"):
         llm.generate(["a"] * 5)
 
 
@@ -96,7 +107,7 @@ def test_two_threads(answering: Path) -> None:
 
 
 def test_the_command(answering: Path, llm: LLM) -> None:
-    done = twellc("generate", answering, "--prompt", TEXTS[0], "--max-new-tokens", "40", "--stats")
+    done = twellc("generate", answering, "--prompt", TEXTS[0], "--max-tokens", "40", "--stats")
     assert done.returncode == 0, done.stderr
     assert done.stdout == llm.generate(TEXTS[0], SamplingParams(max_tokens=40))[0].outputs[0].text + "\n"
     assert "each one CUDA graph" in done.stderr
@@ -104,7 +115,7 @@ def test_the_command(answering: Path, llm: LLM) -> None:
 
 def test_linear_layers_by_the_plugin(tensorrt: Host, bytelm: Path, tmp_path: Path) -> None:
     plan = tmp_path / "linear.plan"
-    options = ("--kv-cache", "256", "--prefill-chunk", "16", "--batch", "4", "--linear", "twell")
+    options = ("--kv-cache", "256", "--prefill-chunk", "16", "--max-batch-size", "4", "--linear", "twell")
     done = twellc("compile", bytelm, "-o", plan, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "TwellLinear" in json.loads((tmp_path / "linear.plan.json").read_text())["plugins"]["names"]

@@ -155,7 +155,8 @@ def refusals(folder: Path) -> dict[str, tuple[Any, type[Exception], str]]:
             lambda: twellc.compile(program, folder / "m.plan", dtype="int8"), twellc.UserError, "got 'int8'",
         ),
         "profile": (
-            lambda: twellc.compile(program, folder / "m.plan", profiles=["x"]), twellc.UserError, "not a profile",
+            lambda: twellc.compile(program, folder / "m.plan", optimization_profiles=["x"]), twellc.UserError,
+            "not a profile",
         ),
     }  # fmt: skip
 

@@ -64,7 +64,7 @@ def linear(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_compile_to_a_plan(cli: Cli, archive: Path, tmp_path: Path) -> None:
     plan, graph, report = (tmp_path / name for name in ("m.plan", "m.onnx", "report.json"))
-    result = cli("compile", archive, "-o", plan, "--onnx", graph, "--report", report, "--compression", 4)
+    result = cli("compile", archive, "-o", plan, "--onnx", graph, "--manifest", report, "--compression", 4)
     assert result.exit_code == 0, result.output
     assert sorted(files_in(tmp_path)) == ["m.onnx", "m.plan", "m.plan.json", "report.json"]
     manifest = json.loads((tmp_path / "m.plan.json").read_text())
@@ -104,7 +104,7 @@ def test_compile_to_a_plan(cli: Cli, archive: Path, tmp_path: Path) -> None:
 
 def test_no_backend(cli: Cli, archive: Path, tmp_path: Path) -> None:
     result = cli(
-        "compile", archive, "--backend", "none", "--onnx", tmp_path / "m.onnx", "--report", tmp_path / "r.json"
+        "compile", archive, "--backend", "none", "--onnx", tmp_path / "m.onnx", "--manifest", tmp_path / "r.json"
     )
     assert result.exit_code == 0, result.output
     assert sorted(files_in(tmp_path)) == ["m.onnx", "r.json"]
@@ -120,7 +120,7 @@ def test_dtype(cli: Cli, linear: Path, archive: Path, tmp_path: Path) -> None:
     report = tmp_path / "r.json"
 
     def settings(model: Path, *options: str) -> tuple[str, str]:
-        arguments = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--report", report, "--overwrite"]
+        arguments = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--manifest", report, "--overwrite"]
         assert cli("compile", model, *arguments, *options).exit_code == 0
         content = json.loads(report.read_text())
         return content["settings"]["dtype"], " ".join(content["notes"])
@@ -138,7 +138,7 @@ def test_dtype(cli: Cli, linear: Path, archive: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("layers", "rewritten"), [("all", [1]), ("none", []), (r"^1\.", [1]), (r"0\.ffn", [])])
 def test_layers(cli: Cli, silu: Path, tmp_path: Path, layers: str, rewritten: list[int]) -> None:
-    arguments = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--report", tmp_path / "r.json"]
+    arguments = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--manifest", tmp_path / "r.json"]
     result = cli("compile", silu, *arguments, "--layers", layers)
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "r.json").read_text())["layers"]
@@ -148,7 +148,7 @@ def test_layers(cli: Cli, silu: Path, tmp_path: Path, layers: str, rewritten: li
 
 
 def test_profiles_reach_the_plan(cli: Cli, archive: Path, tmp_path: Path) -> None:
-    options = ["--profile", "x:1x3x16:1x3x16:2x3x16", "--profile", "x:2x3x16:8x3x16:64x3x16"]
+    options = ["--optimization-profile", "x:1x3x16:1x3x16:2x3x16", "--optimization-profile", "x:2x3x16:8x3x16:64x3x16"]
     assert cli("compile", archive, "-o", tmp_path / "m.plan", *options).exit_code == 0
     profiles = json.loads((tmp_path / "m.plan.json").read_text())["profiles"]
     assert [profile["x"]["max"] for profile in profiles] == [[2, 3, 16], [64, 3, 16]]
@@ -187,7 +187,7 @@ def test_dump_graphs(cli: Cli, archive: Path, linear: Path, tmp_path: Path) -> N
 
 
 def test_what_stays_dense_is_a_loud_warning(cli: Cli, silu: Path, linear: Path, tmp_path: Path) -> None:
-    options = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--report", tmp_path / "r.json", "--overwrite"]
+    options = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--manifest", tmp_path / "r.json", "--overwrite"]
     for model, warning in (
         (silu, "layer 0.ffn: gate activation is silu; TwELL needs a ReLU family. Left dense"),
         (linear, "no feed-forward block can be rewritten: the plan is dense throughout"),
@@ -221,21 +221,21 @@ def options_that_fail(folder: Path, model: Path) -> dict[str, tuple[list[object]
         "output is a folder": (["-o", folder], "is a folder"),
         "output would be a folder": (["-o", f"{folder}/a/"], "a/: is a folder; expected a file"),
         "graph would be a folder": (["-o", plan, "--onnx", f"{folder}/a/"], "a/: is a folder"),
-        "report would be a folder": (["-o", plan, "--report", f"{folder}/a/."], "a/.: is a folder"),
+        "report would be a folder": (["-o", plan, "--manifest", f"{folder}/a/."], "a/.: is a folder"),
         "page would be a folder": (["-o", plan, "--html", f"{folder}/a/"], "a/: is a folder"),
         "same file twice": (["-o", folder / "m.out", "--onnx", folder / "m.out"], "is the same file as --output"),
-        "report is the manifest": (["-o", plan, "--report", folder / "m.plan.json"], "is the same file as"),
+        "report is the manifest": (["-o", plan, "--manifest", folder / "m.plan.json"], "is the same file as"),
         "output is the model": (["-o", model, "--overwrite"], "belongs to the model"),
         "report is the weights": (
-            ["-o", plan, "--onnx", graph, "--report", folder / "m.onnx.data"], "is the same file as weights of --onnx"
+            ["-o", plan, "--onnx", graph, "--manifest", folder / "m.onnx.data"], "is the same file as weights of --onnx"
         ),
         "graphs are the plan": (["-o", plan, "--dump-graphs", plan], "is the same file as --output"),
-        "bad profile": (["-o", plan, "--profile", "x"], "--profile: not a profile"),
-        "profile of another input": (["-o", plan, "--profile", "y:1:1:1"], "the model has no such input"),
-        "profile out of range": (["-o", plan, "--profile", "x:1x3x16:1x3x16:65x3x16"], "leaves the range"),
+        "bad profile": (["-o", plan, "--optimization-profile", "x"], "--optimization-profile: not a profile"),
+        "profile of another input": (["-o", plan, "--optimization-profile", "y:1:1:1"], "the model has no such input"),
+        "profile out of range": (["-o", plan, "--optimization-profile", "x:1x3x16:1x3x16:65x3x16"], "leaves the range"),
         "bad regex": (["-o", plan, "--layers", "("], "--layers: not a regular expression"),
         "regex without a match": (["-o", plan, "--onnx", graph, "--layers", "mlp"], "matches no feed-forward block"),
-        "inputs of an archive": (["-o", plan, "--input", "x:float32[3]"], "only a pickled module needs"),
+        "inputs of an archive": (["-o", plan, "--input-spec", "x:float32[3]"], "only a pickled module needs"),
         "bad choice": (["-o", plan, "--dtype", "fp32"], "--dtype"),
         "bad compression": (["-o", plan, "--compression", "3"], "--compression"),
     }  # fmt: skip
@@ -263,7 +263,7 @@ def test_other_files_that_would_be_folders(cli: Cli, tmp_path: Path, options: st
 @pytest.mark.parametrize("name", ["m.plan", "m.plan.json", "m.onnx", "r.json"])
 def test_existing_outputs_need_a_word(cli: Cli, archive: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("precious")
-    arguments = ["-o", tmp_path / "m.plan", "--onnx", tmp_path / "m.onnx", "--report", tmp_path / "r.json"]
+    arguments = ["-o", tmp_path / "m.plan", "--onnx", tmp_path / "m.onnx", "--manifest", tmp_path / "r.json"]
     failed(cli("compile", archive, *arguments), f"{name}: the file exists already", "Add --overwrite")
     assert files_in(tmp_path) == {name: b"precious"}
 
@@ -308,7 +308,7 @@ def test_blobs_behind_links_are_not_overwritten(cli: Cli, bytelm: Path, tmp_path
     assert (tmp_path / "model" / "model.safetensors").is_symlink()
 
 
-@pytest.mark.parametrize("option", ["--onnx", "--report"])
+@pytest.mark.parametrize("option", ["--onnx", "--manifest"])
 def test_external_data_is_not_overwritten(cli: Cli, tmp_path: Path, option: str) -> None:
     model = save_external(gated(), tmp_path / "m.onnx")
     (data,) = external_files(model)

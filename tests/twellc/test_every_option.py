@@ -89,7 +89,7 @@ def answered(folder: Path, work: Path, **given: Any) -> Any:
 
 def generated(folder: Path, work: Path, **given: Any) -> Any:
     options = [each for name, value in given.items() for each in (f"--{name.replace('_', '-')}", str(value))]
-    shared = ["generate", str(folder), "--prompt", "a", "--max-new-tokens", "2", "--stats"]
+    shared = ["generate", str(folder), "--prompt", "a", "--max-tokens", "2", "--stats"]
     shared += [] if "device" in given else ["--device", "cpu"]
     done = click.testing.CliRunner().invoke(main, [*shared, *options])
     if done.exit_code == 2:

@@ -77,7 +77,7 @@ def prepare(server: ForkServer, folder: Path, *arguments: str) -> None:
 
 # What makes a file for those tests that damage it.
 PREPARED = {
-    "cached.onnx": "compile talker -o cached.plan --onnx cached.onnx --kv-cache 16 --batch 2",
+    "cached.onnx": "compile talker -o cached.plan --onnx cached.onnx --kv-cache 16 --max-batch-size 2",
     "talker.profile": "profile talker data.jsonl -o talker.profile",
 }
 
@@ -121,19 +121,20 @@ INPUTS = st.one_of(
 )
 OPTIONS: dict[str, dict[str, Any]] = {
     "compile": {
-        "-o": OUTPUTS, "--output": OUTPUTS, "--onnx": OUTPUTS, "--report": OUTPUTS, "--triton": OUTPUTS,
-        "--profile": PROFILES,
-        "--dtype": st.sampled_from(("bf16", "fp16", "fp32", "")), "--layers": TEXTS, "--input": INPUTS,
+        "-o": OUTPUTS, "--output": OUTPUTS, "--onnx": OUTPUTS, "--manifest": OUTPUTS, "--triton": OUTPUTS,
+        "--optimization-profile": PROFILES,
+        "--dtype": st.sampled_from(("bf16", "fp16", "fp32", "")), "--layers": TEXTS, "--input-spec": INPUTS,
         "--backend": st.sampled_from(("none", "none", "none", "auto", "tensorrt", "tensorrt-rtx", "x")),
         "--compression": NUMBERS, "--dump-graphs": st.sampled_from(("dump", "text.txt", "llama", "/proc/x", "")),
         "--strict": None, "--overwrite": None, "--trust-model": None, "--embed-plugins": None, "--help": None,
     },
     "inspect": {
         "--json": None, "--dtype": st.sampled_from(("bf16", "fp16", "x")), "--density": NUMBERS, "--tokens": NUMBERS,
-        "--trust-model": None, "--input": INPUTS,
+        "--trust-model": None, "--input-spec": INPUTS,
     },
     "check": {
-        "--seed": NUMBERS, "--inputs": PATHS, "--text": PATHS, "--json": None, "--trust-model": None, "--input": INPUTS,
+        "--seed": NUMBERS, "--arrays": PATHS, "--text": PATHS, "--json": None, "--trust-model": None,
+        "--input-spec": INPUTS,
     },
     "plugins": {"--json": None, "--x": None},
 }  # fmt: skip
@@ -183,7 +184,7 @@ def run_damaged(
             assert {path: path.read_bytes() for path in before} == before, "a file was changed"
 
 
-SHORT = ("--max-new-tokens", "3")
+SHORT = ("--max-tokens", "3")
 ANSWER = ("generate", "talker", "--prompt", "hello", *SHORT)
 PAGE = ("-o", "new.html")
 DAMAGE: dict[str, tuple[str, Callable[[bytes], Any], tuple[str, ...]]] = {
@@ -192,15 +193,19 @@ DAMAGE: dict[str, tuple[str, Callable[[bytes], Any], tuple[str, ...]]] = {
     "compiled archive": ("model.pt2", damaged_zip, ("compile", "model.pt2", "--backend", "none", "--onnx", "new.onnx")),
     "configuration": ("llama/config.json", damaged_json, ("inspect", "llama")),
     "weights": ("llama/model.safetensors", damaged_safetensors, ("inspect", "llama")),
-    "pickle": ("module.pt", damaged_zip, ("inspect", "module.pt", "--input", "input:float32[b,16]", "--trust-model")),
-    "untrusted pickle": ("module.pt", damaged_zip, ("inspect", "module.pt", "--input", "input:float32[b,16]")),
+    "pickle": (
+        "module.pt",
+        damaged_zip,
+        ("inspect", "module.pt", "--input-spec", "input:float32[b,16]", "--trust-model"),
+    ),
+    "untrusted pickle": ("module.pt", damaged_zip, ("inspect", "module.pt", "--input-spec", "input:float32[b,16]")),
     "ONNX": ("plain.onnx", damaged_onnx, ("inspect", "plain.onnx")),
     "plan of an ONNX file": ("plain.onnx", damaged_onnx, ("compile", "plain.onnx", "-o", "new.plan")),
     "rewritten ONNX": ("rewritten.onnx", damaged_onnx, ("inspect", "rewritten.onnx")),
     "checked ONNX": ("rewritten.onnx", damaged_onnx, ("check", "model.pt2", "rewritten.onnx")),
     "manifest": ("m.plan.json", damaged_json, ("inspect", "m.plan")),
     "checked manifest": ("m.plan.json", damaged_json, ("check", "model.pt2", "m.plan")),
-    "checked arrays": ("x.npz", damaged_zip, ("check", "model.pt2", "rewritten.onnx", "--inputs", "x.npz")),
+    "checked arrays": ("x.npz", damaged_zip, ("check", "model.pt2", "rewritten.onnx", "--arrays", "x.npz")),
     "checked ONNX with a cache": ("cached.onnx", damaged_onnx, ("check", "talker", "cached.onnx")),
     "checked manifest with a cache": ("cached.plan.json", damaged_json, ("check", "talker", "cached.plan")),
     "answering configuration": ("talker/config.json", damaged_json, ANSWER),
@@ -209,7 +214,7 @@ DAMAGE: dict[str, tuple[str, Callable[[bytes], Any], tuple[str, ...]]] = {
     "settings of a tokenizer": ("talker/tokenizer_config.json", damaged_json, ANSWER),
     "prompts": ("prompts.jsonl", damaged_lines, ("generate", "talker", "--prompts-file", "prompts.jsonl", *SHORT)),
     "texts": ("data.jsonl", damaged_lines, ("profile", "talker", "data.jsonl", "-o", "new.profile")),
-    "profile": ("talker.profile", damaged_safetensors, ("inspect", "talker", "--calibration", "talker.profile")),
+    "profile": ("talker.profile", damaged_safetensors, ("inspect", "talker", "--firing-profile", "talker.profile")),
     "reported profile": ("talker.profile", damaged_safetensors, ("report", "talker.profile", "-o", "new.html")),
     "reported training": ("training.jsonl", damaged_lines, ("report", "--training", "training.jsonl", *PAGE)),
     "reported manifest": ("m.plan.json", damaged_json, ("report", "--decisions", "m.plan", *PAGE)),

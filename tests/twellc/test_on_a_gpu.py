@@ -244,12 +244,12 @@ def test_commands(files: Files, settings: dict[str, str], tmp_path: Path) -> Non
     requires("onnxscript", "onnx_graphsurgeon")
     profile, graph = tmp_path / "p.profile", tmp_path / "m.onnx"
     assert "1 of 1" in command("inspect", files.archive, **settings)
-    command("profile", files.archive, "--inputs", files.arrays, "-o", profile, **settings)
+    command("profile", files.archive, "--data", files.arrays, "-o", profile, **settings)
     shared = ("--backend", "none", "--layers", "all", "--overwrite", "--onnx", graph)
     command("compile", files.archive, *shared, **settings)
     assert "within" in command("check", files.archive, graph, "--json", **settings)
-    command("compile", files.archive, *shared, "--calibration", profile, **settings)
-    declared = f"--input=input:float32[tokens,{D_MODEL}]"
+    command("compile", files.archive, *shared, "--firing-profile", profile, **settings)
+    declared = f"--input-spec=input:float32[tokens,{D_MODEL}]"
     command("inspect", files.pickled, "--trust-model", declared, **settings)
     command("compile", files.pickled, "--trust-model", declared, *shared, **settings)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -28,6 +29,7 @@ from twellc.options.keywords import (
     RewriteKeywords,
 )
 from twellc.options.option import given_path, taken
+from twellc.options.renamed import new_name, sentence
 from twellc.options.source import TracingOptions
 
 if TYPE_CHECKING:
@@ -79,8 +81,7 @@ def rewrite(
         tensor_parallel: How many ranks share the model. Their programs run in as many processes of torch.distributed's
             default group, and reduce what they compute.
         rank: The rank whose program to make.
-        options: The fields of `twellc.options.source.TracingOptions`, and `ExampleKeywords`; `inputs` as on the command
-            line, too.
+        options: The fields of `twellc.options.source.TracingOptions`, and `ExampleKeywords`; as texts, too.
 
     Returns:
         The program before and after, and what became of each block and of linear layers outside of them.
@@ -115,8 +116,7 @@ def compile(model: Model, output: str | os.PathLike[str] | None = None, **option
     Args:
         model: A path, as `twellc compile` takes it; an ExportedProgram; or a module in eval mode with example inputs.
         output: Where the plan goes; its manifest stands beside it.
-        options: The other fields of `twellc.CompileOptions`, and `RunKeywords`; `profiles` and `inputs` as on the
-            command line, too.
+        options: The other fields of `twellc.CompileOptions`, and `RunKeywords`; as texts, too.
 
     Returns:
         The manifest, as it stands beside the plan.
@@ -128,12 +128,12 @@ def compile(model: Model, output: str | os.PathLike[str] | None = None, **option
 
     with _given(CompileOptions, model, options) as (path, progress, given):
         made = compile_options(path, _output(output), **given)
-        if made.html is not None and made.calibration is not None:
+        if made.html is not None and made.firing_profile is not None:
             from twellc.benchmarking.plot import require_matplotlib
 
             require_matplotlib(f"--html {made.html}")
-        # The calibration is a profile of this model, or compiling fails.
-        return compile_model(made, progress, lambda manifest: report(profile=made.calibration, decisions=manifest))
+        # It is a profile of this model, or compiling fails.
+        return compile_model(made, progress, lambda manifest: report(profile=made.firing_profile, decisions=manifest))
 
 
 def inspect(model: Model, **options: Unpack[InspectKeywords]) -> Inspection:
@@ -141,7 +141,7 @@ def inspect(model: Model, **options: Unpack[InspectKeywords]) -> Inspection:
 
     Args:
         model: As in `compile`, or a plan with its manifest, or a rewritten ONNX file.
-        options: The other fields of `twellc.InspectOptions`, and `RunKeywords`; `inputs` as on the command line, too.
+        options: The other fields of `twellc.InspectOptions`, and `RunKeywords`; as texts, too.
 
     Raises:
         UserError: It is neither a model nor a plan, or an option does not fit it.
@@ -158,7 +158,7 @@ def check(model: Model, candidate: str | os.PathLike[str], **options: Unpack[Che
     Args:
         model: As in `compile`.
         candidate: A rewritten ONNX file, or a plan with its manifest.
-        options: The other fields of `twellc.CheckOptions`, and `RunKeywords`; `inputs` as on the command line, too.
+        options: The other fields of `twellc.CheckOptions`, and `RunKeywords`; as texts, too.
 
     Raises:
         UserError: Something cannot be read, or model, candidate and inputs do not belong together.
@@ -182,11 +182,11 @@ def profile(
 
     Args:
         model: As in `compile`.
-        data: A file, as `twellc profile --inputs` takes it, or tensors or arrays by the names of the model's inputs;
+        data: A file, as `twellc profile --data` takes it, or tensors or arrays by the names of the model's inputs;
             or several of these.
         output: Where the profile goes; None keeps it in memory.
         advance: Receives how many bytes of the files were read, of how many.
-        options: The other fields of `twellc.ProfileOptions`, and `RunKeywords`; `inputs` as on the command line, too.
+        options: The other fields of `twellc.ProfileOptions`, and `RunKeywords`; as texts, too.
 
     Raises:
         UserError: The model or the data cannot be read or do not fit each other, or activations are NaN; nothing was
@@ -237,8 +237,7 @@ def bench(model: Model, **options: Unpack[BenchKeywords]) -> BenchResult:
 
     Args:
         model: As in `compile`, but no ONNX file.
-        options: The other fields of `twellc.BenchOptions`, and `RunKeywords`; `shapes` and `inputs` as on the
-            command line, too.
+        options: The other fields of `twellc.BenchOptions`, and `RunKeywords`; as texts, too.
 
     Raises:
         UserError: There is no GPU, the model or its inputs cannot be read, or none of its blocks is rewritten.
@@ -300,6 +299,7 @@ def report(
 
 def _parsed(kind: type[Any], options: Mapping[str, Any]) -> tuple[_Example, Progress, dict[str, Any]]:
     """Return example inputs, what receives the steps, and the options as the options class `kind` holds them."""
+    options = _by_new_names(options, [field.name for field in fields(kind)])
     names = [field.name for field in fields(_Example)]
     example = _Example(**{name: options[name] for name in names if name in options})
     progress = options.get("progress", lambda step: None)
@@ -308,6 +308,23 @@ def _parsed(kind: type[Any], options: Mapping[str, Any]) -> tuple[_Example, Prog
         progress,
         {name: taken(kind, name, value) for name, value in options.items() if name not in (*names, "progress")},
     )
+
+
+def _by_new_names(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Return options by the names that they have now.
+
+    Raises:
+        UserError: One is given by its old name, too.
+    """
+    given: dict[str, Any] = {}
+    for old, value in options.items():
+        new = new_name(old, known)
+        if new != old:
+            warnings.warn(sentence(old, new), FutureWarning, stacklevel=2)
+        if new in given:
+            raise UserError(new, "is given twice", got="its old name, too", fix="Leave one out.")
+        given[new] = value
+    return given
 
 
 def _output(value: object) -> Path | None:

@@ -97,7 +97,7 @@ def bench_model(options: BenchOptions, progress: Callable[[str], None]) -> Bench
         UserError: There is no GPU, the model or its inputs cannot be read, or none of its blocks is rewritten.
     """
     import_modules(options.import_modules)
-    refuse_samples(options, {"--inputs": options.arrays, "--text": options.text}, only_to_measure=False)
+    refuse_samples(options, {"--arrays": options.arrays, "--text": options.text}, only_to_measure=False)
     refuse_missing(options.model, "a model")
     if looks_like_onnx(options.model):
         raise UserError(str(options.model), "is an ONNX file, which torch does not run", fix="Give the model itself.")

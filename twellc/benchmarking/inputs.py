@@ -30,13 +30,13 @@ def make_samples(options: BenchOptions, model: LoadedModel) -> tuple[dict[str, S
         UserError: A shape is asked for that the model does not take, or the inputs cannot be read.
     """
     limits = Limits(program_inputs(model.program), None, model.vocabulary)
-    given = {"--inputs": options.arrays, "--text": options.text, "--seed": options.seed}
+    given = {"--arrays": options.arrays, "--text": options.text, "--seed": options.seed}
     sources = [option for option, value in given.items() if value is not None]
     if len(sources) > 1:
         raise UserError(sources[0], "the inputs are given twice", got=f"{sources[1]}, too", fix="Leave one out.")
     if options.arrays is not None:
         if options.shapes:
-            raise UserError("--shapes", "the shapes are those of the arrays", got="--inputs, too")
+            raise UserError("--shapes", "the shapes are those of the arrays", got="--arrays, too")
         sample = read_arrays(options.arrays, limits)
         name = " ".join("x".join(map(str, tensor.shape)) or "1" for tensor in sample.values())
         return {name: sample}, f"the arrays in {options.arrays.name}"

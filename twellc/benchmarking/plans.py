@@ -65,7 +65,7 @@ def build_plans(
     for label, own in ((PLAN_DENSE, dense), (PLAN_TWELL, {})):
         progress(f"building plans: {label}")
         path = folder / f"{label.replace(' ', '-')}.plan"
-        given = shared | {"output": path, "backend": TENSORRT, "profiles": tuple(profiles)} | own
+        given = shared | {"output": path, "backend": TENSORRT, "optimization_profiles": tuple(profiles)} | own
         given["earlier"] = Earlier(fp8_errors=errors)
         try:
             compile_model(CompileOptions(**given), lambda step: None)

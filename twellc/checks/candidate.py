@@ -141,20 +141,24 @@ def _graph_made_again(options: CheckOptions, manifest: Manifest, folder: Path, p
         UserError: That gives another graph, or needs a profile.
     """
     plan, settings = options.candidate, manifest.settings
-    if settings.calibration is not None and options.calibration is None:
-        fix = "Give it with --calibration PROFILE; or compile again, and keep the graph with --onnx."
+    if settings.calibration is not None and options.firing_profile is None:
+        fix = "Give it with --firing-profile PROFILE; or compile again, and keep the graph with --onnx."
         raise UserError(str(plan), "was compiled with a profile, which is needed to make its graph again", fix=fix)
-    other = {"cache", "sizes", *(each.name for each in fields(Earlier))}
+    other = {"cache", "sizes", "calibration", *(each.name for each in fields(Earlier))}
     asked: dict[str, Any] = {name: value for name, value in settings.to_json().items() if name not in other}
     asked["earlier"] = replace(settings, linear_taken=settings.linear_taken or [])
     if settings.sizes is not None:
         names = [name for name, _ in read_sizes(settings.sizes)]
-        asked["profiles"] = tuple((name, profile[name]) for profile in manifest.profiles for name in names)
+        asked["optimization_profiles"] = tuple((name, profile[name]) for profile in manifest.profiles for name in names)
     asked["dtype"] = settings.dtype if settings.dtype in DTYPES else None  # of a graph that was left as it is
     if settings.cache is not None:
         cache = settings.cache
-        asked |= {"kv_cache": cache.length, "batch": cache.batch, "prefill_chunk": cache.prefill_chunk}
-    asked |= {"trust_model": options.trust_model, "inputs": options.inputs, "calibration": options.calibration}
+        asked |= {"kv_cache": cache.length, "max_batch_size": cache.batch, "prefill_chunk": cache.prefill_chunk}
+    asked |= {
+        "trust_model": options.trust_model,
+        "input_specs": options.input_specs,
+        "firing_profile": options.firing_profile,
+    }
     translation = translate_any(CompileOptions(options.model, backend="none", **asked), progress)
     # Its name is in the graph where weights stand in another file.
     written = save_onnx(translation.graph, folder / (manifest.onnx.file or UNKEPT_GRAPH))
@@ -170,13 +174,13 @@ def _refuse_foreign(options: CheckOptions, settings: Settings) -> None:
     Raises:
         UserError: It is, or was.
     """
-    ranks, sha256, path = settings.tensor_parallel, settings.calibration, options.calibration
+    ranks, sha256, path = settings.tensor_parallel, settings.calibration, options.firing_profile
     if ranks is not None:
         fix = "Check the model compiled without --tensor-parallel; benchmarks/tensor_parallel.py compares the ranks."
         raise UserError(str(options.candidate), f"computes a part of the model, for one of {ranks} GPUs", fix=fix)
     if path is None:
         return
-    where, expected = f"--calibration {path}", f"the profile that {options.candidate} was compiled with"
+    where, expected = f"--firing-profile {path}", f"the profile that {options.candidate} was compiled with"
     if not path.is_file():
         raise UserError(where, why_no_file(path), expected=expected)
     if sha256 is None:

@@ -138,7 +138,7 @@ def check(options: CheckOptions, progress: Callable[[str], None]) -> CheckResult
 
 
 def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None]) -> CheckResult:
-    sources = {"--inputs": options.arrays, "--text": options.text, "--seed": options.seed}
+    sources = {"--arrays": options.arrays, "--text": options.text, "--seed": options.seed}
     given = [option for option, value in sources.items() if value is not None]
     if len(given) > 1:
         raise UserError(given[0], "the inputs are given twice", got=f"{given[1]}, too", fix="Leave one out.")
@@ -148,7 +148,7 @@ def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None])
     reference: Reference
     if looks_like_onnx(options.model):
         progress("loading the model")
-        reference = OnnxReference(options.model, candidate.settings, options.inputs)
+        reference = OnnxReference(options.model, candidate.settings, options.input_specs)
     else:
         progress("loading and tracing the model")
         reference = TorchReference(_load_as_compiled(options, candidate.settings), candidate.settings)
@@ -175,7 +175,7 @@ def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None])
     except (IndexError, RuntimeError) as error:  # torch's own; random inputs are made so that they fit
         if options.arrays is None:
             raise
-        where, fix = f"--inputs {options.arrays}", "Check their values, such as indices into tables."
+        where, fix = f"--arrays {options.arrays}", "Check their values, such as indices into tables."
         raise UserError(where, f"the model fails on these inputs ({first_line(error)})", fix=fix) from error
     text = None
     if predicts_next:
@@ -335,7 +335,7 @@ def _prompts(
 ) -> tuple[list[list[int]], str, list[str]]:
     """Return prompts, what they are, and notes on them."""
     if options.arrays is not None:
-        prompts = read_prompts(f"--inputs {options.arrays}", load_npz(options.arrays), cache, vocabulary)
+        prompts = read_prompts(f"--arrays {options.arrays}", load_npz(options.arrays), cache, vocabulary)
         return prompts, f"{len(prompts)} prompts in {options.arrays.name}", []
     if options.text is not None:
         limits = Limits(reference.inputs, None, vocabulary)
@@ -362,7 +362,7 @@ def _load_as_compiled(options: CheckOptions, settings: Settings) -> LoadedModel:
         tracing = TracingOptions(
             options.model,
             trust_model=options.trust_model,
-            inputs=options.inputs,
+            input_specs=options.input_specs,
             padding=settings.padding,
             logits=settings.logits or ALL_LOGITS,
         )

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     help="Measure no model, but what blocks of many sizes take on the GPU at hand, for --target-gpu of compile and "
     "inspect; takes less than four minutes.",
 )
-@click.option("--calibrate", is_flag=True, hidden=True, help="The old name of --measure-gpu.")
 @click.option("-o", "--output", type=OutputPath(), metavar="FILE", help="With --measure-gpu: the data file to write.")
 @options_of(BenchOptions)
 @click.pass_context
@@ -40,7 +39,6 @@ def bench(
     model: Path | None,
     as_json: bool,
     measure_gpu: bool,
-    calibrate: bool,
     output: Path | None,
     **options: Any,
 ) -> None:
@@ -55,10 +53,8 @@ def bench(
     Results are compared with float64 before they are timed; a contestant that is too far off is named and left out.
     Exit status 2: the input is bad, or there is no GPU.
     """
-    if calibrate:
-        say("Note:", "--calibrate is called --measure-gpu now; the next version does not know the old name.")
-    if measure_gpu or calibrate:
-        taken = ("measure_gpu", "calibrate", "model", "output", "overwrite")
+    if measure_gpu:
+        taken = ("measure_gpu", "model", "output", "overwrite")
         refuse_other_options(context, "--measure-gpu", taken, "is for measuring a model")
         _measure_gpu(model, output, options["overwrite"])
         return

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def check(context: click.Context, /, model: Path, candidate: Path, as_json: bool, **options: Any) -> None:
     """Compare CANDIDATE, a rewritten ONNX file or a plan, with the MODEL that it was made from.
 
-    Both run on random inputs of several shapes, or on what --inputs or --text gives, beside the model in float64 (the
+    Both run on random inputs of several shapes, or on what --arrays or --text gives, beside the model in float64 (the
     truth) and the plain low-precision model (the yardstick): the candidate may be twice as far from the truth as that.
     A plan runs where a GPU allows; elsewhere the ONNX graph that it was built from runs in its place, and the result
     says so.

@@ -5,7 +5,9 @@ from __future__ import annotations
 _TRTEXEC, _POLYGRAPHY, _OPTIMUM, _TRTLLM = "trtexec", "polygraphy", "optimum-cli", "trtllm-build"
 _VLLM = "vllm serve"
 _RANKS = "--tensor-parallel N here"
-_SHAPES = "part of --profile NAME:MIN:OPT:MAX here, such as --profile input_ids:1x1:1x128:8x2048"
+_SHAPES = (
+    "part of --optimization-profile NAME:MIN:OPT:MAX here, such as --optimization-profile input_ids:1x1:1x128:8x2048"
+)
 _PLAN = "-o/--output here: twellc compile MODEL -o FILE"
 _MEMORY = "not needed here: TensorRT may take the memory that is free. Leave it out"
 _PRECISION = "not offered here: plans are in bf16 or fp16, see --dtype"
@@ -50,8 +52,8 @@ _ANSWERS = (
     (_TRTEXEC, "--iterations --avgRuns --duration", "--repeats of twellc bench here"),
     (_TRTEXEC, "--warmUp --useCudaGraph", _RUN),
     (_TRTEXEC, "--dumpProfile --dumpLayerInfo", _HOST),
-    (_TRTEXEC, "--loadInputs", "--inputs FILE.npz of twellc check and bench here"),
-    (_POLYGRAPHY, "--load-inputs", "--inputs FILE.npz of twellc check and bench here"),
+    (_TRTEXEC, "--loadInputs", "--arrays FILE.npz of twellc check and bench here"),
+    (_POLYGRAPHY, "--load-inputs", "--arrays FILE.npz of twellc check and bench here"),
     (_TRTEXEC, "--exportOutput", "--json of twellc check here, which compares outputs itself"),
     (_POLYGRAPHY, "--save-outputs", "--json of twellc check here, which compares outputs itself"),
     (_POLYGRAPHY, "--atol --rtol", "not for you to choose here: the tolerance of twellc check follows from the model"),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from twellc.generation.sampling import GenerationStats, RequestOutput
 
 # What the command line calls arguments of `LLM` and `SamplingParams`; others have the same name.
-_OPTIONS = {"max_model_len": "--max-length", "compiled": "--compile", "max_tokens": "--max-new-tokens"}
+_OPTIONS = {"max_model_len": "--max-model-len", "compiled": "--compiled", "max_tokens": "--max-tokens"}
 
 
 @click.command(cls=Command)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.command(cls=Command)
 @click.argument("paths", nargs=-1, required=True, type=FilePath(), metavar="MODEL [DATA]...")
 @click.option(
-    "--inputs",
+    "--data",
     "data",
     multiple=True,
     type=FilePath(),
@@ -54,7 +54,7 @@ def profile(
     MODEL is what compile takes, but for ONNX files. It runs as `twellc compile` would
     compile it without rewriting anything. Text goes through the tokenizer in its directory. Padding does not count.
 
-    The profile is for --calibration of compile, inspect and check. It holds counts, and nothing of the data itself.
+    The profile is for --firing-profile of compile, inspect and check. It holds counts, and nothing of the data itself.
     """
     if merge:
         taken = ("merge", "paths", "output", "overwrite", "as_json")

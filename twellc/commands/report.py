@@ -17,7 +17,7 @@ from twellc.commands.terminal import Command, never_failing, open_console
     "--decisions",
     type=FilePath(),
     metavar="FILE",
-    help="What became of the blocks: a plan, its manifest, or JSON of compile --report or inspect --json.",
+    help="What became of the blocks: a plan, its manifest, or JSON of compile --manifest or inspect --json.",
 )
 @click.option("--bench", type=FilePath(), metavar="FILE.json", help="What was measured, as twellc bench --json prints.")
 @click.option(

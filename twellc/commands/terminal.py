@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
@@ -30,6 +31,7 @@ from rich.text import Text
 
 from twellc.base.errors import UserError
 from twellc.commands.foreign import answer
+from twellc.options.renamed import new_name, sentence
 
 
 class InterruptedBySignal(SystemExit):
@@ -79,10 +81,10 @@ class Command(click.Command):
         self.params += verbosity_options()
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        """Parse the command line; what is an option of another tool is answered with ours."""
-        given = list(args)
+        """Parse the command line; old names of options, and options of other tools, are answered with ours."""
+        given, renamed = self._by_new_names(args)
         try:
-            return super().parse_args(context, args)
+            return super().parse_args(context, list(given))
         except click.NoSuchOption as error:
             told = answer(error.option_name)
             if told is None:
@@ -98,6 +100,26 @@ class Command(click.Command):
                 "--onnx FILE is where the rewritten graph is kept.",
                 ctx=None,
             ) from error
+        finally:
+            for old, new in renamed.items():
+                say("Note:", sentence(old, new))
+
+    def _by_new_names(self, args: list[str]) -> tuple[list[str], dict[str, str]]:
+        """Return arguments with the names that options have now, and which old names were given."""
+        options = {name: each for each in self.params for name in (*each.opts, *each.secondary_opts)}
+        given, renamed, rest = [], {}, iter(args)
+        for argument in rest:
+            name, sign, value = argument.partition("=")
+            new = new_name(name, options)
+            if new != name:
+                renamed[name] = new
+            given.append(f"{new}{sign}{value}")
+            option = options.get(new)
+            if argument == "--":
+                given += rest
+            elif isinstance(option, click.Option) and not option.is_flag and not sign:
+                given += itertools.islice(rest, 1)  # its value, which may look like an option
+        return given, renamed
 
     def invoke(self, context: click.Context) -> Any:
         """Run the command."""

@@ -94,7 +94,11 @@ def compile_model(
         if backend == "tensorrt":
             refuse_fp8(translation.layers, translation.linear, compute_capability())
         if options.triton is not None and options.tensor_parallel > 1 and len(translation.profiles) > 1:
-            where, got, fix = "--profile", f"{len(translation.profiles)} profiles", "Give one that holds all shapes."
+            where, got, fix = (
+                "--optimization-profile",
+                f"{len(translation.profiles)} profiles",
+                "Give one that holds all shapes.",
+            )
             raise UserError(where, "Triton runs plans for several GPUs with one optimization profile", got=got, fix=fix)
         if options.onnx is not None:
             for name in itertools.chain.from_iterable(graph.files[1:] for graph in translation.graphs):
@@ -130,8 +134,8 @@ def compile_model(
             outputs.write(kept, read_file(source))
         if options.output is not None:
             outputs.write(manifest_path(options.output), text)
-        if options.report is not None:
-            outputs.write(options.report, text)
+        if options.manifest is not None:
+            outputs.write(options.manifest, text)
         if options.html is not None:
             assert make_page is not None
             outputs.write(options.html, make_page(manifest))

@@ -62,7 +62,7 @@ class Destinations:
             twin = taken.setdefault(Path(os.path.realpath(path.parent)) / path.name, option)
             if twin != option:
                 raise UserError(f"{option} {path}", f"is the same file as {twin}")
-            refuse_replacing(option, path, (options.calibration, options.prune_check))
+            refuse_replacing(option, path, (options.firing_profile, options.prune_check))
         if self.stale and not options.overwrite:
             where = f"--tensor-parallel {options.tensor_parallel}"
             got, fix = first_few([path.name for path in self.stale]), "Add --overwrite to remove these files."
@@ -115,8 +115,8 @@ def _files(options: CompileOptions) -> Iterator[tuple[str, Path]]:
         for graph in options.graphs(options.onnx):
             yield "--onnx", graph
             yield WEIGHTS, external_data(graph)
-    if options.report is not None:
-        yield "--report", options.report
+    if options.manifest is not None:
+        yield "--manifest", options.manifest
     if options.html is not None:
         yield "--html", options.html
 

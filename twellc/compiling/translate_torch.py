@@ -118,7 +118,7 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
 def _load(options: CompileOptions) -> LoadedModel:
     """Load and trace a model, with a key-value cache if it is to have one."""
     if options.cache is None:
-        return load_model(options, fixed_sizes(options.profiles))
+        return load_model(options, fixed_sizes(options.optimization_profiles))
     return load_with_cache(options.model, options.cache, options.logits or LAST_LOGITS, options.dtype)
 
 

@@ -144,7 +144,7 @@ def build_plan(
     if not written:
         raise UserError(
             str(host), f"the builder refuses the network ({reasons(messages)})",
-            fix="If a shape is to blame, change --profile.",
+            fix="If a shape is to blame, change --optimization-profile.",
         )  # fmt: skip
     return Plan(
         backend={"name": host.name, "version": host.version},

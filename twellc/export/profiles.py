@@ -74,7 +74,9 @@ def resolve_profiles(
     numbered: list[dict[str, ShapeRange]] = []
     for name, given in requested:
         if name not in specs:
-            raise UserError("--profile", "the model has no such input", got=name, expected=" or ".join(specs))
+            raise UserError(
+                "--optimization-profile", "the model has no such input", got=name, expected=" or ".join(specs)
+            )
         index = sum(1 for profile in numbered if name in profile)
         if index == len(numbered):
             numbered.append({})
@@ -112,7 +114,7 @@ def _complete(
     for name, shape_range in given.items():
         if profile[name] != shape_range:
             raise UserError(
-                "--profile", f"the shapes of {name} contradict the model or another profile",
+                "--optimization-profile", f"the shapes of {name} contradict the model or another profile",
                 got=str(shape_range), expected=str(profile[name]),
             )  # fmt: skip
     return profile
@@ -126,14 +128,16 @@ def _fix_symbols(
 ) -> None:
     if len(shape_range.min) != len(spec.shape):
         raise UserError(
-            "--profile", f"{spec.name} has {len(spec.shape)} dimensions", got=f"{len(shape_range.min)} in the profile"
+            "--optimization-profile",
+            f"{spec.name} has {len(spec.shape)} dimensions",
+            got=f"{len(shape_range.min)} in the profile",
         )
     for axis, dim in enumerate(spec.shape):
         wanted = (shape_range.min[axis], shape_range.opt[axis], shape_range.max[axis])
         if isinstance(dim, int):
             if wanted != (dim, dim, dim):
                 raise UserError(
-                    "--profile", f"dimension {axis} of {spec.name} is fixed in the model",
+                    "--optimization-profile", f"dimension {axis} of {spec.name} is fixed in the model",
                     got=str(wanted), expected=str(dim), fix="Export the model with this dimension dynamic.",
                 )  # fmt: skip
             continue
@@ -143,7 +147,7 @@ def _fix_symbols(
         sizes = [value for value in (symbol_value(dim, size) for size in wanted) if value is not None]
         if len(sizes) < len(wanted):
             raise UserError(
-                "--profile", f"dimension {axis} of {spec.name} has impossible sizes", got=str(wanted),
+                "--optimization-profile", f"dimension {axis} of {spec.name} has impossible sizes", got=str(wanted),
                 expected=form_of(dim),
             )  # fmt: skip
         low, largest = bounds.get(symbol, (1, None))
@@ -151,14 +155,14 @@ def _fix_symbols(
         if given[0] < low or (largest is not None and given[2] > largest):
             least = size_at(dim, low)
             raise UserError(
-                "--profile", f"dimension {axis} of {spec.name} leaves the range that the model was exported with",
+                "--optimization-profile", f"dimension {axis} of {spec.name} leaves the range of the exported model",
                 got=f"{wanted[0]} to {wanted[2]}",
                 expected=f"{least} at least" if largest is None else f"{least} to {size_at(dim, largest)}",
             )  # fmt: skip
         found = values.setdefault(symbol, given)
         if found != given:
             raise UserError(
-                "--profile", f"dimension {axis} of {spec.name} is shared with another input",
+                "--optimization-profile", f"dimension {axis} of {spec.name} is shared with another input",
                 got=str(wanted), expected=str(tuple(size_at(dim, value) for value in found)),
             )  # fmt: skip
 
@@ -181,6 +185,7 @@ def _assume(inputs: ModelInputs, name: str, symbol: str, notes: list[str]) -> tu
     if largest is None:
         largest = max(_UNBOUNDED, low)
         notes.append(
-            f"a dimension of {name} has no upper bound; the plan takes {low} to {largest} (--profile changes it)"
+            f"a dimension of {name} has no upper bound; the plan takes {low} to {largest} "
+            "(--optimization-profile changes it)"
         )
     return low, min(max(inputs.hints[symbol], low), largest), largest

@@ -172,7 +172,7 @@ def _check_shape(plan: OpenPlan, name: str, shape: tuple[int, ...], profile: int
     if len(shape) != len(least) or not all(low <= size <= high for low, size, high in sizes):
         raise UserError(
             str(plan.path), f"optimization profile {profile} does not take this shape of {name}", got=str(shape),
-            expected=f"{least} to {most}", fix="Compile the model again with another --profile.",
+            expected=f"{least} to {most}", fix="Compile the model again with another --optimization-profile.",
         )  # fmt: skip
 
 

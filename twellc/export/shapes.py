@@ -81,12 +81,15 @@ def parse_profile(text: str) -> tuple[str, ShapeRange]:
     sizes = list(map(_sizes_in, shapes))
     if len(shapes) != 3 or not name or not all(sizes):
         raise UserError(
-            "--profile", "not a profile", got=repr(text), expected="NAME:MIN:OPT:MAX with shapes such as 1x128"
+            "--optimization-profile",
+            "not a profile",
+            got=repr(text),
+            expected="NAME:MIN:OPT:MAX with shapes such as 1x128",
         )
     low, opt, high = sizes
     if not len(low) == len(opt) == len(high) or any(
         not 1 <= a <= b <= c <= LARGEST_SIZE for a, b, c in zip(low, opt, high, strict=True)
     ):
         order = f"1 <= MIN <= OPT <= MAX <= {LARGEST_SIZE}"
-        raise UserError("--profile", "the shapes are not a range", got=repr(text), expected=order)
+        raise UserError("--optimization-profile", "the shapes are not a range", got=repr(text), expected=order)
     return name, ShapeRange(low, opt, high)

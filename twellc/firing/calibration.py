@@ -36,7 +36,7 @@ class LoadedCalibration:
         missing = missing_blocks(layers, {module: block.d_ff for module, block in blocks.items()})
         if missing:
             raise UserError(
-                f"--calibration {self.path}",
+                f"--firing-profile {self.path}",
                 "counts the neurons of a block that the model has not",
                 got=f"{missing[0]} with d_ff {blocks[missing[0]].d_ff}",
                 expected=first_few([f"{layer.module} with {layer.d_ff}" for layer in layers]) or "no block",
@@ -84,18 +84,18 @@ def load_calibration(options: DecisionOptions, model: Path) -> LoadedCalibration
     Raises:
         UserError: A profile cannot be read or is of another model, or an option needs another one.
     """
-    if options.calibration is None:
+    if options.firing_profile is None:
         refuse_pruning(options)
         return None
     sha256 = fingerprint(model)
-    profile = _read(options.calibration, "--calibration", sha256, model)
+    profile = _read(options.firing_profile, "--firing-profile", sha256, model)
     unseen = None
     if options.prune_check is not None:
         if not options.prune_dead:
             raise UserError("--prune-check", "there is nothing to check without --prune-dead", fix="Leave it out.")
         unseen = _read(options.prune_check, "--prune-check", sha256, model).blocks
     calibration = Calibration(profile.blocks, options.prune_dead, unseen)
-    return LoadedCalibration(options.calibration, profile, calibration, digest(options.calibration))
+    return LoadedCalibration(options.firing_profile, profile, calibration, digest(options.firing_profile))
 
 
 def _read(path: Path, option: str, sha256: str, model: Path) -> FiringProfile:

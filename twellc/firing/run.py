@@ -58,7 +58,7 @@ def profile_model(
     """
     import_modules(options.import_modules)
     if not data:
-        raise UserError("--inputs", "there is no data to run the model on", expected="one file at least")
+        raise UserError("--data", "there is no data to run the model on", expected="one file at least")
     paths = [each for each in data if isinstance(each, Path)]
     for path in paths:
         kind_of(path)
@@ -146,7 +146,7 @@ def _prepared(
     if not blocks:
         raise _nothing_to_count(options, reasons)
     progress("loading the model")
-    refuse_inputs(options.inputs, f"{options.model}, another kind of model")
+    refuse_inputs(options.input_specs, f"{options.model}, another kind of model")
     with opened(options.model, empty, options.padding, options.dtype, device) as model:
         notes = [*model.notes, *([f"not counted: {first_few(reasons, '; ')}"] if reasons else [])]
         with _memory_of(device, "Use --device cpu, or a GPU with more memory."):
@@ -229,7 +229,7 @@ def _run(
         name, kind = (
             (source.name, kind_of(source)) if isinstance(source, Path) else (f"inputs[{batch.source}]", "arrays")
         )
-        where = f"--inputs {source}" if isinstance(source, Path) else name
+        where = f"--data {source}" if isinstance(source, Path) else name
         try:
             with _memory_of(device, "Use a smaller --batch or --sequence."):
                 observer.run(batch.inputs, batch.counted, where)

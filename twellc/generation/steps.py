@@ -196,7 +196,7 @@ class Decoder:
         backend, batch, lengths = self.backend, len(rows), [len(row) for row in rows]
         if backend.largest_batch is not None and batch > backend.largest_batch:
             what = f"takes at most {backend.largest_batch} prompts per call"
-            fix = "Give fewer, or compile the model with a larger --batch."
+            fix = "Give fewer, or compile the model with a larger --max-batch-size."
             raise UserError(backend.name, what, got=str(batch), fix=fix)
         for row, length in enumerate(lengths):
             if length > backend.longest:

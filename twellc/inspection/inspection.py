@@ -61,7 +61,7 @@ def _describe(options: InspectOptions, progress: Callable[[str], None]) -> Descr
     target = options.model
     refuse_missing(target, "a model or a plan")
     if not looks_like_onnx(target) and is_plan(target):
-        refuse_inputs(options.inputs, f"{target}, a plan")
+        refuse_inputs(options.input_specs, f"{target}, a plan")
         refuse_tracing(options, f"{target}, a plan")
         refuse_decisions(options, f"{target}, a plan")
         refuse_weight_type(options, f"{target}, a plan")

@@ -81,7 +81,7 @@ def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> 
 def inspect_onnx(options: InspectOptions, advisor: Advisor) -> Description:
     """Return what `twellc inspect` shows of an ONNX file; of a rewritten one also its `twell` nodes."""
     path = options.model
-    model = open_model(path, options.inputs)
+    model = open_model(path, options.input_specs)
     nodes = twell_nodes(model)
     if nodes:
         refuse_tracing(options, f"{path}, a rewritten graph")

@@ -66,7 +66,7 @@ def load_with_cache(
     if not path.is_dir():
         raise no_directory(path)
     if options.batch > LARGEST_BATCH:
-        raise UserError("--batch", "is too large", got=str(options.batch), expected=f"{LARGEST_BATCH} at most")
+        raise UserError("--max-batch-size", "is too large", got=str(options.batch), expected=f"{LARGEST_BATCH} at most")
     with nothing_fetched():
         messages: list[str] = []
         model, config, notes = open_directory(path, partial(_in_dtype, dtype, messages))

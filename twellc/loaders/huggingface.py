@@ -301,7 +301,7 @@ def _at_one_size(inputs: dict[str, Input]) -> str:
         if {dim.name for dim in each.dynamic().values()} - fixed:
             fixed |= {dim.name for dim in each.dynamic().values()}
             size = "x".join(str(dim if isinstance(dim, int) else dim.default[1]) for dim in each.shape)
-            options.append(f"--profile {name}:{size}:{size}:{size}")
+            options.append(f"--optimization-profile {name}:{size}:{size}:{size}")
     return " ".join(options)
 
 

@@ -117,7 +117,7 @@ def at_sizes(inputs: dict[str, Input], sizes: FixedSizes) -> dict[str, Input]:
             size = shape[axis] if len(shape) == len(inputs[name].shape) else 0
             if size and not dim.least <= size <= dim.largest:
                 what = f"the model does not take this size in dimension {axis} of {name}"
-                raise UserError("--profile", what, got=str(size), expected=f"{dim.least} to {dim.largest}")
+                raise UserError("--optimization-profile", what, got=str(size), expected=f"{dim.least} to {dim.largest}")
             fixed |= {dim.name: size} if size else {}
     return {
         name: Input(each.dtype, tuple(fixed.get(d.name, d) if isinstance(d, Dynamic) else d for d in each.shape))

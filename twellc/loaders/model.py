@@ -33,7 +33,7 @@ def load_model(source: TracingOptions, sizes: FixedSizes = (), cached: bool = Fa
     Raises:
         UserError: There is no such model, it cannot be loaded, or it leaves no choice of `padding` or `logits`.
     """
-    path, inputs = source.model, source.inputs
+    path, inputs = source.model, source.input_specs
     refuse_missing(path, _EXPECTED)
     if is_autoencoder(path):
         refuse_inputs(inputs, f"{path}, another kind of model")

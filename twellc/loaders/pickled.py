@@ -47,11 +47,11 @@ def load_pickle(path: Path, trust_model: bool, inputs: tuple[InputDeclaration, .
     names = [declared.name for declared in inputs]
     if not inputs or not set(names) <= set(parameters) or len(set(names)) < len(names):
         raise UserError(
-            "--input",
+            "--input-spec",
             "a pickled module needs each of its inputs declared once",
             got=", ".join(names) or "none",
             expected=f"parameters of its forward: {', '.join(parameters)}",
-            fix="For example --input x:float32[batch,sequence,512].",
+            fix="For example --input-spec x:float32[batch,sequence,512].",
         )
     model = _trace(path, module.eval().requires_grad_(False), inputs)
     return replace(model, notes=notes + model.notes)
@@ -116,7 +116,7 @@ def _unwrapped(module: torch.nn.Module) -> tuple[torch.nn.Module, list[str]]:
 def _trace(path: Path, module: torch.nn.Module, inputs: tuple[InputDeclaration, ...]) -> LoadedModel:
     dynamic = list(dict.fromkeys(dim for declared in inputs for dim in declared.shape if isinstance(dim, str)))
     if len(dynamic) > len(_TRACED_SIZES):
-        raise UserError("--input", "too many dynamic dimensions", got=str(len(dynamic)), expected="at most 10")
+        raise UserError("--input-spec", "too many dynamic dimensions", got=str(len(dynamic)), expected="at most 10")
     sizes = dict(zip(dynamic, _TRACED_SIZES, strict=False))
     dims = {name: torch.export.Dim(name, min=1) for name in dynamic}
     generator = torch.Generator().manual_seed(0)
@@ -131,7 +131,7 @@ def _trace(path: Path, module: torch.nn.Module, inputs: tuple[InputDeclaration, 
             examples[declared.name] = values.to(getattr(torch, declared.dtype))
         except RuntimeError as error:
             raise UserError(
-                "--input",
+                "--input-spec",
                 f"{declared.name} is too large to trace the model with",
                 got="x".join(map(str, shape)),
                 expected="a shape that fits into memory",
@@ -139,7 +139,7 @@ def _trace(path: Path, module: torch.nn.Module, inputs: tuple[InputDeclaration, 
             ) from error
         shapes[declared.name] = {axis: dims[dim] for axis, dim in enumerate(declared.shape) if isinstance(dim, str)}
     fix = "Check the inputs' shapes and dtypes; declare a dimension with its size if it cannot vary."
-    fix_sizes = "Declare each such dimension with its size, such as --input x:float32[batch,128]."
+    fix_sizes = "Declare each such dimension with its size, such as --input-spec x:float32[batch,128]."
     program = trace(str(path), module, (), examples, shapes, fix, fix_sizes)
     symbols = {}
     for node in program.graph.find_nodes(op="placeholder"):

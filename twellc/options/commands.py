@@ -37,11 +37,11 @@ class CompileOptions(TracingOptions, DecisionOptions, WeightOptions):
         onnx: Also keep the rewritten graph as ONNX.
         backend: auto: TensorRT where it is installed beside a GPU, else TensorRT-RTX, which needs none. none stops at
             ONNX.
-        profiles: Shapes of an input, such as input_ids:1x1:1x128:8x2048. Inputs that share a dimension follow. Given
-            again for the same input, it starts the next optimization profile.
+        optimization_profiles: Shapes of an input, such as input_ids:1x1:1x128:8x2048. Inputs that share a dimension
+            follow. Given again for the same input, it starts the next optimization profile.
         strict: Fail when nothing matches, or a block that looks like one is refused.
         dump_graphs: Folder for the graph as traced and after each pass.
-        report: Write what was done as JSON.
+        manifest: Write what was done as JSON.
         html: Write it as a page to look at, as twellc report makes it.
         overwrite: Replace existing output files.
         triton: Write the plan into a Triton model repository, with its config.pbtxt, instead of to --output.
@@ -50,11 +50,11 @@ class CompileOptions(TracingOptions, DecisionOptions, WeightOptions):
             Hopper.
         kv_cache: Of a causal Hugging Face model: give it a key-value cache of this many tokens a sequence, so that it
             can generate text. Its inputs, outputs and profiles are then others.
-        batch: With --kv-cache: the most sequences of a call.
+        max_batch_size: With --kv-cache: the most sequences of a call.
         prefill_chunk: With --kv-cache: the most tokens of a sequence in a call; longer prompts are fed in several.
             Default: 2048, or all that fit.
         tensor_parallel: Share the model among N GPUs of one machine: a plan for each of them, with its heads of
-            attention and its neurons, FILE.rank0 and so on; FILE is a link to the first. With --calibration all get
+            attention and its neurons, FILE.rank0 and so on; FILE is a link to the first. With --firing-profile all get
             equally active neurons.
         embed_plugins: Put the plugin library into the plan.
         plugin_libraries: A library of other people's TensorRT plugins, for a graph with nodes of theirs; several may be
@@ -68,28 +68,30 @@ class CompileOptions(TracingOptions, DecisionOptions, WeightOptions):
     _: KW_ONLY
     onnx: Path | None = option(None, "FILE", OUTPUT)
     backend: str = option("auto", kind=BACKENDS)
-    profiles: tuple[tuple[str, ShapeRange], ...] = option((), "NAME:MIN:OPT:MAX", parse_profile, names=("--profile",))
+    optimization_profiles: tuple[tuple[str, ShapeRange], ...] = option(
+        (), "NAME:MIN:OPT:MAX", parse_profile, names=("--optimization-profile",)
+    )
     strict: bool = option(False)
     dump_graphs: Path | None = option(None, "DIR", Path)
-    report: Path | None = option(None, "FILE.json", OUTPUT)
+    manifest: Path | None = option(None, "FILE.json", OUTPUT)
     html: Path | None = option(None, "FILE.html", OUTPUT)
     overwrite: bool = option(False)
     triton: Path | None = option(None, "DIR", Path)
     attention: str = option("auto", kind=ATTENTIONS)
     kv_cache: int | None = option(None, "LENGTH", COUNT)
-    batch: int = option(1, "MAX", COUNT)
+    max_batch_size: int = option(1, "N", COUNT)
     prefill_chunk: int | None = option(None, "N", COUNT)
     tensor_parallel: int = option(1, "N", COUNT)
     embed_plugins: bool = option(False)
     plugin_libraries: tuple[Path, ...] = option((), "FILE", Path, names=("--plugin-library",))
-    arrays: Path | None = option(None, "FILE.npz", Path, names=("--inputs",))
+    arrays: Path | None = option(None, "FILE.npz", Path)
     text: Path | None = option(None, "FILE", Path)
     earlier: Earlier = Earlier()  # noqa: RUF009
 
     @property
     def cache(self) -> CacheOptions | None:
         """The sizes of the cache; None without one."""
-        return None if self.kv_cache is None else CacheOptions(self.kv_cache, self.batch, self.prefill_chunk)
+        return None if self.kv_cache is None else CacheOptions(self.kv_cache, self.max_batch_size, self.prefill_chunk)
 
     @property
     def requested_profiles(self) -> list[tuple[str, ShapeRange]]:
@@ -100,7 +102,7 @@ class CompileOptions(TracingOptions, DecisionOptions, WeightOptions):
         """
         cache = self.cache
         if cache is None:
-            return list(self.profiles)
+            return list(self.optimization_profiles)
         prefill = ShapeRange((1, 1), (1, cache.chunk), (cache.batch, cache.chunk))
         batches = dict.fromkeys((cache.batch, min(cache.batch, _FEW_SEQUENCES), 1))
         decode = [ShapeRange((1, 1), (batch, 1), (batch, 1)) for batch in batches]
@@ -168,13 +170,13 @@ class CheckOptions(SourceOptions, SampleOptions):
 
     Attributes:
         candidate: A rewritten ONNX file, or a plan with its manifest.
-        calibration: The profile that CANDIDATE was compiled with; another one is refused. Only a plan needs it that no
-            GPU can run, if its graph was not kept.
+        firing_profile: The profile that CANDIDATE was compiled with; another one is refused. Only a plan needs it that
+            no GPU can run, if its graph was not kept.
     """
 
     candidate: Path
     _: KW_ONLY
-    calibration: Path | None = option(None, "PROFILE", Path)
+    firing_profile: Path | None = option(None, "PROFILE", Path)
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,7 @@ class GenerateOptions(WeightOptions):
 
     prompt: str | None = option(None, "TEXT")
     prompts_file: Path | None = option(None, "FILE", Path)
-    max_tokens: int = option(128, "N", COUNT, names=("--max-new-tokens",))
+    max_tokens: int = option(128, "N", COUNT)
     temperature: float = option(0.0, "X", NOT_NEGATIVE)
     top_k: int = option(0, "N", Number("number", -1))
     top_p: float = option(1.0, "X", SHARE)
@@ -244,8 +246,8 @@ class GenerateOptions(WeightOptions):
     as_json: bool = option(False, names=("--json",))
     stats: bool = option(False)
     device: str = option("auto", "auto|cpu|cuda[:N]")
-    max_model_len: int | None = option(None, "N", COUNT, names=("--max-length",))
-    compiled: bool = option(False, names=("--compile",))
+    max_model_len: int | None = option(None, "N", COUNT)
+    compiled: bool = option(False)
     text: Path | None = option(None, "FILE", Path)
     linear: str = option("auto", kind=LINEARS_IN_TORCH)
 
@@ -297,7 +299,7 @@ def compile_options(
         raise UserError(f"--onnx {onnx}", "an ONNX file is not a plan", fix="Call it otherwise.")
     chosen = CompileOptions(model, output, onnx=onnx, triton=triton, **options)
     _refuse_cache(chosen)
-    refuse_samples(chosen, {"--inputs": chosen.arrays, "--text": chosen.text})
+    refuse_samples(chosen, {"--arrays": chosen.arrays, "--text": chosen.text})
     return chosen
 
 
@@ -305,7 +307,10 @@ def _refuse_cache(options: CompileOptions) -> None:
     """Raise `UserError` if options of a key-value cache contradict others, or each other."""
     cache = options.cache
     if cache is None:
-        for name, given in (("--batch", options.batch != 1), ("--prefill-chunk", options.prefill_chunk is not None)):
+        for name, given in (
+            ("--max-batch-size", options.max_batch_size != 1),
+            ("--prefill-chunk", options.prefill_chunk is not None),
+        ):
             if given:
                 raise UserError(name, "only a model with a key-value cache has one", fix="Add --kv-cache LENGTH.")
         return
@@ -316,10 +321,13 @@ def _refuse_cache(options: CompileOptions) -> None:
             f"--prefill-chunk {cache.chunk}", "is longer than the cache", expected=f"at most --kv-cache {cache.length}"
         )
     why: dict[str, tuple[object, str]] = {
-        "--profile": (options.profiles, "a model with a cache has its profiles of --batch and --prefill-chunk"),
+        "--optimization-profile": (
+            options.optimization_profiles,
+            "a model with a cache has its profiles of --max-batch-size and --prefill-chunk",
+        ),
         "--tensor-parallel": (options.tensor_parallel > 1, "a model with a cache is not shared among GPUs yet"),
         "--padding": (options.padding, "a model with a cache is told by token_count what is padding"),
-        "--input": (options.inputs, "a model with a cache has inputs of its own"),
+        "--input-spec": (options.input_specs, "a model with a cache has inputs of its own"),
         "--triton": (options.triton, "Triton would copy the caches in every call, see docs/kv-cache.md"),
     }
     for name, (other, reason) in why.items():

@@ -19,9 +19,9 @@ class DecisionOptions:
     Attributes:
         layers: Which matching blocks to rewrite; REGEX is searched in their module paths.
         compression: TwELL compression factor: a tile of 256 neurons keeps 256/N - 1 activations of a token; more of
-            them are kept apart. It changes speed and memory, never results. Default: 8, or with --calibration the
+            them are kept apart. It changes speed and memory, never results. Default: 8, or with --firing-profile the
             largest with which few tiles have more.
-        calibration: How often the model's neurons fire, from `twellc profile`. By it is decided what becomes of each
+        firing_profile: How often the model's neurons fire, from `twellc profile`. By it is decided what becomes of each
             block, and which of its neurons are hot: these are moved to the front, which is exact.
         prune_dead: Approximate: remove the neurons that never fired in the profile. Other inputs may need them; check
             measures what that does.
@@ -35,7 +35,7 @@ class DecisionOptions:
 
     layers: str = option("auto", "auto|all|none|REGEX")
     compression: int | None = option(None, kind=COMPRESSIONS)
-    calibration: Path | None = option(None, "PROFILE", Path)
+    firing_profile: Path | None = option(None, "PROFILE", Path)
     prune_dead: bool = option(False)
     prune_check: Path | None = option(None, "PROFILE", Path)
     linear: str = option("auto", kind=LINEARS)
@@ -46,14 +46,14 @@ def refuse_pruning(options: DecisionOptions) -> None:
     """Raise `UserError` if pruning is asked for without a profile."""
     for name, given in (("--prune-dead", options.prune_dead), ("--prune-check", options.prune_check)):
         if given:
-            raise UserError(name, "needs a profile of the model", fix="Add --calibration PROFILE.")
+            raise UserError(name, "needs a profile of the model", fix="Add --firing-profile PROFILE.")
 
 
 def refuse_calibration(options: DecisionOptions, target: str) -> None:
     """Raise `UserError` if a calibration is given for something that has no use for one."""
     refuse_pruning(options)
-    if options.calibration is not None:
-        where, what = f"--calibration {options.calibration}", "only a model that twellc traces can be calibrated"
+    if options.firing_profile is not None:
+        where, what = f"--firing-profile {options.firing_profile}", "only a model that twellc traces can be calibrated"
         expected = "a torch.export archive, a Hugging Face directory, a pickled module or a sparse autoencoder"
         raise UserError(where, what, got=target, expected=expected, fix="Leave it out.")
 

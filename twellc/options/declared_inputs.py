@@ -29,15 +29,19 @@ def parse_input(text: str) -> InputDeclaration:
     found = re.fullmatch(r"([A-Za-z_]\w*):(\w+)\[([\w, ]*)\]", text)
     if found is None or found[2] not in _DTYPES:
         expected = f"NAME:DTYPE[DIM,...] with a dtype of {', '.join(_DTYPES)} and dims that are sizes or names"
-        raise UserError("--input", "not an input", got=repr(text), expected=expected)
+        raise UserError("--input-spec", "not an input", got=repr(text), expected=expected)
     dims = [dim.strip() for dim in found[3].split(",")] if found[3].strip() else []
     shape = tuple(parse_size(dim) if re.fullmatch("[0-9]+", dim) else dim for dim in dims)
     if not all(dim.isidentifier() if isinstance(dim, str) else 1 <= dim <= LARGEST_SIZE for dim in shape):
-        raise UserError("--input", "not a shape", got=repr(text), expected=f"sizes from 1 to {LARGEST_SIZE}, or names")
+        raise UserError(
+            "--input-spec", "not a shape", got=repr(text), expected=f"sizes from 1 to {LARGEST_SIZE}, or names"
+        )
     return InputDeclaration(found[1], found[2], shape)
 
 
 def refuse_inputs(declared: tuple[InputDeclaration, ...], target: str) -> None:
     """Raise `UserError` if inputs are declared for something that knows its own."""
     if declared:
-        raise UserError("--input", "only a pickled module needs its inputs declared", got=target, fix="Leave it out.")
+        raise UserError(
+            "--input-spec", "only a pickled module needs its inputs declared", got=target, fix="Leave it out."
+        )

@@ -34,7 +34,7 @@ class SourceKeywords(TypedDict, total=False):
 
     trust_model: bool
     import_modules: Sequence[str]
-    inputs: Sequence[str | InputDeclaration]
+    input_specs: Sequence[str | InputDeclaration]
 
 
 class TracingKeywords(SourceKeywords, total=False):
@@ -52,7 +52,7 @@ class DecisionKeywords(TypedDict, total=False):
     compression: int | None
     linear: str
     target_gpu: str | None
-    calibration: AnyPath | None
+    firing_profile: AnyPath | None
     prune_dead: bool
     prune_check: AnyPath | None
 
@@ -82,17 +82,17 @@ class CompileKeywords(TracingKeywords, DecisionKeywords, WeightKeywords, RunKeyw
 
     onnx: AnyPath | None
     backend: str
-    profiles: Sequence[str | tuple[str, ShapeRange]]
+    optimization_profiles: Sequence[str | tuple[str, ShapeRange]]
     strict: bool
     dump_graphs: AnyPath | None
-    report: AnyPath | None
+    manifest: AnyPath | None
     html: AnyPath | None
     overwrite: bool
     triton: AnyPath | None
     embed_plugins: bool
     attention: str
     kv_cache: int | None
-    batch: int
+    max_batch_size: int
     prefill_chunk: int | None
     tensor_parallel: int
     plugin_libraries: Sequence[AnyPath]
@@ -111,7 +111,7 @@ class InspectKeywords(TracingKeywords, DecisionKeywords, WeightTypeKeywords, Run
 class CheckKeywords(SourceKeywords, SampleKeywords, RunKeywords, total=False):
     """See `CheckOptions`."""
 
-    calibration: AnyPath | None
+    firing_profile: AnyPath | None
 
 
 class ProfileKeywords(TracingKeywords, RunKeywords, total=False):

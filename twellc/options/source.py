@@ -46,7 +46,7 @@ class SourceOptions:
         trust_model: Load a pickle, or an archive that could execute code.
         import_modules: A module to import first, such as one that registers operators of the model; several may be
             given. Its code runs.
-        inputs: An input of a pickled module, such as x:float32[batch,sequence,512]; a name stands for a dynamic
+        input_specs: An input of a pickled module, such as x:float32[batch,sequence,512]; a name stands for a dynamic
             dimension.
         in_memory: What to call a model that is in memory, and in `model` only for the command; empty for a file.
     """
@@ -55,7 +55,7 @@ class SourceOptions:
     _: KW_ONLY
     trust_model: bool = option(False)
     import_modules: tuple[str, ...] = option((), "MODULE", names=("--import",))
-    inputs: tuple[InputDeclaration, ...] = option((), "NAME:DTYPE[DIM,...]", parse_input, names=("--input",))
+    input_specs: tuple[InputDeclaration, ...] = option((), "NAME:DTYPE[DIM,...]", parse_input, names=("--input-spec",))
     in_memory: str = ""
 
 
@@ -91,7 +91,7 @@ class SampleOptions:
         seed: Seed of random inputs; default: 0.
     """
 
-    arrays: Path | None = option(None, "FILE.npz", Path, names=("--inputs",))
+    arrays: Path | None = option(None, "FILE.npz", Path)
     text: Path | None = option(None, "FILE", Path)
     seed: int | None = option(None, "N", SEED)
 

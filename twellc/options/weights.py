@@ -31,7 +31,7 @@ class WeightOptions(WeightTypeOptions):
     Attributes:
         fp8_error: With --weights fp8 or fp8:blocks: leave a block as it is where, on the samples, FP8 changes its
             output by more than this: the norm of the difference over the norm of the output. Samples are given: by
-            --text or --inputs. Linear layers outside of blocks are left, too.
+            --text or --arrays. Linear layers outside of blocks are left, too.
     """
 
     fp8_error: float | None = option(None, "SHARE", SHARE)

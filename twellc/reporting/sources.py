@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _Record = TypeVar("_Record", bound=Record)
 DECISIONS, BENCH, TRAINING = "--decisions", "--bench", "--training"
-_EXPECTED = "a plan, its manifest, or JSON of `twellc compile --report` or `twellc inspect --json`"
+_EXPECTED = "a plan, its manifest, or JSON of `twellc compile --manifest` or `twellc inspect --json`"
 
 
 @dataclass(frozen=True)

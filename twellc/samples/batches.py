@@ -84,7 +84,7 @@ def read_batches(data: Sequence[Path | Arrays], intake: Intake) -> Iterator[Batc
         if isinstance(each, Path) and kind_of(each) != "arrays":
             batches = _token_batches(source, each, intake)
         elif isinstance(each, Path):
-            batches = _array_batches(source, f"--inputs {each}", load_npz(each), size, intake)
+            batches = _array_batches(source, f"--data {each}", load_npz(each, "--data"), size, intake)
         else:
             arrays = {name: _as_array(value) for name, value in each.items()}
             batches = _array_batches(source, f"inputs[{source}]", arrays, size, intake)
@@ -101,13 +101,13 @@ def _as_array(value: torch.Tensor | Array) -> Array:
 
 
 def _token_batches(source: int, path: Path, intake: Intake) -> Iterator[Batch]:
-    where = f"--inputs {path}"
+    where = f"--data {path}"
     specs = {spec.name: spec for spec in intake.limits.inputs.specs}
     foreign = sorted(specs.keys() - {IDS, _MASK})
     kinds = (torch.int32, torch.int64)
     if IDS not in specs or foreign or len(specs[IDS].shape) != 2 or specs[IDS].dtype not in kinds:
         what, got = "the model takes other inputs than token ids", ", ".join(specs)
-        raise UserError(where, what, got=got, expected=IDS, fix="Give the arrays of all inputs with --inputs FILE.npz.")
+        raise UserError(where, what, got=got, expected=IDS, fix="Give the arrays of all inputs with --data FILE.npz.")
     spec = specs[IDS]
     (fewest, most), (shortest, longest) = intake.limits.sizes(spec, 0), intake.limits.sizes(spec, 1)
     if intake.sequence is not None and not shortest <= intake.sequence <= longest:
@@ -211,7 +211,7 @@ def _tokenizer(where: str, intake: Intake) -> Tokenizer:
         raise UserError(
             where,
             "text needs a language model in a Hugging Face directory, with its tokenizer",
-            fix="Turn the text into token ids yourself and give them with --inputs FILE.npz, FILE.npy, or as input_ids "
+            fix="Turn the text into token ids yourself and give them with --data FILE.npz, FILE.npy, or as input_ids "
             "in FILE.jsonl.",
         )
     return intake.tokenizer()

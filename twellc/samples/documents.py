@@ -48,7 +48,7 @@ _REFUSED = {
 _MARKUP = (".xml", ".html", ".htm", ".ipynb")
 
 
-def kind_of(path: Path, option: str = "--inputs") -> str:
+def kind_of(path: Path, option: str = "--data") -> str:
     """Return `text`, `lines of JSON`, `JSON`, `table`, `arrays` or `token ids`: how a file is read, by its suffix.
 
     Args:
@@ -89,7 +89,7 @@ def _seems_marked(path: Path) -> bool:
         return False
 
 
-def read_documents(path: Path, field: str, option: str = "--inputs") -> Iterator[tuple[str, Document]]:
+def read_documents(path: Path, field: str, option: str = "--data") -> Iterator[tuple[str, Document]]:
     """Yield the documents of a file, each with what to call its place; of token ids in an array each row, or parts.
 
     Args:

@@ -116,7 +116,7 @@ def read_arrays(path: Path, limits: Limits) -> Sample:
     Raises:
         UserError: It is not such a file, or holds other names, kinds of dtypes, values or shapes than the model takes.
     """
-    return as_sample(f"--inputs {path}", load_npz(path), limits)
+    return as_sample(f"--arrays {path}", load_npz(path), limits)
 
 
 def as_sample(where: str, arrays: dict[str, Array], limits: Limits) -> Sample:
@@ -133,30 +133,34 @@ def as_sample(where: str, arrays: dict[str, Array], limits: Limits) -> Sample:
     return sample
 
 
-def load_npz(path: Path) -> dict[str, Array]:
+def load_npz(path: Path, option: str = "--arrays") -> dict[str, Array]:
     """Read the arrays of an `.npz` file.
+
+    Args:
+        path: The file.
+        option: What the user gave it by.
 
     Raises:
         UserError: It is not such a file.
     """
     if not path.is_file():
-        raise UserError(f"--inputs {path}", why_no_file(path), expected="an .npz file")
+        raise UserError(f"{option} {path}", why_no_file(path), expected="an .npz file")
     try:
         loaded = np.load(path, allow_pickle=False)
         if not isinstance(loaded, np.lib.npyio.NpzFile):
-            where, fix = f"--inputs {path}", "Write it with numpy.savez(FILE, NAME=array, ...)."
+            where, fix = f"{option} {path}", "Write it with numpy.savez(FILE, NAME=array, ...)."
             raise UserError(where, "is a single array", expected="an .npz file with an array for each input", fix=fix)
         with loaded:
             arrays = {name: loaded[name] for name in loaded.files}
     except UserError:
         raise
     except Exception as error:  # numpy, zipfile and zlib raise what they like for a damaged file
-        where = f"--inputs {path}"
+        where = f"{option} {path}"
         expected = "arrays of numbers as numpy.savez writes them; pickled objects are never loaded"
         raise UserError(where, f"cannot be read as an .npz file ({first_line(error)})", expected=expected) from error
     foreign = sorted(name for name, array in arrays.items() if not isinstance(array, np.ndarray))
     if foreign:
-        raise UserError(f"--inputs {path}", f"{foreign[0]!r} in it is not an array")
+        raise UserError(f"{option} {path}", f"{foreign[0]!r} in it is not an array")
     return arrays
 
 

@@ -26,7 +26,7 @@ _FILES = (
     "sentencepiece.bpe.model",
 )
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
-FIX = "Turn the text into token ids yourself and give the arrays with --inputs FILE.npz."
+FIX = "Turn the text into token ids yourself, and give these in an .npz file."
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def load_tokenizer(model: Path, vocabulary: int) -> Tokenizer:
                 "has no tokenizer",
                 expected=_FILES[0],
                 fix="Put the files of the model's tokenizer beside its config.json, or turn the text into token ids "
-                "yourself and give the arrays with --inputs FILE.npz.",
+                "yourself, and give these in an .npz file.",
             )
         first = read_config(model).get("bos_token_id")
         before = [first] if isinstance(first, int) else []
@@ -136,6 +136,5 @@ def _broken(model: Path, error: Exception) -> UserError:
     return UserError(
         str(model),
         f"transformers cannot load the tokenizer ({first_line(error)})",
-        fix="Mend its files, or turn the text into token ids yourself: check and bench take --inputs FILE.npz, and LLM "
-        "takes lists of ids.",
+        fix="Mend its files, or turn the text into token ids yourself: an .npz file holds them, and LLM takes lists.",
     )

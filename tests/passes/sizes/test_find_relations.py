@@ -121,7 +121,9 @@ class _Example:
 
 def translated(model: Path, *profiles: str, **options: Any) -> Translation:
     given = [parse_profile(profile) for profile in profiles]
-    wanted = compile_options(model, None, onnx=model.parent / "m.onnx", backend="none", profiles=given, **options)
+    wanted = compile_options(
+        model, None, onnx=model.parent / "m.onnx", backend="none", optimization_profiles=given, **options
+    )
     return translate(wanted, lambda step: None)
 
 
@@ -192,7 +194,7 @@ def test_the_command(cli: Cli, tmp_path: Path) -> None:
     assert result.exit_code == 0 and "within tolerance" in result.stdout
     x, y = inputs(12, 8)
     np.savez(tmp_path / "given.npz", x=x.numpy(), y=y.numpy())
-    failed(cli("check", model, graph, "--inputs", tmp_path / "given.npz"), SUM, "x[1] = 12, y[1] = 8", "x[1] = 13")
+    failed(cli("check", model, graph, "--arrays", tmp_path / "given.npz"), SUM, "x[1] = 12, y[1] = 8", "x[1] = 13")
 
 
 def test_no_size_of_a_profile(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_any_program(variant: str, tmp_path: Path) -> None:
     np.savez(arrays, **{"input": np.zeros((3, 16), np.float32)})
     assert [each.shape for each in twellc.bench(program, arrays=arrays).results] == ["3x16"]
     for wrong in ({"arrays": arrays, "seed": 1}, {"arrays": arrays, "shapes": ["4"]}):
-        with pytest.raises(twellc.UserError, match=r"--inputs, too|given twice"):
+        with pytest.raises(twellc.UserError, match=r"--arrays, too|given twice"):
             twellc.bench(program, **wrong)
 
 
@@ -173,12 +173,12 @@ def test_a_profile(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
     """What is measured is what compile makes: blocks that do not pay are dense, and dead neurons are gone."""
     (tmp_path / "a.py").write_text("".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(200)))
     twellc.profile(bytelm, tmp_path / "a.py", tmp_path / "p")
-    shared = ("--calibration", tmp_path / "p", "--prune-dead", "--target-gpu", "h200")
+    shared = ("--firing-profile", tmp_path / "p", "--prune-dead", "--target-gpu", "h200")
     found = cli("bench", bytelm, "--shapes", "1x8,2x30", "--json", "--no-compiled", *shared)
     assert found.exit_code == 0, found.output
     report = json.loads(found.stdout)
-    compiled = ("--backend", "none", "--onnx", tmp_path / "m.onnx", "--report", tmp_path / "r.json")
-    profiles = ("--profile", "input_ids:1x8:1x8:1x8", "--profile", "input_ids:2x30:2x30:2x30")
+    compiled = ("--backend", "none", "--onnx", tmp_path / "m.onnx", "--manifest", tmp_path / "r.json")
+    profiles = ("--optimization-profile", "input_ids:1x8:1x8:1x8", "--optimization-profile", "input_ids:2x30:2x30:2x30")
     assert cli("compile", bytelm, *compiled, *shared, *profiles).exit_code == 0
     assert report["layers"] == json.loads((tmp_path / "r.json").read_text())["layers"]
     assert any(layer["neurons"]["dead"] for layer in report["layers"])
@@ -190,8 +190,8 @@ def test_a_profile(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
 
 
 def test_a_profile_is_refused(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
-    failed(cli("bench", bytelm, "--prune-dead"), "--prune-dead: needs a profile", "Add --calibration PROFILE")
-    failed(cli("bench", bytelm, "--calibration", tmp_path / "none"), "there is no such file")
+    failed(cli("bench", bytelm, "--prune-dead"), "--prune-dead: needs a profile", "Add --firing-profile PROFILE")
+    failed(cli("bench", bytelm, "--firing-profile", tmp_path / "none"), "there is no such file")
 
 
 @pytest.mark.gpu

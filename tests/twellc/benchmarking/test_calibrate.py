@@ -46,16 +46,12 @@ def test_contestants_compute_the_same(variant: str, compiled: bool, monkeypatch:
     torch.testing.assert_close(weights.packed(x), y)
 
 
-def test_no_gpu_and_the_old_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for name in ("--measure-gpu", "--calibrate"):
-        result = CliRunner().invoke(main, ["bench", name, "-o", str(tmp_path / "gpu.json")])
-        assert result.exit_code == 2
-        assert "--measure-gpu: measures on a GPU, and torch sees none here. Run it on a machine with" in result.stderr
-        note = "Note: --calibrate is called --measure-gpu now; the next version does not know the old name."
-        assert (note in result.stderr) == (name == "--calibrate")
+    result = CliRunner().invoke(main, ["bench", "--measure-gpu", "-o", str(tmp_path / "gpu.json")])
+    assert result.exit_code == 2
+    assert "--measure-gpu: measures on a GPU, and torch sees none here. Run it on a machine with" in result.stderr
     assert not list(tmp_path.iterdir())
-    assert "--calibrate" not in CliRunner().invoke(main, ["bench", "--help"]).output
 
 
 @pytest.mark.gpu

@@ -199,7 +199,7 @@ def test_plan_that_runs(archive: Path, plan: Path, monkeypatch: pytest.MonkeyPat
 def test_samples_of_a_plan_keep_to_its_profile(cli: Cli, archive: Path, tmp_path: Path) -> None:
     plan, graph = tmp_path / "m.plan", tmp_path / "m.onnx"
     shapes = "x:5x3x16:5x3x16:5x3x16"
-    assert cli("compile", archive, "-o", plan, "--onnx", graph, "--profile", shapes).exit_code == 0
+    assert cli("compile", archive, "-o", plan, "--onnx", graph, "--optimization-profile", shapes).exit_code == 0
     samples = samples_of(load_model(TracingOptions(archive)), read_manifest(plan).profiles[0])
     assert [tuple(sample["x"].shape) for sample in samples] == [(5, 3, 16)]
     assert cli("check", archive, plan).exit_code == 0

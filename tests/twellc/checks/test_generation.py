@@ -19,7 +19,7 @@ from twellc.checks.generation import Call, Generated, Steps, graph_steps, prompt
 from twellc.commands.check import print_accuracy
 from twellc.compiling.settings import CacheSettings
 
-SIZES = {"kv_cache": 40, "batch": 3, "prefill_chunk": 8}
+SIZES = {"kv_cache": 40, "max_batch_size": 3, "prefill_chunk": 8}
 translate = partial(translate, attention="cudnn", layers="all")
 
 
@@ -78,7 +78,7 @@ def test_frequencies_that_change_with_the_length(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     llama = models.llama(rope_parameters=rope, vocab_size=256, num_hidden_layers=1)
     model = models.save(llama, tmp_path / "model")
-    translate(model, tmp_path / "m.onnx", **{**SIZES, "batch": 2})
+    translate(model, tmp_path / "m.onnx", **{**SIZES, "max_batch_size": 2})
     (tmp_path / "t.txt").write_text("Call me Ishmael. Some years ago, never mind how long precisely")
     result = run_check(model, tmp_path / "m.onnx", text=tmp_path / "t.txt")
     assert result.within
@@ -260,7 +260,7 @@ def test_another_model(graph: Path, archive: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_command(cli: Cli, tmp_path: Path) -> None:
     model, plan = models.save(models.llama(num_hidden_layers=1), tmp_path / "llama"), tmp_path / "m.plan"
-    made = cli("compile", model, "-o", plan, "--kv-cache", 24, "--batch", 2, "--layers", "all")
+    made = cli("compile", model, "-o", plan, "--kv-cache", 24, "--max-batch-size", 2, "--layers", "all")
     assert made.exit_code == 0, made.output
     done = cli("check", model, plan)  # the graph is made again, since no GPU runs the plan
     assert done.exit_code == 0, done.output

@@ -34,7 +34,7 @@ def remembered(load_once: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -
 
 
 def generate(*arguments: object, given: str | bytes = "", tokens: int = 8) -> click.testing.Result:
-    shared = ("generate", "--device", "cpu", "--max-new-tokens", tokens, *arguments)
+    shared = ("generate", "--device", "cpu", "--max-tokens", tokens, *arguments)
     return click.testing.CliRunner().invoke(main, list(map(str, shared)), input=given)
 
 
@@ -140,8 +140,8 @@ def test_lines_of_standard_input(bytelm: Path, talker: Path, load_once: Callable
     ("arguments", "message"),
     [
         (("--prompt", "a" * 2000), "--prompt: is longer than the cache; got 2001 tokens; expected 1024 at most"),
-        (("--prompt", "abcd", "--max-length", 4), "got 5 tokens; expected 4 at most"),
-        (("--prompt", "a", "--max-length", 1025), "--max-length: is out of range for this model's cache"),
+        (("--prompt", "abcd", "--max-model-len", 4), "got 5 tokens; expected 4 at most"),
+        (("--prompt", "a", "--max-model-len", 1025), "--max-model-len: is out of range for this model's cache"),
         (("--prompt", "a", "--chat-template"), "has no tokenizer, and so no chat template"),
         (("--prompt", "a", "--prompts-file", "b"), "--prompts-file: there is a prompt already; got --prompt, too"),
         (("--prompt", "a", "--temperature", "nan"), "Invalid value for '--temperature': nan is not in the range x>=0."),

@@ -1,5 +1,6 @@
 """Options are declared once, as fields, which keywords and commands agree with; what all commands share."""
 
+import json
 import os
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from click.testing import CliRunner, Result
 
 import twellc
 from tests.conftest import Cli
+from tests.generated_docs import options_of
 from twellc import SamplingParams
 from twellc.cli import main
 from twellc.commands import terminal
@@ -19,6 +21,7 @@ from twellc.commands.foreign import FOREIGN
 from twellc.commands.terminal import show_progress
 from twellc.options import commands, keywords
 from twellc.options.option import LARGEST_SEED, declared, descriptions
+from twellc.options.renamed import RENAMED
 
 CLASSES: dict[str, tuple[type[Any], type[Any]]] = {
     "compile": (commands.CompileOptions, keywords.CompileKeywords),
@@ -76,6 +79,34 @@ def test_every_field_is_described(command: str) -> None:
     assert descriptions(options).keys() == {field.name for field in fields(options)}
 
 
+def test_old_names_answer_with_a_sentence(
+    cli: Cli, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shapes, graph, report = "x:1x3x16:1x3x16:2x3x16", tmp_path / "m.onnx", tmp_path / "m.json"
+    given = ("--backend", "none", "--onnx", graph, "--report", report, f"--profile={shapes}")
+    result = cli("compile", archive, *given, "--dump-graphs", "--inputs")
+    assert result.exit_code == 0 and report.is_file() and (tmp_path / "--inputs").is_dir(), result.output
+    notes = [f"Note: {old} is called {new} now; the next version does not know the old name." for old, new in (
+        ("--report", "--manifest"), ("--profile", "--optimization-profile"),
+    )]  # fmt: skip
+    assert all(note in result.stderr for note in notes) and "--inputs is" not in result.stderr
+    with pytest.warns(FutureWarning, match="profiles is called optimization_profiles now"):
+        made = twellc.compile(archive, backend="none", onnx=graph, profiles=[shapes], overwrite=True)  # type: ignore[call-arg]
+    assert made.to_json()["profiles"] == json.loads(report.read_text())["profiles"]
+    with pytest.raises(twellc.UserError, match="input_specs: is given twice"):
+        twellc.inspect(archive, input_specs=[], inputs=[])  # type: ignore[call-arg]
+
+
+def test_a_command_has_one_meaning_for_a_name() -> None:
+    """No option is known by what is an old name elsewhere, but for `profile --batch`, and the changes have a table."""
+    table = (Path(__file__).parents[3] / "CHANGELOG.md").read_text()
+    for old, new in RENAMED.items():
+        assert all(f"`{old}` | `{each}`" in table for each in new)
+    own = {(name, each) for name in main.commands for each in options_of(name)}
+    assert {each for each in own if each[1] in RENAMED} == {("profile", "--batch")}
+
+
 @pytest.mark.parametrize("seed", [-1, LARGEST_SEED + 1, 1.5, True])
 def test_a_seed_out_of_range_is_refused(seed: Any, archive: Path, tmp_path: Path) -> None:
     with pytest.raises(twellc.UserError, match=r"--seed: is not a seed; got .*; expected an integer from 0 to"):
@@ -84,7 +115,7 @@ def test_a_seed_out_of_range_is_refused(seed: Any, archive: Path, tmp_path: Path
 
 @pytest.mark.parametrize(("batch", "sequences"), [(1, [1]), (3, [3, 1]), (8, [8, 1]), (32, [32, 8, 1])])
 def test_profiles_of_a_cache(batch: int, sequences: list[int]) -> None:
-    options = commands.CompileOptions(Path("m"), kv_cache=64, batch=batch, prefill_chunk=16)
+    options = commands.CompileOptions(Path("m"), kv_cache=64, max_batch_size=batch, prefill_chunk=16)
     (_, prompts), *steps = options.requested_profiles
     assert (prompts.min, prompts.opt, prompts.max) == ((1, 1), (1, 16), (batch, 16))
     assert [(each.min, each.opt, each.max) for _, each in steps] == [((1, 1), (n, 1), (n, 1)) for n in sequences]
@@ -129,8 +160,11 @@ def run(*arguments: object) -> Result:
         (["--onnx=m.onnx", "--saveEngine=m.plan"], "trtexec's --saveEngine is -o/--output here: twellc compile MODEL"),
         (["m.onnx", "--fp16"], "trtexec's --fp16 is --dtype fp16 here."),
         (["m.onnx", "--bf16"], "trtexec's --bf16 is --dtype bf16 here."),
-        (["m.onnx", "--optShapes=x:1x2"], "trtexec's --optShapes is part of --profile NAME:MIN:OPT:MAX here"),
-        (["m.onnx", "--trt-min-shapes", "x:[1,2]"], "polygraphy's --trt-min-shapes is part of --profile"),
+        (
+            ["m.onnx", "--optShapes=x:1x2"],
+            "trtexec's --optShapes is part of --optimization-profile NAME:MIN:OPT:MAX here",
+        ),
+        (["m.onnx", "--trt-min-shapes", "x:[1,2]"], "polygraphy's --trt-min-shapes is part of --optimization-profile"),
         (["m.onnx", "--workspace=4096"], "trtexec's --workspace is not needed here"),
         (["m.onnx", "--plugins=a.so"], "trtexec's --plugins is --plugin-library FILE here"),
         (["--model", "m", "out/"], "optimum-cli's --model is the argument MODEL here."),

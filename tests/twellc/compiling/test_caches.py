@@ -18,7 +18,7 @@ from twellc.options.commands import compile_options
 from twellc.plugins.library import attention_library_path
 
 needs_library = pytest.mark.skipif(attention_library_path() is None, reason="the attention library was not built")
-SIZES = ["--kv-cache", 24, "--batch", 3, "--prefill-chunk", 8]
+SIZES = ["--kv-cache", 24, "--max-batch-size", 3, "--prefill-chunk", 8]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def plan(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if attention_library_path() is None:
         pytest.skip("the attention library was not built")
     path = tmp_path_factory.mktemp("plans") / "llm.plan"
-    sizes = {"kv_cache": 24, "batch": 3, "prefill_chunk": 8}
+    sizes = {"kv_cache": 24, "max_batch_size": 3, "prefill_chunk": 8}
     with pytest.MonkeyPatch.context() as patch:
         run_here(patch)
         twellc.compile(model, path, layers="all", backend="tensorrt-rtx", onnx=path.with_suffix(".onnx"), **sizes)
@@ -94,7 +94,7 @@ def test_inspect_shows_the_pairs(cli: Cli, plan: Path) -> None:
 
 def test_report_says_why_attention_is_decomposed(cli: Cli, tmp_path: Path) -> None:
     model, report = models.save(FAMILIES["gemma2"](num_hidden_layers=1), tmp_path / "gemma2"), tmp_path / "report.json"
-    options = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--attention", "cudnn", "--report", report]
+    options = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--attention", "cudnn", "--manifest", report]
     done = cli("compile", model, *SIZES, *options)
     assert done.exit_code == 0, done.output
     assert "as the model has them, since aten.tanh stands between its products" in done.output
@@ -114,7 +114,7 @@ def test_report_says_why_attention_is_decomposed(cli: Cli, tmp_path: Path) -> No
 )
 def test_windows_are_masks(length: int, form: str, mask: str, names: list[str], tmp_path: Path) -> None:
     model = models.save(FAMILIES["phi3-window"](num_hidden_layers=1), tmp_path / "phi3")
-    options = {"attention": "cudnn", "layers": "none", "kv_cache": length, "batch": 3}
+    options = {"attention": "cudnn", "layers": "none", "kv_cache": length, "max_batch_size": 3}
     manifest = twellc.compile(model, backend="none", onnx=tmp_path / "m.onnx", **options)
     assert {(block.form, block.mask) for block in manifest.attention} == {(form, mask)}
     assert manifest.plugins.names == names
@@ -134,16 +134,28 @@ REFUSED: dict[str, tuple[str, list[Any], str]] = {
     "longer than the model": ("llama", ["--kv-cache", 65], "is longer than what the model was made for; got"),
     "one place": ("llama", ["--kv-cache", 1], "--kv-cache: is too short; got 1; expected 2 at least"),
     "a long chunk": ("llama", [*SIZES, "--prefill-chunk", 25], "--prefill-chunk 25: is longer than the cache"),
-    "a batch alone": ("llama", ["--batch", 2], "--batch: only a model with a key-value cache has one"),
+    "a batch alone": (
+        "llama",
+        ["--max-batch-size", 2],
+        "--max-batch-size: only a model with a key-value cache has one",
+    ),
     "a chunk alone": ("llama", ["--prefill-chunk", 2], "--prefill-chunk: only a model with a key-value cache"),
-    "profiles": ("llama", [*SIZES, "--profile", "input_ids:1x1:1x2:1x3"], "--profile: a model with a cache has its"),
+    "profiles": (
+        "llama",
+        [*SIZES, "--optimization-profile", "input_ids:1x1:1x2:1x3"],
+        "--optimization-profile: a model with a cache has its",
+    ),
     "padding": ("llama", [*SIZES, "--padding", "mask"], "--padding: a model with a cache is told by token_count"),
     "several GPUs": (
         "llama",
         [*SIZES, "--tensor-parallel", 2],
         "--tensor-parallel: a model with a cache is not shared",
     ),
-    "inputs": ("llama", [*SIZES, "--input", "x:float32[1]"], "--input: a model with a cache has inputs of its own"),
+    "inputs": (
+        "llama",
+        [*SIZES, "--input-spec", "x:float32[1]"],
+        "--input-spec: a model with a cache has inputs of its own",
+    ),
     "no tokens": ("llama", ["--kv-cache", 0], "Invalid value for '--kv-cache'"),
 }
 

@@ -37,7 +37,7 @@ def samples(tmp_path: Path) -> Path:
 @pytest.mark.usefixtures("cli")
 def test_a_block_is_quantised_and_checked(archive: Path, tmp_path: Path) -> None:
     graph, report = tmp_path / "m.onnx", tmp_path / "m.json"
-    manifest = twellc.compile(archive, backend="none", onnx=graph, report=report, weights="fp8")
+    manifest = twellc.compile(archive, backend="none", onnx=graph, manifest=report, weights="fp8")
     assert bits(manifest.layers) == [QUANTISED]
     written = json.loads(report.read_text())
     assert written["settings"]["weights"] == "fp8"
@@ -152,8 +152,8 @@ def test_a_gpu_without_fp8_is_named() -> None:
 
 REFUSED = [
     (("--fp8-error", "0.1"), "--fp8-error 0.1: no weights are quantised; got --weights keep. Add --weights fp8"),
-    (("--weights", "fp8", "--fp8-error", "0.1"), "is measured on samples; got none; expected one of --inputs"),
-    (("--weights", "fp8", "--inputs", "x.npz"), "--inputs x.npz: the model is run only to measure FP8"),
+    (("--weights", "fp8", "--fp8-error", "0.1"), "is measured on samples; got none; expected one of --arrays"),
+    (("--weights", "fp8", "--arrays", "x.npz"), "--arrays x.npz: the model is run only to measure FP8"),
     (("--weights", "int4"), "'int4' is not one of 'keep', 'fp8', 'fp8:blocks'"),
 ]
 

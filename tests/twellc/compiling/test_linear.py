@@ -94,7 +94,7 @@ def test_auto_leaves_them(cli: Cli, llama: Path, tmp_path: Path) -> None:
 def test_with_a_cache(cli: Cli, opt: Path, tmp_path: Path) -> None:
     """The last norm stands before the logits of the last token alone."""
     graph = tmp_path / "m.onnx"
-    sizes = {"kv_cache": 24, "batch": 2, "prefill_chunk": 8}
+    sizes = {"kv_cache": 24, "max_batch_size": 2, "prefill_chunk": 8}
     manifest = twellc.compile(opt, backend="none", onnx=graph, linear="twell", **sizes)
     assert [row.norm for row in manifest.linear or ()] == ["layer", "none", "layer", "none", "layer"]
     done = cli("check", opt, graph)
@@ -111,7 +111,7 @@ def test_with_a_cache(cli: Cli, opt: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("linear", ["twell", "tensorrt"])
 def test_the_next_token(linear: str, llama: Path, tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {"kv_cache": 24, "batch": 2, "prefill_chunk": 8}
+    sizes: dict[str, Any] = {"kv_cache": 24, "max_batch_size": 2, "prefill_chunk": 8}
     results = []
     for logits in ("last", "greedy"):
         graph = tmp_path / f"{logits}.onnx"

@@ -74,7 +74,7 @@ def llama_onnx(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_compile_inspect_and_check(tmp_path: Path, dtype: str) -> None:
     model, plan, graph = tmp_path / "model.bin", tmp_path / "model.plan", tmp_path / "graph.onnx"
     onnx.save(gated(dtype, biases=True), model)
-    result = succeed("compile", model, "-o", plan, "--onnx", graph, "--profile", "x:1x1x16:1x8x16:4x32x16")
+    result = succeed("compile", model, "-o", plan, "--onnx", graph, "--optimization-profile", "x:1x1x16:1x8x16:4x32x16")
     assert "1 of 1 feed-forward blocks rewritten" in result.output
     assert ("the graph is in float32" in result.output) == (dtype == "fp32")
     manifest = json.loads(plan.with_name("model.plan.json").read_text())
@@ -96,7 +96,7 @@ def test_compile_inspect_and_check(tmp_path: Path, dtype: str) -> None:
 
 def test_language_model(llama_onnx: Path, tmp_path: Path) -> None:
     plan = tmp_path / "llama.plan"
-    succeed("compile", llama_onnx, "-o", plan, "--profile", "input_ids:1x1:1x8:2x16", "--strict")
+    succeed("compile", llama_onnx, "-o", plan, "--optimization-profile", "input_ids:1x1:1x8:2x16", "--strict")
     manifest = json.loads(plan.with_name("llama.plan.json").read_text())
     found = [(layer["module"], layer["variant"], layer["decision"]) for layer in manifest["layers"]]
     assert found == [("llama.model.layers.0.mlp", "gated", "twell")]
@@ -114,7 +114,7 @@ def test_float32_block_without_a_gate_from_the_older_exporter(tmp_path: Path) ->
 
 def test_weights_beside_the_file(tmp_path: Path) -> None:
     model = save_external(gated("bf16"), tmp_path / "model.onnx")
-    options = ["compile", model, "--backend", "none", "--onnx", tmp_path / "o.onnx", "--report", tmp_path / "r.json"]
+    options = ["compile", model, "--backend", "none", "--onnx", tmp_path / "o.onnx", "--manifest", tmp_path / "r.json"]
     succeed(*options)
     first = json.loads((tmp_path / "r.json").read_text())["model"]["sha256"]
     data = bytearray((tmp_path / "weights.bin").read_bytes())
@@ -150,7 +150,7 @@ def test_what_cannot_be_done(tmp_path: Path) -> None:
     path, graph = tmp_path / "model.onnx", tmp_path / "graph.onnx"
     onnx.save(gated("fp16"), path)
     assert "keeps the precision" in fail("inspect", path, "--dtype", "bf16")
-    assert "only a pickled module" in fail("inspect", path, "--input", "x:float32[2]")
+    assert "only a pickled module" in fail("inspect", path, "--input-spec", "x:float32[2]")
     succeed("compile", path, "--backend", "none", "--onnx", graph)
     assert "is rewritten already" in fail("compile", graph, "-o", tmp_path / "again.plan")
     assert "is rewritten already" in fail("check", graph, graph)
@@ -226,5 +226,5 @@ def test_past_keys_and_values(tmp_path: Path, mask: str, tokens: int | str, expr
     arrays = {"input_ids": np.ones((1, 1), int), "attention_mask": np.ones((1, 9), int)}
     arrays["past_key_values.0.key"] = np.zeros((1, 1, 7, D_MODEL), np.float16)
     np.savez(tmp_path / "given.npz", **arrays)
-    message = fail("check", tmp_path / "m.onnx", tmp_path / "out.onnx", "--inputs", tmp_path / "given.npz")
+    message = fail("check", tmp_path / "m.onnx", tmp_path / "out.onnx", "--arrays", tmp_path / "given.npz")
     assert "attention_mask" in message and "8" in message

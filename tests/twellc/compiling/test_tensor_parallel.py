@@ -104,8 +104,8 @@ def test_all_reduces_that_are_not_in_order(t5: Path, tmp_path: Path) -> None:
 def test_triton(cli: Cli, archive: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx_bindings")
     options = ("--triton", tmp_path, "--tensor-parallel", 2, "--backend", "tensorrt-rtx")
-    two = ("--profile", "x:1x3x16:1x3x16:1x3x16", "--profile", "x:2x3x16:2x3x16:4x3x16")
-    message = "--profile: Triton runs plans for several GPUs with one optimization profile; got 2 profiles"
+    two = ("--optimization-profile", "x:1x3x16:1x3x16:1x3x16", "--optimization-profile", "x:2x3x16:2x3x16:4x3x16")
+    message = "--optimization-profile: Triton runs plans for several GPUs with one optimization profile; got 2 profiles"
     failed(cli("compile", archive, *options, *two), message)
     assert list(tmp_path.iterdir()) == []
     assert cli("compile", archive, *options).exit_code == 0
@@ -159,7 +159,7 @@ def test_calibrated_ranks_have_equal_activity(llama: Path, tmp_path: Path) -> No
     """The neurons that fire are dealt out: by their numbers, the first rank would have all of the hot ones."""
     ids = torch.randint(3, 96, (8, 32), generator=torch.Generator().manual_seed(0))
     profile = twellc.profile(llama, {"input_ids": ids}, tmp_path / "p.profile")
-    options: dict[str, Any] = {"backend": "none", "tensor_parallel": 2, "calibration": tmp_path / "p.profile"}
+    options: dict[str, Any] = {"backend": "none", "tensor_parallel": 2, "firing_profile": tmp_path / "p.profile"}
     made = twellc.compile(llama, onnx=tmp_path / "m.onnx", layers="all", **options)
     assert [layer.kept for layer in made.layers] == [320, 320]
     weight = models.llama().to(torch.bfloat16).model.layers[0].mlp.gate_proj.weight.detach().float().numpy()

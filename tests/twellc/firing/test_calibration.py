@@ -1,4 +1,4 @@
-"""`--calibration` of compile, inspect and check: what is written, what is said, and what is refused."""
+"""`--firing-profile` of compile, inspect and check: what is written, what is said, and what is refused."""
 
 import json
 from dataclasses import replace
@@ -64,7 +64,7 @@ def test_split_graph_and_its_check(
 ) -> None:
     """The hottest neurons of the block that is split stand first; of the others none is moved."""
     monkeypatch.setattr(Advisor, "__call__", splitting)
-    for name, options in {"plain": [], "split": ["--calibration", profile]}.items():
+    for name, options in {"plain": [], "split": ["--firing-profile", profile]}.items():
         assert cli("compile", bytelm, "--backend", "none", "--onnx", tmp_path / f"{name}.onnx", *options).exit_code == 0
     for module, block in twellc.FiringProfile.read(profile).blocks.items():
         plain, arranged = (first_weight(tmp_path / f"{name}.onnx", module) for name in ("plain", "split"))
@@ -81,8 +81,8 @@ def test_split_graph_and_its_check(
 
 def test_pruned_graph_report_and_check(cli: Cli, bytelm: Path, profile: Path, other_text: Path, tmp_path: Path) -> None:
     """Its report says how many neurons, how sure that is, and what the second profile loses; its check measures it."""
-    options = ["--calibration", profile, "--prune-dead", "--prune-check", other_text]
-    outputs = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--report", tmp_path / "r.json"]
+    options = ["--firing-profile", profile, "--prune-dead", "--prune-check", other_text]
+    outputs = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--manifest", tmp_path / "r.json"]
     result = cli("compile", bytelm, *outputs, *options)
     assert result.exit_code == 0
     said = " ".join(result.stderr.split())
@@ -106,10 +106,10 @@ def test_pruned_graph_report_and_check(cli: Cli, bytelm: Path, profile: Path, ot
 
 
 def test_inspect_shows_what_becomes_of_neurons(cli: Cli, bytelm: Path, profile: Path) -> None:
-    result = cli("inspect", bytelm, "--calibration", profile, "--prune-dead")
+    result = cli("inspect", bytelm, "--firing-profile", profile, "--prune-dead")
     assert result.exit_code == 0 and "of 1024" in result.stdout and "calibrated by p: " in result.stderr
     assert "at the densities of the profile" in result.stdout
-    found, blocks = twellc.inspect(bytelm, calibration=profile), twellc.FiringProfile.read(profile).blocks
+    found, blocks = twellc.inspect(bytelm, firing_profile=profile), twellc.FiringProfile.read(profile).blocks
     assert {row.module: row.density for row in found.cost.layers} == {
         module: pytest.approx(block.density) for module, block in blocks.items()
     }
@@ -128,8 +128,8 @@ def test_a_profile_in_another_precision(cli: Cli, archive: Path, tmp_path: Path)
     outputs = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--overwrite"]
     said = "Note: the profile is of the model in fp16, compiled in bf16: other neurons may fire there."
     for command in (["compile", archive, *outputs], ["inspect", archive]):
-        assert said in cli(*command, "--calibration", tmp_path / "p").stderr
-        assert said not in cli(*command, "--calibration", tmp_path / "p", "--dtype", "fp16").stderr
+        assert said in cli(*command, "--firing-profile", tmp_path / "p").stderr
+        assert said not in cli(*command, "--firing-profile", tmp_path / "p", "--dtype", "fp16").stderr
 
 
 def test_a_profile_of_other_blocks(cli: Cli, archive: Path, tmp_path: Path) -> None:
@@ -139,15 +139,15 @@ def test_a_profile_of_other_blocks(cli: Cli, archive: Path, tmp_path: Path) -> N
     replace(profile, blocks={"other": replace(block, module="other")}).write(tmp_path / "p")
     outputs = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--html", tmp_path / "m.html"]
     for command in (["compile", archive, *outputs], ["inspect", archive]):
-        result = cli(*command, "--calibration", tmp_path / "p")
-        failed(result, f"--calibration {tmp_path / 'p'}: counts the neurons of a block", "got other with d_ff 320")
+        result = cli(*command, "--firing-profile", tmp_path / "p")
+        failed(result, f"--firing-profile {tmp_path / 'p'}: counts the neurons of a block", "got other with d_ff 320")
         assert "exporting" not in result.stderr
 
 
 def test_a_plan_says_what_was_done(cli: Cli, bytelm: Path, profile: Path, tmp_path: Path) -> None:
     """Its graph was not kept: to make it again, check needs the profile."""
     plan = tmp_path / "m.plan"
-    assert cli("compile", bytelm, "-o", plan, "--calibration", profile, "--prune-dead").exit_code == 0
+    assert cli("compile", bytelm, "-o", plan, "--firing-profile", profile, "--prune-dead").exit_code == 0
     manifest = read_manifest(plan)
     neurons = {layer.module: layer.neurons for layer in manifest.layers}[PRUNED]
     assert neurons is not None and neurons.dead > 0 and manifest.settings.prune_dead is True
@@ -155,10 +155,10 @@ def test_a_plan_says_what_was_done(cli: Cli, bytelm: Path, profile: Path, tmp_pa
     assert twellc.inspect(plan).layers == manifest.layers
     (tmp_path / "seen.py").write_text(TEXT[:100])
     arguments = ["check", bytelm, plan, "--text", tmp_path / "seen.py"]
-    failed(cli(*arguments), "was compiled with a profile", "Give it with --calibration PROFILE")
+    failed(cli(*arguments), "was compiled with a profile", "Give it with --firing-profile PROFILE")
     (tmp_path / "another").write_bytes(b"x")
-    failed(cli(*arguments, "--calibration", tmp_path / "another"), "is another profile")
-    assert cli(*arguments, "--calibration", profile).exit_code == 0
+    failed(cli(*arguments, "--firing-profile", tmp_path / "another"), "is another profile")
+    assert cli(*arguments, "--firing-profile", profile).exit_code == 0
 
 
 def test_check_takes_only_the_profile_of_its_candidate(cli: Cli, archive: Path, tmp_path: Path) -> None:
@@ -166,12 +166,12 @@ def test_check_takes_only_the_profile_of_its_candidate(cli: Cli, archive: Path, 
     for name in ("p", "other"):
         twellc.profile(archive, {"x": np.random.default_rng(len(name)).normal(size=(1, 3, 16))}, tmp_path / name)
     (tmp_path / "empty").touch()
-    for name, options in {"plain": [], "calibrated": ["--calibration", tmp_path / "p"]}.items():
+    for name, options in {"plain": [], "calibrated": ["--firing-profile", tmp_path / "p"]}.items():
         outputs = ["--backend", "none", "--onnx", tmp_path / f"{name}.onnx"]
         assert cli("compile", archive, *outputs, *options).exit_code == 0
 
     def check(name: str, profile: str) -> Any:
-        return cli("check", archive, tmp_path / f"{name}.onnx", "--calibration", tmp_path / profile)
+        return cli("check", archive, tmp_path / f"{name}.onnx", "--firing-profile", tmp_path / profile)
 
     assert check("calibrated", "p").exit_code == 0
     for profile in ("other", "empty"):
@@ -192,22 +192,24 @@ def test_what_is_refused(cli: Cli, bytelm: Path, llama: Path, profile: Path, tmp
         def refused(model: Path, *options: object, name: object = name, rest: list[Any] = rest) -> Any:
             return cli(name, model, *rest, *options)
 
-        failed(refused(llama, "--calibration", profile), "is a profile of another model", "got bytelm")
-        failed(refused(bytelm, "--calibration", tmp_path / "empty"), "the file is empty")
-        failed(refused(bytelm, "--calibration", tmp_path / "text"), "is not a profile of twellc")
-        failed(refused(bytelm, "--calibration", tmp_path / "none"), "there is no such file")
-        failed(refused(bytelm, "--calibration", tmp_path), "is a folder; expected a profile")
-        failed(refused(bytelm, "--prune-dead"), "--prune-dead: needs a profile", "Add --calibration PROFILE")
-        failed(refused(bytelm, "--calibration", profile, "--prune-check", profile), "nothing to check without")
-        failed(refused(tmp_path / "m.onnx", "--calibration", profile), "only a model that twellc traces")
-    onto_itself = ["--calibration", profile, "--report", profile, "--overwrite"]
-    failed(cli("compile", bytelm, *output, *onto_itself), f"--report {profile}: is a file that is read")
+        failed(refused(llama, "--firing-profile", profile), "is a profile of another model", "got bytelm")
+        failed(refused(bytelm, "--firing-profile", tmp_path / "empty"), "the file is empty")
+        failed(refused(bytelm, "--firing-profile", tmp_path / "text"), "is not a profile of twellc")
+        failed(refused(bytelm, "--firing-profile", tmp_path / "none"), "there is no such file")
+        failed(refused(bytelm, "--firing-profile", tmp_path), "is a folder; expected a profile")
+        failed(refused(bytelm, "--prune-dead"), "--prune-dead: needs a profile", "Add --firing-profile PROFILE")
+        failed(refused(bytelm, "--firing-profile", profile, "--prune-check", profile), "nothing to check without")
+        failed(refused(tmp_path / "m.onnx", "--firing-profile", profile), "only a model that twellc traces")
+    onto_itself = ["--firing-profile", profile, "--manifest", profile, "--overwrite"]
+    failed(cli("compile", bytelm, *output, *onto_itself), f"--manifest {profile}: is a file that is read")
     assert files_in(tmp_path) == before
 
 
 def test_few_tokens_are_warned_of(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
     twellc.profile(bytelm, {"input_ids": np.array([[65, 66, 67]])}, tmp_path / "p")
-    result = cli("compile", bytelm, "--backend", "none", "--onnx", tmp_path / "m.onnx", "--calibration", tmp_path / "p")
+    result = cli(
+        "compile", bytelm, "--backend", "none", "--onnx", tmp_path / "m.onnx", "--firing-profile", tmp_path / "p"
+    )
     assert result.exit_code == 0 and "Warning: 3 tokens are few" in " ".join(result.stderr.split())
 
 
@@ -225,8 +227,15 @@ def test_decisions_by_a_profile(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
     times.write_text(measured.to_text())
 
     graph, report = tmp_path / "m.onnx", tmp_path / "r.json"
-    options = ["--calibration", tmp_path / "p", "--target-gpu", times, "--profile", "input_ids:1x1:4x512:4x1024"]
-    result = cli("compile", bytelm, "--backend", "none", "--onnx", graph, "--report", report, *options)
+    options = [
+        "--firing-profile",
+        tmp_path / "p",
+        "--target-gpu",
+        times,
+        "--optimization-profile",
+        "input_ids:1x1:4x512:4x1024",
+    ]
+    result = cli("compile", bytelm, "--backend", "none", "--onnx", graph, "--manifest", report, *options)
     assert result.exit_code == 0, result.output
     layers = json.loads(report.read_text())["layers"]
     for row in layers:
@@ -246,7 +255,7 @@ def test_decisions_by_a_profile(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
     assert [each["compression"] for each in fields.values()] == [row["compression"] for row in taken]
     assert [each["hot"] for each in fields.values()] == [row["hot"] for row in taken]
 
-    shown = twellc.inspect(bytelm, calibration=tmp_path / "p", target_gpu=str(times), tokens=2048).layers
+    shown = twellc.inspect(bytelm, firing_profile=tmp_path / "p", target_gpu=str(times), tokens=2048).layers
     assert [row.decision for row in shown] == [row["decision"] for row in layers]
     checked = twellc.check(bytelm, graph)
     assert checked.within
@@ -267,7 +276,7 @@ def test_blocks_left_dense_without_a_profile(source: str, cli: Cli, tmp_path: Pa
     times, report = tmp_path / "gpu.json", tmp_path / "r.json"
     times.write_text(gpu_times("gated", 16, 320).to_text())
 
-    arguments = ("--backend", "none", "--onnx", tmp_path / "m.onnx", "--report", report)
+    arguments = ("--backend", "none", "--onnx", tmp_path / "m.onnx", "--manifest", report)
     result = cli("compile", model, *arguments, "--target-gpu", times)
     assert result.exit_code == 0, result.output
     content = json.loads(report.read_text())

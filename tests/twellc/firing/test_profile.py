@@ -155,7 +155,7 @@ def test_profile_of_experts_as_file_table_and_sum(cli: Cli, tmp_path: Path) -> N
     folder = models.save(EXPERTS["plain"]().float(), tmp_path / "model")
     np.savez(tmp_path / "ids.npz", input_ids=torch.randint(3, 90, (2, 9)).numpy())
     output = tmp_path / "p.profile"
-    run = cli("profile", folder, "--inputs", tmp_path / "ids.npz", "-o", output, "--device", "cpu")
+    run = cli("profile", folder, "--data", tmp_path / "ids.npz", "-o", output, "--device", "cpu")
     assert run.exit_code == 0, run.output
     assert "model.layers.1.mixer.experts" in run.stdout and "4 of 4" in run.stdout
     profile = twellc.FiringProfile.read(output)
@@ -244,7 +244,7 @@ def test_padding_ids_at_both_ends_do_not_count(opt: Path, tmp_path: Path) -> Non
 def test_left_padding_needs_a_mask(cli: Cli, llama: Path, tmp_path: Path) -> None:
     mask = np.array([[0, 1, 1], [1, 1, 1]])
     np.savez(tmp_path / "a.npz", input_ids=np.full((2, 3), 5), attention_mask=mask)
-    arguments = [llama, "--inputs", tmp_path / "a.npz", "-o", tmp_path / "p"]
+    arguments = [llama, "--data", tmp_path / "a.npz", "-o", tmp_path / "p"]
     failed(cli("profile", *arguments), "padding before tokens", "Add --padding mask")
     assert cli("profile", *arguments, "--padding", "mask").exit_code == 0
     assert twellc.FiringProfile.read(tmp_path / "p").tokens == 5
@@ -322,12 +322,12 @@ def test_a_text_is_read_piece_by_piece(bytelm: Path, tmp_path: Path, monkeypatch
 def test_the_command_and_its_table(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text(TEXT)
-    result = cli("profile", bytelm, "--inputs", tmp_path / "a.txt", tmp_path / "b.txt", "-o", tmp_path / "p")
+    result = cli("profile", bytelm, "--data", tmp_path / "a.txt", tmp_path / "b.txt", "-o", tmp_path / "p")
     assert result.exit_code == 0
     assert "model.layers.3.mlp" in result.stdout and "of 1024" in result.stdout and "95 % confidence" in result.stdout
     profile = twellc.FiringProfile.read(tmp_path / "p")
     assert [each.name for each in profile.data] == ["a.txt", "b.txt"]
-    failed(cli("profile", bytelm, "--inputs", tmp_path / "a.txt", "-o", tmp_path / "p"), "exists already")
+    failed(cli("profile", bytelm, "--data", tmp_path / "a.txt", "-o", tmp_path / "p"), "exists already")
     again = cli("profile", bytelm, tmp_path / "a.txt", "-o", tmp_path / "p", "--overwrite", "--json")
     assert json.loads(again.stdout)["blocks"][0]["tokens"] * 2 == profile.tokens
 
@@ -355,7 +355,7 @@ def test_merging(cli: Cli, bytelm: Path, llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "option", ["--inputs x", "--dtype bf16", "--tokens 5", "--padding none", "--batch 8", "--trust-model"]
+    "option", ["--data x", "--dtype bf16", "--tokens 5", "--padding none", "--batch 8", "--trust-model"]
 )
 def test_merging_takes_no_option_of_a_run(cli: Cli, tmp_path: Path, option: str) -> None:
     """Not even a default one."""
@@ -366,7 +366,7 @@ def test_merging_takes_no_option_of_a_run(cli: Cli, tmp_path: Path, option: str)
 
 def test_few_tokens_are_warned_of(cli: Cli, bytelm: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("ab")
-    result = cli("profile", bytelm, "--inputs", tmp_path / "a.txt", "-o", tmp_path / "p")
+    result = cli("profile", bytelm, "--data", tmp_path / "a.txt", "-o", tmp_path / "p")
     assert "3 tokens are few: a neuron that never fired may fire for up to 63.16% of the tokens" in " ".join(
         result.stderr.split()
     )
@@ -423,7 +423,7 @@ def test_bad_data(cli: Cli, bytelm: Path, tmp_path: Path, name: str) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     before = files_in(tmp_path)
-    failed(cli("profile", bytelm, "--inputs", tmp_path / name, "-o", tmp_path / "p"), name, message)
+    failed(cli("profile", bytelm, "--data", tmp_path / name, "-o", tmp_path / "p"), name, message)
     assert files_in(tmp_path) == before
 
 
@@ -442,10 +442,10 @@ def test_token_ids_that_no_integer_of_the_model_holds(tmp_path: Path) -> None:
 
 def test_what_does_not_fit(cli: Cli, bytelm: Path, archive: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT)
-    text = ["--inputs", tmp_path / "a.txt"]
+    text = ["--data", tmp_path / "a.txt"]
     failed(cli("profile", bytelm, "-o", tmp_path / "p"), "there is no data")
-    failed(cli("profile", bytelm, "--inputs", tmp_path, "-o", tmp_path / "p"), "is a folder; expected a text")
-    failed(cli("profile", bytelm, "--inputs", "/dev/null", "-o", tmp_path / "p"), "/dev/null: is a device or a pipe")
+    failed(cli("profile", bytelm, "--data", tmp_path, "-o", tmp_path / "p"), "is a folder; expected a text")
+    failed(cli("profile", bytelm, "--data", "/dev/null", "-o", tmp_path / "p"), "/dev/null: is a device or a pipe")
     failed(cli("profile", bytelm, *text, "-o", tmp_path / "p", "--sequence", 4096), "--sequence 4096", "1 to 1024")
     failed(cli("profile", bytelm, *text, "-o", tmp_path / "p", "--sequence", 1), "no place for a token")
     failed(cli("profile", archive, *text, "-o", tmp_path / "p"), "takes other inputs than token ids")
@@ -454,11 +454,11 @@ def test_what_does_not_fit(cli: Cli, bytelm: Path, archive: Path, tmp_path: Path
     failed(cli("profile", archive, *text, "-o", archive, "--overwrite"), "belongs to the model")
     (tmp_path / "link").symlink_to(tmp_path / "a.txt")
     for name in ("a.txt", "link"):
-        onto_itself = ["--inputs", tmp_path / "link", "-o", tmp_path / name, "--overwrite"]
+        onto_itself = ["--data", tmp_path / "link", "-o", tmp_path / name, "--overwrite"]
         failed(cli("profile", bytelm, *onto_itself), f"{name}: is a file that is read")
     (tmp_path / "link").unlink()
     torch.save(nn.Linear(8, 8), tmp_path / "m.pt")
-    arguments = ["--trust-model", "--input", "input:float32[batch,8]", "--inputs", tmp_path / "a.txt"]
+    arguments = ["--trust-model", "--input-spec", "input:float32[batch,8]", "--data", tmp_path / "a.txt"]
     failed(cli("profile", tmp_path / "m.pt", *arguments, "-o", tmp_path / "p"), "has no feed-forward block")
     assert sorted(files_in(tmp_path)) == ["a.txt", "m.pt"]
 
@@ -467,7 +467,7 @@ def test_nan_is_refused(cli: Cli, archive: Path, tmp_path: Path) -> None:
     x = np.zeros((1, models.SEQUENCE, models.D_MODEL))
     x[0, 0, 0] = np.nan
     np.savez(tmp_path / "x.npz", x=x)
-    arguments = ["--inputs", tmp_path / "x.npz", "-o", tmp_path / "p"]
+    arguments = ["--data", tmp_path / "x.npz", "-o", tmp_path / "p"]
     failed(cli("profile", archive, *arguments), "layer ffn: its activations are NaN for", "x.npz", "Check the data")
     assert not (tmp_path / "p").exists()
 

@@ -121,14 +121,16 @@ def test_damage(tmp_path: Path, name: str) -> None:
     tensors, metadata, message = DAMAGE[name]
     rewritten(tmp_path / "p", tensors, **metadata)
     with pytest.raises(twellc.UserError, match=message):
-        FiringProfile.read(tmp_path / "p", "--calibration")
+        FiringProfile.read(tmp_path / "p", "--firing-profile")
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\x00" * 64, b"\xff" * 8])
 def test_no_profile(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "p").write_bytes(content)
-    with pytest.raises(twellc.UserError, match=r"^--calibration .*p: (the file is empty|is not a profile of twellc)"):
-        FiringProfile.read(tmp_path / "p", "--calibration")
+    with pytest.raises(
+        twellc.UserError, match=r"^--firing-profile .*p: (the file is empty|is not a profile of twellc)"
+    ):
+        FiringProfile.read(tmp_path / "p", "--firing-profile")
     with pytest.raises(twellc.UserError, match="there is no such file"):
         FiringProfile.read(tmp_path / "missing")
 
@@ -149,7 +151,7 @@ def test_commands_refuse_numbers_that_are_none(text: str, archive: Path, tmp_pat
     rewritten(bad, profile=content(text, data=[{**SOURCE, "tokens": "VALUE"}]))
     for arguments in (
         ["report", bad, "-o", page],
-        ["inspect", archive, "--calibration", bad],
+        ["inspect", archive, "--firing-profile", bad],
         ["profile", "--merge", bad, bad, "-o", tmp_path / "q"],
     ):
         result = CliRunner().invoke(main, list(map(str, arguments)))

@@ -103,7 +103,7 @@ def test_limits(backend: PlanBackend) -> None:
         UserError, match=f"the prompt: is longer than the cache; got {LENGTH + 1} tokens; expected {LENGTH}"
     ):
         ours.generate(torch.ones(1, LENGTH + 1, dtype=torch.int64), max_new_tokens=1)
-    with pytest.raises(UserError, match=r"takes at most 3 prompts per call; got 4\..*--batch"):
+    with pytest.raises(UserError, match=r"takes at most 3 prompts per call; got 4\..*--max-batch-size"):
         ours.generate(torch.ones(4, 2, dtype=torch.int64), max_new_tokens=1)
 
 
@@ -159,7 +159,7 @@ def test_a_plan_that_cannot_run_here(bytelm: Path, tmp_path: Path) -> None:
     if not why_not_here("tensorrt-rtx"):
         pytest.skip("TensorRT-RTX runs plans here")
     plan = tmp_path / "m.plan"
-    manifest = twellc.compile(bytelm, plan, backend="tensorrt-rtx", kv_cache=64, batch=2, prefill_chunk=8)
+    manifest = twellc.compile(bytelm, plan, backend="tensorrt-rtx", kv_cache=64, max_batch_size=2, prefill_chunk=8)
     assert manifest.cache is not None and manifest.cache.text == "m.plan.text"
     largest = [profile["input_ids"].max for profile in manifest.profiles]
     assert largest == [(2, 8), (2, 1), (1, 1)]

@@ -130,7 +130,11 @@ def test_inspect_counts_in_every_kind_of_file(cli: Cli, tmp_path: Path) -> None:
     for target, kind in ((plan, "a plan"), (graph, "a rewritten graph")):
         failed(cli("inspect", target, "--dtype", "bf16"), "--dtype bf16: what is compiled keeps", f"{target}, {kind}")
         failed(cli("inspect", target, "--weights", "fp8"), "--weights fp8: what is compiled keeps", f"{target}, {kind}")
-        failed(cli("inspect", target, "--input", "x:float32[2]"), "--input: only a pickled module needs", str(target))
+        failed(
+            cli("inspect", target, "--input-spec", "x:float32[2]"),
+            "--input-spec: only a pickled module needs",
+            str(target),
+        )
     shown = cli("inspect", plan, "--tokens", 7, "--density", 0.125).stdout
     assert "7 tokens a call, at an assumed density of 12.5 %" in shown
     assert "no prediction of time" in shown
@@ -143,7 +147,7 @@ def test_inspect_shows_plugin_nodes(cli: Cli, tmp_path: Path) -> None:
     onnx.save(gated("fp16", biases=True), tmp_path / "m.onnx")
     # The report has the name that the manifest of a plan called so would have.
     graph, report = tmp_path / "g.onnx", tmp_path / "g.onnx.json"
-    options = ["--backend", "none", "--onnx", graph, "--compression", 4, "--report", report]
+    options = ["--backend", "none", "--onnx", graph, "--compression", 4, "--manifest", report]
     assert cli("compile", tmp_path / "m.onnx", *options).exit_code == 0
     found = json.loads(cli("inspect", graph, "--json").stdout)
     assert found["kind"] == "rewritten ONNX file"

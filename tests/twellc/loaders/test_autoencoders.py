@@ -298,7 +298,7 @@ def test_by_the_commands(cli: Cli, tmp_path: Path) -> None:
     assert cli("compile", folder, "--backend", "none", "--onnx", onnx).exit_code == 0
     assert cli("check", folder, onnx).exit_code == 0
     firing = tmp_path / "sae.profile"
-    assert cli("profile", folder, "--inputs", tmp_path / "x.npz", "-o", firing).exit_code == 0
+    assert cli("profile", folder, "--data", tmp_path / "x.npz", "-o", firing).exit_code == 0
     assert list(twellc.FiringProfile.read(firing).blocks) == ["block"]
     first = fingerprint(folder)
     sae_lens(folder, weights())

@@ -177,7 +177,7 @@ def test_other_models(tmp_path: Path, make: Callable[[], Any], message: str) -> 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (CacheOptions(8, batch=65537), "--batch: is too large; got 65537; expected 65536 at most"),
+        (CacheOptions(8, batch=65537), "--max-batch-size: is too large; got 65537; expected 65536 at most"),
         (CacheOptions(65), r"--kv-cache 65: is longer than what the model was made for; .*at most 64"),
     ],
 )

@@ -162,13 +162,14 @@ UNTRACEABLE: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "BartForSequenceClassification",
         BART,
         "the model does not take every size: dimension 1 of decoder_input_ids must be that of dimension 1 of input",
-        "Compile it for one size, such as --profile input_ids:1x128:1x128:1x128 --profile decoder_input_ids:1x128:",
+        "Compile it for one size, such as --optimization-profile input_ids:1x128:1x128:1x128 "
+        "--optimization-profile decoder_input_ids:1x128:",
     ),
     "a length": (
         "XLNetLMHeadModel",
         {"d_model": 32, "n_layer": 1, "n_head": 4, "d_inner": 64},
         "the model does not take every size: dimension 1 of input_ids must be 2 to 511.",
-        "Compile it for one size, such as --profile input_ids:1x128:1x128:1x128.",
+        "Compile it for one size, such as --optimization-profile input_ids:1x128:1x128:1x128.",
     ),
     "experts": (
         "SwitchTransformersForConditionalGeneration",

@@ -135,7 +135,9 @@ def pickled(tmp_path: Path) -> Path:
 
 
 def test_traced_with_dynamic_dimensions(pickled: Path) -> None:
-    model = load_model(TracingOptions(pickled, trust_model=True, inputs=(parse_input("input:float32[batch,n,16]"),)))
+    model = load_model(
+        TracingOptions(pickled, trust_model=True, input_specs=(parse_input("input:float32[batch,n,16]"),))
+    )
     assert sorted(model.dimension_names.values()) == ["batch", "n"]
     (block,) = find_ffn_blocks(canonicalize(model.program))
     assert (block.variant, block.d_model, block.d_ff, block.d_out) == ("plain", 16, 40, 24)
@@ -149,10 +151,10 @@ def test_nothing_runs_without_trust(tmp_path: Path, legacy: bool) -> None:
     path, marker = tmp_path / "model.pt", tmp_path / "marker"
     torch.save(Marker(marker), path, _use_new_zipfile_serialization=not legacy)
     with pytest.raises(UserError, match="loading a pickle executes code"):
-        load_model(TracingOptions(path, inputs=(parse_input("x:float32[2]"),)))
+        load_model(TracingOptions(path, input_specs=(parse_input("x:float32[2]"),)))
     assert not marker.exists()
     with pytest.raises(UserError, match="holds no module"):
-        load_model(TracingOptions(path, trust_model=True, inputs=(parse_input("x:float32[2]"),)))
+        load_model(TracingOptions(path, trust_model=True, input_specs=(parse_input("x:float32[2]"),)))
     assert marker.read_text() == "ran", "the payload must work, or the test above shows nothing"
 
 
@@ -166,13 +168,13 @@ def test_nothing_runs_without_trust(tmp_path: Path, legacy: bool) -> None:
 )
 def test_wrong_inputs(pickled: Path, inputs: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        load_model(TracingOptions(pickled, trust_model=True, inputs=tuple(map(parse_input, inputs))))
+        load_model(TracingOptions(pickled, trust_model=True, input_specs=tuple(map(parse_input, inputs))))
 
 
 def test_damaged_pickle(pickled: Path) -> None:
     pickled.write_bytes(b"\x80\x02garbage")
     with pytest.raises(UserError, match=r"cannot be unpickled .* must be importable here: name .* in PYTHONPATH"):
-        load_model(TracingOptions(pickled, trust_model=True, inputs=(parse_input("input:float32[2,16]"),)))
+        load_model(TracingOptions(pickled, trust_model=True, input_specs=(parse_input("input:float32[2,16]"),)))
 
 
 STATE = nn.Linear(4, 4).state_dict()
@@ -195,7 +197,7 @@ def test_what_is_no_module(kind: str, trusted: bool, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "weights.pt")
     inputs = (parse_input("x:float32[2,4]"),) if trusted else ()
     with pytest.raises(UserError, match=message):
-        load_model(TracingOptions(tmp_path / "weights.pt", trust_model=trusted, inputs=inputs))
+        load_model(TracingOptions(tmp_path / "weights.pt", trust_model=trusted, input_specs=inputs))
 
 
 def in_parts(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
@@ -220,7 +222,7 @@ def test_wrapped_modules(kind: str, whole: bool, tmp_path: Path) -> None:
         given.data.copy_(own.data)
     torch.save(module, tmp_path / "module.pt")
     model = load_model(
-        TracingOptions(tmp_path / "module.pt", trust_model=True, inputs=(parse_input("input:float32[n,16]"),))
+        TracingOptions(tmp_path / "module.pt", trust_model=True, input_specs=(parse_input("input:float32[n,16]"),))
     )
     assert model.notes == [f"the module is taken without {wrappers}"]
     assert [str(block.module) for block in find_ffn_blocks(canonicalize(model.program))] == ["2.0"]
@@ -230,7 +232,7 @@ def test_wrapped_modules(kind: str, whole: bool, tmp_path: Path) -> None:
 
 def test_inputs_of_another_kind_of_model(llama: Path) -> None:
     with pytest.raises(UserError, match="only a pickled module needs its inputs declared"):
-        load_model(TracingOptions(llama, trust_model=True, inputs=(parse_input("x:float32[2,4]"),)))
+        load_model(TracingOptions(llama, trust_model=True, input_specs=(parse_input("x:float32[2,4]"),)))
 
 
 def test_parse_input() -> None:
@@ -248,12 +250,16 @@ def test_parse_input() -> None:
     ],
 )  # fmt: skip
 def test_parse_input_refuses(text: str) -> None:
-    with pytest.raises(UserError, match="--input: not"):
+    with pytest.raises(UserError, match="--input-spec: not"):
         parse_input(text)
 
 
 def test_input_that_no_memory_holds(pickled: Path) -> None:
-    with pytest.raises(UserError, match=r"--input: input is too large to trace the model with; got 2147483647x2147"):
+    with pytest.raises(
+        UserError, match=r"--input-spec: input is too large to trace the model with; got 2147483647x2147"
+    ):
         load_model(
-            TracingOptions(pickled, trust_model=True, inputs=(parse_input("input:float32[2147483647,2147483647,16]"),))
+            TracingOptions(
+                pickled, trust_model=True, input_specs=(parse_input("input:float32[2147483647,2147483647,16]"),)
+            )
         )

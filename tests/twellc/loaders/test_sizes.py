@@ -76,7 +76,7 @@ def canine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_size(canine: Path) -> None:
     message = (
         r"the model does not take every size: dimension 1 of input_ids cannot vary.*\. Compile it for one size, such "
-        r"as --profile input_ids:1x64:1x64:1x64\."
+        r"as --optimization-profile input_ids:1x64:1x64:1x64\."
     )
     with pytest.raises(UserError, match=message) as refusal:
         load_model(TracingOptions(canine))
@@ -98,14 +98,16 @@ def test_one_size(canine: Path) -> None:
 @pytest.mark.slow
 def test_compile_and_check_at_one_size(cli: Cli, canine: Path, tmp_path: Path) -> None:
     graph, profile = tmp_path / "canine.onnx", "input_ids:2x32:2x32:2x32"
-    result = cli("compile", canine, "--backend", "none", "--onnx", graph, "--profile", profile)
+    result = cli("compile", canine, "--backend", "none", "--onnx", graph, "--optimization-profile", profile)
     assert result.exit_code == 0, result.stderr
     result = cli("check", canine, graph)
     assert result.exit_code == 0 and "within tolerance" in result.stdout
-    manifest = twellc.compile(canine, backend="none", onnx=graph, profiles=[profile], overwrite=True)
+    manifest = twellc.compile(canine, backend="none", onnx=graph, optimization_profiles=[profile], overwrite=True)
     candidate._graph_made_again(CheckOptions(canine, graph), manifest, tmp_path, lambda step: None)
     varying = "input_ids:1x32:1x48:1x64"
-    result = cli("compile", canine, "--backend", "none", "--onnx", tmp_path / "b.onnx", "--profile", varying)
+    result = cli(
+        "compile", canine, "--backend", "none", "--onnx", tmp_path / "b.onnx", "--optimization-profile", varying
+    )
     failed(result, "does not take every size: dimension 1 of input_ids cannot vary")
 
 

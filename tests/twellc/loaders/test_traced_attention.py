@@ -259,7 +259,7 @@ def test_choices_for_other_kinds_of_models(cli: Cli, archive: Path, tmp_path: Pa
     assert (
         cli("compile", archive, "--backend", "none", "--onnx", tmp_path / "m.onnx", "--layers", "none").exit_code == 0
     )
-    pickled = ["--trust-model", "--input", "input:float32[2,16]"]
+    pickled = ["--trust-model", "--input-spec", "input:float32[2,16]"]
     for model, more in ((archive, []), (tmp_path / "module.pt", pickled), (tmp_path / "m.onnx", [])):
         result = cli("compile", model, "--backend", "none", "--onnx", tmp_path / "n.onnx", *option, *more)
         assert result.exit_code == 2

@@ -82,7 +82,7 @@ def varied_layers(modules: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def decisions(modules: Sequence[str] = MODULES, assumed: bool = False) -> dict[str, Any]:
-    """What `twellc compile --report` writes, as far as a report reads it."""
+    """What `twellc compile --manifest` writes, as far as a report reads it."""
     return {
         "schema": 3, "model": {"name": "tiny", "kind": "Hugging Face directory", "sha256": SHA256},
         "settings": {"dtype": "bf16", "compression": 8}, "layers": layers(modules, assumed),

@@ -67,7 +67,7 @@ def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         text.write_text("".join(f"def f{number}(x):\n    return x + {number}\n\n" for number in range(200)))
         profiled = folder / "bytelm.profile"
         twellc.profile(bytelm, text, profiled, device="cpu", sequence=256)
-        twellc.compile(bytelm, backend="none", onnx=folder / "m.onnx", calibration=profiled, html=made)
+        twellc.compile(bytelm, backend="none", onnx=folder / "m.onnx", firing_profile=profiled, html=made)
     elif request.param in ("many blocks", "one block"):
         modules = LONG if request.param == "many blocks" else LONG[:1]
         layers = {"layers": varied_layers(modules), "warnings": [f"layer {module} is odd" for module in modules]}

@@ -270,7 +270,7 @@ def test_without_matplotlib(
     # Decisions have no figures.
     assert cli("report", "--decisions", files["decisions"], "-o", tmp_path / "page.html").exit_code == 0
     arguments = ("compile", archive, "--backend", "none", "--onnx", tmp_path / "m.onnx", "--html", tmp_path / "m.html")
-    failed(cli(*arguments, "--calibration", files["profile"]), "--html", "needs matplotlib")
+    failed(cli(*arguments, "--firing-profile", files["profile"]), "--html", "needs matplotlib")
 
 
 def test_compile_writes_a_page(cli: Cli, archive: Path, tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_compile_shows_its_calibration(cli: Cli, llama: Path, tmp_path: Path) ->
     np.save(tmp_path / "ids.npy", np.arange(64).reshape(4, 16) + 3)
     twellc.profile(llama, tmp_path / "ids.npy", tmp_path / "p", device="cpu")
     outputs = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--html", tmp_path / "m.html"]
-    result = cli("compile", llama, *outputs, "--calibration", tmp_path / "p", "--layers", "all")
+    result = cli("compile", llama, *outputs, "--firing-profile", tmp_path / "p", "--layers", "all")
     assert result.exit_code == 0, result.output
     page = Page((tmp_path / "m.html").read_text())
     assert "Density by layer" in page.text and "The rewritten graph" in page.text and "expected" in page.text

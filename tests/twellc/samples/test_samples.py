@@ -99,7 +99,7 @@ def test_refused_arrays(tmp_path: Path, case: str) -> None:
     changes, message = REFUSED[case]
     with pytest.raises(UserError, match=message) as caught:
         read(tmp_path, arrays(**changes))
-    assert str(caught.value).startswith(f"--inputs {tmp_path / 'given.npz'}")
+    assert str(caught.value).startswith(f"--arrays {tmp_path / 'given.npz'}")
 
 
 def test_arrays_keep_to_the_profile(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_tokenizers_that_do_not_load(with_tokenizer: Path, tmp_path: Path) -> No
     shutil.copytree(with_tokenizer, folder)
     (tmp_path / "t").write_text("the cat")
     (folder / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match=r"transformers cannot load the tokenizer .*--inputs FILE\.npz"):
+    with pytest.raises(UserError, match=r"transformers cannot load the tokenizer .*an \.npz file holds them"):
         read_text(tmp_path / "t", folder, True, text_limits(96))
 
 
@@ -299,23 +299,23 @@ def test_check_on_text(bytelm: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_check_on_arrays(cli: Cli, archive: Path, tmp_path: Path) -> None:
     plan, graph, given = tmp_path / "m.plan", tmp_path / "m.onnx", tmp_path / "x.npz"
-    profile = ["--profile", "x:1x3x16:2x3x16:4x3x16"]
+    profile = ["--optimization-profile", "x:1x3x16:2x3x16:4x3x16"]
     assert cli("compile", archive, "-o", plan, "--onnx", graph, *profile).exit_code == 0
     x = np.random.default_rng(0).normal(size=(3, 3, 16)).astype(np.float32)
     x[1, 2, 5] = np.nan
     np.savez(given, x=x)
-    results = [cli("check", archive, candidate, "--inputs", given, "--json") for candidate in (plan, graph, graph)]
+    results = [cli("check", archive, candidate, "--arrays", given, "--json") for candidate in (plan, graph, graph)]
     assert [result.exit_code for result in results] == [0, 0, 0], results[0].output
     _, first, again = (json.loads(result.stdout) for result in results)
     assert first["inputs"] == "the arrays in x.npz" and first == again, "nothing is random"
     np.savez(given, x=np.zeros((5, 3, 16)))
-    assert cli("check", archive, graph, "--inputs", given).exit_code == 0
-    result = cli("check", archive, plan, "--inputs", given)
+    assert cli("check", archive, graph, "--arrays", given).exit_code == 0
+    result = cli("check", archive, plan, "--arrays", given)
     assert result.exit_code == 2
     assert "leaves what the plan's profile and the model can take; got 5x3x16; expected 1 to 4" in result.stderr
 
 
-@pytest.mark.parametrize("options", [("--inputs", "--text"), ("--inputs", "--seed"), ("--text", "--seed")])
+@pytest.mark.parametrize("options", [("--arrays", "--text"), ("--arrays", "--seed"), ("--text", "--seed")])
 def test_check_takes_inputs_of_one_kind(cli: Cli, archive: Path, options: tuple[str, str]) -> None:
     result = cli("check", archive, archive, *(word for option in options for word in (option, 0)))
     assert result.exit_code == 2
@@ -329,9 +329,9 @@ def test_values_that_the_model_cannot_take(cli: Cli, tmp_path: Path) -> None:
     torch.export.save(export(table.bfloat16(), torch.tensor([0, 6, 3])), model)
     assert cli("compile", model, "--backend", "none", "--onnx", tmp_path / "m.onnx").exit_code == 0
     np.savez(given, inputs_0=np.array([6, 5, 0]))
-    assert cli("check", model, tmp_path / "m.onnx", "--inputs", given).exit_code == 0
+    assert cli("check", model, tmp_path / "m.onnx", "--arrays", given).exit_code == 0
     np.savez(given, inputs_0=np.array([0, 7, 3]))
-    result = cli("check", model, tmp_path / "m.onnx", "--inputs", given)
+    result = cli("check", model, tmp_path / "m.onnx", "--arrays", given)
     assert result.exit_code == 2
     assert result.stderr.count("Error: ") == 1
     assert "cannot be evaluated with inputs_0 (3,)" in result.stderr
@@ -342,6 +342,6 @@ def test_values_that_the_model_cannot_take(cli: Cli, tmp_path: Path) -> None:
     outputs = [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.BFLOAT16, [3, 16])]
     graph = onnx.helper.make_graph([node], "g", inputs, outputs, [rows])
     onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)]), tmp_path / "other.onnx")
-    result = cli("check", model, tmp_path / "other.onnx", "--inputs", given)
+    result = cli("check", model, tmp_path / "other.onnx", "--arrays", given)
     assert result.exit_code == 2
-    assert f"--inputs {given}: the model fails on these inputs (index out of range" in result.stderr
+    assert f"--arrays {given}: the model fails on these inputs (index out of range" in result.stderr

@@ -1,0 +1,37 @@
+"""Options that have another name now: the old one answers for one release, with a sentence. CHANGELOG.md lists them.
+
+An old name answers where the command or the function has the new one, and nothing else of the old name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+# On the command line, and as keywords in Python.
+RENAMED = {
+    "--batch": ("--max-batch-size",),
+    "--calibrate": ("--measure-gpu",),
+    "--calibration": ("--firing-profile",),
+    "--compile": ("--compiled",),
+    "--input": ("--input-spec",),
+    "--inputs": ("--arrays", "--data"),
+    "--max-length": ("--max-model-len",),
+    "--max-new-tokens": ("--max-tokens",),
+    "--profile": ("--optimization-profile",),
+    "--report": ("--manifest",),
+    "batch": ("max_batch_size",),
+    "calibration": ("firing_profile",),
+    "inputs": ("input_specs",),
+    "profiles": ("optimization_profiles",),
+    "report": ("manifest",),
+}
+
+
+def new_name(name: str, known: Collection[str]) -> str:
+    """Return what a name that was given is called now, where only the names `known` are taken."""
+    return name if name in known else next((new for new in RENAMED.get(name, ()) if new in known), name)
+
+
+def sentence(old: str, new: str) -> str:
+    """Say that a name has changed."""
+    return f"{old} is called {new} now; the next version does not know the old name."
