@@ -1,6 +1,7 @@
-"""What docs hold of the program: `python -m tests.generated_docs` writes it, a test compares it."""
+"""What docs, and a stub, hold of the program: `python -m tests.generated_docs` writes it, a test compares it."""
 
 import dataclasses
+import inspect
 import json
 import re
 import textwrap
@@ -16,9 +17,18 @@ from twellc.checks.checking import CheckResult
 from twellc.cli import main
 from twellc.compiling.manifest import Manifest
 from twellc.inspection.description import Description, Inspection
+from twellc.options import commands, decisions, source, weights
+from twellc.options.option import declared
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "cli.md"
+STUB = ROOT / "twellc" / "options" / "keywords.pyi"
+# The options classes of functions, each behind its bases.
+_KINDS = [
+    source.Example, source.RunOptions, source.SourceOptions, source.TracingOptions, decisions.DecisionOptions,
+    weights.WeightTypeOptions, weights.WeightOptions, source.SampleOptions, commands.CompileOptions,
+    commands.InspectOptions, commands.CheckOptions, commands.ProfileOptions, commands.BenchOptions,
+]  # fmt: skip
 # Of inspect a flat form is printed, which no record has: of a plan with what its manifest holds.
 _WITHOUT = ("description", "manifest")
 
@@ -100,6 +110,48 @@ def _cell(text: str) -> str:
     return re.sub(r"\s+", " ", text).replace("|", r"\|")
 
 
+def keywords() -> str:
+    """Return the keywords of the functions of `twellc.api`, as a type checker reads them."""
+    parts = [
+        '"""Keywords of the functions in `twellc.api`, from the options classes: `python -m tests.generated_docs`."""',
+        "",
+        "import os",
+        "from collections.abc import Callable, Mapping, Sequence",
+        "from typing import Any, TypedDict",
+        "",
+        "from twellc.export.shapes import Shape, ShapeRange",
+        "from twellc.options.declared_inputs import InputDeclaration",
+        "",
+        "AnyPath = str | os.PathLike[str]",
+    ]
+    for kind in _KINDS:
+        bases = [_keywords_of(base) for base in kind.__bases__ if base is not object]
+        bases += ["RunKeywords"] if kind.__module__ == commands.__name__ else []
+        given = {name: _given_as(text) for name, text in inspect.get_annotations(kind).items() if name in _own(kind)}
+        parts += ["", f"class {_keywords_of(kind)}({', '.join(bases or ['TypedDict'])}, total=False):"]
+        parts += [f'    """See `{kind.__name__}`."""', "", *(f"    {name}: {text}" for name, text in given.items())]
+    parts += ["", "class RewriteKeywords(TracingKeywords, ExampleKeywords, total=False):", '    """See `rewrite`."""']
+    return "\n".join(parts) + "\n"
+
+
+def _own(kind: type[Any]) -> set[str]:
+    """Return the fields of an options class that are keywords; `output` is an argument."""
+    return {field.name for field in (declared(kind) or fields(kind))} - {"output"}
+
+
+def _keywords_of(kind: type[Any]) -> str:
+    return f"{kind.__name__.removesuffix('Options')}Keywords"
+
+
+def _given_as(text: str) -> str:
+    """Return the type that is given for one that a field holds: texts, and several of what is in a tuple."""
+    several = re.fullmatch(r"tuple\[(.*), \.\.\.\]", text)
+    if several is None or several[1] == "Any":
+        return re.sub(r"\bPath\b", "AnyPath", text)
+    kinds = dict.fromkeys(["AnyPath"] if several[1] == "Path" else ["str", several[1]])
+    return f"Sequence[{' | '.join(kinds)}]"
+
+
 def schema(name: str, strict: bool = False) -> dict[str, Any]:
     return schema_of(SCHEMAS[name], f"{name}.json", strict)
 
@@ -125,6 +177,7 @@ def schema_file(name: str) -> Path:
 
 def write() -> None:
     PAGE.write_text(page(), encoding="utf-8")
+    STUB.write_text(keywords(), encoding="utf-8")
     for name in SCHEMAS:
         schema_file(name).parent.mkdir(exist_ok=True)
         schema_file(name).write_text(_compact(written_schema(name)) + "\n", encoding="utf-8")

@@ -24,6 +24,10 @@ def test_the_page_of_the_command_line_is_current() -> None:
     assert generated_docs.page() == PAGE, FIX
 
 
+def test_the_keywords_are_current() -> None:
+    assert generated_docs.keywords() == generated_docs.STUB.read_text(encoding="utf-8"), FIX
+
+
 @pytest.mark.parametrize("name", generated_docs.SCHEMAS)
 def test_schemas_are_current(name: str) -> None:
     assert json.loads(generated_docs.schema_file(name).read_text()) == generated_docs.written_schema(name), FIX

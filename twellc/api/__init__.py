@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -20,17 +19,9 @@ from twellc.options.commands import (
     ProfileOptions,
     compile_options,
 )
-from twellc.options.keywords import (
-    BenchKeywords,
-    CheckKeywords,
-    CompileKeywords,
-    InspectKeywords,
-    ProfileKeywords,
-    RewriteKeywords,
-)
 from twellc.options.option import given_path, taken
-from twellc.options.renamed import new_name, sentence
-from twellc.options.source import TracingOptions
+from twellc.options.renamed import by_new_names
+from twellc.options.source import RunOptions, TracingOptions
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +33,14 @@ if TYPE_CHECKING:
     from twellc.compiling.manifest import Manifest
     from twellc.firing.profile import FiringProfile
     from twellc.inspection.description import Inspection
+    from twellc.options.keywords import (
+        BenchKeywords,
+        CheckKeywords,
+        CompileKeywords,
+        InspectKeywords,
+        ProfileKeywords,
+        RewriteKeywords,
+    )
     from twellc.passes.pipeline import Rewritten
     from twellc.training.log import TrainingLog
 
@@ -49,15 +48,6 @@ if TYPE_CHECKING:
     Data = str | os.PathLike[str] | Mapping[str, torch.Tensor | Array]
 
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class _Example:
-    """Example inputs of a module, as torch.export takes them."""
-
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] | None = None
-    dynamic_shapes: Any = None
 
 
 def rewrite(
@@ -100,7 +90,7 @@ def rewrite(
     if type(rank) is not int or not 0 <= rank < tensor_parallel:
         raise UserError("rank", "there is no such rank", got=repr(rank), expected=f"0 to {tensor_parallel - 1}")
     part = Part(rank, tensor_parallel)
-    example, _, given = _parsed(TracingOptions, options)
+    example, given = _parsed(TracingOptions, options)
     import_modules(given.get("import_modules", ()))
     if isinstance(model, str | os.PathLike):
         source = TracingOptions(Path(model), **given)
@@ -297,34 +287,12 @@ def report(
     return make_page(gather(profile, decided, bench, training), page, overwrite=overwrite)
 
 
-def _parsed(kind: type[Any], options: Mapping[str, Any]) -> tuple[_Example, Progress, dict[str, Any]]:
-    """Return example inputs, what receives the steps, and the options as the options class `kind` holds them."""
-    options = _by_new_names(options, [field.name for field in fields(kind)])
-    names = [field.name for field in fields(_Example)]
-    example = _Example(**{name: options[name] for name in names if name in options})
-    progress = options.get("progress", lambda step: None)
-    return (
-        example,
-        progress,
-        {name: taken(kind, name, value) for name, value in options.items() if name not in (*names, "progress")},
-    )
-
-
-def _by_new_names(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return options by the names that they have now.
-
-    Raises:
-        UserError: One is given by its old name, too.
-    """
-    given: dict[str, Any] = {}
-    for old, value in options.items():
-        new = new_name(old, known)
-        if new != old:
-            warnings.warn(sentence(old, new), FutureWarning, stacklevel=2)
-        if new in given:
-            raise UserError(new, "is given twice", got="its old name, too", fix="Leave one out.")
-        given[new] = value
-    return given
+def _parsed(kind: type[Any], options: Mapping[str, Any]) -> tuple[RunOptions, dict[str, Any]]:
+    """Return what is said of the run, and the options as the options class `kind` holds them."""
+    options = by_new_names(options, [field.name for field in fields(kind)])
+    of_run = {field.name for field in fields(RunOptions)} & options.keys()
+    run = RunOptions(**{name: options[name] for name in of_run})
+    return run, {name: taken(kind, name, value) for name, value in options.items() if name not in of_run}
 
 
 def _output(value: object) -> Path | None:
@@ -336,17 +304,17 @@ def _given(
     kind: type[Any], model: Model, options: Mapping[str, Any]
 ) -> Iterator[tuple[Path, Progress, dict[str, Any]]]:
     """Yield the path of a model, which is in a temporary archive for this long if it is in memory; see `_parsed`."""
-    example, progress, given = _parsed(kind, options)
+    run, given = _parsed(kind, options)
     if isinstance(model, str | os.PathLike):
-        if example != _Example():
+        if (run.args, run.kwargs, run.dynamic_shapes) != ((), None, None):
             raise UserError("args, kwargs, dynamic_shapes", "only a module needs example inputs", got=str(model))
-        yield Path(model), progress, given
+        yield Path(model), run.progress, given
         return
     from twellc.loaders.in_memory import IN_MEMORY, save
 
     with temporary_folder() as folder:
-        path = save(model, example, folder)
+        path = save(model, run, folder)
         try:
-            yield path, progress, {**given, "trust_model": True, "in_memory": IN_MEMORY}
+            yield path, run.progress, {**given, "trust_model": True, "in_memory": IN_MEMORY}
         except UserError as error:
             raise error.renamed(str(path), path.stem) from error.__cause__

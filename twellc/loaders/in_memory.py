@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.export import ExportedProgram
@@ -21,7 +21,7 @@ from twellc.loaders.model import load_model
 from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.loaders.precision import choose_dtype
 from twellc.loaders.tracing import paths_of, trace
-from twellc.options.source import TracingOptions
+from twellc.options.source import Example, TracingOptions
 from twellc.passes.graph.device import Moved, devices_of, on_device
 from twellc.passes.graph.program import editable, quiet_torch
 from twellc.passes.match.shared_axis import Part
@@ -30,22 +30,6 @@ from twellc.passes.sizes.conditions import guarded_inputs
 
 _CPU = torch.device("cpu")
 IN_MEMORY = "ExportedProgram in memory"
-
-
-class Example(Protocol):
-    """Example inputs of a module, as torch.export takes them."""
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        """Positional ones."""
-
-    @property
-    def kwargs(self) -> Mapping[str, Any] | None:
-        """Those by name."""
-
-    @property
-    def dynamic_shapes(self) -> Any:
-        """Their dynamic dimensions."""
 
 
 def rewrite_model(

@@ -5,7 +5,11 @@ An old name answers where the command or the function has the new one, and nothi
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import warnings
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from twellc.base.errors import UserError
 
 # On the command line, and as keywords in Python.
 RENAMED = {
@@ -30,6 +34,23 @@ RENAMED = {
 def new_name(name: str, known: Collection[str]) -> str:
     """Return what a name that was given is called now, where only the names `known` are taken."""
     return name if name in known else next((new for new in RENAMED.get(name, ()) if new in known), name)
+
+
+def by_new_names(keywords: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Return keywords of a function by the names that they have now; warn of the old ones.
+
+    Raises:
+        UserError: One is given by its old name, too.
+    """
+    given: dict[str, Any] = {}
+    for old, value in keywords.items():
+        new = new_name(old, known)
+        if new != old:
+            warnings.warn(sentence(old, new), FutureWarning, stacklevel=2)
+        if new in given:
+            raise UserError(new, "is given twice", got="its old name, too", fix="Leave one out.")
+        given[new] = value
+    return given
 
 
 def sentence(old: str, new: str) -> str:

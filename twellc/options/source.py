@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
+from typing import Any
 
 from twellc.base.dtypes import DTYPES
 from twellc.base.errors import UserError
@@ -35,6 +37,32 @@ class CacheOptions:
     def chunk(self) -> int:
         """The most tokens of a sequence in a call."""
         return min(self.length, DEFAULT_CHUNK) if self.prefill_chunk is None else self.prefill_chunk
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """Example inputs of a module in memory, as `torch.export.export` takes them.
+
+    Attributes:
+        args: Those by position.
+        kwargs: Those by name.
+        dynamic_shapes: Which of their dimensions are dynamic.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] | None = None
+    dynamic_shapes: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(Example):
+    """What a function of the API takes besides the options of its command.
+
+    Attributes:
+        progress: Receives the name of each step.
+    """
+
+    progress: Callable[[str], None] = lambda step: None
 
 
 @dataclass(frozen=True)

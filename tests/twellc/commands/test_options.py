@@ -1,4 +1,4 @@
-"""Options are declared once, as fields, which keywords and commands agree with; what all commands share."""
+"""Options are declared once, as fields, which commands agree with; what all commands share."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -19,48 +19,23 @@ from twellc.cli import main
 from twellc.commands import terminal
 from twellc.commands.foreign import FOREIGN
 from twellc.commands.terminal import show_progress
-from twellc.options import commands, keywords
+from twellc.options import commands
 from twellc.options.option import LARGEST_SEED, declared, descriptions
 from twellc.options.renamed import RENAMED
 
-CLASSES: dict[str, tuple[type[Any], type[Any]]] = {
-    "compile": (commands.CompileOptions, keywords.CompileKeywords),
-    "inspect": (commands.InspectOptions, keywords.InspectKeywords),
-    "check": (commands.CheckOptions, keywords.CheckKeywords),
-    "profile": (commands.ProfileOptions, keywords.ProfileKeywords),
-    "bench": (commands.BenchOptions, keywords.BenchKeywords),
+CLASSES: dict[str, type[Any]] = {
+    "compile": commands.CompileOptions,
+    "inspect": commands.InspectOptions,
+    "check": commands.CheckOptions,
+    "profile": commands.ProfileOptions,
+    "bench": commands.BenchOptions,
 }
-# Types that stand for others, which keywords are turned into.
-TURNED = {
-    str(keywords.AnyPath | None): "pathlib.Path | None",
-    "collections.abc.Sequence[str]": "tuple[str, ...]",
-    "collections.abc.Sequence[str | os.PathLike[str]]": "tuple[pathlib.Path, ...]",
-    "collections.abc.Sequence[str | twellc.options.declared_inputs.InputDeclaration]": (
-        "tuple[twellc.options.declared_inputs.InputDeclaration, ...]"
-    ),
-    "collections.abc.Sequence[str | tuple[str, twellc.export.shapes.ShapeRange]]": (
-        "tuple[tuple[str, twellc.export.shapes.ShapeRange], ...]"
-    ),
-    "collections.abc.Sequence[str | tuple[int, ...]]": "tuple[tuple[int, ...], ...]",
-}
-
-
-@pytest.mark.parametrize("command", CLASSES)
-def test_keywords_are_the_options(command: str) -> None:
-    options, given = CLASSES[command]
-    hints, wanted = get_type_hints(options), get_type_hints(given)
-    names = {field.name for field in declared(options)} - {"output"}
-    assert wanted.keys() - get_type_hints(keywords.RunKeywords).keys() == names
-    for name in names:
-        kind = wanted[name]
-        held = str(hints[name]).replace("pathlib._local.", "pathlib.")
-        assert kind == hints[name] or TURNED.get(str(kind)) == held, name
 
 
 @pytest.mark.parametrize("command", CLASSES)
 def test_a_command_gives_what_its_function_takes_by_default(command: str) -> None:
     """Called without options, a function does as the command."""
-    options, _ = CLASSES[command]
+    options = CLASSES[command]
     defaults = {field.name: field.default for field in declared(options)}
     given = main.commands[command].make_context(command, [], resilient_parsing=True).params
     assert {name: given[name] or value for name, value in defaults.items()} == defaults
@@ -75,7 +50,7 @@ def test_answers_are_chosen_by_the_same_defaults() -> None:
 
 @pytest.mark.parametrize("command", CLASSES)
 def test_every_field_is_described(command: str) -> None:
-    options, _ = CLASSES[command]
+    options = CLASSES[command]
     assert descriptions(options).keys() == {field.name for field in fields(options)}
 
 

@@ -1,9 +1,4 @@
-"""Options as keywords of the functions in `twellc.api`: paths and texts may stand for what the options classes hold.
-
-They mean what the fields of the same name mean in `CompileOptions` and the other classes.
-"""
-
-from __future__ import annotations
+"""Keywords of the functions in `twellc.api`, from the options classes: `python -m tests.generated_docs`."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -14,20 +9,17 @@ from twellc.options.declared_inputs import InputDeclaration
 
 AnyPath = str | os.PathLike[str]
 
-
 class ExampleKeywords(TypedDict, total=False):
-    """Example inputs of a module, as `torch.export.export` takes them: by position, by name, and what is dynamic."""
+    """See `Example`."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] | None
     dynamic_shapes: Any
 
-
 class RunKeywords(ExampleKeywords, total=False):
-    """Example inputs, and what receives the name of each step."""
+    """See `RunOptions`."""
 
     progress: Callable[[str], None]
-
 
 class SourceKeywords(TypedDict, total=False):
     """See `SourceOptions`."""
@@ -36,7 +28,6 @@ class SourceKeywords(TypedDict, total=False):
     import_modules: Sequence[str]
     input_specs: Sequence[str | InputDeclaration]
 
-
 class TracingKeywords(SourceKeywords, total=False):
     """See `TracingOptions`."""
 
@@ -44,41 +35,36 @@ class TracingKeywords(SourceKeywords, total=False):
     padding: str | None
     logits: str | None
 
-
 class DecisionKeywords(TypedDict, total=False):
     """See `DecisionOptions`."""
 
     layers: str
     compression: int | None
-    linear: str
-    target_gpu: str | None
     firing_profile: AnyPath | None
     prune_dead: bool
     prune_check: AnyPath | None
-
+    linear: str
+    target_gpu: str | None
 
 class WeightTypeKeywords(TypedDict, total=False):
     """See `WeightTypeOptions`."""
 
     weights: str
 
-
 class WeightKeywords(WeightTypeKeywords, total=False):
     """See `WeightOptions`."""
 
     fp8_error: float | None
 
-
 class SampleKeywords(TypedDict, total=False):
     """See `SampleOptions`."""
 
-    seed: int | None
     arrays: AnyPath | None
     text: AnyPath | None
-
+    seed: int | None
 
 class CompileKeywords(TracingKeywords, DecisionKeywords, WeightKeywords, RunKeywords, total=False):
-    """See `CompileOptions`; a profile may be a text such as `x:1x64:16x64:512x64`."""
+    """See `CompileOptions`."""
 
     onnx: AnyPath | None
     backend: str
@@ -89,16 +75,15 @@ class CompileKeywords(TracingKeywords, DecisionKeywords, WeightKeywords, RunKeyw
     html: AnyPath | None
     overwrite: bool
     triton: AnyPath | None
-    embed_plugins: bool
     attention: str
     kv_cache: int | None
     max_batch_size: int
     prefill_chunk: int | None
     tensor_parallel: int
+    embed_plugins: bool
     plugin_libraries: Sequence[AnyPath]
     arrays: AnyPath | None
     text: AnyPath | None
-
 
 class InspectKeywords(TracingKeywords, DecisionKeywords, WeightTypeKeywords, RunKeywords, total=False):
     """See `InspectOptions`."""
@@ -107,12 +92,10 @@ class InspectKeywords(TracingKeywords, DecisionKeywords, WeightTypeKeywords, Run
     tokens: int
     gpu: str | None
 
-
 class CheckKeywords(SourceKeywords, SampleKeywords, RunKeywords, total=False):
     """See `CheckOptions`."""
 
     firing_profile: AnyPath | None
-
 
 class ProfileKeywords(TracingKeywords, RunKeywords, total=False):
     """See `ProfileOptions`."""
@@ -124,9 +107,8 @@ class ProfileKeywords(TracingKeywords, RunKeywords, total=False):
     field: str
     overwrite: bool
 
-
 class BenchKeywords(TracingKeywords, DecisionKeywords, WeightKeywords, SampleKeywords, RunKeywords, total=False):
-    """See `BenchOptions`; a shape may be a text such as `1x512`."""
+    """See `BenchOptions`."""
 
     shapes: Sequence[str | Shape]
     repeats: int
@@ -136,6 +118,5 @@ class BenchKeywords(TracingKeywords, DecisionKeywords, WeightKeywords, SampleKey
     plot: AnyPath | None
     overwrite: bool
 
-
 class RewriteKeywords(TracingKeywords, ExampleKeywords, total=False):
-    """See `TracingOptions`."""
+    """See `rewrite`."""
