@@ -163,7 +163,7 @@ def test_neutral_values_and_names_of_vllm(client: Any) -> None:
         ({"frequency_penalty": "much"}, "frequency_penalty: does not take this value; got 'much'; expected a number"),
         ({"n": 0}, "n: is out of its range; got 0; expected an integer from 1 to 128"),
         ({"n": -1}, "n: is out of its range; got -1"),
-        ({"n": 1.5}, "n: is out of its range; got 1.5"),
+        ({"n": 1.5}, "n: does not take this value; got 1.5"),
         ({"n": 10**9}, "n: is out of its range"),
         ({"seed": -5}, "seed: is out of its range; got -5"),
         ({"max_tokens": "5"}, "max_tokens: does not take this value; got '5'; expected an integer"),

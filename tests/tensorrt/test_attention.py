@@ -115,7 +115,10 @@ PROFILES = {
 def check_layers(host: Host, model: Path, dtype: str, forms: tuple[str, ...], padding: str | None, layer: str) -> None:
     """Compile a model in this process; its plan has one layer of that name for each attention block, and is right."""
     folder = model.parent
-    given: dict[str, Any] = {"earlier": Earlier(attention_forms=list(forms)), "optimization_profiles": (PROFILES[model.suffix],)}
+    given: dict[str, Any] = {
+        "earlier": Earlier(attention_forms=list(forms)),
+        "optimization_profiles": (PROFILES[model.suffix],),
+    }
     options = CompileOptions(model, backend=host.name, dtype=dtype, padding=padding, **given)
     translation = translate(options, lambda step: None)
     save_onnx(translation.graph, folder / "m.onnx")

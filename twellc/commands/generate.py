@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,19 +17,22 @@ from twellc.base.files import read_file
 from twellc.commands.options import FilePath, options_of
 from twellc.commands.terminal import Command, say, show_progress
 from twellc.generation.sampling import PromptError, SamplingParams
-from twellc.options.commands import GenerateOptions
+from twellc.options.commands import GenerateOptions, LLMOptions
+from twellc.options.option import declared
 
 if TYPE_CHECKING:
     from twellc.generation.llm import LLM
     from twellc.generation.sampling import GenerationStats, RequestOutput
 
-# What the command line calls arguments of `LLM` and `SamplingParams`; others have the same name.
-_OPTIONS = {"max_model_len": "--max-model-len", "compiled": "--compiled", "max_tokens": "--max-tokens"}
+# The fields of `SamplingParams` that are options.
+_SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop")
+_ARGUMENTS = (*_SAMPLING, *(field.name for field in declared(LLMOptions)))
 
 
 @click.command(cls=Command)
 @click.argument("model", type=FilePath())
 @options_of(GenerateOptions)
+@options_of(SamplingParams, _SAMPLING)
 @click.option(
     "--chat-template/--no-chat-template",
     "template",
@@ -43,68 +45,63 @@ def generate(model: Path, template: bool | None, **options: Any) -> None:
     A directory runs in torch, its feed-forward blocks by the kernels. Without --prompt and --prompts-file it answers
     standard input line by line; with a chat template as a conversation.
     """
+    sampling = {name: options.pop(name) for name in _SAMPLING}
     given = GenerateOptions(**options)
     if given.prompt is not None and given.prompts_file is not None:
         raise UserError("--prompts-file", "there is a prompt already", got="--prompt, too", fix="Leave one out.")
-    sampling = {field.name: options[field.name] for field in fields(SamplingParams) if field.name in options}
-    with _as_typed(*sampling):
-        params = SamplingParams(**sampling)
+    params = SamplingParams(**sampling)
     requests = None if given.prompts_file is None else _read_prompts(given.prompts_file)
     if given.prompt is not None:
         requests = [("--prompt", given.prompt)]
-    with show_progress() as progress:
+    with _as_typed(), show_progress() as progress:
         progress("loading the model")
-        from twellc.generation.llm import LLM, joined
+        from twellc.generation.llm import LLM
 
-        with _as_typed("device", "max_model_len", "compiled", "weights", "fp8_error", "linear"):
-            llm = LLM(
-                model,
-                device=given.device,
-                max_model_len=given.max_model_len,
-                compiled=given.compiled,
-                weights=given.weights,
-                fp8_error=given.fp8_error,
-                text=given.text,
-                linear=given.linear,
-            )
+        llm = LLM(model, **{field.name: getattr(given, field.name) for field in declared(LLMOptions)})
     for note in llm.notes:
         say("Note:", f"{note}.")
     writes = llm.has_chat_template if template is None else template
-    if requests is None:
-        _converse(llm, params, writes, given.as_json)
-    else:
-        outputs = _answer(llm, requests, params, writes)
-        if given.stream and given.as_json:
-            for output in outputs:
-                click.echo(json.dumps(output.to_json()))
-            click.echo(json.dumps({"stats": llm.stats.to_json()}))
-        elif given.as_json:
-            whole = joined(outputs)
-            found = {"answers": [each.to_json() for each in whole], "stats": llm.stats.to_json()}
-            click.echo(json.dumps(found, indent=2))
-        elif given.stream and len(requests) == 1:
-            for output in outputs:
-                _show(output.outputs[0].text, end="")
-            click.echo()
+    with _as_typed():
+        if requests is None:
+            _converse(llm, params, writes, given.as_json)
         else:
-            for number, output in enumerate(joined(outputs), 1):
-                if len(requests) > 1:
-                    click.echo(f"--- {number} of {len(requests)} ---")
-                _show(output.outputs[0].text)
+            _print_answers(_answer(llm, requests, params, writes), llm, len(requests), given)
     if llm.stats.new_tokens:
         _say_stats(llm.stats, given.stats)
 
 
+def _print_answers(outputs: Iterator[RequestOutput], llm: LLM, count: int, given: GenerateOptions) -> None:
+    """Print the answers to so many prompts."""
+    from twellc.generation.llm import joined
+
+    if given.stream and given.as_json:
+        for output in outputs:
+            click.echo(json.dumps(output.to_json()))
+        click.echo(json.dumps({"stats": llm.stats.to_json()}))
+    elif given.as_json:
+        whole = joined(outputs)
+        click.echo(json.dumps({"answers": [each.to_json() for each in whole], "stats": llm.stats.to_json()}, indent=2))
+    elif given.stream and count == 1:
+        for output in outputs:
+            _show(output.outputs[0].text, end="")
+        click.echo()
+    else:
+        for number, output in enumerate(joined(outputs), 1):
+            if count > 1:
+                click.echo(f"--- {number} of {count} ---")
+            _show(output.outputs[0].text)
+
+
 @contextmanager
-def _as_typed(*names: str) -> Iterator[None]:
+def _as_typed() -> Iterator[None]:
     """Let messages about arguments name options as the command line does."""
     try:
         yield
     except UserError as error:
-        if error.where not in names:
+        name, value, given = error.where.partition(" ")
+        if name not in _ARGUMENTS:
             raise
-        option = _OPTIONS.get(error.where, f"--{error.where}".replace("_", "-"))
-        raise error.at(option) from error
+        raise error.at(f"--{name.replace('_', '-')}{value}{given}") from error
 
 
 def _answer(llm: LLM, requests: list[tuple[str, Any]], params: SamplingParams, writes: bool) -> Iterator[RequestOutput]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection
 from dataclasses import Field
 from pathlib import Path
@@ -45,17 +44,6 @@ class OutputPath(FilePath):
         return path
 
 
-class _FloatRange(click.FloatRange):
-    """A range of numbers. click's own takes NaN."""
-
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> float:
-        """Return the number of a text, or fail."""
-        number: float = super().convert(value, parameter, context)
-        if math.isnan(number):
-            self.fail(f"{value} is not in the range {self._describe_range()}.", parameter, context)
-        return number
-
-
 class _Choice(click.Choice[str]):
     """One of several values, which need not be texts."""
 
@@ -68,13 +56,14 @@ class _Choice(click.Choice[str]):
         return self._values[super().convert(str(value), parameter, context)]
 
 
-def options_of(kind: type[Any]) -> Callable[[_Function], _Function]:
-    """Return a decorator that gives a command the options that the fields of an options class declare."""
+def options_of(kind: type[Any], names: Collection[str] = ()) -> Callable[[_Function], _Function]:
+    """Return a decorator that gives a command the options that the fields of an options class declare, or some."""
 
     def decorate(function: _Function) -> _Function:
         help = descriptions(kind)
         for field in reversed(declared(kind)):
-            function = _click_option(field, help[field.name])(function)
+            if not names or field.name in names:
+                function = _click_option(field, help[field.name])(function)
         return function
 
     return decorate
@@ -99,12 +88,26 @@ def _click_option(field: Field[Any], help: str) -> Callable[[_Function], _Functi
     )
 
 
-def _type(kind: Any) -> click.ParamType[Any] | None:
+def _number(range: Number) -> Callable[[Any], Any]:
+    """Return what turns a text into a number of a range, which Python checks likewise."""
+
+    def convert(text: Any) -> Any:
+        try:
+            number = type(range.least)(text)
+        except ValueError:
+            number = text
+        if fault := range.fault(number):
+            raise click.BadParameter(f"{text} {fault}; expected {range}.")
+        return number
+
+    return convert
+
+
+def _type(kind: Any) -> Callable[[Any], Any] | click.ParamType[Any] | None:
     if isinstance(kind, tuple):
         return _Choice(kind)
     if isinstance(kind, Number):
-        ranges = click.IntRange if isinstance(kind.least, int) else _FloatRange
-        return ranges(kind.least, kind.most)
+        return _number(kind)
     return FilePath() if kind is Path else OutputPath() if kind == OUTPUT else None
 
 

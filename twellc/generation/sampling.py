@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
 import numbers
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
@@ -12,12 +12,13 @@ from typing import Any, ClassVar, TypeVar
 from twellc.base.errors import UserError
 from twellc.base.records import OPTIONAL, Record
 from twellc.generation.vllm_names import SAMPLING, refuse_others
-from twellc.options.option import LARGEST_SEED
+from twellc.options.option import COUNT, LARGEST_SEED, NOT_NEGATIVE, POSITIVE, SHARE, Number, option, option_of
 
 _T = TypeVar("_T")
 DEFAULT_TOKENS = 128
 _LEAST_TEMPERATURE = 1e-5
-_LARGEST = sys.float_info.max
+_NUMBER = Number(-math.inf)
+_OR_ALL = Number(-1)
 SEEDS = "an integer from 0 to 2^63 - 1"
 
 
@@ -89,27 +90,27 @@ class SamplingParams:
         bad_words: Texts that an answer does not have. What stands at the end of the prompt may begin one.
     """
 
-    n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: str | Sequence[str] | None = None
+    n: int = option(1, "N", COUNT)
+    presence_penalty: float = option(0.0, "X", _NUMBER)
+    frequency_penalty: float = option(0.0, "X", _NUMBER)
+    repetition_penalty: float = option(1.0, "X", POSITIVE)
+    temperature: float = option(0.0, "X", NOT_NEGATIVE)
+    top_p: float = option(1.0, "X", Number(0.0, 1.0, above=True))
+    top_k: int = option(0, "N", _OR_ALL)
+    min_p: float = option(0.0, "X", SHARE)
+    seed: int | None = option(None, "N", Number(-1, LARGEST_SEED))
+    stop: str | Sequence[str] | None = option((), "TEXT")
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
-    max_tokens: int | None = DEFAULT_TOKENS
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    max_tokens: int | None = option(DEFAULT_TOKENS, "N", COUNT)
+    min_tokens: int = option(0, "N", Number(0))
+    logprobs: int | None = option(None, "N", _OR_ALL)
+    prompt_logprobs: int | None = option(None, "N", _OR_ALL)
     _: KW_ONLY
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: int | None = option(None, "N", _OR_ALL)
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
@@ -120,61 +121,29 @@ class SamplingParams:
         Raises:
             UserError: One is out of its range, or of another kind.
         """
-        truncated, bias = self.truncate_prompt_tokens, self.logit_bias
+        for each in fields(self):
+            value, how = getattr(self, each.name), option_of(each)
+            if how is not None and isinstance(how.kind, Number) and (value is not None or "None" not in str(each.type)):
+                if how.kind.fault(value):
+                    raise misfit(each.name, value, str(how.kind))
+            elif isinstance(each.default, bool) and not isinstance(value, bool):
+                raise misfit(each.name, value, "True or False")
+        allowed, bias, words = self.allowed_token_ids, self.logit_bias, self.bad_words
+        tokens = _several(self.stop_token_ids, int) and min(self.stop_tokens, default=0) >= 0
+        chosen = allowed is None or (_several(allowed, int) and min(allowed, default=-1) >= 0)
+        spelt = not isinstance(words, str) and _several(words, str) and all(words or ())
         for name, holds, expected in (
-            ("n", _from(1, self.n), "an integer from 1 on"),
-            *(
-                (name, _number(getattr(self, name)) and abs(getattr(self, name)) <= _LARGEST, "a number")
-                for name in ("presence_penalty", "frequency_penalty")
-            ),
-            *(
-                (
-                    name,
-                    getattr(self, name) is None or _from(-1, getattr(self, name)),
-                    "an integer from 0 on, -1 for all tokens, or None",
-                )
-                for name in ("logprobs", "prompt_logprobs")
-            ),
-            ("max_tokens", self.max_tokens is None or _from(1, self.max_tokens), "an integer from 1 on, or None"),
-            ("min_tokens", _from(0, self.min_tokens), "an integer from 0 on"),
-            ("temperature", _number(self.temperature) and 0 <= self.temperature <= _LARGEST, "a number from 0 on"),
-            ("top_k", _from(-1, self.top_k), "an integer from 1 on; 0 or -1 for all tokens"),
-            ("top_p", _number(self.top_p) and 0 < self.top_p <= 1, "a number above 0, and 1 at most"),
-            ("min_p", _number(self.min_p) and 0 <= self.min_p <= 1, "a number from 0 to 1"),
-            (
-                "repetition_penalty",
-                _number(self.repetition_penalty) and 0 < self.repetition_penalty <= _LARGEST,
-                "a number above 0",
-            ),
-            ("seed", is_seed(self.seed) or self.seed == -1, SEEDS),
             ("stop", _several(self.stop, str) and all(self.stops), "texts that are not empty"),
-            (
-                "stop_token_ids",
-                _several(self.stop_token_ids, int) and min(self.stop_tokens, default=0) >= 0,
-                "token ids",
-            ),
-            *(
-                (name, isinstance(getattr(self, name), bool), "True or False")
-                for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
-            ),
+            ("stop_token_ids", tokens, "token ids"),
             ("stop", self.detokenize or not self.stops, "none with detokenize=False: answers have no texts"),
             (
                 "truncate_prompt_tokens",
-                truncated in (None, -1) or _from(1, truncated),
-                "an integer from 1 on; -1 for as many as fit, None for all",
+                self.truncate_prompt_tokens != 0,
+                "an integer from 1 on, or -1 for all that fit",
             ),
             ("logit_bias", bias is None or _is_bias(bias), "a mapping from token ids to numbers"),
-            (
-                "allowed_token_ids",
-                self.allowed_token_ids is None
-                or (_several(self.allowed_token_ids, int) and min(self.allowed_token_ids, default=-1) >= 0),
-                "token ids, at least one",
-            ),
-            (
-                "bad_words",
-                not isinstance(self.bad_words, str) and _several(self.bad_words, str) and all(self.bad_words or ()),
-                "a list of texts that are not empty",
-            ),
+            ("allowed_token_ids", chosen, "token ids, at least one"),
+            ("bad_words", spelt, "a list of texts that are not empty"),
         ):
             if not holds:
                 raise misfit(name, getattr(self, name), expected)
@@ -200,7 +169,8 @@ class SamplingParams:
 
 def misfit(name: str, value: object, expected: str) -> UserError:
     """Return the mistake of a value that is out of its range, or of another kind than is expected."""
-    ranged = type(value) in (int, float) and expected.startswith(("a number", "an integer"))
+    kinds = [int] if expected.startswith("an integer") else [int, float] if expected.startswith("a number") else []
+    ranged = type(value) in kinds
     what = "is out of its range" if ranged else "does not take this value"
     return UserError(name, what, got=shown(value), expected=expected)
 
@@ -220,20 +190,11 @@ def is_seed(value: object) -> bool:
     return 0 <= int(value) <= LARGEST_SEED
 
 
-def _from(least: int, value: object) -> bool:
-    """Whether it is an integer from `least` on."""
-    return type(value) is int and least <= value < 2**63
-
-
 def _is_bias(value: object) -> bool:
     """Whether these are numbers by token."""
     return isinstance(value, Mapping) and all(
-        _from(0, token) and _number(each) and abs(each) <= _LARGEST for token, each in value.items()
+        not Number(0).fault(token) and not _NUMBER.fault(each) for token, each in value.items()
     )
-
-
-def _number(value: object) -> bool:
-    return type(value) in (int, float)
 
 
 def _several(values: object, kind: type) -> bool:

@@ -14,6 +14,7 @@ model alone: see `choice`.
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 import weakref
@@ -109,13 +110,13 @@ class Decoder:
                 prompts alone.
         """
         wanted = wanted or Wanted()
-        asked = ["tokens that are drawn"] * draws
+        asked = ["temperature"] * draws
         asked += [
             name
             for name, count in (("logprobs", wanted.answer), ("prompt_logprobs", wanted.prompt))
             if count is not None
         ]
-        for each in asked + [type(each).__name__ for prompt in prompts for each in prompt.processors]:
+        for each in asked + [_argument_of(each) for prompt in prompts for each in prompt.processors]:
             self._refuse_without_logits(each)
         if wanted.prompt is not None and not self.backend.scores_prompts:
             what = "the plan gives the logits behind prompts, and none within"
@@ -172,8 +173,8 @@ class Decoder:
 
     def _refuse_without_logits(self, asked: str) -> None:
         if self.backend.chooses:
-            what, fix = "the plan gives tokens and no logits", "Compile the model with --logits last."
-            raise UserError("--logits greedy", what, got=asked, expected="greedy answers", fix=fix)
+            what = "needs logits, and the plan gives the likeliest tokens alone"
+            raise UserError(asked, what, fix="Leave it out, or compile the model with --logits last.")
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """Let streams, events and graphs be those of the backend's device, whichever is the thread's."""
@@ -347,6 +348,12 @@ class Decoder:
         # A row that has ended goes on; in the last place of its own cache it changes no other row.
         self._places.copy_(torch.minimum(self._places + 1, self._last))
         return scores
+
+
+def _argument_of(processor: Any) -> str:
+    """Return the argument of `generate` that a processor of transformers stands for; other classes by their names."""
+    name, ending, _ = type(processor).__name__.partition("LogitsProcessor")
+    return re.sub("(?<=.)(?=[A-Z])", "_", name).lower() if ending else name
 
 
 def _stream_for(decoder: Decoder, device: torch.device) -> torch.cuda.Stream:

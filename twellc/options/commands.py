@@ -11,7 +11,7 @@ from twellc.base.errors import UserError
 from twellc.export.shapes import Shape, ShapeRange, parse_profile, parse_sizes
 from twellc.export.triton import PLAN_NAME, VERSION, model_folder
 from twellc.options.decisions import DecisionOptions
-from twellc.options.option import COUNT, NOT_NEGATIVE, OUTPUT, SEED, SHARE, SIZE, Number, option
+from twellc.options.option import COUNT, OUTPUT, SHARE, SIZE, option
 from twellc.options.source import CacheOptions, SampleOptions, SourceOptions, TracingOptions
 from twellc.options.weights import WeightOptions, WeightTypeOptions, refuse_samples
 from twellc.passes.report import Earlier
@@ -203,53 +203,55 @@ class ProfileOptions(TracingOptions):
     overwrite: bool = option(False)
 
 
-@dataclass(frozen=True)
-class GenerateOptions(WeightOptions):
-    """What `twellc generate` was asked to do; `LLM` and `SamplingParams` take what is named as here.
+@dataclass(frozen=True, kw_only=True)
+class LLMOptions(WeightOptions):
+    """How a model is loaded that answers, as `twellc.LLM` takes it.
+
+    Attributes:
+        tokenizer: A folder with the model's tokenizer; default: the model's own.
+        device: Where the model runs, a plan on a GPU. auto: on the GPU, where torch sees one.
+        dtype: Precision of a directory, or a name of vLLM for it. Default: that of the weights, on a GPU bf16 for fp32.
+        max_model_len: Tokens of a prompt and its answer together, but for the answer's last. Default: as many as are
+            needed, or the cache of a plan.
+        compiled: Let torch.compile compile a directory: it takes minutes, then it is faster.
+        layers: Which matching blocks of a directory to rewrite; REGEX is searched in their module paths.
+        text: With --fp8-error: measure on this text, in UTF-8, through the tokenizer in the model's directory.
+        linear: Linear layers of a directory outside of the blocks: twell computes each with the norm before it and the
+            sum behind it, and those of one input at once, as a plan does: steps are faster, and loading takes as long
+            as tracing. auto: torch's own.
+        max_num_batched_tokens: Compute prompts in chunks of so many tokens, all prompts together, to save memory.
+            Default: at once, or in the chunks of a plan.
+    """
+
+    tokenizer: Path | None = option(None, "DIR", Path)
+    device: str = option("auto", "auto|cpu|cuda[:N]")
+    dtype: str | None = option(None, "bf16|fp16|fp32")
+    max_model_len: int | None = option(None, "N", COUNT)
+    compiled: bool = option(False)
+    layers: str = option("auto", "auto|all|none|REGEX")
+    text: Path | None = option(None, "FILE", Path)
+    linear: str = option("auto", kind=LINEARS_IN_TORCH)
+    max_num_batched_tokens: int | None = option(None, "N", COUNT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(LLMOptions):
+    """What `twellc generate` was asked to do, besides what `SamplingParams` has.
 
     Attributes:
         prompt: What to answer. Without any prompt each line of standard input is one.
         prompts_file: Prompts to answer at once: a line each; of FILE.jsonl a JSON object each, with the text as prompt
             or the conversation as messages.
-        max_tokens: Tokens of an answer at most.
-        temperature: 0 takes the likeliest token. Above, tokens are drawn from the logits divided by it.
-        top_k: Draw among the N likeliest tokens; 0 and -1: among all.
-        top_p: Draw among the likeliest tokens whose probabilities add up to X.
-        min_p: Draw among tokens at least X times as likely as the likeliest.
-        repetition_penalty: Above 1: make tokens less likely that stand in the prompt or the answer.
-        seed: Seed of what is drawn; default: another each time.
-        stop: A text that ends an answer; several may be given.
         stream: Print each piece of an answer as it comes; so are answers to lines.
         as_json: Print JSON; with --stream an object a line.
         stats: Say more of how long it took, on standard error.
-        device: Where the model runs, a plan on a GPU. auto: on the GPU, where torch sees one.
-        max_model_len: Tokens of a prompt and its answer together, but for the answer's last. Default: as many as are
-            needed, or the cache of a plan.
-        compiled: Let torch.compile compile a directory: it takes minutes, then it is faster.
-        text: With --fp8-error: measure on this text, in UTF-8, through the tokenizer in the model's directory.
-        linear: Linear layers of a directory outside of the blocks: twell computes each with the norm before it and the
-            sum behind it, and those of one input at once, as a plan does: steps are faster, and loading takes as long
-            as tracing. auto: torch's own.
     """
 
     prompt: str | None = option(None, "TEXT")
     prompts_file: Path | None = option(None, "FILE", Path)
-    max_tokens: int = option(128, "N", COUNT)
-    temperature: float = option(0.0, "X", NOT_NEGATIVE)
-    top_k: int = option(0, "N", Number("number", -1))
-    top_p: float = option(1.0, "X", SHARE)
-    min_p: float = option(0.0, "X", SHARE)
-    repetition_penalty: float = option(1.0, "X", NOT_NEGATIVE)
-    seed: int | None = option(None, "N", SEED)
-    stop: tuple[str, ...] = option((), "TEXT")
     stream: bool = option(False)
     as_json: bool = option(False, names=("--json",))
     stats: bool = option(False)
-    device: str = option("auto", "auto|cpu|cuda[:N]")
-    max_model_len: int | None = option(None, "N", COUNT)
-    compiled: bool = option(False)
-    text: Path | None = option(None, "FILE", Path)
-    linear: str = option("auto", kind=LINEARS_IN_TORCH)
 
 
 def compile_options(

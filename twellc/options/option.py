@@ -6,8 +6,11 @@ The options of the commands, the checks of what Python gives, and the tables in 
 from __future__ import annotations
 
 import inspect
+import math
+import numbers
 import os
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
@@ -22,26 +25,44 @@ LARGEST_SEED = 2**63 - 1
 
 @dataclass(frozen=True)
 class Number:
-    """The range of a number: of integers, or of any numbers where the smallest one is a float."""
+    """The range of a number: of integers, or of any numbers where the smallest one is a float.
 
-    noun: str
+    Attributes:
+        least: The smallest one.
+        most: The largest one; None: as large as there are.
+        above: Whether the smallest one is out of the range itself.
+    """
+
     least: Any
     most: Any = None
+    above: bool = False
 
-    def takes(self, value: Any) -> bool:
-        """Whether a value is in the range."""
-        return type(value) in {type(self.least), int} and self.least <= value and (self.most or value) >= value
+    def fault(self, value: Any) -> str:
+        """Say what is wrong with a value; empty where nothing is."""
+        whole = isinstance(self.least, int)
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral if whole else numbers.Real):
+            return f"is not {self._kind}"
+        most = self.most or (LARGEST_SEED if whole else sys.float_info.max)
+        least = self.least < value or (not self.above and self.least == value)
+        return "" if least and value <= most else "is out of its range"
+
+    @property
+    def _kind(self) -> str:
+        return "an integer" if isinstance(self.least, int) else "a number"
 
     def __str__(self) -> str:
-        kind = "an integer" if isinstance(self.least, int) else "a number"
-        return f"{kind} from {self.least} {f'to {self.most}' if self.most else 'on'}"
+        if self.least == -math.inf:
+            return self._kind
+        most = "" if self.most is None else f" to {self.most:g}" if isinstance(self.most, float) else f" to {self.most}"
+        return f"{self._kind} {'above' if self.above else 'from'} {self.least:g}{most or ('' if self.above else ' on')}"
 
 
-COUNT = Number("count", 1)
-SIZE = Number("count", 1, LARGEST_SIZE)
-SEED = Number("seed", 0, LARGEST_SEED)
-SHARE = Number("share", 0.0, 1.0)
-NOT_NEGATIVE = Number("number", 0.0)
+COUNT = Number(1)
+SIZE = Number(1, LARGEST_SIZE)
+SEED = Number(0, LARGEST_SEED)
+SHARE = Number(0.0, 1.0)
+NOT_NEGATIVE = Number(0.0)
+POSITIVE = Number(0.0, above=True)
 OUTPUT = "output"
 
 
@@ -108,8 +129,10 @@ def taken(kind: type[Any], name: str, value: Any) -> Any:
     if how is None or (value is None and found.default in (None, ())):
         return value if how is None else found.default
     where = f"--{name.replace('_', '-')}"
-    if isinstance(how.kind, Number) and not how.kind.takes(value):
-        raise UserError(where, f"is not a {how.kind.noun}", got=repr(value), expected=str(how.kind))
+    if isinstance(how.kind, Number):
+        if fault := how.kind.fault(value):
+            raise UserError(where, fault, got=repr(value), expected=str(how.kind))
+        return type(how.kind.least)(value)
     if isinstance(how.kind, tuple) and value not in how.kind:
         raise UserError(where, "no such choice", got=repr(value), expected=" or ".join(map(str, how.kind)))
     if found.default == ():

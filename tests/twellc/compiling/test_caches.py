@@ -204,7 +204,7 @@ def test_what_is_installed_lacks_something(
 
 
 def test_keywords() -> None:
-    with pytest.raises(UserError, match="--kv-cache: is not a count; got 0"):
+    with pytest.raises(UserError, match="--kv-cache: is out of its range; got 0"):
         twellc.compile("m", "m.plan", kv_cache=0)
-    with pytest.raises(UserError, match=r"--prefill-chunk: is not a count; got 2\.5"):
+    with pytest.raises(UserError, match=r"--prefill-chunk: is not an integer; got 2\.5"):
         twellc.compile("m", "m.plan", kv_cache=8, prefill_chunk=2.5)  # type: ignore[arg-type]

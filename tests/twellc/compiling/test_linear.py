@@ -70,7 +70,7 @@ def test_a_layer_that_is_called_twice(
     program = torch.export.export(CalledTwice().bfloat16().eval(), (x,), dynamic_shapes=(dims,))
     torch.export.save(program, archive)
     given = [f"x:1x{n}x16:1x{n}x16:1x{n}x16" for n in profiles]
-    manifest = twellc.compile(archive, backend="none", onnx=graph, profiles=given)
+    manifest = twellc.compile(archive, backend="none", onnx=graph, optimization_profiles=given)
     assert manifest.settings.linear_taken == taken and len(nodes_in(graph)) == len(taken)
     checked: list[Rewritten] = []
     monkeypatch.setattr(reference, "fp8_layers", lambda found: checked.__iadd__([found])[:0])

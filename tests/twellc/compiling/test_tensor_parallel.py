@@ -187,8 +187,8 @@ HEADS = "has 4 heads of queries and 2 of keys and values; expected a number that
             {"tensor_parallel": 1000},
             "the block model.layers.0.mlp has 320 neurons; expected one for each rank at least",
         ),
-        ({"tensor_parallel": 0}, "--tensor-parallel: is not a count; got 0; expected an integer from 1 on."),
-        ({"tensor_parallel": True}, "--tensor-parallel: is not a count; got True"),
+        ({"tensor_parallel": 0}, "--tensor-parallel: is out of its range; got 0; expected an integer from 1 on."),
+        ({"tensor_parallel": True}, "--tensor-parallel: is not an integer; got True"),
     ],
 )
 def test_numbers_that_do_not_fit(llama: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:

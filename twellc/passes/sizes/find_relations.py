@@ -23,7 +23,9 @@ from twellc.passes.sizes.relations import SizeRelation
 
 # Least, tuned and largest value of each symbol in an optimization profile.
 SymbolSizes = Mapping[str, tuple[int, int, int]]
-_FIX = "Compile it for such sizes by --optimization-profile, or export the model at one of them and compile that archive."
+_FIX = (
+    "Compile it for such sizes by --optimization-profile, or export the model at one of them and compile that archive."
+)
 _COMPARED = {
     ">": "must be more than", ">=": "must be at least", "<": "must be less than", "<=": "must be at most",
     "==": "must be", "!=": "must not be",
