@@ -257,7 +257,8 @@ def test_header_says_the_same() -> None:
     assert f"#define TWELL_SCALE_EXPERT {library.SCALE_FORMS['expert']}\n" in experts
     assert f"#define TWELL_MAX_EXPERTS {library.MAX_EXPERTS}\n" in experts
     assert f"#define TWELL_MAX_EXPERTS_OF_TOKEN {library.MAX_EXPERTS_OF_TOKEN}\n" in experts
-    scales = {f"scale_{name}": value for name, value in library.SCALE_FORMS.items() if name != "expert"}
+    forms = {"tensor": "tensor", "row": "neuron", "column": "output"}  # of matrices whose rows are neurons
+    scales = {f"scale_{name}": library.SCALE_FORMS[form] for form, name in forms.items()}
     norms = {f"norm_{name}": value for name, value in library.NORMS.items()}
     types = {"bf16": 0, "fp16": 1, "e4m3": library.E4M3}
     assert constants == {**types, **scales, **norms, **library.VARIANTS, **library.ACTIVATIONS}

@@ -37,7 +37,7 @@ def encode(encoder: Encoder, x: Tensor, capacity: int | None) -> tuple[Tensor, T
     with torch.cuda.device(x.device):
         check_problem(problem)
         if scale is not None:
-            set_scales(problem, *(["neuron" if scale.dim() else "tensor"] * 2))
+            set_scales(problem, *(["row" if scale.dim() else "tensor"] * 2))
         if not len(x):
             places = capacity or 0
             return x.new_zeros(places, dtype=torch.int32), x.new_zeros(places), offsets.zero_()[:1]
