@@ -14,8 +14,8 @@ from typing import Any
 from twellc.base.errors import UserError, first_few
 from twellc.base.records import Record
 
-# Sizes to look at for one that fits.
-_LOOKED_AT = 1 << 14
+# A message names sizes that fit below this one.
+_LARGEST_NAMED = 1 << 14
 _BINARY: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Eq: operator.eq, ast.NotEq: operator.ne,
@@ -33,8 +33,8 @@ class SizeRelation(Record):
     """A relation that sizes of inputs must keep in each call.
 
     Attributes:
-        expression: It, in Python over the names in `sizes`, such as `d0 == d1 + d2`: integers, arithmetic, comparisons,
-            `and`, `or`, `not`, `if`, min, max, abs, float, int and math's floor, ceil and trunc.
+        expression: The relation in Python, over the names in `sizes`, such as `d0 == d1 + d2`: integers, arithmetic,
+            comparisons, `and`, `or`, `not`, `if`, min, max, abs, float, int and math's floor, ceil and trunc.
         sizes: Which dimension each name stands for, such as `attention_mask[1]`.
         text: The relation in words.
     """
@@ -55,7 +55,7 @@ class SizeRelation(Record):
             evaluate(self.expression, dict.fromkeys(self.sizes, 2))
 
     def holds(self, sizes: Mapping[str, int]) -> bool:
-        """Whether sizes, by the names in `sizes`, keep it."""
+        """Return whether sizes keep the relation, by the names in `sizes`."""
         try:
             return bool(evaluate(self.expression, sizes))
         except (ArithmeticError, ValueError):  # a division by 0
@@ -63,7 +63,7 @@ class SizeRelation(Record):
 
 
 def refuse_unrelated(where: str, relations: list[SizeRelation], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Fail if shapes of inputs do not keep relations.
+    """Refuse shapes of inputs that do not keep a relation.
 
     Args:
         where: What to name in the message.
@@ -71,7 +71,7 @@ def refuse_unrelated(where: str, relations: list[SizeRelation], shapes: Mapping[
         shapes: Shapes by input.
 
     Raises:
-        UserError: They do not.
+        UserError: One is not kept; the message says which sizes would fit.
     """
     for relation in relations:
         sizes = {name: _size(place, shapes) for name, place in relation.sizes.items()}
@@ -94,7 +94,7 @@ def _size(place: str, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
 def _fitting(relation: SizeRelation, sizes: dict[str, int]) -> str:
     """Say which sizes of one dimension fit, with the others as they are: the nearest ones."""
     for name, place in relation.sizes.items():
-        near = sorted(range(1, _LOOKED_AT), key=lambda size: abs(size - sizes[name]))
+        near = sorted(range(1, _LARGEST_NAMED), key=lambda size: abs(size - sizes[name]))
         fitting = [size for size in near if relation.holds({**sizes, name: size})][:3]
         if fitting:
             return f"{place} = {' or '.join(map(str, sorted(fitting)))}"
