@@ -29,6 +29,7 @@ from twellc.passes.onnx.ffn import DENSE_FP8
 from twellc.plugins.attention_op import ATTENTION
 from twellc.plugins.block import BY_NODE, FLOAT32, BlockOptions, Operands, WeightOperands
 from twellc.plugins.cache_op import APPEND, CACHED_ATTENTION
+from twellc.plugins.fp8 import Fp8
 from twellc.plugins.library import (
     APPEND_NAME,
     ATTENTION_NAME,
@@ -254,14 +255,15 @@ class PluginNode:
 
     def active(self, x: torch.Tensor) -> int:
         """Return how many activations of the gate (of a plain block: of the hidden tensor) are not zero for x."""
-        weight, bias = (None if each is None else _load(each).float().to(x.device) for each in self.weights.first)
+        weight, bias = (None if each is None else _load(each).to(x.device) for each in self.weights.first)
         assert weight is not None
         scale = self.weights.scales().get("w_up_scale" if self.weights.w_gate is None else "w_gate_scale")
         if scale is not None:
-            weight = weight * _load(scale).to(x.device)
+            weight = Fp8(weight, _load(scale).to(x.device)).dequantize(torch.float32)
+        bias = None if bias is None else bias.float()
         factor, shift = (None if each is None else _load(each).float().to(x.device) for each in self.weights.norm)
         x = normalised(x.float(), self.options.norm, factor, shift, self.options.eps).to(x.dtype)
-        z = torch.nn.functional.linear(x.float(), weight, bias).to(x.dtype)
+        z = torch.nn.functional.linear(x.float(), weight.float(), bias).to(x.dtype)
         thresholds = self.weights.thresholds
         threshold = self.options.threshold if thresholds is None else _load(thresholds).to(x.device)
         return int(activate(z, self.options.activation, threshold).count_nonzero())
