@@ -4,11 +4,11 @@ python benchmarks/generate.py --json results.json
 python benchmarks/generate.py --only decode-8 --json decode-8.json
 python benchmarks/generate.py --smoke
 
-The model is that of model.py, 1.5 billion parameters, and every contestant keeps its keys and values in the static
-cache that `twellc generate` has, and attends to it with torch's scaled_dot_product_attention. A step is one new token
-of each sequence in the last place of a full cache, the greedy choice included, as a CUDA graph. Contestants are the
-dense model, eager, compiled, and compiled with gate and up in one product; that with blocks in FP8 and in INT4, and
-with all linear layers but the logits' in FP8; the blocks by the `twell` ops, eager and compiled, and with weights in
+The model is that of model.py, 1.5 billion parameters, and every contestant keeps its keys and values in a static
+cache, and attends to it by lengths. A step is one new token of each sequence in the last place of a full cache, the
+greedy choice included, as a CUDA graph. Contestants are the dense model (`dense_rivals.py`), eager, compiled, and
+compiled with gate and up in one product; that with blocks in FP8 and in INT4, and with all linear layers but the
+logits' in FP8; the program that `twellc.LLM` runs, eager and compiled, and with weights in
 FP8; and with --plans a dense plan of `twellc compile --kv-cache`, and rewritten ones, of blocks alone and of
 linear layers, too, in bf16 and in FP8, which need full TensorRT. All take turns, in a new order in each
 repetition. Before that, the logits of each are compared with float64. Plans that are in the folder
@@ -37,12 +37,12 @@ import click
 import session
 import torch
 import transformers
+from dense_rivals import DenseBackend
 from model import CAUSAL, Logits, causal_attention, gate_density, make_model
 from tables import table
 from torch import Tensor, nn
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-import twellc
 from twellc.base.errors import first_line
 from twellc.benchmarking.contest import Contest
 from twellc.benchmarking.forms import (
@@ -66,10 +66,9 @@ from twellc.benchmarking.plans import PLAN_DENSE, PLAN_TWELL
 from twellc.benchmarking.result import TWELL_COMPILED, TWELL_EAGER
 from twellc.generation.backend import Backend
 from twellc.generation.choice import Prompt
-from twellc.generation.directory import TorchBackend
+from twellc.generation.directory import load_directory
 from twellc.generation.plan import load_plan
 from twellc.generation.steps import Decoder
-from twellc.generation.traced import load_traced
 
 FP8_LINEAR = f"{FP8} all linear"
 TWELL_COMPILED_FP8, PLAN_TWELL_FP8 = f"{TWELL_COMPILED} FP8", f"{PLAN_TWELL} FP8"
@@ -93,9 +92,8 @@ _PLANS = {
 _CHECKED_ROWS = 2
 _COUNTED = (4, 512)  # sequences and tokens in which active neurons are counted
 _PROMPT, _ANSWER = 64, 96
-# The programs of plans with linear layers by the op, as torch runs them, and their weights: in steps alone.
-TRACED, TRACED_FP8 = f"{TWELL_COMPILED} linear", f"{TWELL_COMPILED} linear FP8"
-_TRACED = {TRACED: "keep", TRACED_FP8: "fp8"}
+# What `twellc.LLM` runs: whether it is compiled, and its weights.
+_PROGRAMS = {TWELL_EAGER: (False, "keep"), TWELL_COMPILED: (True, "keep"), TWELL_COMPILED_FP8: (True, "fp8")}
 
 
 class _Form(nn.Module):
@@ -165,21 +163,14 @@ def make_contestants(model: Any, cache: int, labels: set[str], prefill: bool) ->
     """Return functions that make backends of the model, by name: each takes memory, so one is made at a time."""
     calibration = torch.randint(0, model.config.vocab_size, (4, 256), device=session.DEVICE)
 
-    @functools.cache
-    def ours(weights: str = "keep") -> Any:
-        return twellc.optimize(copy.deepcopy(model), layers="all", weights=weights)
-
     def backend(changed: Callable[[], Any], label: str) -> Backend:
-        compiled = label not in (EAGER, TWELL_EAGER)
-        return TorchBackend(changed(), label, cache, compiled and not prefill, "static" if compiled and prefill else "")
+        compiled = label != EAGER
+        return DenseBackend(changed(), label, cache, compiled and not prefill, compiled and prefill)
 
     made: dict[str, Callable[[], Any]] = {
         EAGER: lambda: model,
         COMPILED: lambda: model,
         PACKED: lambda: with_forms(model, lambda block, _: Packed(block), calibration),
-        TWELL_EAGER: ours,
-        TWELL_COMPILED: ours,
-        TWELL_COMPILED_FP8: lambda: ours("fp8:blocks"),
     }
     block = _block_of(model.model.layers[0])
     if takes_fp8(block):
@@ -187,17 +178,19 @@ def make_contestants(model: Any, cache: int, labels: set[str], prefill: bool) ->
         made[FP8_LINEAR] = lambda: with_fp8_linears(model)
     if takes_int4(block):
         made[INT4] = lambda: with_forms(model, lambda block, _: Int4(block), calibration)
-    chosen = [label for label in LABELS if label in made and label in labels]
-    backends: dict[str, Callable[[], Backend]]
-    backends = {label: functools.partial(backend, made[label], label) for label in chosen}
-    traced = [] if prefill else [label for label in _TRACED if label in labels]
-    return backends | {label: functools.partial(_traced, model, cache, _TRACED[label]) for label in traced}
+    backends: dict[str, Callable[[], Backend]] = {}
+    for label in (each for each in LABELS if each in labels):
+        if label in made:
+            backends[label] = functools.partial(backend, made[label], label)
+        elif label in _PROGRAMS:
+            backends[label] = functools.partial(_program, model, cache, *_PROGRAMS[label])
+    return backends
 
 
-def _traced(model: Any, cache: int, weights: str) -> Backend:
+def _program(model: Any, cache: int, compiled: bool, weights: str) -> Backend:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        return load_traced(Path(folder), session.DEVICE, None, cache, True, "all", weights)[0]
+        return load_directory(Path(folder), session.DEVICE, None, cache, compiled, "all", weights)[0]
 
 
 def _open_plan(path: Path) -> Backend:
@@ -283,7 +276,7 @@ def measure(
             contest.failed[label] = f"{type(error).__name__}: {first_line(error)}"
             continue
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-            contest.add(label, call(), backend, lossy=label in (*_ROUNDED, TRACED_FP8))
+            contest.add(label, call(), backend, lossy=label in _ROUNDED)
         if left:
             raise click.ClickException(
                 f"{name}: {label}: torch.compile left its graph: {next(iter(left)).splitlines()[0]}"
@@ -375,9 +368,7 @@ def _speed_up(times: dict[str, Any], ours: str, theirs: tuple[str, ...]) -> str:
 @click.option("--decode", default="1,8,32", show_default=True, help="Sequences to decode at once; empty: none.")
 @click.option("--cache", default=1024, show_default=True, help="Tokens in the key-value cache, the new one included.")
 @click.option("--only", default="", metavar="PART,…", help="Measure these parts alone: prefill, decode-8, …")
-@click.option(
-    "--contestants", default=",".join((*LABELS, *_TRACED)), show_default=True, help="Names of those that take part."
-)
+@click.option("--contestants", default=",".join(LABELS), show_default=True, help="Names of those that take part.")
 @click.option("--plans", type=click.Path(file_okay=False, path_type=Path), help="Where plans are, or are built.")
 @click.option("--layers", default=28, show_default=True)
 @click.option("--d-model", default=2048, show_default=True)
@@ -416,9 +407,9 @@ def main(
         parts["prefill"] = batch, length
     parts |= {f"decode-{count}": (int(count), cache) for count in decode.split(",") if count}
     chosen = [part for part in only.split(",") if part] or list(parts)
-    unknown = sorted(set(chosen) - set(parts)) + sorted(set(contestants.split(",")) - {*LABELS, *_TRACED})
+    unknown = sorted(set(chosen) - set(parts)) + sorted(set(contestants.split(",")) - set(LABELS))
     if unknown:
-        raise click.BadParameter(f"there is no {unknown[0]!r} among {', '.join([*parts, *LABELS, *_TRACED])}")
+        raise click.BadParameter(f"there is no {unknown[0]!r} among {', '.join([*parts, *LABELS])}")
     report = session.new_report()
     report["machine"]["transformers"] = transformers.__version__
     report["parameters"] = sum(parameter.numel() for parameter in model.parameters())

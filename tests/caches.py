@@ -57,6 +57,7 @@ IN_TORCH: dict[str, Callable[..., Any]] = {
         "Qwen3", **_WIDE, head_dim=8, use_sliding_window=True, sliding_window=6, max_window_layers=1
     ),
     "falcon-alibi": functools.partial(FAMILIES["falcon"], alibi=True),
+    "mixtral": family("Mixtral", **_WIDE, num_local_experts=4),
     # Values are narrower than keys.
     "deepseek-v2": family(
         "DeepseekV2",

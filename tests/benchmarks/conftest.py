@@ -31,5 +31,5 @@ def _script(name: str) -> Any:
     return script
 
 
-block, draw, engine, layers = map(_script, ("block", "draw", "engine", "layers"))
+block, dense_rivals, draw, engine, layers = map(_script, ("block", "dense_rivals", "draw", "engine", "layers"))
 train_proof, trained, when_it_pays = map(_script, ("train_proof", "trained", "when_it_pays"))

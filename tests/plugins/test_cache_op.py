@@ -63,9 +63,10 @@ def test_append(name: str, dtype: torch.dtype, device: str) -> None:
         assert torch.equal(result.cpu(), right)
     for tensor, old in zip(on_device, before, strict=True):
         assert torch.equal(tensor, old)
+    cache_op.write_by_torch((before[0], before[1]), (before[2], before[3]), *before[4:])
     APPEND_IN_PLACE(*on_device)
-    for tensor, right in zip(on_device, [*expected, *new], strict=True):
-        assert torch.equal(tensor.cpu(), right)
+    for tensor, by_torch, right in zip(on_device, before, [*expected, *new], strict=True):
+        assert torch.equal(tensor.cpu(), right) and torch.equal(by_torch.cpu(), right)
 
 
 @pytest.mark.gpu

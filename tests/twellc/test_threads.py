@@ -10,14 +10,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import twellc
 from tests import caches, models
 from tests.processes import at_once
 from twellc import LLM, SamplingParams
-from twellc.generation.directory import TorchBackend
 from twellc.passes.graph.program import quiet_torch
 
 
@@ -73,33 +70,6 @@ def test_decoders_an_encoder_and_a_compiler(tmp_path: Path, families: list[str],
     for before, results in zip(expected, found, strict=True):
         for result in results:
             assert torch.equal(result, before) if isinstance(before, torch.Tensor) else result == before
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", ["qwen3", "falcon", "gemma2", "gpt-neox-japanese"])
-def test_nothing_of_other_models_is_replaced(name: str) -> None:
-    """Not while a step runs either, however the model computes attention; and the model is as before afterwards."""
-    names = ("sdpa", "eager")
-    registers = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
-    before = [[register.get(each) for each in names] for register in registers]
-    model = caches.FAMILIES[name]()
-    config, asked = model.config, model.config._attn_implementation
-    seen: list[Any] = []
-    encoder = _encoder()
-    expected = encoder()
-
-    def look(*_: Any) -> None:
-        seen.append([[register.get(each) for each in names] for register in registers])
-        assert torch.equal(encoder(), expected)
-
-    backend = TorchBackend(model, name)
-    model.get_output_embeddings().register_forward_hook(look)
-    backend.begin(2, 8)
-    backend.fill(torch.ones(2, 4, dtype=torch.int64), 0)
-    backend.decode(torch.ones(2, dtype=torch.int64), torch.tensor([4, 2]))
-    assert seen == [before] * 3
-    assert model.config is config and config._attn_implementation == asked and not hasattr(config, "twellc_masks")
-    assert all(module.config is config for module in model.modules() if hasattr(module, "config"))
 
 
 def test_silence_is_of_one_thread(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,8 @@
     logits       [batch, vocabulary]        behind the last real token of each sequence, or
                  [batch, tokens, vocabulary]    behind each token: `logits` says which
     next_tokens  int64 [batch]              or in their place the likeliest token behind each sequence
+    logit_places int64 [batch, asked]       of a program that torch runs, and of no plan: behind which of the new tokens
+                                            the logits are, [batch, asked, vocabulary]
     present.N.key, .value                   the caches with the new tokens in them, in the same memory
 
 Token i of a row has the position write_index + i, and its key and value stand there in the caches. A row with no real
@@ -22,7 +24,9 @@ from twellc.base.dtypes import DTYPES
 from twellc.base.records import LARGEST, Count, OneOf, Range, Record, Size
 
 INPUT_IDS, WRITE_INDEX, TOKEN_COUNT = "input_ids", "write_index", "token_count"
+LOGIT_PLACES = "logit_places"
 LOGITS_OF = _, ALL, GREEDY = ("last", "all", "greedy")
+ASKED = "asked"  # of no plan
 
 
 @dataclass(frozen=True)

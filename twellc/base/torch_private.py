@@ -21,6 +21,8 @@ TRIED = "2.11 to 2.13"
 # Where torch has each name.
 NAMES = {
     # graphs and their values
+    "DataDependentOutputException": "torch._subclasses.fake_tensor.DataDependentOutputException",
+    "DynamicOutputShapeException": "torch._subclasses.fake_tensor.DynamicOutputShapeException",
     "FakeTensor": "torch._subclasses.fake_tensor.FakeTensor",
     "FakeTensorMode": "torch._subclasses.fake_tensor.FakeTensorMode",
     "HigherOrderOperator": "torch._ops.HigherOrderOperator",

@@ -170,9 +170,6 @@ class OwnAttention(Changed):
     transformers dispatches both by a name in the configuration, which is changed for that time; all other models have
     transformers' own. Where layers compute attention themselves, or look at the name, they keep their configuration,
     and only the models that make masks for them get a copy that names ours.
-
-    Attributes:
-        dispatches: Whether attention is computed by the given function, too, and not the masks alone.
     """
 
     def __init__(self, model: torch.nn.Module, attention: Callable[..., Any], masks: Masks) -> None:
@@ -187,7 +184,6 @@ class OwnAttention(Changed):
             config: Any = vars(module).get("config")
             if getattr(config, "_attn_implementation", None) in ("sdpa", "eager"):
                 users.setdefault(id(config), []).append(module)
-        self.dispatches = True
         super().__init__([])
         for modules in users.values():
             config = modules[0].config
@@ -197,14 +193,11 @@ class OwnAttention(Changed):
                 self.changes.append((config, "_attn_implementation_internal", "sdpa", _OURS))
                 self.changes.append((config, _MASKS, None, masks))
             else:
-                self.dispatches = False
                 copied = copy.copy(config)
                 copied._attn_implementation_internal = _OURS if sdpa else _ADDED
                 setattr(copied, _MASKS, masks)
                 models = (module for module in modules if isinstance(module, PreTrainedModel))
                 self.changes += ((module, "config", config, copied) for module in models)
-        # Whether transformers itself says that the attention of the model can be another function.
-        self.dispatches &= bool(getattr(model, "_supports_attention_backend", False))
 
 
 @functools.cache
@@ -330,6 +323,30 @@ def experts_computed_as(config: Any, experts: Any, x: Tensor, ids: Tensor, weigh
     name = "eager" if config is None else config._experts_implementation
     function = ALL_EXPERTS_FUNCTIONS.get_interface(name, type(experts).forward.__wrapped__)
     y: Tensor = function(experts, x, ids, weights)
+    return y
+
+
+GROUPED_PRODUCT = "transformers.grouped_mm_fallback.default"
+
+
+@contextmanager
+def grouped_products_as_ops() -> Iterator[None]:
+    """Let grouped products of experts be traced as one op of transformers in this context, one thread at a time.
+
+    torch's own cannot be traced but in bfloat16.
+    """
+    from transformers.integrations import moe
+
+    can: Any = getattr(moe, "_can_use_grouped_mm", None)
+    with Changed([] if can is None else [(moe, "_can_use_grouped_mm", can, lambda *_: False)]):
+        yield
+
+
+def grouped_product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Compute that op as transformers does where nothing is traced: by torch's own product, if it can."""
+    from transformers.integrations.moe import _grouped_mm
+
+    y: Tensor = _grouped_mm(x, weight, offsets)
     return y
 
 

@@ -39,14 +39,18 @@ _ARGUMENTS = (*_SAMPLING, *(field.name for field in declared(LLMOptions)))
     default=None,
     help="Whether a prompt is a message to write down by the tokenizer's chat template. Default: where it has one.",
 )
-def generate(model: Path, template: bool | None, **options: Any) -> None:
+@click.option("--linear", hidden=True, help="Linear layers are taken by the number of tokens of a call.")
+def generate(model: Path, template: bool | None, linear: str | None, **options: Any) -> None:
     """Answer prompts by MODEL: a Hugging Face directory of a causal language model, or a plan with a key-value cache.
 
-    A directory runs in torch, its feed-forward blocks by the kernels. Without --prompt and --prompts-file it answers
-    standard input line by line; with a chat template as a conversation.
+    A directory runs in torch, its feed-forward blocks and linear layers by the kernels. Without --prompt and
+    --prompts-file it answers standard input line by line; with a chat template as a conversation.
     """
     sampling = {name: options.pop(name) for name in _SAMPLING}
     given = GenerateOptions(**options)
+    if linear is not None:
+        what = "has no effect any more, since linear layers are taken by the number of tokens of a call"
+        say("Note:", f"--linear {what}; the next version does not know it.")
     if given.prompt is not None and given.prompts_file is not None:
         raise UserError("--prompts-file", "there is a prompt already", got="--prompt, too", fix="Leave one out.")
     params = SamplingParams(**sampling)

@@ -58,10 +58,6 @@ class Fp8Linear(nn.Module):
         """The weight."""
         return Fp8(self.weight, self.scale)
 
-    def dequantize(self, dtype: torch.dtype) -> None:
-        """Become a `torch.nn.Linear`, in place."""
-        self.give_back(self, nn.Parameter(self.matrix.dequantize(dtype), requires_grad=False))
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fp8Linear:
         """Let `.to()` and its kind move bytes and scales, but never convert them."""
         own = {id(self._parameters[name]): kind for name, kind in _INTEGERS.items()}

@@ -204,14 +204,6 @@ def optimized_blocks(module: nn.Module) -> list[Layer]:
     return [layer for _, layer in sorted(rows, key=lambda row: order[row[0]])]
 
 
-def dequantize_others(module: nn.Module, dtype: torch.dtype) -> list[str]:
-    """Make the layers in FP8 that no block reads linear ones of `dtype`; return their paths."""
-    others = _others_in_fp8(module)
-    for layer in others.values():
-        layer.dequantize(dtype)
-    return list(others)
-
-
 def _others_in_fp8(module: nn.Module) -> dict[str, Fp8Linear]:
     """Return the layers in FP8 that no block reads which the op computes, by path."""
     read = {

@@ -14,7 +14,6 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedConfig, StoppingCriteriaList
 
 from twellc.base.errors import UserError
-from twellc.generation.backend import Backend
 from twellc.generation.choice import OutputPenalties
 from twellc.generation.directory import load_directory
 from twellc.generation.logprobs import MODES, RAW, Wanted
@@ -29,10 +28,8 @@ from twellc.generation.sampling import (
     SamplingParams,
 )
 from twellc.generation.text import Answer, Messages, load_codec
-from twellc.generation.traced import load_traced
 from twellc.generation.vllm_names import CALL, ENGINE, PROMPT, refuse_others
-from twellc.loaders.checkpoint import end_tokens, pad_token
-from twellc.options.commands import LINEARS_IN_TORCH as LINEARS
+from twellc.loaders.checkpoint import pad_token
 from twellc.options.source import refuse_missing
 from twellc.options.weights import KEEP
 
@@ -75,7 +72,6 @@ class LLM:
         weights: str = KEEP,
         fp8_error: float | None = None,
         text: str | os.PathLike[str] | None = None,
-        linear: str = "auto",
         skip_tokenizer_init: bool = False,
         logprobs_mode: str = RAW,
         max_num_batched_tokens: int | None = None,
@@ -94,14 +90,11 @@ class LLM:
                 in the cache; None makes the cache as it is needed.
             compiled: Whether torch.compile compiles a directory: faster, after minutes.
             layers: Which feed-forward blocks of a directory the `twell` ops compute, see `twellc.optimize`.
-            weights: `keep`: as a directory has them; `fp8:blocks`: these blocks are quantised to FP8; `fp8`, if
-                `linear` is `twell`: and the linear layers that are computed so.
+            weights: `keep`: as a directory has them; `fp8:blocks`: these blocks are quantised to FP8; `fp8`:
+                and the linear layers outside of them.
             fp8_error: With these: leave a block as it is where, on `text`, FP8 changes its output by more than
                 this: the norm of the difference over the norm of the output. Linear layers are left, too.
             text: With `fp8_error`: a file with text, in UTF-8, which the tokenizer of the directory reads.
-            linear: `twell`: the linear layers of a directory outside of these blocks run by the `twell` ops, too, each
-                with its norm and its sum: the ops are those of a plan, steps are faster, and loading takes as long as
-                its tracing. `auto`: torch's own.
             skip_tokenizer_init: Whether no tokenizer is read: prompts and answers are token ids. So they are of a model
                 without one, too.
             logprobs_mode: What `SamplingParams(logprobs=…)` returns: `raw_logprobs`, log probabilities of what the
@@ -125,7 +118,6 @@ class LLM:
             "weights",
             "fp8_error",
             "text",
-            "linear",
             "skip_tokenizer_init",
             "logprobs_mode",
             "max_num_batched_tokens",
@@ -142,32 +134,25 @@ class LLM:
             raise UserError("tokenizer", "is not read with skip_tokenizer_init=True", fix="Leave one of them out.")
         path = Path(model)
         refuse_missing(path, "a Hugging Face directory, or a plan")
-        backend: Backend
         settings: Any = GenerationConfig
-        plan_config: Any = PreTrainedConfig
-        if linear not in LINEARS:
-            raise UserError("linear", "no such choice", got=repr(linear), expected=" or ".join(LINEARS))
-        measured = None if text is None else Path(text)
-        options = (path, device, precision, max_model_len, compiled, layers, weights, fp8_error, measured)
-        if path.is_dir() and linear == "twell":
-            backend, cache, notes = load_traced(*options)
-            config, ends, folder = plan_config(vocab_size=backend.vocabulary), cache.end_tokens, path
-        elif path.is_dir():
-            loaded = load_directory(*options)
-            backend, config, notes, folder = loaded, loaded.model.config, loaded.notes, path
-            # Its own: how the model's makers would draw is not how it answers unless told otherwise.
-            ends = end_tokens(path, config)
+        plain_config: Any = PreTrainedConfig
+        if path.is_dir():
+            measured = None if text is None else Path(text)
+            options = (path, device, precision, max_model_len, compiled, layers, weights, fp8_error, measured)
+            backend, cache, notes = load_directory(*options)
+            folder = path
         else:
             backend, cache = load_plan(path, device)
-            config, notes, ends = plan_config(vocab_size=backend.vocabulary), [], cache.end_tokens
+            notes = []
             folder = path.with_name(cache.text or path.name)
             quantises = {"weights": weights != KEEP, "fp8_error": fp8_error is not None, "text": text is not None}
-            asked = {"compiled": compiled, "layers": layers != "auto", "linear": linear != "auto"}
+            asked = {"compiled": compiled, "layers": layers != "auto"}
             _refuse_of_a_plan(dtype=precision, **asked, **quantises)
             if max_model_len is not None and max_model_len != backend.longest:
                 what = "is not that of the plan"
                 fix = "Leave it out, or compile the model with another --kv-cache."
                 raise UserError("max_model_len", what, got=str(max_model_len), expected=str(backend.longest), fix=fix)
+        config, ends = plain_config(vocab_size=backend.vocabulary), cache.end_tokens
         pad = pad_token(folder)
         pad = pad if pad is not None else ends[0] if ends else 0
         self.model = CausalModel(backend, config, settings(eos_token_id=ends or None, pad_token_id=pad))

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from twellc.base.caches import ALL, GREEDY, INPUT_IDS, TOKEN_COUNT, WRITE_INDEX, KeyValueCache
+from twellc.base.caches import ALL, ASKED, GREEDY, INPUT_IDS, LOGIT_PLACES, TOKEN_COUNT, WRITE_INDEX, KeyValueCache
 from twellc.base.devices import choose_device
 from twellc.base.dtypes import BY_NAME, DTYPES
 from twellc.base.errors import UserError
@@ -35,7 +35,7 @@ class PlanCalls(Protocol):
         """Take the caches, by the names of inputs and by those of outputs: each tensor has two names."""
 
     def run(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Run the plan for `input_ids`, `write_index` and `token_count`; return its output, the next call's to keep."""
+        """Run the plan for these inputs; return its output, the next call's to keep."""
 
 
 class PlanBackend:
@@ -53,11 +53,13 @@ class PlanBackend:
         self.name, self.device, self.vocabulary = name, calls.device, cache.vocabulary
         self.longest, self.chunk = cache.length, cache.prefill_chunk
         self.largest_batch: int | None = cache.batch
-        self.chooses, self.scores_prompts = cache.logits == GREEDY, cache.logits == ALL
+        self.chooses, self.scores_prompts = cache.logits == GREEDY, cache.logits in (ALL, ASKED)
+        # For each new size of a call TensorRT and cuDNN prepare themselves.
+        self._pads = cache.logits != ASKED or calls.device.type == "cuda"
         self._cache, self._calls, self._growing = cache, calls, growing
         self._rows = self._places = 0
         self._memory: list[Tensor] = []
-        self._ones = torch.empty(0)
+        self._ones = self._first = torch.empty(0)
 
     def begin(self, batch: int, places: int) -> bool:
         """Make room; see `Backend`."""
@@ -78,15 +80,17 @@ class PlanBackend:
             self._memory.append(memory)
         self._calls.bind(caches)
         self._ones = torch.ones(batch, dtype=torch.int64, device=self.device)
+        self._first = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
         self._rows = batch
         return True
 
     def fill(self, input_ids: Tensor, start: int, every: bool = False) -> Tensor:
         """Compute the first tokens of rows; see `Backend`."""
         tokens = input_ids.shape[1]
-        padding = min(_size(tokens), self.chunk, self.longest - start) - tokens
-        padded = torch.nn.functional.pad(input_ids, (0, padding))
-        return self._run(padded, start * self._ones, tokens, every)
+        if self._pads:
+            padding = min(_size(tokens), self.chunk, self.longest - start) - tokens
+            input_ids = torch.nn.functional.pad(input_ids, (0, padding))
+        return self._run(input_ids, start * self._ones, tokens, every)
 
     def decode(self, tokens: Tensor, places: Tensor) -> Tensor:
         """Compute a token of each row; see `Backend`."""
@@ -98,14 +102,22 @@ class PlanBackend:
         Return what is behind these; with `every` behind each of them.
         """
         counts = self._ones if real == 1 else real * self._ones
-        found = self._calls.run({INPUT_IDS: input_ids, WRITE_INDEX: starts, TOKEN_COUNT: counts})
+        inputs = {INPUT_IDS: input_ids, WRITE_INDEX: starts, TOKEN_COUNT: counts}
+        logits = self._cache.logits
+        if logits == ASKED:
+            if every:
+                places = torch.arange(real, device=self.device).expand(len(input_ids), -1)
+                return self._calls.run({**inputs, LOGIT_PLACES: places})
+            last = self._first if real == 1 else self._first + (real - 1)
+            return self._calls.run({**inputs, LOGIT_PLACES: last})[:, 0]
+        found = self._calls.run(inputs)
         if every:
             return found[:, :real]
-        return found[:, real - 1] if self._cache.logits == ALL else found
+        return found[:, real - 1] if logits == ALL else found
 
 
 def _size(tokens: int) -> int:
-    """Return the next of few sizes, four in an octave: for each new one TensorRT and cuDNN prepare themselves."""
+    """Return the next of few sizes, four in an octave."""
     step = max(4, 1 << max((tokens - 1).bit_length() - 3, 0))
     return max(16, -(-tokens // step) * step)
 

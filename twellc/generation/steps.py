@@ -120,7 +120,7 @@ class Decoder:
             self._refuse_without_logits(each)
         if wanted.prompt is not None and not self.backend.scores_prompts:
             what = "the plan gives the logits behind prompts, and none within"
-            fix = "Compile the model with --logits all, or give its directory, without linear='twell'."
+            fix = "Compile the model with --logits all, or give its directory."
             raise UserError("prompt_logprobs", what, got=str(wanted.prompt), expected="None", fix=fix)
         began = time.perf_counter()
         rows = [row for prompt in prompts for row in prompt.tokens]

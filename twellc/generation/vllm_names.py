@@ -61,6 +61,7 @@ _WITHOUT_EFFECT = (
     "disable_log_requests", "compilation_config", "cuda_graph_sizes", "num_gpu_blocks_override", "preemption_mode",
     "scheduling_policy", "async_scheduling", "use_v2_block_manager", "attention_backend", "attention_config",
     "model_impl", "optimization_level",
+    "linear",  # ours, of older releases: linear layers are taken by the number of tokens of a call
 )  # fmt: skip
 
 ENGINE: Names = {

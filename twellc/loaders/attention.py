@@ -1,4 +1,4 @@
-"""Attention and masks of transformers' models in the form that compiles well: traced, cached and decoding.
+"""Attention and masks of transformers' models in the form that compiles well: traced, also with a cache.
 
 One model computes them by functions of ours while it is called (`OwnAttention`). What transformers registers itself,
 `sdpa` and `eager`, is right for every use, with caches and packed sequences, and costs much in a graph: masks by
@@ -12,38 +12,23 @@ gathers over tokens x tokens, keys and values of a group copied.
 
 Keys and values of a group stay [batch, groups, keys, width].
 
-With a key-value cache, whose keys stand at their positions, queries have those that the call says:
-
-    traced (`cached.py`)                a causal mask is twell.cache_mask(starts, counts, tokens, length)
-    in torch (`generation/rows.py`)     first tokens need no mask that is causal; later ones, on a GPU, go by lengths,
-                                        by twell.cached_attention
+With a key-value cache, whose keys stand at their positions, queries have those that the call says, and a causal mask is
+twell.cache_mask(starts, counts, tokens, length): see `cached.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from twellc.base.transformers_private import OwnAttention, plain_attention, plain_masks, query_count
-from twellc.plugins.cache_op import CACHE_MASK, CACHED_ATTENTION
+from twellc.base.transformers_private import OwnAttention, plain_attention, plain_masks
+from twellc.plugins.cache_op import CACHE_MASK
 
 Request = dict[str, Any]  # what transformers passes to `sdpa_mask`, which documents it
-
-
-class Counts(NamedTuple):
-    """What stands for a causal mask where attention goes by lengths: int32 [batch] each.
-
-    Attributes:
-        queries: How many queries each row has.
-        keys: How many keys its last query sees.
-    """
-
-    queries: Tensor
-    keys: Tensor
 
 
 @dataclass
@@ -65,21 +50,6 @@ class CacheStep:
     longest: int
 
 
-@dataclass(eq=False)
-class NextCall:
-    """The next call of a model in torch, as the layers of its cache and the masks see it. It changes between calls.
-
-    Attributes:
-        index: Where it writes in each row: int64 [batch].
-        is_prefill: Whether it writes from place 0 on in each row: its queries see no older keys.
-        by_lengths: Whether causal attention to older keys goes by lengths, without a mask.
-    """
-
-    index: Tensor
-    is_prefill: bool
-    by_lengths: bool
-
-
 def traced_attention(model: torch.nn.Module, padded: bool, longest: int) -> OwnAttention:
     """Let a model compute attention and masks in the form that compiles well, in this context.
 
@@ -96,17 +66,12 @@ def cached_attention(model: torch.nn.Module, step: CacheStep) -> OwnAttention:
     return OwnAttention(model, _attention, partial(_cached_mask, step))
 
 
-def row_attention(model: torch.nn.Module, call: NextCall) -> OwnAttention:
-    """Let a model attend to a `RowCache` of the same `call`, in this context."""
-    return OwnAttention(model, _attention, partial(_row_mask, call))
-
-
 def _attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | Counts | None,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -119,7 +84,7 @@ def _attention(
         query: [batch, heads, queries, width].
         key: [batch, groups, keys, width].
         value: [batch, groups, keys, value width].
-        attention_mask: Broadcastable to [batch, heads, queries, keys], bool or added to the logits; or counts.
+        attention_mask: Broadcastable to [batch, heads, queries, keys], bool or added to the logits.
         dropout: Without meaning: models are in eval mode.
         scaling: Scale of the logits.
         is_causal: Whether to mask later keys; a mask given besides holds that already.
@@ -128,24 +93,11 @@ def _attention(
     Returns:
         [batch, queries, heads, value width], and no weights.
     """
-    batch, heads, tokens, width = query.shape
-    groups = key.shape[1]
-    special = others.get("position_bias") is not None or others.get("softcap") is not None
-    if isinstance(attention_mask, Counts):
-        queries, keys = attention_mask
-        if value.shape[-1] == width and not special:
-            scale = width**-0.5 if scaling is None else scaling
-            return CACHED_ATTENTION(query.transpose(1, 2), key, value, queries, keys, scale), None
-        mask: Tensor = CACHE_MASK(keys - queries, queries, tokens, key.shape[2])
-        attention_mask = mask
-    if special:
+    if others.get("position_bias") is not None or others.get("softcap") is not None:
         own = plain_attention()
         return own(module, query, key, value, attention_mask, dropout, scaling, is_causal, **others)  # type: ignore[no-any-return]
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
-    if attention_mask is not None and heads != groups and _is_one_token(tokens) and attention_mask.shape[1] == 1:
-        # The queries of a group as queries of one head: with a mask, groups would take the slowest kernel on a GPU.
-        query = query.view(batch, groups, heads // groups, width)
     result = torch.nn.functional.scaled_dot_product_attention(
         query,
         key,
@@ -153,16 +105,9 @@ def _attention(
         attn_mask=attention_mask,
         is_causal=is_causal and attention_mask is None,
         scale=scaling,
-        enable_gqa=query.shape[1] != groups,
+        enable_gqa=query.shape[1] != key.shape[1],
     )
-    if query.shape[1] != heads:
-        result = result.reshape(batch, heads, tokens, -1)
     return result.transpose(1, 2).contiguous(), None
-
-
-def _is_one_token(tokens: Any) -> bool:
-    """Whether a call is of one token; while a model is traced, it is of any number."""
-    return not torch.compiler.is_exporting() and tokens == 1
 
 
 def _compared(seen: Any, batch: Any, positions: Tensor, keys: Any) -> Tensor:
@@ -221,22 +166,3 @@ def _cached_mask(step: CacheStep, causal_is_optional: bool, request: Request) ->
         mask: Tensor = CACHE_MASK(step.starts, step.counts, step.positions.shape[1], step.length)
         return mask
     return _compared(seen, step.positions.shape[0], step.positions, step.length)
-
-
-def _row_mask(call: NextCall, causal_is_optional: bool, request: Request) -> Tensor | Counts | None:
-    """Make a mask, True where a query sees a key; None where it is causal among the keys of one call, and optional.
-
-    Where attention goes by lengths, counts stand for a mask that is causal.
-    """
-    causal, seen, window = plain_masks().causal, request["mask_function"], request.get("local_size")
-    tokens, starts = query_count(request), call.index
-    if call.is_prefill:
-        usual = causal_is_optional and request.get("allow_is_causal_skip", True)
-        if usual and (seen is causal or (window is not None and tokens <= window)):
-            return None
-        starts = torch.zeros_like(starts)
-    elif call.by_lengths and seen is causal:
-        count = torch.full_like(starts, tokens, dtype=torch.int32)
-        return Counts(count, starts.to(torch.int32) + count)
-    positions = starts[:, None] + torch.arange(tokens, device=starts.device)
-    return _compared(seen, len(starts), positions, request["kv_length"])

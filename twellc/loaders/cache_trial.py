@@ -23,7 +23,7 @@ from torch import Tensor
 from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_line
 from twellc.base.transformers_private import cache_over
-from twellc.loaders.huggingface import ATTENTION_MODELS, cannot_be_run
+from twellc.loaders.huggingface import ATTENTION_MODELS, WITHOUT_A_CACHE_OF_OURS, cannot_be_run
 from twellc.loaders.huggingface_inputs import text_config
 
 # Numbers of a configuration that are not places: widths, counts and token ids.
@@ -169,13 +169,13 @@ class CacheTrial:
     def _refusal(self, got: str) -> UserError:
         what = "the model computes other logits over a cache than without one"
         expected = "masks and positions that transformers can be given for it"
-        return UserError(self.where, what, got=got, expected=expected)
+        return UserError(self.where, what, got=got, expected=expected, fix=WITHOUT_A_CACHE_OF_OURS)
 
 
 def other_state(where: str, model: Any, reason: str) -> UserError:
     """Return what to say of a model that cannot be run over a cache."""
     what = f"the model does not run over a cache of keys and values alone ({reason})"
-    return UserError(where, what, got=type(model).__name__, expected=ATTENTION_MODELS)
+    return UserError(where, what, got=type(model).__name__, expected=ATTENTION_MODELS, fix=WITHOUT_A_CACHE_OF_OURS)
 
 
 def _error(expected: Tensor, found: Tensor) -> float:

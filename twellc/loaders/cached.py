@@ -10,6 +10,7 @@ and returns the whole caches; masks and attention over them are in `attention.py
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,15 +21,21 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from twellc.base.caches import INPUT_IDS, TOKEN_COUNT, WRITE_INDEX, CachePair, KeyValueCache
+from twellc.base.caches import ASKED, INPUT_IDS, LOGIT_PLACES, TOKEN_COUNT, WRITE_INDEX, CachePair, KeyValueCache
 from twellc.base.dtypes import DTYPES, dtype_name, option_of, torch_dtype
 from twellc.base.errors import UserError, first_line
-from twellc.base.torch_private import FakeTensorMode
-from twellc.base.transformers_private import cache_over, nothing_fetched
+from twellc.base.torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from twellc.base.transformers_private import cache_over, grouped_products_as_ops, nothing_fetched
 from twellc.loaders.attention import CacheStep, cached_attention
 from twellc.loaders.cache_trial import CacheTrial, MadeUpKeys, other_state
 from twellc.loaders.checkpoint import end_tokens
-from twellc.loaders.huggingface import cache_argument, cached_length, open_directory, refuse_experts
+from twellc.loaders.huggingface import (
+    WITHOUT_A_CACHE_OF_OURS,
+    cache_argument,
+    cached_length,
+    open_directory,
+    refuse_experts,
+)
 from twellc.loaders.huggingface_inputs import text_config
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.tracing import trace
@@ -36,7 +43,7 @@ from twellc.options.source import ALL_LOGITS, GREEDY_LOGITS, CacheOptions, refus
 from twellc.passes.graph.program import user_inputs
 from twellc.plugins.cache_op import APPEND
 
-_TRACED_BATCH, _TRACED_TOKENS, _TRACED_LENGTH, LARGEST_BATCH = 2, 3, 5, 65536
+_TRACED_BATCH, _TRACED_TOKENS, _TRACED_ASKED, _TRACED_LENGTH, LARGEST_BATCH = 2, 3, 4, 5, 65536
 
 
 # What layers cache of a token: [heads, width] of the key of the first, of its value, of the key of the second, …
@@ -45,19 +52,17 @@ _Sizes = list[tuple[int, int]]
 _Precision = torch.dtype | str | Callable[[torch.dtype], torch.dtype] | None
 
 
-def load_with_cache(
-    path: Path, options: CacheOptions, logits: str, dtype: _Precision, growing: bool = False
-) -> LoadedModel:
+def load_with_cache(path: Path, options: CacheOptions, logits: str, dtype: _Precision) -> LoadedModel:
     """Load a causal language model with a key-value cache, and trace it in the precision that it is to have.
 
     Args:
         path: A Hugging Face directory.
         options: The sizes of the cache.
         logits: `last` computes the logits behind the last real token of each sequence only, `all` those of each token,
-            `greedy` the token with the largest of the last ones.
+            `greedy` the token with the largest of the last ones, `asked` those that `logit_places` says. With `asked`
+            caches may have fewer places in a call than `options` say, and these may be more than the model has
+            positions: it is these then.
         dtype: `bf16` or `fp16`; None takes the model's own, or bf16 where that is neither. A dtype of torch for tests.
-        growing: Whether caches may have fewer places in a call than `options` say, and these may be more than the
-            model has positions: it is these then.
 
     Raises:
         UserError: It is another kind of model, or one that cannot be traced or takes no cache of that length.
@@ -67,15 +72,21 @@ def load_with_cache(
         raise no_directory(path)
     if options.batch > LARGEST_BATCH:
         raise UserError("--max-batch-size", "is too large", got=str(options.batch), expected=f"{LARGEST_BATCH} at most")
-    with nothing_fetched():
+    growing = logits == ASKED
+    with nothing_fetched(), grouped_products_as_ops():
         messages: list[str] = []
         model, config, notes = open_directory(path, partial(_in_dtype, dtype, messages))
         notes = notes + messages
         where = str(path) if growing else f"--kv-cache: {path}"
-        taken = cache_argument(model, f"{where}, a {type(model).__name__}", "use_cache")
+        taken = cache_argument(model, f"{where}, a {type(model).__name__}")
+        if getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None:
+            model.set_attn_implementation("eager")  # older releases take another, which leaves the cap out
         limit = cached_length(model)
         if growing:
-            options = replace(options, length=min(options.length, limit))
+            options = replace(options, length=limit if options.length == NO_LIMIT else options.length)
+            if not 1 <= options.length <= limit:
+                what, expected = "is out of range for this model's cache", f"1 to {limit}, the positions of the model"
+                raise UserError("max_model_len", what, got=str(options.length), expected=expected)
         limit = limit if limit < NO_LIMIT else 0
         _refuse_length(path, options, limit)
         _refuse_infinite_weights(model)
@@ -85,13 +96,20 @@ def load_with_cache(
         _take_caches(model, taken, logits, options.length)
         _refuse_other_logits(model, sizes, trial)
         traced = _trace(path, model, sizes, options, precision, growing)
-        refuse_experts(path, traced, "Its experts would stay dense.")
+        if not growing:
+            refuse_experts(path, traced, "Its experts would stay dense.")
     names = [f"{number // 2}.{('key', 'value')[number % 2]}" for number in range(len(sizes))]
     pairs = [
         CachePair(f"past_key_values.{name}", f"present.{name}", [-1, heads, options.length, width])
         for name, (heads, width) in zip(names, sizes, strict=True)
     ]
-    inputs = [INPUT_IDS, WRITE_INDEX, TOKEN_COUNT, *(pair.input for pair in pairs)]
+    inputs = [
+        INPUT_IDS,
+        WRITE_INDEX,
+        TOKEN_COUNT,
+        *(pair.input for pair in pairs),
+        *([LOGIT_PLACES] if growing else []),
+    ]
     placeholders = list(user_inputs(traced))
     batch, tokens = (str(size) for size in placeholders[0].meta["val"].shape)
     cache = KeyValueCache(
@@ -171,34 +189,43 @@ def _take_caches(model: Any, cache_name: str, logits: str, longest: int) -> None
 
     It is replaced rather than wrapped: modules keep their paths, which profiles and reports name.
     """
-    forward = model.forward
-    last: list[Tensor] = []  # the place of each row's last real token, in a call
-    if logits != ALL_LOGITS:
+    forward, taken = model.forward, inspect.signature(model.forward).parameters
+    asked: list[Tensor] = []  # the places of tokens of each row behind which logits are wanted, in a call
+    head = model.get_output_embeddings()
+    if logits != ALL_LOGITS and head is not None:
         # No argument of transformers' models says so, row by row.
-        model.get_output_embeddings().register_forward_pre_hook(lambda module, given: _row_by_row(given[0], last[0]))
+        head.register_forward_pre_hook(lambda module, given: _row_by_row(given[0], asked[0]))
 
     def step(
         input_ids: Tensor,
         write_index: Tensor,
         token_count: Tensor,
         past_key_values: list[Tensor],
+        logit_places: Tensor | None = None,
         made_up: MadeUpKeys | None = None,
         chooses: bool = logits == GREEDY_LOGITS,
     ) -> list[Tensor]:
         starts, counts = write_index.to(torch.int32), token_count.to(torch.int32)
-        last[:] = [token_count.clamp(min=1) - 1]
+        last = token_count.clamp(min=1)[:, None] - 1
+        asked[:] = [last if logit_places is None else logit_places]
         # Padding has the position of the last token: a table of positions holds that.
-        places = torch.minimum(torch.arange(input_ids.shape[1], device=input_ids.device), last[0][:, None])
+        places = torch.minimum(torch.arange(input_ids.shape[1], device=input_ids.device), last)
         positions = write_index[:, None] + places
         length = past_key_values[0].shape[2]
         pairs = zip(past_key_values[::2], past_key_values[1::2], strict=True)
         layers = [_Appending(*pair, starts, counts, made_up) for pair in pairs]
+        optional: dict[str, Any] = {"use_cache": True, "return_dict": True}
+        if logits == ASKED:  # ALiBi is computed of a mask: every key that there is may be seen
+            optional["attention_mask"] = input_ids.new_ones(input_ids.shape[0], length)
+        given = {name: value for name, value in optional.items() if name in taken}
+        given |= {"input_ids": input_ids, "position_ids": positions, cache_name: cache_over(layers)}
         with cached_attention(model, CacheStep(starts, counts, positions, length, longest)):
-            given = {"input_ids": input_ids, "position_ids": positions, cache_name: cache_over(layers)}
-            result = forward(**given, use_cache=True, return_dict=True)
-        last.clear()
-        found = result.logits.argmax(-1) if chooses else result.logits
-        kept = found if logits == ALL_LOGITS else found[:, 0]
+            found = forward(**given).logits
+        if logits != ALL_LOGITS and head is None:
+            found = _row_by_row(found, asked[0])
+        asked.clear()
+        found = found.argmax(-1) if chooses else found
+        kept = found if logits in (ALL_LOGITS, ASKED) else found[:, 0]
         return [kept, *(tensor for layer in layers for tensor in (layer.keys, layer.values))]
 
     model.forward = step
@@ -217,8 +244,10 @@ def _refuse_other_logits(model: Any, sizes: _Sizes, trial: CacheTrial) -> None:
         caches = [made_up.of(number % 2, new).expand(len(ids), -1, -1, -1) for number, new in enumerate(shapes)]
         return at_ends(ids, places, torch.ones_like(places), caches, made_up)
 
-    def at_ends(*given: Any) -> Tensor:
-        logits: Tensor = model.forward(*given, chooses=False)[0]
+    def at_ends(
+        ids: Tensor, starts: Tensor, counts: Tensor, caches: list[Tensor], made_up: MadeUpKeys | None = None
+    ) -> Tensor:
+        logits: Tensor = model.forward(ids, starts, counts, caches, made_up=made_up, chooses=False)[0]
         return logits if logits.dim() == 2 else logits[:, -1]
 
     trial.refuse_others(whole, at_places)
@@ -229,8 +258,8 @@ def _empty_caches(sizes: _Sizes, batch: int, length: int, dtype: torch.dtype) ->
 
 
 def _row_by_row(hidden: Tensor, places: Tensor) -> Tensor:
-    """Return [batch, 1, width]: of each row of [batch, tokens, width] that at its place."""
-    return hidden.gather(1, places[:, None, None].expand(-1, 1, hidden.shape[-1]))
+    """Return [batch, asked, width]: of each row of [batch, tokens, width] those at its places [batch, asked]."""
+    return hidden.gather(1, places[:, :, None].expand(-1, -1, hidden.shape[-1]))
 
 
 @dataclass
@@ -292,6 +321,9 @@ def _probe(where: str, model: Any, cache_name: str) -> _Sizes:
             given = {"input_ids": ids, "position_ids": positions, "use_cache": True, cache_name: cache_over(recording)}
             # Buffers that a model replaces as it runs, such as CTRL's table of positions, would be fake from now on.
             torch.func.functional_call(model, dict(model.named_buffers()), (), given)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        what = f"torch.export cannot trace the model, where values decide what is computed ({first_line(error)})"
+        raise UserError(where, what, got=type(model).__name__, fix=WITHOUT_A_CACHE_OF_OURS) from error
     except Exception as error:  # transformers raises what it likes for a cache that does not fit
         raise other_state(where, model, first_line(error)) from error
     if not layers or any(layer.sizes is None for layer in layers):
@@ -320,5 +352,8 @@ def _trace(
         TOKEN_COUNT: {0: batch},
         "past_key_values": [{0: batch, **({2: length} if growing else {})} for _ in caches],
     }
-    fix = "Leave linear out." if growing else "Compile it without a cache."
+    if growing:
+        kwargs[LOGIT_PLACES] = torch.zeros(_TRACED_BATCH, _TRACED_ASKED, dtype=torch.int64)
+        shapes[LOGIT_PLACES] = {0: batch, 1: torch.export.Dim("asked", min=1, max=most)}
+    fix = WITHOUT_A_CACHE_OF_OURS if growing else "Compile it without a cache."
     return trace(str(path), model, (), kwargs, shapes, fix, fix)

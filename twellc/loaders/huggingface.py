@@ -29,6 +29,9 @@ from twellc.options.source import GREEDY_LOGITS, PADDINGS, NoChoiceError, refuse
 from twellc.passes.sizes.conditions import failing_assertions
 
 ATTENTION_MODELS = "a decoder of attention layers, such as LlamaForCausalLM"
+WITHOUT_A_CACHE_OF_OURS = (
+    "Call twellc.optimize(model), and transformers' own generate; or serve it by vLLM. `twellc profile` takes it, too."
+)
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
 
@@ -218,13 +221,12 @@ def refuse_experts(path: Path, program: ExportedProgram, fix: str) -> None:
         raise UserError(str(path), what, got=f"the operation {experts.target}", fix=fix)
 
 
-def cache_argument(model: Any, where: str, *needed: str) -> str:
+def cache_argument(model: Any, where: str) -> str:
     """Return what the forward of a causal language model calls its cache of keys and values.
 
     Args:
         model: A model of transformers.
         where: What to call it in messages.
-        needed: What its forward must take besides token ids and positions.
 
     Raises:
         UserError: It is another kind of model, has layers that are not attention, or takes no positions or cache.
@@ -235,11 +237,12 @@ def cache_argument(model: Any, where: str, *needed: str) -> str:
     config, taken = model.config.get_text_config(decoder=True), inspect.signature(model.forward).parameters
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS)
     others = [f"layers of {kind}" for kind in kinds]
-    others += [f"no {each}" for each in ("input_ids", "position_ids", *needed) if each not in taken]
+    others += [f"no {each}" for each in ("input_ids", "position_ids") if each not in taken]
     argument = next((each for each in ("cache", "past_key_values") if each in taken), None)
     if argument is None or others:
         what = "its cache is not one of keys and values alone, at positions that can be given"
-        raise UserError(where, what, got=first_few(others), expected=ATTENTION_MODELS)
+        fix = WITHOUT_A_CACHE_OF_OURS
+        raise UserError(where, what, got=first_few(others), expected=ATTENTION_MODELS, fix=fix)
     return argument
 
 

@@ -22,7 +22,6 @@ BACKENDS = ("auto", "tensorrt", "tensorrt-rtx", "none")
 DEFAULT_DENSITY = 0.005
 DEFAULT_TOKENS = 2048
 DEFAULT_GPU = "H100"
-LINEARS_IN_TORCH = ("auto", "twell")
 # TensorRT tunes a plan for the largest number of sequences of a profile, and this many are 3 % faster when tuned for.
 _FEW_SEQUENCES = 8
 LEAST_LENGTH = 2  # of a key-value cache: torch.export takes a single place for a constant
@@ -216,9 +215,6 @@ class LLMOptions(WeightOptions):
         compiled: Let torch.compile compile a directory: it takes minutes, then it is faster.
         layers: Which matching blocks of a directory to rewrite; REGEX is searched in their module paths.
         text: With --fp8-error: measure on this text, in UTF-8, through the tokenizer in the model's directory.
-        linear: Linear layers of a directory outside of the blocks: twell computes each with the norm before it and the
-            sum behind it, and those of one input at once, as a plan does: steps are faster, and loading takes as long
-            as tracing. auto: torch's own.
         max_num_batched_tokens: Compute prompts in chunks of so many tokens, all prompts together, to save memory.
             Default: at once, or in the chunks of a plan.
     """
@@ -230,7 +226,6 @@ class LLMOptions(WeightOptions):
     compiled: bool = option(False)
     layers: str = option("auto", "auto|all|none|REGEX")
     text: Path | None = option(None, "FILE", Path)
-    linear: str = option("auto", kind=LINEARS_IN_TORCH)
     max_num_batched_tokens: int | None = option(None, "N", COUNT)
 
 

@@ -21,7 +21,7 @@ tensors of floats share one dtype.
   is that one's.
 
 The CPU implementations are the meaning; attention is computed in float32 (float64 for float64), and rounded once. On a
-GPU appending is a kernel of libtwell_attention.so, and attention is cuDNN's where that is at hand, else torch's own.
+GPU appending is a kernel of libtwell_attention.so, and attention is cuDNN's, where these are at hand, else torch's own.
 """
 
 from __future__ import annotations
@@ -114,8 +114,9 @@ def _launch_write(
     if not (keys.is_contiguous() and values.is_contiguous()):
         raise ValueError("twell: caches must be contiguous")
     lib = library.load_attention()
-    if lib is None:
-        raise RuntimeError("twell: libtwell_attention.so is not there, which appends to caches on a GPU")
+    if lib is None:  # as of a build without cuDNN's headers
+        write_by_torch((keys, values), (_rotated(new_keys, cosines, sines), new_values), starts, counts)
+        return
     read = [each.contiguous() for each in (new_keys, new_values, starts, counts)]
     batch, heads, length, _ = keys.shape
     key_bytes, value_bytes = (each.shape[3] * each.element_size() for each in (keys, values))
@@ -129,6 +130,23 @@ def _launch_write(
         status = lib.twell_append_caches(problem, tensors, torch.cuda.current_stream().cuda_stream)
     if status:
         raise RuntimeError(f"twell: appending to caches failed with CUDA error {status}")
+
+
+def write_by_torch(caches: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], starts: Tensor, counts: Tensor) -> None:
+    """Append in place by torch, waiting for nothing; new keys are rotated already.
+
+    What is padding, or behind the last place, writes the last token that is neither again; where there is none, what is
+    there already.
+    """
+    length, tokens = caches[0].shape[2], new[0].shape[1]
+    starts, counts = starts[:, None].long(), counts[:, None].long()
+    last = torch.minimum(counts.clamp(max=tokens), length - starts) - 1
+    token = torch.minimum(torch.arange(tokens, device=starts.device), last).clamp(min=0)
+    place = (starts + token).clamp(max=length - 1)
+    row = torch.arange(len(starts), device=starts.device)[:, None]
+    for cache, update in zip(caches, new, strict=True):
+        # Advanced indices on both sides of a slice: the result's axes are [batch, tokens, kv_heads, width].
+        cache[row, :, place] = torch.where((last >= 0)[:, :, None, None], update[row, token], cache[row, :, place])
 
 
 def _copied(write: Any) -> Any:

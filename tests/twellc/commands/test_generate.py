@@ -151,10 +151,8 @@ def test_lines_of_standard_input(bytelm: Path, talker: Path, load_once: Callable
         (("--prompt", "a", "--dtype", "int8"), "--dtype"),
         (("--prompt", "a", "--tokenizer", "nowhere"), "--tokenizer nowhere: there is no such folder"),
         (("--prompt", "a", "--device", "tpu"), "--device tpu: is not a device"),
-        (("--prompt", "a", "--linear", "torch"), "Invalid value for '--linear'"),
-        (("--prompt", "a", "--weights", "fp8"), "--weights: linear layers are torch's own without linear='twell'; got"),
         (
-            ("--prompt", "a", "--linear", "twell", "--weights", "fp8", "--fp8-error", 1),
+            ("--prompt", "a", "--weights", "fp8", "--fp8-error", 1),
             "--fp8-error 1.0: is measured on samples; got none; expected --text",
         ),
         (("--prompt", "a", "--text", "a.txt"), "--text a.txt: the model is run only to measure FP8"),
@@ -189,7 +187,7 @@ def test_in_fp8(bytelm: Path, answer: str, tmp_path: Path) -> None:
     measured = ("--text", text, "--prompt", DEF)
     done = generate(bytelm, "--weights", "fp8:blocks", "--fp8-error", 0.5, *measured, "--stats")
     assert done.exit_code == 0 and done.stdout
-    assert re.search(r"(\d+) feed-forward blocks by the twell ops, \1 in FP8", done.stderr)
+    assert re.search(r"(\d+) feed-forward blocks \(\1 in FP8\) by the twell ops", done.stderr)
     done = generate(bytelm, "--weights", "fp8:blocks", "--fp8-error", 0.0001, *measured)
     assert done.stdout == f"{answer}\n"
     assert re.search(r"4 feed-forward blocks are not read in FP8: .*, weights in 16 bits, FP8 changes", done.stderr)

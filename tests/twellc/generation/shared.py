@@ -27,11 +27,12 @@ def prompts(*lengths: int) -> tuple[Tensor, Tensor]:
 
 def made(folder: Path, model: Any, chunk: int = 1 << 20) -> CausalModel:
     """Return the model under test, and give transformers' own the same settings."""
-    backend = load_directory(folder, "cpu")
+    backend, *_ = load_directory(folder, "cpu")
     backend.chunk = chunk
     settings = GenerationConfig(pad_token_id=0, eos_token_id=2)
     model.generation_config = settings
-    return CausalModel(backend, backend.model.config, settings)
+    config: Any = PreTrainedConfig
+    return CausalModel(backend, config(vocab_size=backend.vocabulary), settings)
 
 
 class StandIn:

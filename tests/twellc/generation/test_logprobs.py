@@ -125,14 +125,14 @@ def test_a_row_of_nan_stays_its_own(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
     backend: Any = llm.model.decoder.backend
     params = SamplingParams(max_tokens=3, logprobs=2, prompt_logprobs=1, ignore_eos=True)
     expected = llm.generate(PROMPTS, params)
-    plain = backend._every_logits
+    plain = backend._run
 
     def spoilt(*given: Any) -> torch.Tensor:
         logits: torch.Tensor = plain(*given).clone()
         logits[1] = torch.nan
         return logits
 
-    monkeypatch.setattr(backend, "_every_logits", spoilt)
+    monkeypatch.setattr(backend, "_run", spoilt)
     found = llm.generate(PROMPTS, params)
     assert [found[0], found[2]] == [expected[0], expected[2]]
     assert found[1].outputs[0].cumulative_logprob != found[1].outputs[0].cumulative_logprob

@@ -7,18 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedConfig
 
 import twellc
 from tests import models
 from tests.processes import at_once
 from tests.twellc.generation.conftest import Family
 from tests.twellc.generation.shared import generate_alone
-from twellc.eager.optimization import dequantize_others
+from twellc.generation import directory
 from twellc.generation.directory import load_directory
 from twellc.generation.llm import LLM
 from twellc.generation.model import CausalModel
 from twellc.generation.sampling import SamplingParams
+from twellc.plugins import library
+from twellc.plugins.cache_op import attends_by_cudnn
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (30, 12, 1)
@@ -34,9 +36,11 @@ def pair(family: Family) -> tuple[CausalModel, Any]:
     return ours, model.cuda()
 
 
-def loaded(folder: Path, dtype: str = "fp32", **options: Any) -> CausalModel:
-    backend = load_directory(folder, "cuda", dtype, layers="none", **options)
-    return CausalModel(backend, backend.model.config, GenerationConfig(pad_token_id=0, eos_token_id=2))
+def loaded(folder: Path, dtype: str = "fp32", layers: str = "none", **options: Any) -> CausalModel:
+    backend, *_ = load_directory(folder, "cuda", dtype, layers=layers, **options)
+    config: Any = PreTrainedConfig
+    settings = GenerationConfig(pad_token_id=0, eos_token_id=2)
+    return CausalModel(backend, config(vocab_size=backend.vocabulary), settings)
 
 
 def prompts(*lengths: int) -> dict[str, torch.Tensor]:
@@ -100,7 +104,7 @@ CALLS: dict[str, dict[str, Any]] = {
 def test_any_order_of_calls(family: Family, order: int) -> None:
     """Each call answers as in a model that has answered nothing before, also where the number of rows changes."""
     folder, _ = family("llama")
-    ours, other = loaded(folder), load_directory(folder, "cuda", "fp32", layers="none")
+    ours, other = loaded(folder), loaded(folder)
     batches = [prompts(7, 12), prompts(9), prompts(3, 8)]
     expected: dict[tuple[str, int], torch.Tensor] = {}
     chosen = random.Random(order)
@@ -108,7 +112,8 @@ def test_any_order_of_calls(family: Family, order: int) -> None:
         name, number = chosen.choice([*CALLS]), chosen.randrange(len(batches))
         given: dict[str, Any] = {**batches[number], **CALLS[name], "max_new_tokens": 12}
         if (name, number) not in expected:
-            expected[name, number] = CausalModel(other, other.model.config, ours.generation_config).generate(**given)
+            fresh = CausalModel(other.decoder.backend, other.config, ours.generation_config)
+            expected[name, number] = fresh.generate(**given)
         assert torch.equal(ours.generate(**given), expected[name, number]), name
 
 
@@ -227,43 +232,58 @@ def test_blocks_by_the_kernels(bytelm: Path, compiled: bool) -> None:
 def test_blocks_that_are_written_out(family: Family, compiled: bool) -> None:
     """OPT in bfloat16 by the kernels, in CUDA graphs, against float64."""
     folder, model = family("opt", hidden_size=128, word_embed_proj_dim=128, ffn_dim=320)
-    backend = load_directory(folder, "cuda", "bf16", compiled=compiled)
-    assert "2 feed-forward blocks by the twell ops" in backend.name
-    ours = CausalModel(backend, backend.model.config, GenerationConfig(pad_token_id=0))
+    ours = loaded(folder, "bf16", "all", compiled=compiled)
+    assert "2 feed-forward blocks" in ours.decoder.backend.name
     tokens = ours.generate(**prompts(*LENGTHS), max_new_tokens=24)
     assert ours.decoder.stats.graph
     assert_likeliest(tokens, copy.deepcopy(model).bfloat16().cuda(), model)
 
 
-@pytest.mark.parametrize("by_lengths", [False, True])
-def test_attention_of_groups(family: Family, by_lengths: bool) -> None:
-    """Heads of 64, two a head of keys: with a mask, and by cuDNN with lengths; in bfloat16 against float64."""
+@pytest.mark.parametrize("without", ["nothing", "cudnn", "library"])
+def test_attention_of_groups(family: Family, without: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of 64, two a head of keys, in bfloat16 against float64: by cuDNN with lengths; by torch with a mask.
+
+    A build without cuDNN's headers has no library that appends to caches, either.
+    """
     folder, model = family("llama", hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
-    backend = load_directory(folder, "cuda", "bf16", layers="none")
-    if by_lengths and not backend.by_lengths:
+    if without == "nothing" and not attends_by_cudnn():
         pytest.skip("cuDNN is not at hand")
-    backend.by_lengths = by_lengths
-    ours = CausalModel(backend, backend.model.config, GenerationConfig(pad_token_id=0))
-    assert_likeliest(ours.generate(**prompts(*LENGTHS), max_new_tokens=24), backend.model, model)
+    if without != "nothing":
+        monkeypatch.setattr(directory, "attends_by_cudnn", lambda: False)
+    if without == "library":
+        monkeypatch.setattr(library, "load_attention", lambda: None)
+    ours, plain = loaded(folder, "bf16"), copy.deepcopy(model).bfloat16().cuda()
+    tokens = ours.generate(**prompts(*LENGTHS), max_new_tokens=24)
+    assert ours.decoder.stats.graph
+    assert_likeliest(tokens, plain, model)
+
+
+@pytest.mark.parametrize("rows", [8, 24])
+def test_linear_layers_by_the_number_of_rows(family: Family, rows: int) -> None:
+    """Up to 16 by the ops, more by torch: each as accurate as the dense model in bfloat16."""
+    folder, model = family("llama", hidden_size=256, num_attention_heads=4)
+    ours, plain = loaded(folder, "bf16", "all"), copy.deepcopy(model).bfloat16().cuda()
+    assert "2 feed-forward blocks and " in ours.decoder.backend.name and " linear layers" in ours.decoder.backend.name
+    given = prompts(*(LENGTHS * rows)[:rows])
+    tokens = ours.generate(**given, max_new_tokens=24)
+    assert_likeliest(tokens[: len(LENGTHS)], plain, model)
 
 
 def test_a_model_in_float32_runs_in_bfloat16(talker: Path) -> None:
     llm = LLM(talker)
     assert llm.notes == ["the model is in float32; on the GPU it runs in bfloat16"]
-    assert next(llm.model.decoder.backend.model.parameters()).dtype == torch.bfloat16  # type: ignore[attr-defined]
+    assert llm.model.decoder.backend._cache.dtype == "bf16"  # type: ignore[attr-defined]
     assert models.SMALL["num_hidden_layers"] == 2 and "2 feed-forward blocks" in llm.model.decoder.backend.name
 
 
 def test_blocks_in_fp8(family: Family, tmp_path: Path) -> None:
-    folder, _ = family("llama", vocab_size=models.VOCABULARY)
+    folder, model = family("llama", vocab_size=models.VOCABULARY)
     models.make_tokenizer(folder)
     (tmp_path / "text").write_text("some words to measure on")
     measured: dict[str, Any] = {"fp8_error": 0.5, "text": tmp_path / "text"}
-    backend = load_directory(folder, "cuda", "bf16", weights="fp8:blocks", **measured)
-    assert "2 feed-forward blocks by the twell ops, 2 in FP8" in backend.name
-    ours = CausalModel(backend, backend.model.config, GenerationConfig(pad_token_id=0))
+    ours = loaded(folder, "bf16", "all", weights="fp8:blocks", **measured)
+    assert "2 feed-forward blocks (2 in FP8) and " in ours.decoder.backend.name
     tokens = ours.generate(**prompts(*LENGTHS), max_new_tokens=20)
-    dense = twellc.restore(copy.deepcopy(backend.model))
-    dequantize_others(dense, torch.bfloat16)
+    dense = twellc.restore(twellc.optimize(model.bfloat16().cuda(), weights="fp8:blocks"))
     with torch.no_grad():
         assert_likeliest(tokens, dense, copy.deepcopy(dense))

@@ -1,4 +1,4 @@
-"""A directory as the program of its plan, run by torch: `linear="twell"`."""
+"""A directory as the program of its plan, run by torch."""
 
 import functools
 from pathlib import Path
@@ -12,8 +12,16 @@ from tests.caches import FAMILIES, SQUARED
 from tests.tolerance import assert_as_accurate
 from tests.twellc.generation.conftest import Family
 from twellc import LLM, SamplingParams, UserError
+from twellc.generation.directory import load_directory
 from twellc.generation.plan import PlanBackend
-from twellc.generation.traced import load_traced
+from twellc.generation.program import by_torch, in_place
+from twellc.loaders.cached import load_with_cache
+from twellc.options.source import CacheOptions
+from twellc.passes.fp8 import Wish
+from twellc.passes.pipeline import PassOptions, run_passes
+from twellc.plugins.block import call_of
+from twellc.plugins.linear_op import LINEAR
+from twellc.plugins.ops import VARIANT_OF
 
 LENGTH = 144
 PROMPTS = [13, 4, 1]
@@ -43,12 +51,12 @@ def test_families(family: str, device: str, tmp_path: Path) -> None:
     """Several rows and one, to the last of 144 places: as accurate as the model in bfloat16 without a cache."""
     model = ALL[family](**{"n_positions" if family == "gpt2" else "max_position_embeddings": LENGTH})
     folder = models.save(model, tmp_path / "model", torch.bfloat16)
-    backend, _, notes = load_traced(folder, device)
+    backend, _, notes = load_directory(folder, device)
     ids = torch.randint(2, 96, (len(PROMPTS), LENGTH))
     with torch.no_grad():
         plain = model(input_ids=ids, use_cache=False).logits
         wide = model.double()(input_ids=ids, use_cache=False).logits
-    assert "0 linear layers" not in backend.name and not any("linear" in note for note in notes)
+    assert "0 linear layers" not in backend.name and not notes
     for prompts in (PROMPTS, PROMPTS[:1]):
         logits, rows, places = feed(backend, ids[: len(prompts)], prompts)
         assert_as_accurate(logits, plain[rows, places], wide[rows, places])
@@ -59,9 +67,9 @@ def test_answers(family: Family) -> None:
     sizes = {"max_position_embeddings": 600, "sliding_window": 270, "vocab_size": models.VOCABULARY}
     folder, model = family("phi3-window", **sizes)
     models.make_tokenizer(folder)
-    llm = LLM(folder, device="cpu", linear="twell")
-    limit = "computes in float32; the kernels take bfloat16 and float16"
-    assert f"no linear layers run by the twell ops: {limit}" in llm.notes
+    llm = LLM(folder, device="cpu")
+    why = "gate activation is silu; TwELL needs a ReLU family"
+    assert llm.notes == [f"no feed-forward block is run by the twell ops: {why}"]
     model.generation_config.eos_token_id = None
     for length in (5, 290, 20):
         ids = torch.randint(3, 96, (2, length))
@@ -69,13 +77,36 @@ def test_answers(family: Family) -> None:
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
         assert [answer.outputs[0].token_ids for answer in answers] == expected[:, length:].tolist()
     with pytest.raises(UserError, match="max_model_len: is out of range for this model's cache; got 601"):
-        load_traced(folder, "cpu", length=601)
-    for given, message in (
-        ({"linear": "tensorrt"}, "linear: no such choice; got 'tensorrt'; expected auto or twell"),
-        ({"linear": "twell", "weights": "fp8", "fp8_error": 0.1}, "--fp8-error 0.1: is measured on samples; got none"),
-    ):
-        with pytest.raises(UserError, match=message):
-            LLM(folder, device="cpu", **given)
+        load_directory(folder, "cpu", length=601)
+
+
+def test_experts_that_cannot_be_traced(family: Family) -> None:
+    """Those of JetMoe ask how many tokens each of them gets."""
+    folder, _ = family("JetMoe", num_local_experts=4, kv_channels=8)
+    message = r"torch\.export cannot trace the model, where values decide .* Call twellc\.optimize\(model\)"
+    with pytest.raises(UserError, match=message):
+        load_directory(folder, "cpu")
+
+
+@pytest.mark.parametrize("weights", ["keep", "fp8"])
+def test_the_ops_and_torch_compute_the_same(weights: str, tmp_path: Path) -> None:
+    """Calls of few tokens on a GPU have linear layers and norms by the ops, all others by torch; here both."""
+    folder = models.save(ALL["llama"](), tmp_path / "model", torch.bfloat16)
+    loaded = load_with_cache(folder, CacheOptions(12), "asked", torch.bfloat16)
+    wish = Wish(weights == "fp8", linear=True)
+    few = in_place(run_passes(loaded.program, PassOptions(linear="twell", weights=wish)).program)
+    many = by_torch(few, fp8=True)
+    ids, zeros = torch.randint(3, 96, (2, 5)), torch.zeros(2, dtype=torch.int64)
+    shapes = [(2, *pair.shape[1:]) for pair in loaded.cache.pairs]
+    found, ops = [], []
+    for form in (few, many):
+        caches = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
+        found.append(form(ids, zeros, zeros + 5, *caches, torch.tensor([[4, 1]] * 2)))
+        blocks = [node for node in form.graph.nodes if node.target in VARIANT_OF]
+        norms = [call_of(VARIANT_OF[node.target], node.args, node.kwargs)[1].norm for node in blocks]
+        ops.append((sum(node.target is LINEAR for node in form.graph.nodes), norms))
+    assert ops == [(5, ["rms"] * 2), (0, ["none"] * 2)]
+    torch.testing.assert_close(*found, rtol=0.05, atol=0.02 * float(found[0].abs().max()))
 
 
 @pytest.mark.slow
@@ -85,8 +116,9 @@ def test_compiled(device: str, bytelm: Path, monkeypatch: pytest.MonkeyPatch) ->
     if device == "cpu":
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     given = (bytelm, device, "bf16", 40)
-    eager, compiled = (load_traced(*given, each, weights="fp8")[0] for each in (False, True))
-    assert "4 feed-forward blocks (4 in FP8) and 9 linear layers (8 in FP8)" in compiled.name
+    eager, compiled = (load_directory(*given, each, weights="fp8")[0] for each in (False, True))
+    linear = " and 9 linear layers (8 in FP8)" if device == "cuda" else ""
+    assert f"4 feed-forward blocks (4 in FP8){linear} by the twell ops" in compiled.name
     for rows in (1, 3):
         ids = torch.randint(3, 96, (rows, 40))
         (found, *_), (expected, *_) = (feed(each, ids, [20] * rows) for each in (compiled, eager))
@@ -97,7 +129,7 @@ def test_compiled(device: str, bytelm: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_step_replayed_is_the_same(tmp_path: Path) -> None:
     """A thousand times, bit for bit."""
     folder = models.save(ALL["llama"](hidden_size=256, num_attention_heads=4), tmp_path / "model", torch.bfloat16)
-    backend, *_ = load_traced(folder, "cuda")
+    backend, *_ = load_directory(folder, "cuda")
     ids = torch.randint(2, 96, (3, 16)).cuda()
     backend.begin(3, 16)
     backend.fill(ids[:, :15], 0)
