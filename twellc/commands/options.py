@@ -74,7 +74,7 @@ def _click_option(field: Field[Any], help: str) -> Callable[[_Function], _Functi
     assert how is not None
     name = field.name.replace("_", "-")
     names = how.names or (f"--{name}/--no-{name}" if default is True else f"--{name}",)
-    several = default == ()
+    several = default == () or "Sequence" in str(field.type)
     return click.option(
         *names,
         field.name,

@@ -99,7 +99,7 @@ class SamplingParams:
     top_k: int = option(0, "N", _OR_ALL)
     min_p: float = option(0.0, "X", SHARE)
     seed: int | None = option(None, "N", Number(-1, LARGEST_SEED))
-    stop: str | Sequence[str] | None = option((), "TEXT")
+    stop: str | Sequence[str] | None = option(None, "TEXT")
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     max_tokens: int | None = option(DEFAULT_TOKENS, "N", COUNT)

@@ -44,9 +44,10 @@ class DecisionOptions:
 
 def refuse_pruning(options: DecisionOptions) -> None:
     """Raise `UserError` if pruning is asked for without a profile."""
+    why = "needs a profile of the model, which says which neurons never fired"
     for name, given in (("--prune-dead", options.prune_dead), ("--prune-check", options.prune_check)):
         if given:
-            raise UserError(name, "needs a profile of the model", fix="Add --firing-profile PROFILE.")
+            raise UserError(name, why, fix="Add --firing-profile PROFILE.")
 
 
 def refuse_calibration(options: DecisionOptions, target: str) -> None:
