@@ -38,7 +38,12 @@ FAULTS = Path(__file__).with_suffix(".jsonl")
 # The tests of each part of twellc; the longest name counts.
 TESTS = {
     "passes": ("tests/passes",),
-    "passes/match": ("tests/passes/match", "tests/passes/test_rewrite_ffn.py", "tests/passes/test_rewrite_linear.py"),
+    "passes/match": (
+        "tests/passes/match",
+        "tests/passes/test_drawn_blocks.py",
+        "tests/passes/test_rewrite_ffn.py",
+        "tests/passes/test_rewrite_linear.py",
+    ),
     "passes/graph": ("tests/passes/graph", "tests/passes"),
     "passes/sizes": ("tests/passes/sizes", "tests/export"),
     "passes/onnx": ("tests/passes/onnx", "tests/twellc/compiling/test_onnx_models.py"),

@@ -241,7 +241,7 @@ def assert_read(spec: Drawn, decomposed: bool = False) -> None:
     """Match and rewrite a block in float64, where nothing but the order of sums may change."""
     module, x = Block(spec).double(), torch.randn(*spec.shape, D_MODEL).double()
     program = canonical(module, x)
-    if decomposed:  # by torch's own table: views, permutations, mm and bmm
+    if decomposed:
         program = canonicalize(torch.export.export(module.eval(), (x,)).run_decompositions())
     (block,) = find_ffn_blocks(program)
     assert (block.refusal, block.variant, block.activation) == ("", spec.variant, spec.activation)
@@ -262,10 +262,19 @@ def test_products(product: str, data: st.DataObject) -> None:
     """Each spelling in each place, beside others."""
     gate, other = (data.draw(products_beside(product)) for _ in range(2))
     products = data.draw(st.sampled_from(((gate, product, other), (gate, other, product))))
-    # Decomposed, a down projection by einsum gives its rows in another order, and is left dense.
-    decomposed = "einsum" not in products[2] and data.draw(st.booleans())
-    sizes = {"shape": (2, 3), "d_ff": 40} if decomposed or product in STACKED else {}
-    assert_read(data.draw(drawn(products=products, **sizes)), decomposed)
+    given: dict[str, Any] = {"shape": (2, 3), "d_ff": 40} if product in STACKED else {}
+    if "add" in product or "bias" in product:
+        given["biases"] = "gud"
+    assert_read(data.draw(drawn(products=products, **given)))
+
+
+@pytest.mark.parametrize("product", ["einsum", "tensordot", "inner", "bmm", "baddbmm", "matmul", "addmm"])
+@given(data=st.data())
+@quick
+def test_decomposed_products(product: str, data: st.DataObject) -> None:
+    """What `run_decompositions` with torch's own table makes of a product: views, permutations and mm or bmm."""
+    given: dict[str, Any] = {"products": (product,) * 3, "biases": "gud", "d_ff": 40, "shape": (2, 3)}
+    assert_read(data.draw(drawn(**given)), decomposed=True)
 
 
 @pytest.mark.parametrize("packed", HALVES)
@@ -273,6 +282,14 @@ def test_products(product: str, data: st.DataObject) -> None:
 @quick
 def test_halves(packed: str, data: st.DataObject) -> None:
     assert_read(data.draw(drawn(packed=packed)))
+
+
+@given(data=st.data())
+@quick
+def test_halves_that_torch_decomposes(data: st.DataObject) -> None:
+    """What it makes of unbind is slices of one."""
+    given: dict[str, Any] = {"packed": "a view and unbind", "products": ("linear",) * 3, "d_ff": 40, "shape": (2, 3)}
+    assert_read(data.draw(drawn(**given)), decomposed=True)
 
 
 @pytest.mark.parametrize("residual", ["none", "x + y", "y + x"])
