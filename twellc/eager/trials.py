@@ -1,4 +1,9 @@
-"""Run modules with blocks in them, to see what a trace does not show: what meets a hidden tensor, and own gradients."""
+"""Trial runs of a module before `twellc.optimize` changes it, for two things that a trace does not show.
+
+`passes_hidden` tries whether the module's code takes an object in place of the hidden tensor, so that only the neurons
+that fire need be computed. `own_gradient` looks for a torch.autograd.Function in it, whose gradient the ops of a
+training step would not compute.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The torch op of experts: of feed-forward blocks without biases each token takes a few.
+"""The torch op of a mixture of experts: each token goes through a few of many feed-forward blocks without biases.
 
     torch.ops.twell.experts   y[t] = sum over i of weights[t, i] * down_e(h), e = ids[t, i]
                               h = act(gate_e x[t]) * up_e x[t], or without a gate act(up_e x[t])
