@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import math
 import subprocess
@@ -218,9 +219,10 @@ def plan_commands(out: Path, recipe: Recipe, tensorrt: bool, gpu: bool) -> Itera
         yield f"check, {name}", ["check", model, str(path), "--text", str(out / "checked.txt"), "--json"]
     if gpu:
         bench = ["bench", model, "--text", str(out / "held_out.txt"), "--shapes", recipe.shapes, "--json"]
-        yield "bench, calibrated", [*bench, *decided["calibrated"]]
+        plans = ["--tensorrt"] if importlib.util.find_spec("tensorrt") else []
+        yield "bench, calibrated", [*bench, *decided["calibrated"], *plans]
         # Its plans would take as long to build as all else here.
-        yield "bench, pruned", [*bench, *decided["pruned"], "--no-tensorrt"]
+        yield "bench, pruned", [*bench, *decided["pruned"]]
 
 
 def run_command(arguments: list[str], out: Path) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def inspected(folder: Path, work: Path, **given: Any) -> Any:
 
 
 def benched(folder: Path, work: Path, **given: Any) -> Any:
-    found = twellc.bench(folder, shapes=["1x1"], repeats=1, compiled=False, tensorrt=False, **given)
+    found = twellc.bench(folder, shapes=["1x1"], repeats=1, compiled=False, **given)
     return repr((found.layers, found.inputs, found.dtype))
 
 

@@ -190,7 +190,7 @@ def test_profile(case: Case, source: str, device: str) -> None:
 def test_bench(case: Case, source: str) -> None:
     model, given = case.given(source)
     shape = "2x8" if "input_ids" in case.inputs else "8"
-    found = twellc.bench(model, shapes=[shape], layers="all", compiled=False, tensorrt=False, repeats=2, **given)
+    found = twellc.bench(model, shapes=[shape], layers="all", compiled=False, repeats=2, **given)
     (result,) = found.results
     assert result.shape == shape and len(result.by_block) == case.blocks
     assert not result.model.failed and not result.blocks.failed
@@ -255,7 +255,7 @@ def test_commands(files: Files, settings: dict[str, str], tmp_path: Path) -> Non
 
 
 def test_bench_command(files: Files) -> None:
-    options = ("--layers", "all", "--shapes", "8", "--no-compiled", "--no-tensorrt", "--repeats", "2", "--json")
+    options = ("--layers", "all", "--shapes", "8", "--no-compiled", "--repeats", "2", "--json")
     assert '"twell eager"' in command("bench", files.archive, *options)
 
 

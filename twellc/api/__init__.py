@@ -222,11 +222,17 @@ def merge_profiles(
     return merged
 
 
-def bench(model: Model, **options: Unpack[BenchKeywords]) -> BenchResult:
+def bench(
+    model: Model,
+    *,
+    done: Callable[[BenchResult], None] = lambda found: None,
+    **options: Unpack[BenchKeywords],
+) -> BenchResult:
     """Measure a model on the GPU at hand, as it is and rewritten, as `twellc bench` does.
 
     Args:
         model: As in `compile`, but no ONNX file.
+        done: Receives after each shape what has been found so far.
         options: The other fields of `twellc.BenchOptions`, and `RunKeywords`; as texts, too.
 
     Raises:
@@ -236,7 +242,7 @@ def bench(model: Model, **options: Unpack[BenchKeywords]) -> BenchResult:
         from twellc.benchmarking.bench import bench_model
 
     with _given(BenchOptions, model, options) as (path, progress, given):
-        return bench_model(BenchOptions(path, **given), progress)
+        return bench_model(BenchOptions(path, **given), progress, done)
 
 
 def report(

@@ -48,7 +48,7 @@ from twellc.benchmarking.forms import (
     tuned,
 )
 from twellc.benchmarking.inputs import make_samples
-from twellc.benchmarking.plans import PLAN_TWELL, add_plan, build_plans, profiles_of, why_no_plans
+from twellc.benchmarking.plans import PLAN_TWELL, add_plan, build_plans, profiles_of, refuse_without_tensorrt
 from twellc.benchmarking.plot import refuse_plot, write_plot
 from twellc.benchmarking.result import (
     SCHEMA,
@@ -86,15 +86,19 @@ _CHECKED_BLOCK_ROWS = 64
 _ENERGY_SECONDS = 1.0
 
 
-def bench_model(options: BenchOptions, progress: Callable[[str], None]) -> BenchResult:
+def bench_model(
+    options: BenchOptions, progress: Callable[[str], None], done: Callable[[BenchResult], None]
+) -> BenchResult:
     """Measure a model.
 
     Args:
         options: See `BenchOptions`.
         progress: Receives the name of each step.
+        done: Receives after each shape what has been found so far.
 
     Raises:
-        UserError: There is no GPU, the model or its inputs cannot be read, or none of its blocks is rewritten.
+        UserError: There is no GPU, or no TensorRT to build the plans that are asked for; the model or its inputs cannot
+            be read, or none of its blocks is rewritten.
     """
     import_modules(options.import_modules)
     refuse_samples(options, {"--arrays": options.arrays, "--text": options.text}, only_to_measure=False)
@@ -108,7 +112,9 @@ def bench_model(options: BenchOptions, progress: Callable[[str], None]) -> Bench
         calibrated = load_calibration(options, options.model)
         library.load()
         refuse_without_gpu("twellc bench", _what_it_would_do(options))
-        result = _Bench(options, calibrated, folder, progress).run()
+        if options.tensorrt:
+            refuse_without_tensorrt()
+        result = _Bench(options, calibrated, folder, progress).run(done)
         if options.plot is not None:
             write_plot(result, outputs.stage(options.plot))
         outputs.commit()
@@ -118,7 +124,7 @@ def bench_model(options: BenchOptions, progress: Callable[[str], None]) -> Bench
 def _what_it_would_do(options: BenchOptions) -> str:
     shapes = ", ".join("x".join(map(str, shape)) for shape in options.shapes) or "the usual shapes"
     compiled = "eager and compiled" if options.compiled else "eager"
-    plans = "; plans of both, where full TensorRT is installed" if options.tensorrt else ""
+    plans = "; plans of both" if options.tensorrt else ""
     return (
         f"With a GPU it would time {options.model} at {shapes}: the original and the rewritten model, {compiled}, in "
         f"CUDA graphs; beside them dense blocks with gate and up in one product, in bf16, FP8 and INT4{plans}."
@@ -165,14 +171,14 @@ class _Bench:
             self._notes += [*calibrated.profile.warnings, *calibrated.notes(rewritten.layers, self._dtype)]
         return rewritten
 
-    def run(self) -> BenchResult:
+    def run(self, done: Callable[[BenchResult], None]) -> BenchResult:
         """Measure every shape."""
         plans, failed = self._plans()
         truths = self._truths()
         whole = with_all_neurons(self._rewritten, self._options.compression)
         programs = (self._rewritten.dense, self._rewritten.program, whole)
         dense, ours, whole = (move_to_device_pass(each, _DEVICE) for each in programs)
-        results = []
+        results: list[ShapeResult] = []
         for index, (shape, sample) in enumerate(self._samples.items()):
             self._progress(f"measuring: {shape}")
             measured = _Shape(self._options, self._rewritten.layers, self._draw, self._meter, self._notes)
@@ -185,19 +191,20 @@ class _Bench:
                 found = measured.run(shape, truths[shape], args, kwargs, dense, ours, whole, own)
             found.model.failed.update(failed)
             results.append(found)
+            done(self._found(results))
             gc.collect()
             torch.cuda.empty_cache()
-        name = self._options.in_memory or self._options.model.name
-        layers, notes = self._rewritten.layers, list(dict.fromkeys(self._notes))
-        return BenchResult(SCHEMA, machine(), name, self._dtype, self._inputs, notes, layers, results)
+        return self._found(results)
 
     def _plans(self) -> tuple[dict[str, OpenPlan], dict[str, str]]:
-        obstacle = why_no_plans() if self._options.tensorrt else ""
-        if obstacle:
-            self._notes.append(obstacle)
-        if obstacle or not self._options.tensorrt:
+        if not self._options.tensorrt:
             return {}, {}
         return build_plans(self._options, self._profiles, self._errors, self._folder, self._progress)
+
+    def _found(self, results: list[ShapeResult]) -> BenchResult:
+        name = self._options.in_memory or self._options.model.name
+        layers, notes = self._rewritten.layers, list(dict.fromkeys(self._notes))
+        return BenchResult(SCHEMA, machine(), name, self._dtype, self._inputs, notes, layers, list(results))
 
     def _draw(self, result: Any) -> Tensor:
         """Return some rows of the first floating-point output, the same ones each time."""

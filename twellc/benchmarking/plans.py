@@ -13,7 +13,7 @@ from twellc.benchmarking.contest import Contest
 from twellc.compiling.compiler import compile_model
 from twellc.export.runner import OpenPlan, open_plan, prepare
 from twellc.export.shapes import ShapeRange
-from twellc.export.tensorrt_host import has_gpu, load_host, python_module
+from twellc.export.tensorrt_host import load_host, python_module
 from twellc.options.commands import BenchOptions, CompileOptions
 from twellc.options.decisions import DecisionOptions
 from twellc.options.source import TracingOptions
@@ -26,11 +26,15 @@ TENSORRT = "tensorrt"
 PLAN_DENSE, PLAN_TWELL = "plan dense", "plan twell"
 
 
-def why_no_plans() -> str:
-    """Say why no plan can be built and run here; nothing where one can."""
+def refuse_without_tensorrt() -> None:
+    """Fail where no plan can be built.
+
+    Raises:
+        UserError: Full TensorRT is not installed.
+    """
     if python_module(TENSORRT) is None:
-        return "no plans were measured: full TensorRT (the module tensorrt) is not installed"
-    return "" if has_gpu() else "no plans were measured: there is no GPU"
+        what = "full TensorRT (the module tensorrt), which builds the plans, is not installed"
+        raise UserError("--tensorrt", what, fix="Install it, or leave the option out.")
 
 
 def profiles_of(inputs: ModelInputs, samples: list[Sample]) -> list[tuple[str, ShapeRange]]:

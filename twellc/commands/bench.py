@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +46,8 @@ def bench(
     MODEL is what compile takes, but for ONNX files. At each shape the whole model and its
     rewritten feed-forward blocks alone are timed in torch, eager and compiled, in CUDA graphs, and then each block by
     itself. Beside them stand dense blocks with gate and up in one product, in the model's precision and in FP8, and
-    plans where full TensorRT is installed. The model is rewritten as compile would for these shapes. Speed-ups are over
-    the fastest dense one in torch that is not in FP8.
+    with --tensorrt plans of both. The model is rewritten as compile would for these shapes. Speed-ups are over the
+    fastest dense one in torch that is not in FP8. Each shape is shown as soon as it is measured.
 
     Results are compared with float64 before they are timed; a contestant that is too far off is named and left out.
     Exit status 2: the input is bad, or there is no GPU.
@@ -62,13 +61,20 @@ def bench(
         raise UserError("MODEL", "there is nothing to measure", expected="a model, or --measure-gpu")
     if output is not None:
         raise UserError(f"--output {output}", "is for --measure-gpu alone", fix="Use --json > FILE.")
+    said: set[str] = set()
+
+    def show(found: BenchResult) -> None:
+        with never_failing():
+            if not as_json:
+                print_shape(found, said)
+
     with show_progress() as progress:
-        result = api.bench(model, progress=progress, **options)
+        result = api.bench(model, done=show, progress=progress, **options)
     with never_failing():
         if as_json:
             click.echo(json.dumps(result.to_json(), indent=2))
-        else:
-            print_bench(result)
+        elif any(each.by_block for each in result.results):
+            open_console().print(_by_block(result))
 
 
 def _measure_gpu(model: Path | None, output: Path | None, overwrite: bool) -> None:
@@ -85,59 +91,54 @@ def _measure_gpu(model: Path | None, output: Path | None, overwrite: bool) -> No
         click.echo(f"{output}: {times.gpu}, {len(times.dense)} dense and {len(times.twell)} sparse times{state}")
 
 
-def print_bench(result: BenchResult) -> None:
-    """Print what was found."""
+def print_shape(found: BenchResult, said: set[str]) -> None:
+    """Print what was found at the last of the shapes so far, before the first one what was measured.
+
+    Args:
+        found: What has been found.
+        said: The notes that were printed; new ones are added.
+    """
     console = open_console()
-    for note in result.notes:
-        say("Note:", f"{note}.")
-    console.print(f"{result.model}, {result.dtype}, {result.machine.gpu}, torch {result.machine.torch}", soft_wrap=True)
-    console.print(f"Inputs: {result.inputs}", soft_wrap=True)
-    shapes = [each.shape for each in result.results]
-    models, blocks = [each.model for each in result.results], [each.blocks for each in result.results]
-    console.print(_times("whole model", shapes, models))
-    console.print(_times("rewritten feed-forward blocks alone", shapes, blocks))
-    if any(each.by_block for each in result.results):
-        console.print(_by_block(result, shapes))
-    for title, own in (("whole model", models), ("blocks alone", blocks)):
-        if any(each.joules_per_token for each in own):
-            console.print(_energy(f"energy a token in mJ, {title}", shapes, own))
-    densities = [each.densities for each in result.results]
-    rows = {
-        "mean of the blocks": [f"{sum(own) / len(own):.2%}" for own in densities],
-        "least and most": [f"{min(own):.2%}, {max(own):.2%}" for own in densities],
-    }
-    console.print(_table("share of gate activations that are not zero", shapes, rows))
-    for each in result.results:
-        for title, standings in (("whole model", each.model), ("blocks alone", each.blocks)):
-            for label, why in standings.failed.items():
-                say("Left out:", f"{each.shape}, {title}, {label}: {why}.", "bold yellow")
-    if any(each.baseline is None for each in models):
-        say("Warning:", "no dense contestant is left to compare with.", "bold yellow")
-
-
-def _table(title: str, shapes: list[str], rows: Mapping[str, Iterable[str]]) -> Table:
-    table = Table("", title=title)
-    for shape in shapes:
-        table.add_column(shape, justify="right")
-    for label, cells in rows.items():
+    for note in found.notes:
+        if note not in said:
+            say("Note:", f"{note}.")
+    said.update(found.notes)
+    if len(found.results) == 1:
+        console.print(f"{found.model}, {found.dtype}, {found.machine.gpu}, torch {found.machine.torch}", soft_wrap=True)
+        console.print(f"Inputs: {found.inputs}", soft_wrap=True)
+    result = found.results[-1]
+    parts = {"whole model": result.model, "blocks alone": result.blocks}
+    least, mean, most = min(result.densities), sum(result.densities) / len(result.densities), max(result.densities)
+    active = f"{mean:.2%} of gate activations are not zero, {least:.2%} to {most:.2%} by block"
+    table = Table("milliseconds (speed-up)", title=f"{result.shape}: {result.tokens} tokens; {active}")
+    for title, standings in parts.items():
+        table.add_column(title, justify="right")
+        if standings.joules_per_token:
+            table.add_column("mJ a token", justify="right")
+    for label in dict.fromkeys(itertools.chain(*(each.times for each in parts.values()))):
+        cells = []
+        for standings in parts.values():
+            cells.append(_time(standings, label))
+            joules = standings.joules_per_token
+            cells += [f"{joules[label] * 1e3:.2f}" if label in joules else "-"] if joules else []
         table.add_row(label, *cells)
+    console.print(table)
+    for title, standings in parts.items():
+        for label, why in standings.failed.items():
+            say("Left out:", f"{result.shape}, {title}, {label}: {why}.", "bold yellow")
+    if result.model.baseline is None:
+        say("Warning:", f"{result.shape}: no dense contestant is left to compare with.", "bold yellow")
+
+
+def _by_block(result: BenchResult) -> Table:
+    table = Table("", title="each block by itself: microseconds, fastest dense one and twell (speed-up)")
+    found = []
+    for each in result.results:
+        table.add_column(each.shape, justify="right")
+        found.append({own.module: f"{own.dense_us:.1f}, {own.twell_us:.1f} ({own.gain:.2f})" for own in each.by_block})
+    for module in dict.fromkeys(itertools.chain(*found)):
+        table.add_row(module, *(each.get(module, "-") for each in found))
     return table
-
-
-def _times(title: str, shapes: list[str], standings: list[Standings]) -> Table:
-    labels = dict.fromkeys(label for each in standings for label in each.times)
-    rows = {label: [_time(each, label) for each in standings] for label in labels}
-    return _table(f"{title}: milliseconds (speed-up)", shapes, rows)
-
-
-def _by_block(result: BenchResult, shapes: list[str]) -> Table:
-    found = [
-        {own.module: f"{own.dense_us:.1f}, {own.twell_us:.1f} ({own.gain:.2f})" for own in each.by_block}
-        for each in result.results
-    ]
-    rows = {module: [each.get(module, "-") for each in found] for module in dict.fromkeys(itertools.chain(*found))}
-    title = "each block by itself: microseconds, fastest dense one and twell (speed-up)"
-    return _table(title, shapes, rows)
 
 
 def _time(standings: Standings, label: str) -> str:
@@ -148,9 +149,3 @@ def _time(standings: Standings, label: str) -> str:
     spread = (times.p90_us - times.p10_us) / 2 / times.median_us
     speed_up = standings.speed_ups.get(label)
     return f"{times.median_us / 1e3:.3f} ±{spread:.0%}" + (f" ({speed_up:.2f})" if speed_up is not None else "")
-
-
-def _energy(title: str, shapes: list[str], standings: list[Standings]) -> Table:
-    joules = [{label: f"{own * 1e3:.2f}" for label, own in each.joules_per_token.items()} for each in standings]
-    rows = {label: [each.get(label, "-") for each in joules] for label in dict.fromkeys(itertools.chain(*joules))}
-    return _table(title, shapes, rows)
