@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests import models
 from tests.models import D_FF, D_MODEL, Gated, Plain, Residual, Written, block_profile, canonical, export, run
 from twellc.decisions.advise import Advisor
-from twellc.decisions.choose import Tokens
+from twellc.decisions.choose import Tokens, percent
 from twellc.decisions.targets import choose_target
 from twellc.passes.block_profile import BlockProfile, Calibration, hot_first
 from twellc.passes.decide import Advise
@@ -333,7 +333,7 @@ def test_neurons_that_cannot_fire_are_not_decided_about(prune: bool) -> None:
 
 @pytest.mark.parametrize("build", ["shared", "unable", "both"])
 def test_the_report_tells_what_was_really_removed(build: str) -> None:
-    """The reason, the expectation, the row of the report and the graph speak of the same neurons."""
+    """The reason, the row of the report and the graph speak of the same neurons."""
     builds = {"shared": Written(twice, ffn=Gated()), "unable": unable("gated", biases=""), "both": unable("gated")}
     module = builds[build]
     dead = tuple(range(20)) if build != "unable" else ()
@@ -344,12 +344,12 @@ def test_the_report_tells_what_was_really_removed(build: str) -> None:
     for layer in passed.layers:
         block = known.blocks[layer.module]
         assert gate is not None and layer.kept == len(gate)
-        assert layer.neurons is not None and layer.expectation is not None
+        assert layer.neurons is not None and layer.neurons.density is not None
         assert (f" of the {layer.kept} neurons left" in layer.reason) == (layer.kept < D_FF), layer.reason
-        assert layer.neurons.density == pytest.approx(layer.expectation.density, rel=1e-5)
+        assert layer.reason.startswith(percent(layer.neurons.density)), layer.reason
         assert (layer.kept == D_FF) == (build == "shared")
         if build == "shared":
-            assert layer.expectation.density == pytest.approx(block.density, rel=1e-5)
+            assert layer.neurons.density == pytest.approx(block.density, rel=1e-5)
 
 
 def test_the_graph_has_the_same_form() -> None:

@@ -11,6 +11,8 @@ from twellc.base.errors import first_few
 from twellc.commands.terminal import open_console
 from twellc.passes.report import Attention, Layer, Linear, reads_fp8
 
+_UNMEASURED = "not measured"
+
 
 def print_layers(layers: list[Layer]) -> None:
     """Print a table of feed-forward blocks and what became of each."""
@@ -18,18 +20,17 @@ def print_layers(layers: list[Layer]) -> None:
     if not layers:
         console.print("no feed-forward blocks with an activation that twellc knows")
         return
-    shown = any(layer.expectation is not None for layer in layers)
-    table = Table(
-        "block", "variant", "activation", "d_model", "d_ff", "result", *(["expected"] if shown else []), "why"
-    )
+    table = Table("block", "variant", "activation", "d_model", "d_ff", "result", "active", "expected", "why")
     for layer in layers:
         ends = [f" + {end}" for end in (_NORM_NAMES[layer.norm].partition(" ")[2], "residual" * layer.residual) if end]
         became = f"rewritten{''.join(ends)}{f', {layer.hot} hot' if layer.hot else ''}"
         neurons = str(layer.d_ff) if layer.kept == layer.d_ff else f"{layer.kept} of {layer.d_ff}"
-        gain = "" if layer.expectation is None else f"{layer.expectation.gain:.2f} x"
+        active = _UNMEASURED if layer.density is None else f"{100 * layer.density:.3g} %"
+        gain = "-" if layer.expectation is None else f"{layer.expectation.gain:.2f} x"
+        gain, active = (gain, active) if layer.matched else ("", "")
         result = Text(became, "green") if layer.decision == "twell" else "dense"
         cells = [layer.module, layer.variant, layer.activation, str(layer.d_model), neurons, result]
-        table.add_row(*cells, *([gain] if shown else []), layer.reason)
+        table.add_row(*cells, active, gain, layer.reason)
     console.print(table)
     count = sum(layer.decision == "twell" for layer in layers)
     console.print(f"{count} of {len(layers)} feed-forward blocks rewritten")

@@ -34,8 +34,8 @@ def inspect(model: Path, as_json: bool, **options: Any) -> None:
     A plan is read through its manifest, so no GPU is needed. A rewritten ONNX file shows its plugin nodes, too.
 
     How much faster than a dense block each is expected to be follows from times measured on the target GPU, at the
-    density of the profile, or one that is assumed; a plan says what was expected when it was compiled. A second table
-    counts the FLOPs and bytes of each block in one call, with dense products and where only active neurons are
+    density of the profile, or of a short run of the model; a plan says what was expected when it was compiled. A second
+    table counts the FLOPs and bytes of each block in one call, with dense products and where only active neurons are
     computed: counts, no prediction of time.
 
     Then come the kernels that compute each rewritten block in such a call: which route they are, and what is launched,
@@ -101,7 +101,7 @@ _LOGITS = {
 def _print_cost(cost: CostTable) -> None:
     console = open_console()
     known = any(row.density is not None for row in cost.layers)
-    where = ["at the densities of the profile"] if known else []
+    where = ["at the densities that were measured"] if known else []
     if not known or any(row.density is None and row.sparse != row.dense for row in cost.layers):
         where.append(f"at an assumed density of {100 * cost.assumed_density:g} %")
     table = Table("block", title=f"{cost.tokens} tokens a call, {', else '.join(where)}")

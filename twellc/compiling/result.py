@@ -62,7 +62,7 @@ def _notes(model: onnx.ModelProto) -> Any:
 def _noted(layer: Layer) -> dict[str, Any]:
     """Return what a graph says of a layer: nothing of what changes no graph, such as what is expected on a GPU."""
     neurons = layer.neurons and replace(layer.neurons, lost=None, lost_of=None)
-    return asdict(replace(layer, neurons=neurons, expectation=None))
+    return asdict(replace(layer, neurons=neurons, expectation=None, short_run=None))
 
 
 def check_matches(layers: list[Layer], options: CompileOptions) -> list[str]:

@@ -24,6 +24,7 @@ from twellc.export.onnx_export import export_onnx, opset_of
 from twellc.export.profiles import PlanSizes, plan_sizes, symbol_sizes
 from twellc.export.shapes import ShapeProfile, ShapeRange, fixed_sizes
 from twellc.firing.calibration import LoadedCalibration, load_calibration
+from twellc.firing.short_run import run_shortly
 from twellc.loaders.cached import load_with_cache
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
@@ -34,7 +35,7 @@ from twellc.options.source import LAST_LOGITS
 from twellc.passes.dump import NOWHERE, GraphDump
 from twellc.passes.graph.program import has_inner_graphs, largest_size, user_inputs, written_tensors
 from twellc.passes.match.shared_axis import Part
-from twellc.passes.pipeline import PassOptions, Rewritten, run_for_ranks, run_passes
+from twellc.passes.pipeline import PassOptions, Rewritten, Stage, run_for_ranks, run_passes, run_until
 from twellc.passes.report import Earlier, Layer
 from twellc.passes.sizes.conditions import value_warnings
 from twellc.passes.sizes.inputs import ModelInputs, program_inputs
@@ -76,7 +77,11 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
         earlier=options.earlier,
     )
     wanted, advisor, sizes = _complete(wanted, model, dtype, options, options.requested_profiles, calibrated)
-    for rank, rewritten in enumerate(run_for_ranks(model.program, wanted)):
+    found = run_until(model.program, wanted, Stage.FIND)
+    if calibrated is None and options.earlier == Earlier():
+        progress("measuring how many neurons are active")
+        advisor.run, advisor.unmeasured = run_shortly(model, found)
+    for rank, rewritten in enumerate(run_for_ranks(found, wanted)):
         program, layers = rewritten.program, rewritten.layers
         if calibrated is not None:
             calibrated.refuse_other_blocks(layers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -27,7 +27,7 @@ from twellc.options.commands import DEFAULT_DENSITY
 from twellc.passes.block_profile import Counts
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.neurons import Staying
-from twellc.passes.report import Choice, Layer, Repeated, reads_fp8
+from twellc.passes.report import Choice, Expectation, Layer, Repeated, ShortRun, reads_fp8
 from twellc.plugins.block import compression_of
 
 # Calls in fp16 are not split: sums over the hot neurons alone may be out of its range.
@@ -37,17 +37,19 @@ _SPLIT_DTYPE = torch.bfloat16
 class Advisor:
     """Says what is best for each block of a model; see `decide`.
 
-    What is known of a block decides. Of others a density is assumed; that leaves a block dense only where TwELL pays at
-    no density, and only where blocks of such widths were measured.
+    A profile decides. A block that none knows is left dense only where TwELL pays at no density, and only where blocks
+    of such widths were measured; a short run, or a density that the user assumes, says no more than what to expect.
 
     Attributes:
-        decided: What was decided for blocks of which something is known, or that are left dense, by module; see
-            `repeat`.
+        decided: What was decided for blocks that a profile knows, or that are left dense, by module; see `repeat`.
+        run: How many neurons were active in a short run, by module.
+        unmeasured: Why that is not known of all blocks; empty where it is, or nobody has tried.
 
     Args:
         target: The GPU.
         tokens: Returns the rows of a block's calls, by optimization profile.
-        density: What is assumed of blocks of which nothing is known: the share of gate activations that are not zero.
+        density: What the user assumes of blocks that no profile knows: the share of gate activations that are not
+            zero; None if nothing.
         compression: The TwELL compression factor of all blocks; None chooses one for each.
     """
 
@@ -55,13 +57,15 @@ class Advisor:
         self,
         target: Target,
         tokens: Callable[[FfnBlock], list[Tokens]],
-        density: float = DEFAULT_DENSITY,
+        density: float | None = None,
         compression: int | None = None,
     ) -> None:
         self._target, self._tokens, self._density = target, tokens, density
         self._compression = compression
         self.decided: dict[str, Repeated] = {}
-        self._assumed: dict[tuple[Widths, tuple[Tokens, ...], bool], Choice] = {}
+        self.run: Mapping[str, ShortRun] = {}
+        self.unmeasured = ""
+        self._unknown: dict[tuple[Widths, tuple[Tokens, ...], bool], Choice] = {}
 
     def __call__(self, block: FfnBlock, neurons: Staying) -> Choice:
         """Return what is best for a block of which these neurons stay."""
@@ -71,9 +75,12 @@ class Advisor:
         model = self._target.model.fp8 if fp8 else self._target.model
         if neurons.rates is None:
             key = widths, tokens, fp8
-            if key not in self._assumed:
-                self._assumed[key] = self._assume(model, widths, tokens)
-            choice = self._assumed[key]
+            if key not in self._unknown:
+                self._unknown[key] = self._without_profile(model, widths, tokens)
+            run = self.run.get(block.module)
+            density = self._density if run is None else run.density
+            expected = None if density is None else self._expect(model, widths, tokens, density)
+            choice = replace(self._unknown[key], expectation=expected, short_run=run)
             if choice.decision == "twell":
                 return choice
         else:
@@ -91,44 +98,84 @@ class Advisor:
         removed = block.d_ff - widths.d_ff
         splits = neurons.movable and (model.bits == 8 or block.dtype == _SPLIT_DTYPE)
         choice = choose(model, widths, neurons.rates, tokens, spread, splits=splits, removed=removed)
+        active = active_text(float(neurons.rates.mean()), widths.d_ff, removed)
         if not model.is_near(widths):  # a guess leaves nothing dense
-            active = active_text(float(neurons.rates.mean()), widths.d_ff, removed)
             slots = choose_compression(neurons.rates, spread)
-            choice = replace(choice, decision="twell", facts=active, hot=0, compression=slots)
+            choice = Choice("twell", active, 0, slots, None)
+        elif self._target.at_hand:
+            choice = replace(choice, facts=choice.facts if choice.decision == "dense" else active, expectation=None)
         return replace(choice, compression=compression_of(self._compression, choice.compression))
 
-    def _assume(self, model: CostModel, widths: Widths, tokens: tuple[Tokens, ...]) -> Choice:
-        """Return what becomes of a block of which nothing is known."""
-        choice = choose(model, widths, np.full(widths.d_ff, self._density), tokens, assumed=True)
-        expectation = choice.expectation
-        if expectation is None or expectation.pays_below > 0 or not model.is_near(widths):
-            return Choice("twell", "matches", 0, None, expectation)
+    def _without_profile(self, model: CostModel, widths: Widths, tokens: tuple[Tokens, ...]) -> Choice:
+        """Return what becomes of a block that no profile knows."""
+        taken = Choice("twell", "matches", 0, None, None)
+        if not model.is_near(widths):
+            return taken
+        expectation = choose(model, widths, np.full(widths.d_ff, DEFAULT_DENSITY), tokens).expectation
+        if expectation is None or expectation.pays_below > 0:
+            return taken
         facts = f"TwELL {pays_text(expectation.pays_below)} {at_tokens(tuned_for(tokens))}"
-        return Choice("dense", facts, 0, compression_of(self._compression), expectation)
+        return Choice("dense", facts, 0, compression_of(self._compression), None)
+
+    def _expect(
+        self, model: CostModel, widths: Widths, tokens: tuple[Tokens, ...], density: float
+    ) -> Expectation | None:
+        """Return what to expect of a block without hot neurons; None where nothing like it was measured."""
+        if self._target.at_hand or not model.is_near(widths):
+            return None
+        return choose(model, widths, np.full(widths.d_ff, density), tokens, assumed=True, splits=False).expectation
 
     def notes(self, layers: list[Layer]) -> list[str]:
-        """Return what the user should know: the GPU that was decided for, and what was assumed of which blocks."""
-        expected = [(layer, layer.expectation) for layer in layers if layer.expectation is not None]
-        if not expected:
+        """Return what the user should know: the GPU that was decided for, and what the figures rest on."""
+        advised = [layer for layer in layers if layer.matched]
+        if not advised:
             return []
         notes = [self._target.note] if self._target.note else []
-        widths = [(layer, replace(_widths(layer), d_ff=layer.kept)) for layer, _ in expected]
+        widths = [(layer, replace(_widths(layer), d_ff=layer.kept)) for layer in advised]
         far = {(layer.d_model, layer.d_ff) for layer, kept in widths if not self._target.model.is_near(kept)}
-        if far:
+        if self._target.at_hand:
+            notes.append(f"how fast blocks are on an {self._target.at_hand} was not measured, so no speed is expected")
+        elif far:
             sizes = first_few([f"{d_model} / {d_ff}" for d_model, d_ff in sorted(far)])
-            notes.append(f"no blocks of d_model / d_ff like {sizes} were measured: what is expected of them is a guess")
-        assumed = [expectation for layer, expectation in expected if expectation.assumed and layer.decision == "twell"]
-        left = any(expectation.assumed and layer.decision == "dense" for layer, expectation in expected)
-        if assumed:
-            least, most = (pick(assumed, key=lambda each: each.gain) for pick in (min, max))
-            gains = f"{least.gain:.2f}" + (f" to {most.gain:.2f}" if most.gain - least.gain >= 0.01 else "")
-            which = "every match for which TwELL can pay" if left else "every match"
+            what = f"no blocks of d_model / d_ff like {sizes} were measured on an {self._target.gpu}"
+            notes.append(f"{what}, so no speed is expected of them")
+        return [*notes, *self._notes_on_run(advised), *self._notes_on_gains(advised)]
+
+    def _notes_on_run(self, advised: list[Layer]) -> list[str]:
+        """Say what a short run has found, and why some blocks were not measured."""
+        notes = []
+        runs = [layer.short_run for layer in advised if layer.short_run is not None]
+        if runs:
+            active = _range([percent(pick(run.density for run in runs)) for pick in (min, max)])
             notes.append(
-                f"--layers auto rewrites {which}, since no profile says how often neurons fire. With "
-                f"{percent(self._density)} of the activations not zero, in all neurons alike, blocks are expected to "
-                f"be {gains} times as fast as dense ones on an {least.gpu}; TwELL {pays_text(least.pays_below)}"
+                f"{active} of the neurons were active in a short run on {runs[0].inputs} ({runs[0].tokens} tokens); "
+                "this decides nothing, `twellc profile` counts on your data"
             )
+        missing = [layer.module for layer in advised if layer.short_run is None]
+        if self.unmeasured and missing:
+            notes.append(f"how many neurons are active was not measured of {first_few(missing)}: {self.unmeasured}")
         return notes
+
+    def _notes_on_gains(self, advised: list[Layer]) -> list[str]:
+        """Say what is expected of blocks that are rewritten without a profile."""
+        taken = [layer for layer in advised if layer.decision == "twell"]
+        assumed = [each for each in (layer.expectation for layer in taken) if each is not None and each.assumed]
+        if not assumed:
+            return []
+        limits, gains = ([getattr(each, name) for each in assumed] for name in ("pays_below", "gain"))
+        pays = f"; TwELL {pays_text(min(limits))}" if 0 < min(limits) < 1 else ""
+        some = any(layer.decision == "dense" for layer in advised)
+        which = "every match for which TwELL can pay" if some else "every match"
+        expected = _range([f"{pick(gains):.2f}" for pick in (min, max)])
+        return [
+            f"--layers auto rewrites {which}, since there is no profile; blocks are expected to be {expected} times as "
+            f"fast as dense ones on an {self._target.gpu}{pays}"
+        ]
+
+
+def _range(ends: list[str]) -> str:
+    """Write the least and the most; once where they are the same."""
+    return " to ".join(dict.fromkeys(ends))
 
 
 def _widths(block: FfnBlock | Layer) -> Widths:

@@ -22,10 +22,12 @@ class Target:
     Attributes:
         model: Times on it.
         note: What the user should know about the choice; empty where there is nothing to say.
+        at_hand: The GPU at hand, if its times are not known and those of another one decide; empty otherwise.
     """
 
     model: CostModel
     note: str
+    at_hand: str = ""
 
     @property
     def gpu(self) -> str:
@@ -57,7 +59,8 @@ def choose_target(requested: str | None, at_hand: str | None) -> Target:
             return Target(_shipped(name), "")
     gpu = shipped_times(DEFAULT_TARGET).gpu
     why = "there is no GPU here" if at_hand is None else f"the times of {at_hand} are not known"
-    return Target(_shipped(DEFAULT_TARGET), f"decided for {gpu}, since {why} (--target-gpu changes it)")
+    note = f"decided for {gpu}, since {why} (--target-gpu changes it)"
+    return Target(_shipped(DEFAULT_TARGET), note, at_hand or "")
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,13 +59,25 @@ class ProgramObserver:
         self.unplaced: set[str] = set()
         self._interpreter = _Interpreter(self._program, set(gates))
 
-    def run(self, inputs: Sample, counted: dict[str, torch.Tensor], where: str) -> None:
+    @property
+    def nodes(self) -> list[Node]:
+        """The nodes that are run, in their order."""
+        return self._interpreter.needed
+
+    def run(
+        self,
+        inputs: Sample,
+        counted: dict[str, torch.Tensor],
+        where: str,
+        before: Callable[[Node], None] = lambda node: None,
+    ) -> None:
         """Run the program on a batch, and count.
 
         Args:
             inputs: The inputs, on the CPU.
             counted: See `Batch`.
             where: What to call the data in a message.
+            before: Is called before each node; what it raises ends the run.
 
         Raises:
             UserError: An activation is NaN.
@@ -84,7 +96,7 @@ class ProgramObserver:
             self.counters[name].add(z if places.rows is None else z.index_select(0, places.rows), places.bins)
 
         with torch.no_grad():
-            self._interpreter.run_observed(_arguments(self._program, inputs, self._device), observe)
+            self._interpreter.run_observed(_arguments(self._program, inputs, self._device), observe, before)
         flags = torch.stack([counter.nan for counter in self.counters.values()]).tolist()
         for module, is_nan in zip(self._modules.values(), flags, strict=True):
             if is_nan:
@@ -182,22 +194,40 @@ class _Interpreter(Interpreter):
     def __init__(self, program: ExportedProgram, names: set[str]) -> None:
         super().__init__(program.graph_module)
         self._names = names
-        self._needed: set[Node] = set()
+        wanted: set[Node] = set()
         pending = [node for node in program.graph.nodes if node.name in names]
         while pending:
             node = pending.pop()
-            if node not in self._needed:
-                self._needed.add(node)
+            if node not in wanted:
+                wanted.add(node)
                 pending.extend(node.all_input_nodes)
+        self.needed = [node for node in program.graph.nodes if node in wanted and node.op != "placeholder"]
+        self._run = set(self.needed)
+        self.user_to_last_uses = {node: [] for node in program.graph.nodes}  # where a value is let go
+        for value, user in last_uses(self.needed).items():
+            self.user_to_last_uses[user].append(value)
 
-    def run_observed(self, arguments: list[Any], observer: Callable[[str, Any], None]) -> None:
-        self._observer = observer
+    def run_observed(
+        self, arguments: list[Any], observer: Callable[[str, Any], None], before: Callable[[Node], None]
+    ) -> None:
+        self._observer, self._before = observer, before
         self.run(*arguments, enable_io_processing=False)
 
     def run_node(self, node: Node) -> Any:
-        if node.op == "output" or (node.op != "placeholder" and node not in self._needed):
+        if node.op != "placeholder" and node not in self._run:
             return None
+        if node.op != "placeholder":
+            self._before(node)
         value = super().run_node(node)
         if node.name in self._names:
             self._observer(node.name, value)
         return value
+
+
+def last_uses(nodes: Sequence[Node]) -> dict[Node, Node]:
+    """Return by each node, and each that they read, the last one of these nodes that reads it; itself without any."""
+    last: dict[Node, Node] = {}
+    for node in nodes:
+        last[node] = node
+        last |= dict.fromkeys(node.all_input_nodes, node)
+    return last

@@ -26,6 +26,7 @@ import math
 from dataclasses import dataclass, field
 
 from twellc.base.records import OPTIONAL, Json, Record
+from twellc.options.commands import DEFAULT_DENSITY
 from twellc.passes.report import Layer
 from twellc.plugins.library import TILE
 
@@ -59,8 +60,8 @@ class LayerCosts(FormCosts):
 
     Attributes:
         module: Path of the module that holds its weights.
-        density: Share of gate activations, of the neurons that are left, that a profile found not to be zero; None
-            where it is assumed, or the block is dense.
+        density: Share of gate activations, of the neurons that are left, that a profile or a short run found not to be
+            zero; None where it is assumed, or the block is dense.
     """
 
     module: str
@@ -77,7 +78,7 @@ class CostTable(Record):
 
     Attributes:
         tokens: Tokens in the call.
-        assumed_density: Assumed share of gate activations that are not zero, where no profile says it.
+        assumed_density: Assumed share of gate activations that are not zero, where nothing was measured.
         bytes_per_element: Bytes of an element.
         layers: Costs of each block, in the order of the report.
         total: Their sum.
@@ -119,24 +120,27 @@ def sparse_cost(layer: Layer, tokens: int, density: float) -> Cost:
     )
 
 
-def count_costs(layers: list[Layer], tokens: int, density: float) -> CostTable:
+def count_costs(layers: list[Layer], tokens: int, density: float | None) -> CostTable:
     """Return the cost of each block and of all together; a block that is left dense costs the same in both forms.
 
     Args:
         layers: Blocks as in a report.
         tokens: Tokens in one call.
-        density: Share of gate activations that are not zero, from 0 to 1, in blocks that no profile knows.
+        density: Share of gate activations that are not zero, from 0 to 1, in blocks that no profile knows; None takes
+            that of a short run, or else `DEFAULT_DENSITY`.
     """
     rows = []
+    assumed = DEFAULT_DENSITY if density is None else density
     for layer in layers:
         dense = dense_cost(layer, tokens)
-        known = None if layer.neurons is None else layer.neurons.density
-        own = density if known is None else known
+        profiled = None if layer.neurons is None else layer.neurons.density
+        known = layer.density if density is None and layer.decision == "twell" else profiled
+        own = assumed if known is None else known
         sparse = sparse_cost(layer, tokens, own) if layer.decision == "twell" else dense
         rows.append(LayerCosts(dense, sparse, layer.module, known))
     nothing = Cost(0, 0)
     total = FormCosts(sum((row.dense for row in rows), nothing), sum((row.sparse for row in rows), nothing))
-    return CostTable(tokens, density, BYTES_PER_ELEMENT, rows, total)
+    return CostTable(tokens, assumed, BYTES_PER_ELEMENT, rows, total)
 
 
 def _inputs(layer: Layer) -> int:

@@ -45,10 +45,10 @@ def _gpu(options: InspectOptions, found: Description) -> tuple[str, list[str]]:
     """Return the GPU whose kernels to name, of `GPUS`, and what the user should know of that."""
     if options.gpu is not None:
         return options.gpu, []
-    if options.target_gpu is not None:
-        from twellc.decisions.targets import choose_target  # not needed of a plan, and imports numpy
+    if options.target_gpu is not None or (found.manifest is None and found.nodes is None):
+        from twellc.decisions.targets import choose_target, gpu_at_hand  # not needed of a plan, and imports numpy
 
-        target = choose_target(options.target_gpu, None).gpu
+        target = choose_target(options.target_gpu, None if options.target_gpu else gpu_at_hand()).gpu
     else:
         target = next((layer.expectation.gpu for layer in found.layers if layer.expectation is not None), DEFAULT_GPU)
     gpu = gpu_named(target)

@@ -15,6 +15,7 @@ from twellc.decisions.advise import Advisor
 from twellc.decisions.choose import Tokens
 from twellc.decisions.targets import choose_target, gpu_at_hand
 from twellc.firing.calibration import load_calibration
+from twellc.firing.short_run import run_shortly
 from twellc.inspection.description import Description, PluginNode
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_format import looks_like_onnx
@@ -61,7 +62,12 @@ def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> 
         weights=Wish(options.weights != KEEP, linear=options.weights == FP8), linear=options.linear,
         calls=lambda x: (options.tokens,),
     )  # fmt: skip
-    passed = run_until(model.program, wanted, Stage.FIND_LINEAR, without=(Stage.FFN,))
+    passed = run_until(model.program, wanted, Stage.FIND)
+    if calibrated is None and options.density is None:
+        progress("measuring how many neurons are active")
+        advisor.run, advisor.unmeasured = run_shortly(model, passed)
+    progress("deciding on feed-forward blocks")
+    passed = run_until(passed, wanted, Stage.FIND_LINEAR, without=(Stage.FFN,))
     layers = passed.layers
     if calibrated is not None:
         calibrated.refuse_other_blocks(layers)

@@ -128,13 +128,13 @@ class InspectOptions(TracingOptions, DecisionOptions, WeightTypeOptions):
     Of what is compiled, `target_gpu` None takes the GPU that it was compiled for.
 
     Attributes:
-        density: Share of gate activations that are not zero, from 0 to 1, to count operations and bytes and expect
-            times at; it is assumed, of blocks that no profile knows.
+        density: Share of gate activations that are not zero, from 0 to 1, to assume of blocks that no profile knows.
+            Default: that of a short run of the model; operations and bytes of other blocks are counted at 0.005.
         tokens: Tokens in a call to count operations and bytes of, and to name the kernels of.
         gpu: The GPU whose kernels to name; none has to be there. Default: the one that speed is expected for.
     """
 
-    density: float = option(DEFAULT_DENSITY, "SHARE", SHARE)
+    density: float | None = option(None, "SHARE", SHARE)
     tokens: int = option(DEFAULT_TOKENS, "N", SIZE)
     gpu: str | None = option(None, kind=tuple(GPUS))
 
@@ -149,7 +149,7 @@ class BenchOptions(TracingOptions, DecisionOptions, WeightOptions, SampleOptions
         repeats: How often each contestant is timed; they take turns.
         compiled: Measure what torch.compile makes of the models, too, which may take minutes a shape.
         max_autotune: Measure FP8 through torch.compile with max-autotune, too, which takes minutes more.
-        tensorrt: Build and measure plans, too, where full TensorRT is installed.
+        tensorrt: Build and measure plans, too, which takes minutes more; needs full TensorRT.
         plot: Draw the speed-ups, as .svg, .png or .pdf; needs matplotlib.
         overwrite: Replace an existing picture or data file.
     """
@@ -158,7 +158,7 @@ class BenchOptions(TracingOptions, DecisionOptions, WeightOptions, SampleOptions
     repeats: int = option(20, "N", COUNT)
     compiled: bool = option(True)
     max_autotune: bool = option(False)
-    tensorrt: bool = option(True)
+    tensorrt: bool = option(False, names=("--tensorrt/--no-tensorrt",))
     plot: Path | None = option(None, "FILE", OUTPUT)
     overwrite: bool = option(False)
 

@@ -88,7 +88,7 @@ class CompileKeywords(TracingKeywords, DecisionKeywords, WeightKeywords, RunKeyw
 class InspectKeywords(TracingKeywords, DecisionKeywords, WeightTypeKeywords, RunKeywords, total=False):
     """See `InspectOptions`."""
 
-    density: float
+    density: float | None
     tokens: int
     gpu: str | None
 

@@ -211,6 +211,7 @@ def _decide(
         hot=hot,
         compression=compression,
         expectation=choice.expectation if choice is not None else None,
+        short_run=choice.short_run if choice is not None else None,
     )
 
 

@@ -407,15 +407,15 @@ def run_passes(program: ExportedProgram, options: PassOptions) -> Rewritten:
     return _finish(run_until(program, options, Stage.ORDER), options)
 
 
-def run_for_ranks(program: ExportedProgram, options: PassOptions) -> Iterator[Rewritten]:
-    """Yield what `run_passes` makes for each rank, of which `options.part` says how many there are.
+def run_for_ranks(start: ExportedProgram | Rewritten, options: PassOptions) -> Iterator[Rewritten]:
+    """Yield what `run_passes` makes for each rank, of which `options.part` says how many there are; see `run_until`.
 
     Graphs are dumped for the first one.
 
     Raises:
         UserError: See `run_passes`.
     """
-    passed = run_until(program, options, Stage.ORDER)
+    passed = run_until(start, options, Stage.ORDER)
     for rank in range(options.part.ranks):
         own = replace(options, part=replace(options.part, rank=rank), dump=options.dump if rank == 0 else NOWHERE)
         yield _finish(passed, own)

@@ -284,7 +284,9 @@ def _row(members: Sequence[_Member], short: Sequence[str]) -> Fields:
     expected = [each.layer.expectation for each in members if each.layer is not None and each.layer.expectation]
     gains = [gain for member in members for gain in member.gains]
     alone = len(members) == 1
-    assumed = " (density assumed)" if any(each.assumed for each in expected) else ""
+    runs = [each.layer.short_run for each in members if each.layer is not None and each.layer.short_run]
+    basis = f"density of {runs[0].inputs}" if runs else "density assumed"
+    assumed = f" ({basis})" if any(each.assumed for each in expected) else ""
     never = _range([each.never.mean() for each in blocks], percent) if blocks else ""
     if alone and blocks:
         never = f"{count(int(blocks[0].never.sum()))} of {count(form.d_ff)}"
@@ -292,7 +294,7 @@ def _row(members: Sequence[_Member], short: Sequence[str]) -> Fields:
         "module": first.module if alone else f"{len(members)} blocks",
         "names": "" if alone else _stretches([member.place for member in members], short),
         "twell": layer is not None and layer.decision == "twell",
-        "density": _range([each.density for each in blocks], percent) if blocks else "",
+        "density": _range([each.density for each in blocks or runs], percent) if blocks or runs else "",
         "never": never,
         "expected": f"{_range([each.gain for each in expected])}{assumed}" if expected else "",
         "pays_below": _range([each.pays_below for each in expected], _limit) if expected else "",
@@ -380,7 +382,7 @@ def _shape_sums(bench: BenchResult, short: dict[str, str]) -> list[Fields]:
 def _expected(layers: Sequence[Layer]) -> dict[int, float]:
     """Return how many times as fast all blocks of TwELL together are expected to be, by tokens, as far as all say it.
 
-    What was assumed, for want of a profile, is left out.
+    What rests on a short run or on what was assumed, for want of a profile, is left out.
     """
     chosen = [layer.expectation for layer in layers if layer.decision == "twell"]
     known = [each for each in chosen if each is not None and not each.assumed]

@@ -23,7 +23,7 @@ from twellc.export.shapes import parse_profile
 from twellc.passes.decide import Advise, decide, repeat
 from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks
 from twellc.passes.neurons import Staying
-from twellc.passes.report import Layer, Weights
+from twellc.passes.report import Layer, ShortRun, Weights
 from twellc.passes.sizes.inputs import program_inputs
 
 TARGET = choose_target("h200", None)
@@ -38,7 +38,7 @@ def blocks() -> list[FfnBlock]:
     return [replace(block, d_model=2048, d_ff=5632, d_out=2048) for block in found]
 
 
-def advisor(density: float = 0.005, compression: int | None = None) -> Advisor:
+def advisor(density: float | None = None, compression: int | None = None) -> Advisor:
     return Advisor(TARGET, lambda block: TOKENS, density, compression)
 
 
@@ -86,6 +86,15 @@ def test_all_takes_what_does_not_pay(blocks: list[FfnBlock]) -> None:
     assert reasons == {"--layers none"}
 
 
+def test_without_a_figure_nothing_is_expected(blocks: list[FfnBlock]) -> None:
+    advise = advisor()
+    layers = decided(blocks, advise, None, None)
+    assert [(layer.decision, layer.reason, layer.expectation) for layer in layers] == [("twell", "matches", None)] * 2
+    assert advise.notes(layers) == []
+    advise.unmeasured = "it takes too long"
+    assert advise.notes(layers) == ["how many neurons are active was not measured of 0.ffn, 1.ffn: it takes too long"]
+
+
 def test_what_is_assumed_only_informs(blocks: list[FfnBlock]) -> None:
     advise = advisor(density=0.3)
     layers = decided(blocks, advise, None, None)
@@ -94,13 +103,41 @@ def test_what_is_assumed_only_informs(blocks: list[FfnBlock]) -> None:
     expectation = layers[0].expectation
     assert expectation is not None and expectation.assumed
     assert note == (
-        "--layers auto rewrites every match, since no profile says how often neurons fire. With 30 % of the "
-        "activations not zero, in all neurons alike, blocks are expected to be "
+        "--layers auto rewrites every match, since there is no profile; blocks are expected to be "
         f"{expectation.gain:.2f} times as fast as dense ones on an NVIDIA H200; TwELL pays below "
         f"{percent(expectation.pays_below)}"
     )
     assert advise.notes([replace(layer, expectation=None) for layer in layers]) == []
     assert advise.decided == {}
+
+
+@pytest.mark.parametrize("target", [TARGET, Target(TARGET.model, "decided for another", at_hand="NVIDIA A100")])
+def test_a_short_run_only_informs(blocks: list[FfnBlock], target: Target) -> None:
+    """Half of the neurons: nothing is gained, and the block is taken as without a run. No figure is of another GPU."""
+    blocks = [blocks[0], replace(blocks[1], module="far", d_model=16, d_ff=40, d_out=16)]
+    advise = Advisor(target, lambda block: TOKENS)
+    before = decided(blocks, advise, None, None)
+    advise.run = {
+        block.module: ShortRun(density, 128, "random tokens") for block, density in zip(blocks, (0.5, 0.4), strict=True)
+    }
+    layers = decided(blocks, advise, None, None)
+    assert [replace(layer, expectation=None, short_run=None) for layer in layers] == before and advise.decided == {}
+    assert [layer.density for layer in layers] == [0.5, 0.4] and layers[1].expectation is None
+    run = (
+        "40 % to 50 % of the neurons were active in a short run on random tokens (128 tokens); this decides "
+        "nothing, `twellc profile` counts on your data"
+    )
+    if target.at_hand:
+        assert layers[0].expectation is None
+        none = "how fast blocks are on an NVIDIA A100 was not measured, so no speed is expected"
+        assert advise.notes(layers) == ["decided for another", none, run]
+        return
+    expectation = layers[0].expectation
+    assert expectation is not None and expectation.density == 0.5 and expectation.gain < 1.03
+    assert advise.notes(layers)[:2] == [
+        "no blocks of d_model / d_ff like 16 / 40 were measured on an NVIDIA H200, so no speed is expected of them",
+        run,
+    ]
 
 
 DENSITIES = (0.0001, 0.001, 0.01, 0.1, 0.5)
@@ -127,7 +164,6 @@ def test_where_twell_pays_at_no_density_blocks_are_left_dense_without_a_profile(
     layers = decided(blocks, advise, None, None)
     reason = "left dense: TwELL pays at no density at 8192 tokens"
     assert [(layer.decision, layer.matched, layer.reason) for layer in layers] == [("dense", True, reason)] * 2
-    assert layers[0].expectation is not None and layers[0].expectation.pays_below == 0
     assert advise.notes(layers) == []
     assert [layer.reason for layer in decided(blocks, repeat(advise.decided), None, None)] == [reason] * 2
     for named in ("all", "ffn"):
@@ -137,32 +173,18 @@ def test_where_twell_pays_at_no_density_blocks_are_left_dense_without_a_profile(
 
 
 def test_some_are_left_dense_without_a_profile(blocks: list[FfnBlock]) -> None:
-    """The note does not say that every match is rewritten."""
+    """Not where the same prediction is of widths that were not measured."""
     advise = Advisor(SLOW, lambda block: TOKENS)
     far = replace(blocks[1], d_model=256, d_ff=512, d_out=256)
     layers = decided([blocks[0], far], advise, None, None)
-    assert [layer.decision for layer in layers] == ["dense", "twell"]
-    guess, note = advise.notes(layers)
-    assert guess.startswith("no blocks of d_model / d_ff like 256 / 512 were measured")
-    assert note.startswith("--layers auto rewrites every match for which TwELL can pay, since no profile says ")
+    assert [(layer.decision, layer.expectation) for layer in layers] == [("dense", None), ("twell", None)]
     assert list(advise.decided) == [blocks[0].module]
-
-
-def test_a_width_that_was_not_measured_is_rewritten_and_called_a_guess(blocks: list[FfnBlock]) -> None:
-    """Where the same prediction would leave a measured width dense."""
-    advise = Advisor(SLOW, lambda block: TOKENS)
-    (layer,) = decided([replace(blocks[0], d_model=16, d_ff=40, d_out=16)], advise, None)
-    assert (layer.decision, layer.reason) == ("twell", "matches")
-    assert layer.expectation is not None and layer.expectation.pays_below == 0
-    assert advise.notes([layer])[0] == (
-        "no blocks of d_model / d_ff like 16 / 40 were measured: what is expected of them is a guess"
-    )
 
 
 def test_a_guess_leaves_nothing_dense(blocks: list[FfnBlock]) -> None:
     far = replace(blocks[0], d_model=16, d_ff=40, d_out=16)
     (layer,) = decided([far], advisor(), equal(0.5, 40))
-    assert (layer.decision, layer.reason, layer.hot) == ("twell", "50 % active", 0)
+    assert (layer.decision, layer.reason, layer.hot, layer.expectation) == ("twell", "50 % active", 0, None)
 
 
 def test_decisions_are_repeated(blocks: list[FfnBlock]) -> None:

@@ -33,7 +33,8 @@ class Expectation(Record):
 
     Attributes:
         gpu: The GPU.
-        assumed: Whether the density is assumed, with neurons that fire equally often, as nothing was measured.
+        assumed: Whether no profile says the density: it is that of a short run, or an assumed one, of neurons that fire
+            equally often.
         density: Share of gate activations that are not zero.
         gain: How many times as fast as dense TwELL is: the geometric mean over the sizes that profiles are tuned for.
         pays_below: The density below which TwELL pays, if neurons differ as these do: 1 where it always does, 0 where
@@ -50,6 +51,21 @@ class Expectation(Record):
 
 
 @dataclass(frozen=True)
+class ShortRun(Record):
+    """How many neurons of a block were active in a short run of the model, which decides nothing.
+
+    Attributes:
+        density: Share of the gate activations that were not zero.
+        tokens: How many tokens the block saw.
+        inputs: What the model ran on: a sample text, random tokens or random numbers.
+    """
+
+    density: Share
+    tokens: Count
+    inputs: Annotated[str, OneOf(("a sample text", "random tokens", "random numbers"))]
+
+
+@dataclass(frozen=True)
 class Choice:
     """What is best for a block.
 
@@ -58,7 +74,9 @@ class Choice:
         facts: Why, in words.
         hot: How many neurons, the most active ones, are a dense product; 0 where it is dense.
         compression: The TwELL compression factor; None leaves it to the options of the compilation.
-        expectation: What is expected of it; None where an earlier decision is repeated.
+        expectation: What is expected of it; None where an earlier decision is repeated, the density is not known, or
+            nothing like the block was measured on the GPU.
+        short_run: How many of its neurons were active in a short run; None without one.
     """
 
     decision: str
@@ -66,6 +84,7 @@ class Choice:
     hot: int
     compression: int | None
     expectation: Expectation | None
+    short_run: ShortRun | None = None
 
 
 @dataclass(frozen=True)
@@ -182,7 +201,9 @@ class Layer(Record):
         neurons: What became of its neurons; None where nothing did, or TwELL does not run it.
         weights: In how many bits its weights are read; None where in those of its dtype, or TwELL does not run it.
         compression: The TwELL compression factor that a profile suggests; None where there is none.
-        expectation: What measured times let expect of it; None where nobody asked, or it cannot be rewritten.
+        expectation: What measured times let expect of it; None where its density is not known, nothing like it was
+            measured on the GPU, or it cannot be rewritten.
+        short_run: How many of its neurons were active in a short run; None where there was none.
     """
 
     module: str
@@ -198,6 +219,7 @@ class Layer(Record):
     hot: Count = 0
     compression: Compression | None = field(default=None, metadata=OPTIONAL)
     expectation: Expectation | None = field(default=None, metadata=OPTIONAL)
+    short_run: ShortRun | None = field(default=None, metadata=OPTIONAL)
     neurons: Neurons | None = field(default=None, metadata=OPTIONAL)
     weights: Weights | None = field(default=None, metadata=OPTIONAL)
     norm: Annotated[str, OneOf(tuple(NORMS))] = "none"
@@ -206,6 +228,12 @@ class Layer(Record):
     def kept(self) -> int:
         """How many neurons are left."""
         return self.d_ff if self.neurons is None else self.neurons.kept
+
+    @property
+    def density(self) -> float | None:
+        """The share of its gate activations that were not zero, by a profile or else a short run; None if unknown."""
+        profiled = None if self.neurons is None else self.neurons.density
+        return self.short_run.density if profiled is None and self.short_run is not None else profiled
 
 
 def missing_blocks(layers: Sequence[Layer], widths: Mapping[str, int]) -> list[str]:
