@@ -54,6 +54,35 @@ _DTYPES: dict[str, str | None] = {
 class LLM:
     """A causal language model that answers.
 
+    Args:
+        model: A Hugging Face directory, or a plan of `twellc compile --kv-cache`.
+        tokenizer: A directory with its tokenizer; None is the model's own.
+        device: Where it runs: `auto`, `cpu`, `cuda` or `cuda:N`; `auto` and None are the GPU where torch sees one.
+            A plan runs on a GPU.
+        dtype: In which precision: `bf16`, `fp16` or `fp32`, or a name of vLLM; None and `auto` are that of the
+            weights, on a GPU bf16 for float32.
+        max_model_len: Tokens of a prompt and its answer together, but for the answer's last, which takes no place
+            in the cache; None makes the cache as it is needed.
+        compiled: Whether torch.compile compiles a directory: faster, after minutes.
+        layers: Which feed-forward blocks of a directory the `twell` ops compute, see `twellc.optimize`.
+        weights: `keep`: as a directory has them; `fp8:blocks`: these blocks are quantised to FP8; `fp8`:
+            and the linear layers outside of them.
+        fp8_error: With these: leave a block as it is where, on `text`, FP8 changes its output by more than
+            this: the norm of the difference over the norm of the output. Linear layers are left, too.
+        text: With `fp8_error`: a file with text, in UTF-8, which the tokenizer of the directory reads.
+        skip_tokenizer_init: Whether no tokenizer is read: prompts and answers are token ids. So they are of a model
+            without one, too.
+        logprobs_mode: What `SamplingParams(logprobs=…)` returns: `raw_logprobs`, log probabilities of what the
+            model computes; `processed_logprobs`, of what tokens are chosen from, behind penalties, temperature and
+            all else; `raw_logits` and `processed_logits` the logits in their place.
+        max_num_batched_tokens: Prompts are computed in chunks of this many tokens, all rows together; None computes
+            them at once, a plan in its own chunks.
+        others: Other arguments of vLLM, with values that ask for nothing that is not there.
+
+    Raises:
+        UserError: There is no causal language model, or no such device; or an argument is of another kind, or asks
+            for what is not there.
+
     Attributes:
         model: The model as one of transformers: `llm.model.generate(…)` takes what transformers' `generate` does.
         notes: What the user should know.
@@ -77,37 +106,6 @@ class LLM:
         max_num_batched_tokens: int | None = None,
         **others: Any,
     ) -> None:
-        """Load a model.
-
-        Args:
-            model: A Hugging Face directory, or a plan of `twellc compile --kv-cache`.
-            tokenizer: A directory with its tokenizer; None is the model's own.
-            device: Where it runs: `auto`, `cpu`, `cuda` or `cuda:N`; `auto` and None are the GPU where torch sees one.
-                A plan runs on a GPU.
-            dtype: In which precision: `bf16`, `fp16` or `fp32`, or a name of vLLM; None and `auto` are that of the
-                weights, on a GPU bf16 for float32.
-            max_model_len: Tokens of a prompt and its answer together, but for the answer's last, which takes no place
-                in the cache; None makes the cache as it is needed.
-            compiled: Whether torch.compile compiles a directory: faster, after minutes.
-            layers: Which feed-forward blocks of a directory the `twell` ops compute, see `twellc.optimize`.
-            weights: `keep`: as a directory has them; `fp8:blocks`: these blocks are quantised to FP8; `fp8`:
-                and the linear layers outside of them.
-            fp8_error: With these: leave a block as it is where, on `text`, FP8 changes its output by more than
-                this: the norm of the difference over the norm of the output. Linear layers are left, too.
-            text: With `fp8_error`: a file with text, in UTF-8, which the tokenizer of the directory reads.
-            skip_tokenizer_init: Whether no tokenizer is read: prompts and answers are token ids. So they are of a model
-                without one, too.
-            logprobs_mode: What `SamplingParams(logprobs=…)` returns: `raw_logprobs`, log probabilities of what the
-                model computes; `processed_logprobs`, of what tokens are chosen from, behind penalties, temperature and
-                all else; `raw_logits` and `processed_logits` the logits in their place.
-            max_num_batched_tokens: Prompts are computed in chunks of this many tokens, all rows together; None computes
-                them at once, a plan in its own chunks.
-            others: Other arguments of vLLM, with values that ask for nothing that is not there.
-
-        Raises:
-            UserError: There is no causal language model, or no such device; or an argument is of another kind, or asks
-                for what is not there.
-        """
         known = (
             "tokenizer",
             "device",
@@ -142,12 +140,11 @@ class LLM:
             backend, cache, notes = load_directory(*options)
             folder = path
         else:
+            quantises = {"weights": weights != KEEP, "fp8_error": fp8_error is not None, "text": text is not None}
+            _refuse_of_a_plan(dtype=precision, compiled=compiled, layers=layers != "auto", **quantises)
             backend, cache = load_plan(path, device)
             notes = []
             folder = path.with_name(cache.text or path.name)
-            quantises = {"weights": weights != KEEP, "fp8_error": fp8_error is not None, "text": text is not None}
-            asked = {"compiled": compiled, "layers": layers != "auto"}
-            _refuse_of_a_plan(dtype=precision, **asked, **quantises)
             if max_model_len is not None and max_model_len != backend.longest:
                 what = "is not that of the plan"
                 fix = "Leave it out, or compile the model with another --kv-cache."
