@@ -70,7 +70,7 @@ def test_plans_that_give_tokens(linear: str, bytelm: Path, tmp_path: Path) -> No
     params = SamplingParams(max_tokens=128, ignore_eos=True)
     outputs = greedy.generate(TEXTS, params) + greedy.generate(TEXTS[0], params)
     assert greedy.stats.graph and distance(bytelm, outputs) < NEAR
-    with pytest.raises(UserError, match="the plan gives tokens and no logits"):
+    with pytest.raises(UserError, match="needs logits, and the plan gives the likeliest tokens alone"):
         greedy.generate(TEXTS, SamplingParams(temperature=1.0))
 
 

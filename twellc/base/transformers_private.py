@@ -33,6 +33,7 @@ NEEDED: dict[str, str] = {
     "transformers.models.auto.modeling_auto:MODEL_FOR_MASKED_LM_MAPPING_NAMES": "which decoders may be encoders",
     "transformers.models.auto.modeling_auto:MODEL_MAPPING_NAMES": "which decoders may be encoders",
     "transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS": "a function of twellc computes experts, and counts",
+    "transformers.integrations.moe:_grouped_mm": "grouped products of experts are computed as transformers does",
     "transformers:AttentionInterface.register": "attention is computed by a function of twellc",
     "transformers:AttentionMaskInterface.register": "masks are made by a function of twellc",
     "transformers:PreTrainedConfig._attn_implementation": "which attention a model has",
