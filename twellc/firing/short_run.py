@@ -17,9 +17,9 @@ from torch.fx import Node
 
 from twellc.base.caches import TOKEN_COUNT, WRITE_INDEX
 from twellc.base.errors import UserError, first_line
+from twellc.firing.costs import Cost, cost_of
 from twellc.firing.measure import ProgramObserver, last_uses
 from twellc.loaders.loaded import LoadedModel
-from twellc.firing.costs import Cost, cost_of
 from twellc.passes.graph.program import stored_tensors, tensor_of, user_inputs
 from twellc.passes.match.activations import packet
 from twellc.passes.match.linear import CASTS, VIEWS
