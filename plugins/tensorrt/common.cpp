@@ -57,6 +57,8 @@ bool may_be(InputType input, DataType type, DataType first) {
             return type == DataType::kINT32;
         case InputType::kInt64:
             return type == DataType::kINT64;
+        case InputType::kIndex:
+            return type == DataType::kINT32 || type == DataType::kINT64;
         case InputType::kFloat32:
             return type == DataType::kFLOAT;
         case InputType::kFp8:
@@ -72,6 +74,8 @@ char const* text_of(InputType type) {
             return text_of(DataType::kINT32);
         case InputType::kInt64:
             return text_of(DataType::kINT64);
+        case InputType::kIndex:
+            return "int32 or int64";
         case InputType::kFloat32:
             return text_of(DataType::kFLOAT);
         case InputType::kFp8:

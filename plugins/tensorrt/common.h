@@ -37,8 +37,9 @@ bool is_supported(nvinfer1::DataType type);
 nvinfer1::Dims known_dims(nvinfer1::DimsExprs const& expressions);
 
 // Which type an input of a plugin, or its outputs, have: the plugin's element type, or always the same one. kFp8 may
-// also come as int8, byte by byte, since TensorRT has fp8 for GPUs of compute capability 8.9 or newer only.
-enum class InputType { kElement, kInt32, kInt64, kFloat32, kFp8 };
+// also come as int8, byte by byte, since TensorRT has fp8 for GPUs of compute capability 8.9 or newer only. kIndex is
+// int32 or int64.
+enum class InputType { kElement, kInt32, kInt64, kIndex, kFloat32, kFp8 };
 
 struct Input {
     char const* name;

@@ -1,6 +1,7 @@
 // The plugins of libtwell_plugins.so.
 #include <twell/twell.h>
 
+#include "experts_plugin.h"
 #include "feed_forward_plugin.h"
 #include "linear_plugin.h"
 #include "registration.h"
@@ -9,7 +10,8 @@ namespace twell {
 
 std::vector<nvinfer1::IPluginCreatorV3One*> const& creators() {
     static auto const& all = *new std::vector<nvinfer1::IPluginCreatorV3One*>{
-        new FeedForwardCreator(TWELL_GATED), new FeedForwardCreator(TWELL_PLAIN), new LinearCreator()};
+        new FeedForwardCreator(TWELL_GATED), new FeedForwardCreator(TWELL_PLAIN), new LinearCreator(),
+        new ExpertsCreator()};
     return all;
 }
 

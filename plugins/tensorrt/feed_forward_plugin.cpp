@@ -24,7 +24,7 @@ std::array<Role, kBlockRoles> roles_of(twell_variant variant, Options const& opt
              {"b_up", InputType::kElement, gated && options.b_up},
              {"w_down", weight, true},
              {"b_down", InputType::kElement, options.b_down},
-             {"residual", InputType::kElement, options.residual},
+             {"residual", InputType::kElement, options.residual, true},
              {gated ? "w_gate_scale" : "w_up_scale", InputType::kFloat32, options.scales},
              {"w_up_scale", InputType::kFloat32, gated && options.scales},
              {"w_down_scale", InputType::kFloat32, options.scales},
@@ -38,7 +38,7 @@ std::array<Role, kBlockRoles> roles_of(twell_variant variant, Options const& opt
 // ---- constructor ----
 
 FeedForwardPlugin::FeedForwardPlugin(twell_variant variant, std::string layer, Options const& options)
-    : KernelPlugin(plugin_name(variant), std::move(layer), roles_of(variant, options), kResidual),
+    : KernelPlugin(plugin_name(variant), std::move(layer), roles_of(variant, options)),
       variant_(variant),
       options_(options) {}
 
@@ -49,7 +49,7 @@ std::string FeedForwardPlugin::other_types() const {
     return !options_.thresholds ? scaled : scaled.empty() ? "thresholds" : scaled + ", and thresholds";
 }
 
-twell_problem FeedForwardPlugin::problem_of(Shapes const& inputs, DataType type) const {
+twell_problem FeedForwardPlugin::problem_of(Shapes const& inputs, Types const& types) const {
     check(inputs, kWGate, dims_of({kAny, kAny}), "[d_ff, d_model]");
     check(inputs, kWDown, dims_of({kAny, kAny}), "[d_ff, d_out]");
     int64_t const d_ff = shape(inputs, kWGate).d[0];
@@ -63,7 +63,8 @@ twell_problem FeedForwardPlugin::problem_of(Shapes const& inputs, DataType type)
     check(inputs, kThresholds, dims_of({d_ff}), "[d_ff]");
     check(inputs, kNormWeight, dims_of({d_model}), "[d_model]");
     check(inputs, kNormBias, dims_of({d_model}), "[d_model]");
-    check_rows(inputs, "d_model", kWGate, "[d_ff, d_model]", d_out, "d_out");
+    check_rows(inputs, "d_model", kWGate, "[d_ff, d_model]");
+    check_residual(inputs, kResidual, d_out, "d_out");
     if (d_ff != kAny && options_.hot > d_ff) {
         refuse("hot", std::to_string(options_.hot), "0 to d_ff = " + std::to_string(d_ff));
     }
@@ -76,7 +77,7 @@ twell_problem FeedForwardPlugin::problem_of(Shapes const& inputs, DataType type)
     problem.d_ff = narrow(d_ff, std::max(options_.hot, 1));
     problem.d_out = narrow(d_out, 8);
     problem.compression = options_.compression;
-    problem.dtype = type == DataType::kHALF ? TWELL_FP16 : TWELL_BF16;
+    problem.dtype = types[kX] == DataType::kHALF ? TWELL_FP16 : TWELL_BF16;
     problem.weight_dtype = problem.dtype;
     problem.variant = variant_;
     problem.activation = options_.activation;

@@ -48,7 +48,7 @@ class FeedForwardPlugin final : public KernelPlugin<FeedForwardPlugin, twell_pro
 
   private:
     std::string other_types() const override;
-    twell_problem problem_of(Shapes const& inputs, nvinfer1::DataType type) const override;
+    twell_problem problem_of(Shapes const& inputs, Types const& types) const override;
     size_t bytes_of(twell_problem const& problem) const override { return twell_workspace_bytes(&problem); }
     void set_output_shapes(nvinfer1::DimsExprs const* inputs, nvinfer1::DimsExprs* outputs,
                            nvinfer1::IExprBuilder&) const override;

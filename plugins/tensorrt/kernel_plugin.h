@@ -1,5 +1,5 @@
-// What blocks and linear layers do alike, plugins that are one call of the kernels: their inputs have roles, and which
-// input a role is depends on the optional ones that are there.
+// What blocks, linear layers and experts do alike, plugins that are one call of the kernels: their inputs have roles,
+// and which input a role is depends on the optional ones that are there.
 #pragma once
 
 #include <NvInferRuntime.h>
@@ -22,7 +22,10 @@ struct Role {
     char const* name;
     InputType type;
     bool present;
+    bool by_row = false;  // besides x: whether it has a row for each one of x
 };
+
+using Types = std::array<nvinfer1::DataType, kMostInputs>;
 
 // `Problem` is the kernels', of twell.h. Role 0 is x.
 template <class Plugin, class Problem, size_t ROLES>
@@ -30,18 +33,14 @@ class KernelPlugin : public PluginBase<Plugin> {
   protected:
     using Roles = std::array<Role, ROLES>;
 
-    // `residual`: the role that has the shape of y.
-    KernelPlugin(char const* name, std::string layer, Roles const& roles, int32_t residual)
-        : PluginBase<Plugin>(name, std::move(layer), inputs_of(roles)),
-          roles_(roles),
-          slots_(slots_of(roles)),
-          residual_(residual) {}
+    KernelPlugin(char const* name, std::string layer, Roles const& roles)
+        : PluginBase<Plugin>(name, std::move(layer), inputs_of(roles)), roles_(roles), slots_(slots_of(roles)) {}
 
     // ---- what a plugin has ----
 
-    // The problem that these input shapes pose. Extents may be kAny; then only what is known is checked, and the result
-    // holds placeholders.
-    virtual Problem problem_of(Shapes const& inputs, nvinfer1::DataType type) const = 0;
+    // The problem that inputs of these shapes and types pose. Extents may be kAny; then only what is known is checked,
+    // and the result holds placeholders.
+    virtual Problem problem_of(Shapes const& inputs, Types const& types) const = 0;
     virtual size_t bytes_of(Problem const& problem) const = 0;
     virtual void launch(Problem const& problem, void const* const* inputs, void* const* outputs, void* workspace,
                         cudaStream_t stream) const = 0;
@@ -64,9 +63,8 @@ class KernelPlugin : public PluginBase<Plugin> {
     }
 
     // Throws Refusal unless the rows of x may be as long as those of a weight of the given shape, whose last extent is
-    // `name`, and the residual may have the shape of y, [..., out].
-    void check_rows(Shapes const& inputs, char const* name, int32_t weight, char const* meaning, int64_t out,
-                    char const* out_name) const {
+    // `name`.
+    void check_rows(Shapes const& inputs, char const* name, int32_t weight, char const* meaning) const {
         nvinfer1::Dims const& x = inputs[0];
         if (x.nbDims < 1 || x.nbDims > nvinfer1::Dims::MAX_DIMS) {
             throw Refusal("input x has rank " + std::to_string(x.nbDims) + "; expected [..., " + name +
@@ -78,9 +76,13 @@ class KernelPlugin : public PluginBase<Plugin> {
             throw Refusal("input x has shape " + text_of(x) + "; its last extent must be " + name + " = " +
                           std::to_string(expected) + ", as in " + role_name(weight) + " " + meaning);
         }
-        nvinfer1::Dims y = x;
+    }
+
+    // Throws Refusal unless the residual, if there is one, may have the shape of y, [..., out].
+    void check_residual(Shapes const& inputs, int32_t residual, int64_t out, char const* out_name) const {
+        nvinfer1::Dims y = inputs[0];
         y.d[y.nbDims - 1] = out;
-        check(inputs, residual_, y, ("that of y, [..., " + std::string(out_name) + "]").c_str());
+        check(inputs, residual, y, ("that of y, [..., " + std::string(out_name) + "]").c_str());
     }
 
     // Throws Refusal with the kernels' complaint, unless it is null, and the shapes of some inputs.
@@ -104,7 +106,9 @@ class KernelPlugin : public PluginBase<Plugin> {
     }
 
     void check_shapes(Shapes const& inputs) const final {
-        problem_of(inputs, nvinfer1::DataType::kBF16);  // no limit depends on the type, which need not be known
+        Types types;
+        types.fill(nvinfer1::DataType::kBF16);  // no limit depends on types, which need not be known
+        problem_of(inputs, types);
     }
 
     void configure(nvinfer1::DynamicPluginTensorDesc const* inputs) final { largest_problem(inputs); }
@@ -120,7 +124,8 @@ class KernelPlugin : public PluginBase<Plugin> {
 
     void run(nvinfer1::PluginTensorDesc const* descs, void const* const* inputs, void* const* outputs, void* workspace,
              cudaStream_t stream) final {
-        launch(problem_of(this->runtime_shapes(descs), descs[0].type), inputs, outputs, workspace, stream);
+        Types const types = types_of([&](int32_t i) { return descs[i].type; });
+        launch(problem_of(this->runtime_shapes(descs), types), inputs, outputs, workspace, stream);
     }
 
   private:
@@ -142,27 +147,41 @@ class KernelPlugin : public PluginBase<Plugin> {
         return slots;
     }
 
-    // The problem with the most tokens of the profile: the one with the largest workspace. Of all but x and the
-    // residual extents must be fixed, since the workspace may shrink where these grow. The residual's largest extents
-    // may be an estimate, other than those of x.
+    // Gathers the type of each input.
+    template <typename TypeOf>
+    Types types_of(TypeOf&& type_of) const {
+        Types types{};
+        for (int32_t i = 0; i < this->input_count(); ++i) {
+            types[i] = type_of(i);
+        }
+        return types;
+    }
+
+    // The problem with the most tokens of the profile: the one with the largest workspace. Of inputs that have no row
+    // for each one of x extents must be fixed, since the workspace may shrink where these grow. Where they have one,
+    // the largest extents may be an estimate, other than those of x.
     Problem largest_problem(nvinfer1::DynamicPluginTensorDesc const* inputs) const {
-        Shapes const largest = this->shapes_of([&](size_t i) {
-            bool const is_residual = static_cast<int32_t>(i) == slots_[residual_];
-            nvinfer1::DynamicPluginTensorDesc const& input = inputs[i];
-            if (i != 0 && !is_residual && !std::equal(input.max.d, input.max.d + input.max.nbDims, input.min.d)) {
-                throw Refusal("input " + std::string(this->input_name(static_cast<int32_t>(i))) + " has shapes from " +
-                              text_of(input.min) + " to " + text_of(input.max) + "; expected a fixed shape");
+        Shapes largest{};
+        for (size_t role = 0; role < ROLES; ++role) {
+            int32_t const slot = slots_[role];
+            if (slot < 0) {
+                continue;
             }
-            return is_residual ? input.desc.dims : input.max;
-        });
-        return problem_of(largest, inputs[0].desc.type);
+            nvinfer1::DynamicPluginTensorDesc const& input = inputs[slot];
+            bool const fixed = std::equal(input.max.d, input.max.d + input.max.nbDims, input.min.d);
+            if (slot != 0 && !roles_[role].by_row && !fixed) {
+                throw Refusal("input " + std::string(role_name(role)) + " has shapes from " + text_of(input.min) +
+                              " to " + text_of(input.max) + "; expected a fixed shape");
+            }
+            largest[slot] = roles_[role].by_row ? input.desc.dims : input.max;
+        }
+        return problem_of(largest, types_of([&](int32_t i) { return inputs[i].desc.type; }));
     }
 
     static_assert(ROLES <= kMostInputs);
 
     Roles const roles_;
     std::array<int32_t, ROLES> const slots_;  // the input of each role; -1 where there is none
-    int32_t const residual_;
 };
 
 }  // namespace twell

@@ -71,7 +71,7 @@ std::array<Role, kLinearRoles> roles_of(LinearOptions const& options) {
                                           {"bias", InputType::kElement, true},
                                           {"norm_weight", InputType::kElement, true},
                                           {"norm_bias", InputType::kElement, true},
-                                          {"residual", InputType::kElement, true},
+                                          {"residual", InputType::kElement, true, true},
                                           {"weight_scale", InputType::kFloat32, true}}};
     for (size_t i = 0; i < kLinearRoles; ++i) {
         roles[i].present = options.has[i];
@@ -84,18 +84,19 @@ std::array<Role, kLinearRoles> roles_of(LinearOptions const& options) {
 // ---- constructor ----
 
 LinearPlugin::LinearPlugin(std::string layer, LinearOptions const& options)
-    : KernelPlugin(kLinearName, std::move(layer), roles_of(options), kLinearResidual), options_(options) {}
+    : KernelPlugin(kLinearName, std::move(layer), roles_of(options)), options_(options) {}
 
 // ---- checks shared by build and runtime ----
 
-twell_linear_problem LinearPlugin::problem_of(Shapes const& inputs, DataType type) const {
+twell_linear_problem LinearPlugin::problem_of(Shapes const& inputs, Types const& types) const {
     int64_t const out = std::accumulate(options_.splits.begin(), options_.splits.end(), int64_t{0});
     check(inputs, kLinearWeight, dims_of({out, kAny}), "[out, in], out the sum of splits");
     int64_t const in = shape(inputs, kLinearWeight).d[1];
     check(inputs, kLinearBias, dims_of({out}), "[out]");
     check(inputs, kLinearNormWeight, dims_of({in}), "[in]");
     check(inputs, kLinearNormBias, dims_of({in}), "[in]");
-    check_rows(inputs, "in", kLinearWeight, "[out, in]", out, "out");
+    check_rows(inputs, "in", kLinearWeight, "[out, in]");
+    check_residual(inputs, kLinearResidual, out, "out");
     bool const by_output = has(kLinearScale) && shape(inputs, kLinearScale).nbDims != 0;
     if (by_output) {
         check(inputs, kLinearScale, dims_of({out, 1}), "none, or [out, 1]");
@@ -106,7 +107,7 @@ twell_linear_problem LinearPlugin::problem_of(Shapes const& inputs, DataType typ
     problem.tokens = rows_of(inputs[kLinearX]);
     problem.in = narrow(in, 8);
     problem.out = narrow(out, 8);
-    problem.dtype = type == DataType::kHALF ? TWELL_FP16 : TWELL_BF16;
+    problem.dtype = types[kLinearX] == DataType::kHALF ? TWELL_FP16 : TWELL_BF16;
     problem.weight_dtype = has(kLinearScale) ? static_cast<int32_t>(TWELL_E4M3) : problem.dtype;
     problem.weight_scale = by_output ? TWELL_SCALE_NEURON : TWELL_SCALE_TENSOR;
     problem.norm = options_.norm;

@@ -50,7 +50,7 @@ class LinearPlugin final : public KernelPlugin<LinearPlugin, twell_linear_proble
     int32_t output_count() const override { return static_cast<int32_t>(options_.splits.size()); }
     bool chooses() const override { return options_.choose; }
     std::string other_types() const override { return has(kLinearScale) ? "the weight and its scale" : ""; }
-    twell_linear_problem problem_of(Shapes const& inputs, nvinfer1::DataType type) const override;
+    twell_linear_problem problem_of(Shapes const& inputs, Types const& types) const override;
     size_t bytes_of(twell_linear_problem const& problem) const override {
         return twell_linear_workspace_bytes(&problem);
     }

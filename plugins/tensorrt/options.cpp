@@ -46,6 +46,38 @@ constexpr char const* kNorms[] = {"none", "rms", "layer"};  // in the order of t
 
 int32_t activation_count(twell_variant variant) { return variant == TWELL_GATED ? 4 : 3; }
 
+Options read_fields(twell_variant variant, PluginFieldCollection const* collection, TensorRTPhase phase) {
+    FieldReader fields(collection);
+    if (phase == TensorRTPhase::kRUNTIME) {
+        fields.integer(kSchema, {kSchemaVersion});
+    }
+    Options options;
+    options.activation = read_activation(variant, fields, phase);
+    options.threshold = read_threshold(options.activation, fields, phase);
+    options.compression = fields.integer(kCompression, {1, 2, 4, 8});
+    options.hot = fields.integer(kHot, 0, TWELL_MAX_D_FF);
+    if (variant == TWELL_GATED) {
+        options.b_gate = fields.flag(kGateBias);
+        options.b_up = fields.flag(kUpBias);
+    } else {
+        options.b_gate = fields.flag(kUpBias);
+    }
+    options.b_down = fields.flag(kDownBias);
+    options.residual = fields.flag(kResidualField);
+    options.scales = fields.newer_flag(kScales);
+    options.thresholds = fields.newer_flag(kThresholds);
+    check_thresholds(options.thresholds, options.activation, options.threshold);
+    options.norm = fields.has(kNorm) ? read_norm(fields, phase) : TWELL_NORM_NONE;
+    options.eps = fields.has(kEps) ? read_eps(fields) : 0.0F;
+    options.norm_weight = fields.newer_flag(kNormWeight);
+    options.norm_bias = fields.newer_flag(kNormBias);
+    check_norm_inputs(options.norm, options.norm_weight, options.norm_bias);
+    fields.reject_rest(field_names(variant));
+    return options;
+}
+
+}  // namespace
+
 int32_t read_activation(twell_variant variant, FieldReader& fields, TensorRTPhase phase) {
     auto const count = static_cast<size_t>(activation_count(variant));
     if (phase == TensorRTPhase::kRUNTIME) {
@@ -84,40 +116,6 @@ float read_threshold(int32_t activation, FieldReader& fields, TensorRTPhase phas
     return value;
 }
 
-Options read_fields(twell_variant variant, PluginFieldCollection const* collection, TensorRTPhase phase) {
-    FieldReader fields(collection);
-    if (phase == TensorRTPhase::kRUNTIME) {
-        fields.integer(kSchema, {kSchemaVersion});
-    }
-    Options options;
-    options.activation = read_activation(variant, fields, phase);
-    options.threshold = read_threshold(options.activation, fields, phase);
-    options.compression = fields.integer(kCompression, {1, 2, 4, 8});
-    options.hot = fields.integer(kHot, 0, TWELL_MAX_D_FF);
-    if (variant == TWELL_GATED) {
-        options.b_gate = fields.flag(kGateBias);
-        options.b_up = fields.flag(kUpBias);
-    } else {
-        options.b_gate = fields.flag(kUpBias);
-    }
-    options.b_down = fields.flag(kDownBias);
-    options.residual = fields.flag(kResidualField);
-    options.scales = fields.newer_flag(kScales);
-    options.thresholds = fields.newer_flag(kThresholds);
-    if (options.thresholds && (options.activation != TWELL_FATRELU || options.threshold != 0.0F)) {
-        refuse(kThresholds, "1", "0, because only fatrelu with threshold 0 takes thresholds");
-    }
-    options.norm = fields.has(kNorm) ? read_norm(fields, phase) : TWELL_NORM_NONE;
-    options.eps = fields.has(kEps) ? read_eps(fields) : 0.0F;
-    options.norm_weight = fields.newer_flag(kNormWeight);
-    options.norm_bias = fields.newer_flag(kNormBias);
-    check_norm_inputs(options.norm, options.norm_weight, options.norm_bias);
-    fields.reject_rest(field_names(variant));
-    return options;
-}
-
-}  // namespace
-
 int32_t read_norm(FieldReader& fields, TensorRTPhase phase) {
     if (phase == TensorRTPhase::kRUNTIME) {
         return fields.integer(kNorm, {TWELL_NORM_NONE, TWELL_NORM_RMS, TWELL_NORM_LAYER});
@@ -138,6 +136,12 @@ float read_eps(FieldReader& fields) {
         refuse(kEps, std::to_string(eps), allowed);
     }
     return eps;
+}
+
+void check_thresholds(bool thresholds, int32_t activation, float threshold) {
+    if (thresholds && (activation != TWELL_FATRELU || threshold != 0.0F)) {
+        refuse(kThresholds, "1", "0, because only fatrelu with threshold 0 takes thresholds");
+    }
 }
 
 void check_norm_inputs(int32_t norm, bool weight, bool bias) {

@@ -30,9 +30,15 @@ struct Options {
     bool norm_bias = false;
 };
 
-// Read the fields `norm` and `eps`, of any plugin that has them. Throw Refusal, as read_options does.
+// Read the fields `activation`, `threshold`, `norm` and `eps`, of any plugin that has them. Throw Refusal, as
+// read_options does.
+int32_t read_activation(twell_variant variant, FieldReader& fields, nvinfer1::TensorRTPhase phase);
+float read_threshold(int32_t activation, FieldReader& fields, nvinfer1::TensorRTPhase phase);
 int32_t read_norm(FieldReader& fields, nvinfer1::TensorRTPhase phase);
 float read_eps(FieldReader& fields);
+
+// Throws Refusal where thresholds of neurons are there for an activation that takes none.
+void check_thresholds(bool thresholds, int32_t activation, float threshold);
 
 // Throws Refusal where a field says that an input of a norm is there, but the norm has none of the kind.
 void check_norm_inputs(int32_t norm, bool weight, bool bias);

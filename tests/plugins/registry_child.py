@@ -39,7 +39,8 @@ def create(trt: Any, registry: Any, plugin: str, phase: str, given: list[list[An
 
 def is_weight(name: str, extents: list[Any]) -> bool:
     """Say whether an input of the node is a random weight, and no input of the graph."""
-    return name.startswith(("w_", "b_", "weight", "bias", "norm_")) and all(isinstance(size, int) for size in extents)
+    begin = ("w_", "b_", "weight", "bias", "norm_", "up", "gate", "down")
+    return name.startswith(begin) and all(isinstance(size, int) for size in extents)
 
 
 def make_onnx(case: dict[str, Any]) -> bytes:

@@ -272,6 +272,7 @@ def test_plugins_prints_what_the_library_is() -> None:
         "plugin     TwellGatedMlp, version twellc-3",
         "plugin     TwellMlp, version twellc-3",
         "plugin     TwellLinear, version twellc-3",
+        "plugin     TwellExperts, version twellc-3",
         *(f"plugin     {name}, version twellc-3" for name in (ATTENTION_NAMES if attention else ())),
     ]
     found = json.loads(plugins_command("--json").stdout)
@@ -284,6 +285,7 @@ def test_plugins_prints_what_the_library_is() -> None:
             {"name": "TwellGatedMlp", "version": "twellc-3"},
             {"name": "TwellMlp", "version": "twellc-3"},
             {"name": "TwellLinear", "version": "twellc-3"},
+            {"name": "TwellExperts", "version": "twellc-3"},
             *({"name": name, "version": "twellc-3"} for name in (ATTENTION_NAMES if attention else ())),
         ],
     }

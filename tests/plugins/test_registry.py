@@ -23,7 +23,7 @@ from twellc.plugins.library import ATTENTION_NAMES, PLUGIN_VERSION, attention_li
 
 HERE = Path(__file__).resolve().parent
 GATED, PLAIN = BLOCKS = ("TwellGatedMlp", "TwellMlp")
-LINEAR = "TwellLinear"
+LINEAR, EXPERTS = "TwellLinear", "TwellExperts"
 ATTENTION, CACHED, APPEND = "TwellAttention", "TwellCachedAttention", "TwellAppendCaches"
 Report = dict[str, Any]
 Field = list[Any]
@@ -56,6 +56,7 @@ def need(plugin: str) -> None:
 
 
 FLAGS = ("bias", "norm_weight", "norm_bias", "residual", "scales")  # of a linear layer
+FLAGS_OF_EXPERTS = ("gate", "scales", "thresholds")
 
 
 def fields(plugin: str, phase: str, **changes: Field | None) -> list[Field]:
@@ -69,6 +70,10 @@ def fields(plugin: str, phase: str, **changes: Field | None) -> list[Field]:
         good = {"norm": ["CHAR", "layer"], "eps": ["FLOAT32", 1e-5], "splits": ["INT32", 64]}
         good |= {flag: ["INT32", 0] for flag in FLAGS}
         plan = {"schema": ["INT32", 1], "norm": ["INT32", 2]}
+    elif plugin == EXPERTS:
+        good = {"activation": ["CHAR", "relu2"], "threshold": ["FLOAT32", 0.0]}
+        good |= {flag: ["INT32", 0] for flag in FLAGS_OF_EXPERTS}
+        plan = {"schema": ["INT32", 1], "activation": ["INT32", 1]}
     else:
         biases = ("gate_bias", "up_bias", "residual") if plugin == GATED else ("up_bias", "residual")
         good = {each.name: [kinds[each.kind], each.default] for each in OPTIONS}
@@ -83,7 +88,7 @@ def accepted(plugin: str, phase: str = "BUILD", **changes: Field | None) -> tupl
 
 
 ACCEPTED = [
-    *(accepted(plugin, phase) for plugin in (*BLOCKS, LINEAR, ATTENTION) for phase in ("BUILD", "RUNTIME")),
+    *(accepted(plugin, phase) for plugin in (*BLOCKS, LINEAR, EXPERTS, ATTENTION) for phase in ("BUILD", "RUNTIME")),
     *(accepted(plugin, activation=["CHAR", "relu2\0"]) for plugin in BLOCKS),
     *(accepted(plugin, threshold=None) for plugin in BLOCKS),
     *(accepted(plugin, hot=["INT32", 1 << 20]) for plugin in BLOCKS),
@@ -98,6 +103,8 @@ ACCEPTED = [
     *(accepted(LINEAR, phase, splits=["INT32", [64, 8, 8, 16]]) for phase in ("BUILD", "RUNTIME")),
     accepted(LINEAR, **{flag: ["INT32", 1] for flag in FLAGS}),
     *(accepted(LINEAR, phase, choose=["INT32", 1]) for phase in ("BUILD", "RUNTIME")),
+    accepted(EXPERTS, activation=["CHAR", "drelu"], gate=["INT32", 1], scales=["INT32", 1]),
+    accepted(EXPERTS, "RUNTIME", activation=["INT32", 2], thresholds=["INT32", 1]),
     accepted(ATTENTION, lengths=["INT32", 1], causal=["INT32", 0], scale=["FLOAT32", -2.0]),
 ]
 
@@ -185,6 +192,15 @@ REFUSED = [
     refused(LINEAR, "hot", ["INT32", 0], " is unknown; allowed: norm, eps, splits, choose, bias,"),
     in_plan(LINEAR, "norm", ["INT32", 3], ": got 3; allowed: 0, 1 or 2"),
     in_plan(LINEAR, "schema", ["INT32", 2], ": got 2; allowed: 1. The plan is damaged, or built for another libtwell_"),
+    refused(EXPERTS, "activation", ["CHAR", "drelu"], f": got 'drelu'; {PLAIN_NAMES}"),
+    refused(EXPERTS, "threshold", ["FLOAT32", 0.5], f": got 0.5; {ZERO}"),
+    refused(EXPERTS, "gate", None, " is missing; allowed: 0 or 1"),
+    refused(EXPERTS, "scales", ["INT32", 2], ": got 2; allowed: 0 or 1"),
+    refused(EXPERTS, "thresholds", ["INT32", 1], ": got 1; allowed: 0, because only fatrelu with threshold 0 takes"),
+    refused(EXPERTS, "top", ["INT32", 2], " is unknown; allowed: activation, threshold, gate, scales, thresholds"),
+    in_plan(
+        EXPERTS, "schema", ["INT32", 2], ": got 2; allowed: 1. The plan is damaged, or built for another libtwell_"
+    ),
     refused(ATTENTION, "scale", None, " is missing; allowed: finite"),
     refused(ATTENTION, "scale", ["FLOAT32", math.nan], ": got nan; allowed: finite"),
     refused(ATTENTION, "scale", ["FLOAT32", -math.inf], ": got infinity; allowed: finite"),
@@ -226,6 +242,8 @@ def test_creators_are_registered(created: tuple[str, Report]) -> None:
     expected: dict[str, dict[str, str]] = {PLAIN: common, GATED: common | {"gate_bias": "INT32"}}
     integers = dict.fromkeys(("splits", "choose", *FLAGS), "INT32")
     expected |= {LINEAR: {"norm": "CHAR", "eps": "FLOAT32", **integers}}
+    options = {"activation": "CHAR", "threshold": "FLOAT32"}
+    expected |= {EXPERTS: options | dict.fromkeys(FLAGS_OF_EXPERTS, "INT32")}
     if attention_library_path():
         expected |= {ATTENTION: {"scale": "FLOAT32", "causal": "INT32", "lengths": "INT32"}}
         expected |= {CACHED: {"scale": "FLOAT32", "rotated": "INT32"}, APPEND: {"rotated": "INT32"}}
@@ -287,7 +305,7 @@ def test_logger_and_plan_fields_in_every_host(
     assert first == "TwellGatedMlp 'layer0': the host passed no field collection"
     assert second.startswith("TwellGatedMlp 'layer0': no usable GPU: ")
     assert ", ".join(line for line in lines if not line.startswith("log ")) == (
-        "creators 3, refused 1, field schema 3, field activation 2, field threshold 0.25, field compression 4, "
+        "creators 4, refused 1, field schema 3, field activation 2, field threshold 0.25, field compression 4, "
         "field hot 512, field gate_bias 0, field up_bias 1, field down_bias 1, field residual 1, attached 0"
     )
 
@@ -349,6 +367,28 @@ def linear(dtype: str = "bf16", *, splits: tuple[int, ...] = (64,), norm: str = 
     case = node(LINEAR, given, norm=norm, eps=1e-5, splits=list(splits), **said | attributes)
     outputs: list[Input] = [[dtype, [*LEADING, width]] for width in splits]
     return case | {"outputs": [["int64", [*LEADING]]] if attributes.get("choose") else outputs}
+
+
+def experts(dtype: str = "bf16", **changes: Any) -> Case:
+    """Return a build case of experts: 4 of widths 64, 24 and 32, 2 a token. A change is that of an input."""
+    attributes = {"activation": "relu2", "threshold": 0.0, "gate": int("gate" in changes), "scales": 0}
+    attributes |= {"thresholds": 0} | changes.pop("attributes", {})
+    inputs: dict[str, Input | None] = {
+        "x": [dtype, ["tokens", 64]],
+        "up": [dtype, [4, 24, 64]],
+        "gate": None,
+        "down": [dtype, [4, 24, 32]],
+        "ids": ["int64", ["tokens", 2]],
+        "weights": ["fp32", ["tokens", 2]],
+    }
+    return node(EXPERTS, inputs | changes, **attributes) | {"outputs": [[dtype, ["tokens", 32]]]}
+
+
+def scaled_experts(up: list[int], down: list[int], *, stored: str = "fp8", **changes: Any) -> Case:
+    """Return a build case of gated experts with weights of fp8, and scales of these extents."""
+    matrices = {name: [stored, [4, 24, 32 if name == "down" else 64]] for name in ("up", "gate", "down")}
+    scales = {"up_scale": ["fp32", up], "gate_scale": ["fp32", up], "down_scale": ["fp32", down]}
+    return experts(attributes={"scales": 1, "activation": "relu"}, **matrices | scales | changes)
 
 
 def attention(
@@ -438,6 +478,14 @@ BUILT: dict[str, Case] = {
     ),
     "linear-fp8": linear(weight=["fp8", [64, 128]], weight_scale=["fp32", [64, 1]]),
     "linear-one-scale": linear("fp16", weight=["int8", [64, 128]], weight_scale=["fp32", []]),
+    "experts": experts(),
+    "experts-fp16": experts(
+        "fp16", gate=["fp16", [4, 24, 64]], ids=["int32", ["tokens", 2]], attributes={"activation": "drelu"}
+    ),
+    "experts-thresholds": experts(attributes={"activation": "fatrelu", "thresholds": 1}, thresholds=["fp32", [4, 24]]),
+    "experts-one-scale": scaled_experts([], []),
+    "experts-scale-each": scaled_experts([4, 1, 1], [4, 1, 1], stored="int8"),
+    "experts-scales": scaled_experts([4, 24, 1], [4, 1, 32]),
     "cached": cached(),
     "cached-fp16": cached("fp16"),
     "cached-rotated": cached(rotated=True),
@@ -546,6 +594,44 @@ NOT_BUILT: list[tuple[Case, str]] = [
     (
         linear(weight=["fp8", [64, 128]], weight_scale=["fp32", [64]]),
         wrong_shape("weight_scale", "[64]", "none, or [out, 1] = [64, 1]"),
+    ),
+    (experts(x=["bf16", ["tokens", 32]]), wrong_shape("x", "[?, 32]", "[tokens, d_model] = [?, 64]")),
+    (experts(x=["bf16", ["batch", "tokens", 64]]), wrong_shape("x", "[?, ?, 64]", "[tokens, d_model] = [?, 64]")),
+    (experts(up=["bf16", [24, 64]]), wrong_shape("up", "[24, 64]", "[experts, d_ff, d_model] = [?, ?, ?]")),
+    (
+        experts(down=["bf16", [4, 32, 24]]),
+        wrong_shape("down", "[4, 32, 24]", "[experts, d_ff, d_out] = [4, 24, ?]"),
+    ),
+    (experts(ids=["int64", ["tokens", "top"]]), "input ids has shape [?, ?]; its last extent, top, must be fixed"),
+    (experts(weights=["fp32", ["tokens", 3]]), wrong_shape("weights", "[?, 3]", "[tokens, top] = [?, 2]")),
+    (experts(weights=["bf16", ["tokens", 2]]), "input weights is bf16; expected float32"),
+    (experts(ids=["fp32", ["tokens", 2]]), "input ids is float32; expected int32 or int64"),
+    (
+        experts(up=["fp16", [4, 24, 64]]),
+        "input up is fp16; all inputs but ids, weights must be bf16, or all fp16 (x is",
+    ),
+    (
+        experts(x=["bf16", ["tokens", 60]], up=["bf16", [4, 24, 60]]),
+        "d_model must be a positive multiple of 8, of 16 with e4m3 weights, at most 65536 (x [?, 60], up [4, 24, 60], "
+        "down [4, 24, 32], ids [?, 2])",
+    ),
+    (
+        experts(up=["bf16", [4, "d_ff", 64]]),
+        "input up has shapes from [4, 8, 64] to [4, 64, 64]; expected a fixed shape",
+    ),
+    (
+        scaled_experts([24], []),
+        wrong_shape("up_scale", "[24]", "none, [experts, 1, 1] or [experts, d_ff, 1] = []"),
+    ),
+    (
+        scaled_experts([4, 1, 1], [], gate_scale=["fp32", []]),
+        wrong_shape("gate_scale", "[]", "that of up_scale = [4, 1, 1]"),
+    ),
+    (
+        scaled_experts([], [4, 1, 64]),
+        wrong_shape(
+            "down_scale", "[4, 1, 64]", "none, [experts, 1, 1], [experts, d_ff, 1] or [experts, 1, d_out] = [4, 1, 32]"
+        ),
     ),
     (
         attention(k=["bf16", ["batch", "tokens", 128]]),

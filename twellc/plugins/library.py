@@ -22,8 +22,8 @@ PLUGIN_NAMESPACE = "twell"
 # In what TensorRT prints where it does not find the plugins, only this names twellc.
 PLUGIN_VERSION = "twellc-3"
 BLOCK_NAMES = ("TwellGatedMlp", "TwellMlp")
-LINEAR_NAME = "TwellLinear"
-PLUGIN_NAMES = (*BLOCK_NAMES, LINEAR_NAME)
+LINEAR_NAME, EXPERTS_NAME = "TwellLinear", "TwellExperts"
+PLUGIN_NAMES = (*BLOCK_NAMES, LINEAR_NAME, EXPERTS_NAME)
 # In a separate library, which is not built everywhere.
 ATTENTION_NAMES = ("TwellAttention", "TwellCachedAttention", "TwellAppendCaches")
 ATTENTION_NAME, CACHED_ATTENTION_NAME, APPEND_NAME = ATTENTION_NAMES
