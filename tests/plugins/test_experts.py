@@ -1,18 +1,23 @@
-"""`torch.ops.twell.experts`: its meaning on a CPU, its kernels on a GPU, against float64."""
+"""`torch.ops.twell.experts`: its meaning on a CPU, its node, its kernels on a GPU, against float64."""
 
 import ctypes
 import itertools
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from twellc.checks.evaluator import OnnxEvaluator
+from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.plugins import library
 from twellc.plugins.experts_op import EXPERTS
+from twellc.plugins.onnx_node import read_experts
 
 E4M3 = torch.float8_e4m3fn
 
@@ -212,6 +217,48 @@ def test_wrong_operands(change: dict[str, object], message: str) -> None:
     call = replace(draw(5, 3, 2, dtype=torch.float32), **change)
     with pytest.raises((ValueError, TypeError), match=message):
         call.run()
+
+
+# ---- the node in ONNX files ----
+
+
+class Model(torch.nn.Module):
+    """A router in front of experts whose matrices are those of a call."""
+
+    def __init__(self, call: Drawn) -> None:
+        super().__init__()
+        self.call = call
+        self.router = torch.nn.Linear(call.x.shape[1], call.down.shape[0], dtype=call.x.dtype)
+        for name, value in vars(call).items():
+            if isinstance(value, Tensor) and name not in ("x", "ids", "weights"):
+                self.register_buffer(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).float().softmax(-1).topk(self.call.ids.shape[1])
+        return replace(self.call, x=x, ids=ids, weights=weights).run()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("scale", [None, "row"])
+def test_a_program_as_onnx_gives_the_same(gated: bool, scale: str | None, tmp_path: Path) -> None:
+    call = draw(5, 4, 2, dtype=torch.bfloat16, activation="fatrelu", gated=gated, scale=scale)
+    call.thresholds = torch.full(call.down.shape[:2], 0.1)
+    module = Model(call).eval()
+    program = torch.export.export(module, (call.x,), dynamic_shapes=({0: torch.export.Dim("tokens")},))
+    save_onnx(export_onnx(program.run_decompositions({}), ["x"], ["y"], {}), tmp_path / "m.onnx")
+    (node,) = [each for each in onnx.load(tmp_path / "m.onnx").graph.node if each.domain == "twell"]
+    fields = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+    assert node.op_type == "TwellExperts"
+    assert fields == {
+        **{"activation": b"fatrelu", "threshold": 0.0, "gate": gated, "scales": scale is not None, "thresholds": 1},
+        **{"plugin_version": b"twellc-3", "plugin_namespace": b"twell"},
+    }
+    assert torch.equal(OnnxEvaluator(tmp_path / "m.onnx").run({"x": call.x})[0], module(call.x))
+    with pytest.raises(ValueError, match="not the fields and inputs of one"):
+        read_experts(node.input[:-1], fields)
+
+
+# ---- the C API ----
 
 
 def problem(tokens: int, variant: str = "plain", experts: int = 16) -> library.ExpertsProblem:

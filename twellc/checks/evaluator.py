@@ -29,18 +29,20 @@ from twellc.passes.onnx.ffn import DENSE_FP8
 from twellc.plugins.attention_op import ATTENTION
 from twellc.plugins.block import BY_NODE, FLOAT32, BlockOptions, Operands, WeightOperands
 from twellc.plugins.cache_op import APPEND, CACHED_ATTENTION
+from twellc.plugins.experts_op import EXPERTS
 from twellc.plugins.fp8 import Fp8
 from twellc.plugins.library import (
     APPEND_NAME,
     ATTENTION_NAME,
     ATTENTION_NAMES,
     CACHED_ATTENTION_NAME,
+    EXPERTS_NAME,
     LINEAR_NAME,
     PLUGIN_NAMESPACE,
 )
 from twellc.plugins.linear_op import run_linear
 from twellc.plugins.meaning import activate, cast, normalised
-from twellc.plugins.onnx_node import read_linear, read_node
+from twellc.plugins.onnx_node import FLOAT32_OF_EXPERTS, read_experts, read_linear, read_node
 from twellc.plugins.ops import run_block
 
 
@@ -67,7 +69,7 @@ class OnnxEvaluator:
             self.inputs = [value.name for value in model.graph.input]
             self.outputs = [value.name for value in model.graph.output]
             known = [node for node in model.graph.node if node.domain == PLUGIN_NAMESPACE]
-            unknown = sorted({node.op_type for node in known} - {*BY_NODE, LINEAR_NAME, *ATTENTION_NAMES})
+            unknown = sorted({node.op_type for node in known} - {*BY_NODE, LINEAR_NAME, EXPERTS_NAME, *ATTENTION_NAMES})
             if not model.graph.node or unknown:
                 raise ValueError(f"unknown twell nodes {unknown}" if unknown else "it has no nodes")
             self._evaluator = ReferenceEvaluator(model, new_ops=[*_OPERATORS, *_standard_operators(model)])
@@ -199,6 +201,13 @@ def _linear(inputs: list[torch.Tensor], fields: dict[str, Any]) -> list[torch.Te
     return run_linear(operands, options)
 
 
+def _experts(inputs: list[torch.Tensor], fields: dict[str, Any]) -> list[torch.Tensor]:
+    tensors, activation, threshold = read_experts(_on_fast_device(inputs), fields)
+    # In float32 also where the rest of a graph was widened.
+    tensors |= {name: tensors[name].float() for name in FLOAT32_OF_EXPERTS if name in tensors}
+    return [EXPERTS(**{"gate": None, **tensors}, activation=activation, threshold=threshold)]
+
+
 def _attend(operands: list[torch.Tensor], fields: dict[str, Any]) -> list[torch.Tensor]:
     q, k, v, *lengths = _on_fast_device(operands)
     counts = lengths[0] if lengths else None
@@ -305,6 +314,7 @@ _OPERATORS: list[Any] = [
     *map(_block_of, BY_NODE),
     *map(_dense_fp8_of, BY_NODE),
     _plugin_operator(LINEAR_NAME, _linear),
+    _plugin_operator(EXPERTS_NAME, _experts),
     _plugin_operator(ATTENTION_NAME, _attend),
     _plugin_operator(CACHED_ATTENTION_NAME, _attend_to_caches),
     _plugin_operator(APPEND_NAME, lambda operands, _: list(APPEND(*operands))),

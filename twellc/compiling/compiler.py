@@ -20,7 +20,6 @@ from twellc.compiling.manifest import (
     by_cudnn,
     make_manifest,
     manifest_path,
-    plugins_of,
 )
 from twellc.compiling.summary import TranslationSummary
 from twellc.export.plan import build_plan, check_builder
@@ -203,6 +202,6 @@ def _embedded(options: CompileOptions, translation: TranslationSummary) -> list[
 
 def _needs(options: CompileOptions, translation: TranslationSummary) -> str:
     """Return what a plan says that it needs; one may be found without its manifest."""
-    own = [NEEDS_PLUGINS] if plugins_of(translation) else []
+    own = [NEEDS_PLUGINS] if translation.plugins else []
     others = [f"needs the TensorRT plugins in {path.name}" for path in options.plugin_libraries]
     return "; ".join([*own, *others])

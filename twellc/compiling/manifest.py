@@ -22,15 +22,7 @@ from twellc.export.tensorrt_host import python_module
 from twellc.options.commands import CompileOptions
 from twellc.passes.report import Attention, Layer, Linear
 from twellc.passes.sizes.relations import SizeRelation
-from twellc.plugins.library import (
-    APPEND_NAME,
-    ATTENTION_NAME,
-    BLOCK_NAMES,
-    CACHED_ATTENTION_NAME,
-    LINEAR_NAME,
-    PLUGIN_NAMESPACE,
-    PLUGIN_VERSION,
-)
+from twellc.plugins.library import PLUGIN_NAMESPACE, PLUGIN_VERSION
 from twellc.plugins.registration import how_to_register
 
 SCHEMA = 3
@@ -193,16 +185,6 @@ def by_cudnn(attention: list[Attention]) -> bool:
     return any(block.form == "cudnn" for block in attention)
 
 
-def plugins_of(translation: TranslationSummary) -> list[str]:
-    """Return the names of the plugins that a plan needs."""
-    rewritten = {layer.variant for layer in translation.layers if layer.decision == "twell"}
-    used = [name for name, variant in zip(BLOCK_NAMES, ("gated", "plain"), strict=True) if variant in rewritten]
-    used += [LINEAR_NAME] if any(each.decision == "twell" for each in translation.linear) else []
-    if by_cudnn(translation.attention):
-        used.append(ATTENTION_NAME if translation.cache is None else CACHED_ATTENTION_NAME)
-    return used + ([] if translation.cache is None else [APPEND_NAME])
-
-
 def make_manifest(
     options: CompileOptions,
     translation: TranslationSummary,
@@ -215,7 +197,7 @@ def make_manifest(
         translation: What was translated.
         plans: The plan and its file, or one for each rank; none where none was built.
     """
-    used = plugins_of(translation)
+    used = translation.plugins
     backend = register = libraries = None
     plan_records = [_plan_file(plan, file) for plan, file in plans]
     if plans and options.output is not None:

@@ -59,9 +59,11 @@ class TranslationSummary(Translated):
     Attributes:
         model: Name, kind and SHA-256 of the model.
         graphs: The graph; one for each rank if there are several.
+        plugins: Names of the plugins that the graph has nodes for.
         external_data: The files beside an ONNX model that hold its weights.
     """
 
     model: dict[str, str]
     graphs: list[GraphFiles]
+    plugins: list[str]
     external_data: list[Path]

@@ -7,6 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 
 import onnx
+import onnx_ir
+from onnx_ir.traversal import RecursiveGraphIterator
 
 from twellc.base.files import digest, writing
 from twellc.compiling.result import Translation
@@ -19,6 +21,7 @@ from twellc.loaders.loaded import fingerprint
 from twellc.loaders.onnx_file import external_files
 from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.options.commands import CompileOptions
+from twellc.plugins.library import ATTENTION_NAMES, PLUGIN_NAMES, PLUGIN_NAMESPACE
 
 
 def translate_to_file(options: CompileOptions, onnx_path: Path, progress: Callable[[str], None]) -> TranslationSummary:
@@ -45,8 +48,14 @@ def translate_to_file(options: CompileOptions, onnx_path: Path, progress: Callab
         **{**known, "warnings": warnings},
         model={"name": options.model.name, "kind": options.in_memory or first.kind, "sha256": sha256},
         graphs=graphs,
+        plugins=_plugins_of(first.graph),
         external_data=external_data,
     )
+
+
+def _plugins_of(model: onnx_ir.Model) -> list[str]:
+    nodes = [node for node in RecursiveGraphIterator(model.graph) if node.domain == PLUGIN_NAMESPACE]
+    return [name for name in (*PLUGIN_NAMES, *ATTENTION_NAMES) if any(node.op_type == name for node in nodes)]
 
 
 def translate_any(options: CompileOptions, progress: Callable[[str], None]) -> Translation:

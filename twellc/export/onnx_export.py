@@ -5,6 +5,7 @@
     torch.ops.twell.mlp        ->  twell::TwellMlp(x, w_up, [b_up], w_down, [b_down], [residual], [scales])
     torch.ops.twell.linear     ->  twell::TwellLinear(x, weight, [bias], [norm_weight], [norm_bias], [residual],
                                                       [weight_scale])
+    torch.ops.twell.experts    ->  twell::TwellExperts(x, up, [gate], down, ids, weights, [scales], [thresholds])
     torch.ops.twell.attention  ->  twell::TwellAttention(q, k, v, [lengths])
     torch.ops.twell.cached_attention, append_caches  ->  twell::TwellCachedAttention, twell::TwellAppendCaches
     torch.ops.twell.all_reduce ->  trt::DistCollective(x), an operator of TensorRT's own
@@ -43,11 +44,19 @@ from twellc.plugins.all_reduce_op import ALL_REDUCE
 from twellc.plugins.attention_op import ATTENTION
 from twellc.plugins.block import OPTIONS, Variant, call_of
 from twellc.plugins.cache_op import APPEND, CACHED_ATTENTION
-from twellc.plugins.library import LINEAR_NAME, PLUGIN_NAMESPACE
+from twellc.plugins.experts_op import EXPERTS
+from twellc.plugins.library import EXPERTS_NAME, LINEAR_NAME, PLUGIN_NAMESPACE
 from twellc.plugins.linear_op import LINEAR
 from twellc.plugins.onnx_node import APPEND as APPEND_NODE
 from twellc.plugins.onnx_node import ATTENTION as ATTENTION_NODE
-from twellc.plugins.onnx_node import ATTRIBUTES, IDENTITY, attention_attributes, linear_attributes, node_attributes
+from twellc.plugins.onnx_node import (
+    ATTRIBUTES,
+    IDENTITY,
+    attention_attributes,
+    experts_attributes,
+    linear_attributes,
+    node_attributes,
+)
 from twellc.plugins.onnx_node import CACHED_ATTENTION as CACHED_ATTENTION_NODE
 from twellc.plugins.ops import OPS
 
@@ -213,12 +222,12 @@ def _schema(
         op_type,
         domain,
         1,
-        # Not all of one type: lengths are integers, weights may be in FP8.
+        # Not all of one type: lengths and numbers of experts are integers, weights may be in FP8.
         inputs=[parameter("operands", "I", param_option=parameter_option.Variadic, is_homogeneous=False)],
         outputs=[parameter(name, "T") for name in outputs],
         type_constraints=[
             ("T", [f"tensor({name})" for name in types], ""),
-            ("I", [f"tensor({name})" for name in (*types, "int32", "float8e4m3fn")], ""),
+            ("I", [f"tensor({name})" for name in (*types, "int32", "int64", "float8e4m3fn")], ""),
         ],
         attributes=[onnx.defs.OpSchema.Attribute(name, _KIND_OF[kind]) for name, kind in attributes.items()],
     )
@@ -275,6 +284,26 @@ def _linear(
     outputs = [f"y{index}" for index in range(len(attributes["splits"]))]
     results = _node(LINEAR_NAME, *outputs)(*operands.named().values(), **attributes)
     return results if len(outputs) > 1 else [results]
+
+
+def _experts(
+    x: Any,
+    up: Any,
+    gate: Any,
+    down: Any,
+    ids: Any,
+    weights: Any,
+    activation: str,
+    threshold: float = 0.0,
+    up_scale: Any = None,
+    gate_scale: Any = None,
+    down_scale: Any = None,
+    thresholds: Any = None,
+) -> Any:
+    inputs = {"x": x, "up": up, "gate": gate, "down": down, "ids": ids, "weights": weights, "up_scale": up_scale}
+    inputs |= {"gate_scale": gate_scale, "down_scale": down_scale, "thresholds": thresholds}
+    given = {name: value for name, value in inputs.items() if value is not None}
+    return _NODES[EXPERTS_NAME](*given.values(), **experts_attributes(given, activation, threshold))
 
 
 def _attention(q: Any, k: Any, v: Any, lengths: Any, scale: float, causal: bool) -> Any:
@@ -346,6 +375,7 @@ _DIST_COLLECTIVE = values.Op(
 _TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     **{op: _block(variant) for variant, op in OPS.items()},
     LINEAR: _linear,
+    EXPERTS: _experts,
     ATTENTION: _attention,
     CACHED_ATTENTION: _cached_attention,
     APPEND: _append,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import onnx
 
@@ -33,7 +34,7 @@ from twellc.passes.pipeline import PassOptions, Stage, run_until
 from twellc.passes.report import Layer, Weights
 from twellc.passes.sizes.conditions import value_warnings
 from twellc.plugins.block import BY_NODE, NORM_TENSORS, SCALES_FLAG, THRESHOLDS
-from twellc.plugins.library import BLOCK_NAMES, NORMS, PLUGIN_NAMESPACE
+from twellc.plugins.library import BLOCK_NAMES, EXPERTS_NAME, NORMS, PLUGIN_NAMESPACE
 from twellc.plugins.onnx_node import SCALES
 
 
@@ -116,11 +117,7 @@ def twell_nodes(model: onnx.ModelProto) -> list[PluginNode]:
             continue
         fields = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
         fields = {name: value.decode() if isinstance(value, bytes) else value for name, value in fields.items()}
-        scales = SCALES.get(node.op_type, ()) if fields.get(SCALES_FLAG) else ()
-        behind = (THRESHOLDS, *NORM_TENSORS) if node.op_type in BY_NODE else ()
-        last = len(scales) + sum(bool(fields.get(each.flag)) for each in behind)
-        inputs = list(node.input)[: len(node.input) - last]
-        weights = [name for name in inputs if len(shapes.get(name, ())) == 2]
+        weights = _weights_of(node, fields, shapes)
         dtype = dtypes.get(weights[0]) if weights else None
         nodes.append(
             PluginNode(
@@ -134,6 +131,16 @@ def twell_nodes(model: onnx.ModelProto) -> list[PluginNode]:
             )
         )
     return nodes
+
+
+def _weights_of(node: onnx.NodeProto, fields: dict[str, Any], shapes: dict[str, list[int]]) -> list[str]:
+    """Return the names of a node's matrices among the constants; `shapes` has those of the constants."""
+    if node.op_type == EXPERTS_NAME:  # behind x
+        return [name for name in node.input[1 : 4 if fields.get("gate") else 3] if name in shapes]
+    scales = SCALES.get(node.op_type, ()) if fields.get(SCALES_FLAG) else ()
+    behind = (THRESHOLDS, *NORM_TENSORS) if node.op_type in BY_NODE else ()
+    last = len(scales) + sum(bool(fields.get(each.flag)) for each in behind)
+    return [name for name in node.input[: len(node.input) - last] if len(shapes.get(name, ())) == 2]
 
 
 def _layer_of(node: PluginNode) -> Layer:

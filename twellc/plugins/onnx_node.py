@@ -4,16 +4,16 @@
                          [norm_weight], [norm_bias])
     twell::TwellMlp(x, w_up, [b_up], w_down, [b_down], [residual], [scales], [thresholds], [norm_weight], [norm_bias])
     twell::TwellLinear(x, weight, [bias], [norm_weight], [norm_bias], [residual], [weight_scale])  -> an output a split
+    twell::TwellExperts(x, up, [gate], down, ids, weights, [up_scale], [gate_scale], [down_scale], [thresholds])
     twell::TwellAttention(q, k, v, [lengths])
     twell::TwellCachedAttention(q, keys, values, query_counts, key_counts, [cosines, sines])
     twell::TwellAppendCaches(keys, values, new_keys, new_values, starts, counts, [cosines, sines])  -> keys, values
 
 What is in brackets is left out of the inputs where it is absent; the attributes `gate_bias`, `up_bias`, `down_bias`,
-`bias`, `norm_weight`, `norm_bias`, `residual`, `scales`, `thresholds`, `lengths` and `rotated` say what is there;
-`scales` are
-those of FP8 weights, one for each matrix, `thresholds` those of fatrelu, one for each neuron. The other
-attributes of a block and of a linear layer are its options, see `block.py` and `linear.py`; the `splits` of a node name
-each output, also where there is one. The lengths
+`bias`, `norm_weight`, `norm_bias`, `residual`, `gate`, `scales`, `thresholds`, `lengths` and `rotated` say what is
+there; `scales` are those of FP8 weights, one for each matrix, `thresholds` those of fatrelu, one for each neuron. The
+other attributes of a block and of a linear layer are its options, see `block.py` and `linear.py`; the `splits` of a
+node name each output, also where there is one. Experts are those of the op in `experts_op.py`. The lengths
 must be 1 to the number of keys: a graph that cannot promise that clamps them before, since the plugin has no kernel of
 its own to do it. Nodes over caches mean what the ops of the same names in `cache_op.py` do; the caches that
 TwellAppendCaches gives back are the memory of those that it takes.
@@ -23,7 +23,7 @@ TensorRT's parser finds the plugin by the node's type and its attributes `plugin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from twellc.plugins import linear
@@ -32,6 +32,7 @@ from twellc.plugins.library import (
     APPEND_NAME,
     ATTENTION_NAME,
     CACHED_ATTENTION_NAME,
+    EXPERTS_NAME,
     LINEAR_NAME,
     PLUGIN_NAMESPACE,
     PLUGIN_VERSION,
@@ -54,10 +55,26 @@ ATTRIBUTES: dict[str, dict[str, type]] = {
         for name, variant in BY_NODE.items()
     },
     LINEAR_NAME: linear.ATTRIBUTES,
+    EXPERTS_NAME: {"activation": str, "threshold": float, "gate": int, SCALES_FLAG: int, THRESHOLDS.flag: int},
     ATTENTION: {"scale": float, "causal": int, "lengths": int},
     CACHED_ATTENTION: {"scale": float, "rotated": int},
     APPEND: {"rotated": int},
 }
+# The tensors of experts, named and ordered as by their op, each with the attributes that all say that it is there.
+_OF_EXPERTS: dict[str, tuple[str, ...]] = {
+    "x": (),
+    "up": (),
+    "gate": ("gate",),
+    "down": (),
+    "ids": (),
+    "weights": (),
+    "up_scale": (SCALES_FLAG,),
+    "gate_scale": ("gate", SCALES_FLAG),
+    "down_scale": (SCALES_FLAG,),
+    "thresholds": (THRESHOLDS.flag,),
+}
+# Those of float32, whatever type x has.
+FLOAT32_OF_EXPERTS = ("weights", "up_scale", "gate_scale", "down_scale", "thresholds")
 # The scales of a node that has some: its last inputs.
 SCALES = {**{name: variant.scales for name, variant in BY_NODE.items()}, LINEAR_NAME: (linear.TENSORS[-1].name,)}
 
@@ -129,6 +146,33 @@ def read_linear(inputs: Sequence[T], attributes: Mapping[str, Any]) -> tuple[Lin
         choose = bool(attributes.get("choose", 0))  # which older graphs lack
         options = LinearOptions(norm=norm, eps=eps, splits=splits if len(splits) > 1 else (), choose=choose)
         return operands, options
+    except (KeyError, ValueError) as error:
+        raise ValueError("it has not the fields and inputs of one") from error
+
+
+def experts_attributes(given: Collection[str], activation: str, threshold: float) -> dict[str, Any]:
+    """Return the attributes of a node of experts.
+
+    Args:
+        given: Names of the tensors that the op is given; they are the node's inputs, in the op's order.
+        activation: That of the op.
+        threshold: Likewise.
+    """
+    flags = {"gate": "gate", SCALES_FLAG: "up_scale", THRESHOLDS.flag: "thresholds"}
+    there = {flag: int(name in given) for flag, name in flags.items()}
+    return {"activation": activation, "threshold": float(threshold), **there, **IDENTITY}
+
+
+def read_experts(inputs: Sequence[T], attributes: Mapping[str, Any]) -> tuple[dict[str, T], str, float]:
+    """Return what a node of experts is of: the op's tensors by name, its activation and its threshold.
+
+    Raises:
+        ValueError: It has not the inputs and attributes of one.
+    """
+    try:
+        present = [name for name, flags in _OF_EXPERTS.items() if all(attributes[flag] for flag in flags)]
+        tensors = dict(zip(present, inputs, strict=True))
+        return tensors, str(_text(attributes["activation"])), float(attributes["threshold"])
     except (KeyError, ValueError) as error:
         raise ValueError("it has not the fields and inputs of one") from error
 
