@@ -94,24 +94,34 @@ def print_profile(profile: FiringProfile) -> None:
             f"{active['mean']:.1f}",
             str(active["p99"]),
             str(active["largest"]),
-            f"{each['tiles_over']['31']:.2%}",
-            *(f"{each['carried_by_hottest'][count]:.0%}" for count in hottest),
-            f"{each['never_fired']} of {each['d_ff']}",
+            *_of_single_neurons(each, hottest),
         )
     console = open_console()
     console.print(table)
     experts = [each for each in statistics if "experts" in each]
     if experts:
         console.print(_table_of_experts(experts))
-    bound = max(each["never_fired_rate_bound"] for each in statistics)
-    console.print(f"a neuron that never fired fires for at most {bound:.3g} of such tokens, with 95 % confidence")
+    bound = max((each["never_fired_rate_bound"] for each in statistics if "experts" not in each), default=None)
+    if bound is not None:
+        console.print(f"a neuron that never fired fires for at most {bound:.3g} of such tokens, with 95 % confidence")
     console.print(f"data: {first_few([source.name for source in profile.data])}", soft_wrap=True)
+
+
+def _of_single_neurons(block: Any, hottest: Sequence[str]) -> list[str]:
+    """Return what is told of tiles and of single neurons; nothing of experts, where each has neurons of its own."""
+    if "experts" in block:
+        return ["-"] * (2 + len(hottest))
+    return [
+        f"{block['tiles_over']['31']:.2%}",
+        *(f"{block['carried_by_hottest'][count]:.0%}" for count in hottest),
+        f"{block['never_fired']} of {block['d_ff']}",
+    ]
 
 
 def _table_of_experts(blocks: Sequence[Any]) -> Table:
     table = Table(title="experts, and how many times fewer bytes a step of so many sequences reads without idle rows")
     table.add_column("experts", no_wrap=True)
-    for column in ("reached", "tokens of one", "density of one", *blocks[0]["experts"]["gain_by_bytes"]):
+    for column in ("no tokens", "tokens of one", "density of one", *blocks[0]["experts"]["gain_by_bytes"]):
         table.add_column(column, justify="right")
     for each in blocks:
         found = each["experts"]
@@ -119,7 +129,7 @@ def _table_of_experts(blocks: Sequence[Any]) -> Table:
         densities = sorted(density for density in found["density"] if density is not None)
         table.add_row(
             each["module"],
-            f"{len(densities)} of {len(tokens)}",
+            f"{tokens.count(0)} of {len(tokens)}",
             f"{tokens[0]} to {tokens[-1]}",
             f"{densities[0]:.2%} to {densities[-1]:.2%}",
             *(f"{gain:.2f} x" for gain in found["gain_by_bytes"].values()),

@@ -72,7 +72,11 @@ def counted_blocks(model: nn.Module) -> tuple[list[CountedBlock], list[str]]:
 
 
 class ModuleObserver:
-    """Runs a language model of transformers, and counts."""
+    """Runs a language model of transformers, and counts.
+
+    Attributes:
+        tokens: How many tokens it has seen, without padding.
+    """
 
     def __init__(self, model: Any, blocks: list[CountedBlock], device: torch.device) -> None:
         """Prepare to run.
@@ -82,6 +86,7 @@ class ModuleObserver:
             blocks: Its blocks, of `counted_blocks`.
             device: Where it runs.
         """
+        self.tokens = 0
         self._model, self._device = model, device
         self._counters: dict[str, FiringCounter] = {}
         self._experts: dict[str, Tensor] = {}
@@ -112,16 +117,12 @@ class ModuleObserver:
         self._bins = position_bins((mask.cumsum(1) - 1).clamp(min=0).flatten()).to(self._device)
         with torch.no_grad(), self._observed():
             self._model(**{name: each.to(self._device) for name, each in inputs.items()}, use_cache=False)
+        self.tokens += int(mask.sum())
         flags = torch.stack([counter.nan for counter in self._counters.values()]).tolist()
         for each, is_nan in zip(self._blocks.values(), flags, strict=True):
             if is_nan:
                 fix = "Check the data and the model's weights; where float16 overflows, --dtype bf16 helps."
                 raise UserError(f"layer {each.block.module}", f"its activations are NaN for {where}", fix=fix)
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens the block saw that saw fewest; experts see each token as often as it has experts."""
-        return int(torch.stack([counter.tokens for counter in self._counters.values()]).min())
 
     def profiles(self) -> list[BlockProfile]:
         """Return what was counted, by block; blocks that saw no token are left out."""

@@ -100,8 +100,12 @@ class FiringProfile:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the block saw that saw fewest; blocks of encoder and decoder may see different numbers."""
-        return min((block.tokens for block in self.blocks.values()), default=0)
+        """How many tokens the block saw that saw fewest; those of encoder and decoder may see different numbers.
+
+        Experts, whose counts have a token once for each of its experts, saw all tokens of the data together.
+        """
+        seen = [block.tokens for block in self.blocks.values() if block.experts is None]
+        return min(seen, default=sum(source.tokens for source in self.data))
 
     @property
     def warnings(self) -> list[str]:
@@ -287,8 +291,10 @@ def _of_content(content: _Content, tensors: dict[str, Any]) -> FiringProfile:
         by_row, by_tile = (int(counts @ np.arange(len(counts))) for counts in (block.rows, block.tiles))
         possible = block.firing.max() <= block.tokens and (block.positions <= (block.tokens, block.nonzeros)).all()
         whole = block.tiles.sum() == block.tokens * -(-block.d_ff // TILE)
-        if block.experts is not None and block.experts.sum(0).tolist() != [block.tokens, block.nonzeros]:
-            raise ValueError(f"the counts of {module} contradict each other")
+        if block.experts is not None:
+            sent = sum(source.tokens for source in content.data)
+            possible &= block.experts.sum(0).tolist() == [block.tokens, block.nonzeros]
+            possible &= block.experts[:, 0].max() <= sent
         if not (by_row == by_tile == block.nonzeros and possible and whole):
             raise ValueError(f"the counts of {module} contradict each other")
         if block.tokens == 0:

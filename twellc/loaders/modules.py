@@ -76,15 +76,16 @@ def opened(
         path: The directory.
         empty: The same model without weights.
         padding: See `TracingOptions`.
-        requested: The precision asked for, bf16 or fp16; None takes that of the weights, or bf16.
+        requested: The precision asked for, bf16 or fp16; None takes what config.json says of the weights, or bf16.
         device: Where it is to run.
 
     Raises:
         UserError: It cannot be loaded, or leaves no choice of `padding`.
     """
-    own = empty.dtype
+    own = empty.config.dtype  # None where config.json has none
     dtype = requested or next((name for name in DTYPES if torch_dtype(name) is own), "bf16")
-    notes = [] if torch_dtype(dtype) is own else [f"the model is in {dtype_name(own)}; it runs in {DTYPES[dtype]}"]
+    is_own = own in (None, torch_dtype(dtype))
+    notes = [] if is_own else [f"the model is in {dtype_name(own)}; it runs in {DTYPES[dtype]}"]
     size = sum(each.numel() for each in empty.parameters()) * 2
     with nothing_fetched(), temporary_folder() as folder:
         if size <= _SHARE_OF_WEIGHTS * _free_memory(device):

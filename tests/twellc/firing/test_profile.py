@@ -16,6 +16,7 @@ from tests import models
 from tests.conftest import Cli
 from tests.models import Gated, Residual, Written, export
 from tests.twellc.test_cli import failed, files_in
+from twellc.base.dtypes import torch_dtype
 from twellc.firing.measure import ProgramObserver
 from twellc.passes.block_profile import BlockProfile
 from twellc.passes.match.find_ffn import find_ffn_blocks
@@ -114,11 +115,13 @@ def test_each_expert_is_counted_without_padding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
 ) -> None:
     """Counts are those of a loop over tokens and their experts; weights that are read by layer give equal ones."""
-    model = EXPERTS[name]().to(dtype)
-    folder = models.save(model, tmp_path / "model")
+    model = EXPERTS[name]()
+    folder = models.save(model, tmp_path / "model", dtype)
     rows = [torch.randint(3, 90, (length,)).tolist() for length in (9, 2, 17, 5)]
     data = lines(tmp_path / "ids.jsonl", [{"input_ids": row} for row in rows])
     profile = twellc.profile(folder, data, device="cpu", batch=4)
+    assert torch_dtype(profile.model.dtype) is dtype and not profile.notes
+    assert profile.tokens == sum(map(len, rows))
     path, experts = next((p, m) for p, m in model.named_modules() if type(m).__name__.endswith("Experts"))
     expected, fired = torch.zeros(experts.num_experts, 2, dtype=torch.int64), []
 
@@ -152,12 +155,12 @@ def test_each_expert_is_counted_without_padding(
 
 
 def test_profile_of_experts_as_file_table_and_sum(cli: Cli, tmp_path: Path) -> None:
-    folder = models.save(EXPERTS["plain"]().float(), tmp_path / "model")
+    folder = models.save(EXPERTS["plain"](), tmp_path / "model", torch.float32)
     np.savez(tmp_path / "ids.npz", input_ids=torch.randint(3, 90, (2, 9)).numpy())
     output = tmp_path / "p.profile"
     run = cli("profile", folder, "--data", tmp_path / "ids.npz", "-o", output, "--device", "cpu")
     assert run.exit_code == 0, run.output
-    assert "model.layers.1.mixer.experts" in run.stdout and "4 of 4" in run.stdout
+    assert "model.layers.1.mixer.experts" in run.stdout and "0 of 4" in run.stdout
     profile = twellc.FiringProfile.read(output)
     block = profile.blocks["model.layers.1.mixer.experts"]
     statistics: Any = profile.to_json()["blocks"]
