@@ -199,6 +199,31 @@ def firing(name: str, block: BlockProfile, hot: int, least: float) -> str:
     return svg[0]
 
 
+def experts(name: str, tokens: Sequence[int], densities: Sequence[float | None]) -> str:
+    """Draw how many tokens were sent to each expert of a layer, the busiest first, and its density below.
+
+    Args:
+        name: What to call the layer.
+        tokens: Tokens that each expert got.
+        densities: The share of its activations that are not zero; None of an expert that got no token.
+    """
+    order = np.argsort(-np.array(tokens), kind="stable")
+    even = np.array(tokens) / np.mean(tokens)
+    shown = np.array([np.nan if share is None else 100 * share for share in densities])
+    with _panels(f"experts {name}", 200, _NARROW, 2) as ((sent, active), svg):
+        for axes, title, values in ((sent, "tokens, times an even share", even), (active, "not zero, %", shown)):
+            axes.stairs(values[order], fill=True, color=_WARM)
+            axes.axvspan(int(np.count_nonzero(tokens)), len(tokens), color=_NEVER, alpha=0.22, linewidth=0)
+            axes.set(xlim=(0, len(tokens)), xticks=_ticks(len(tokens)))
+            axes.set_ylim(bottom=0)
+            axes.locator_params(axis="y", nbins=3)
+            axes.grid(axis="y")
+            axes.set_title(title, loc="left", fontsize=10, color=_MUTED, pad=4)
+        sent.axhline(1, color=_INK, linewidth=1)
+        active.set_xlabel("experts, the busiest first")
+    return svg[0]
+
+
 def gains(title: str, tokens: Sequence[int], standings: Sequence[Standings], expected: Mapping[int, float]) -> str:
     """Draw how many times as fast as the fastest dense contestant others are, by the number of tokens in a call.
 
@@ -289,6 +314,13 @@ def _points(steps: Sequence[object]) -> str:
 @contextmanager
 def _figure(name: str, height: float, width: float = _WIDTH) -> Iterator[tuple[Axes, list[str]]]:
     """Yield axes to draw on, and a list that holds the SVG afterwards."""
+    with _panels(name, height, width, 1) as ((axes,), svg):
+        yield axes, svg
+
+
+@contextmanager
+def _panels(name: str, height: float, width: float, count: int) -> Iterator[tuple[list[Axes], list[str]]]:
+    """Yield as many axes, one below the other, and a list that holds the SVG afterwards."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -298,9 +330,10 @@ def _figure(name: str, height: float, width: float = _WIDTH) -> Iterator[tuple[A
     with PROCESS_WIDE, matplotlib.rc_context(style), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of letters that the font, which the page replaces, lacks
         figure = Figure(figsize=(width / _UNIT, height / _UNIT), layout="constrained")
-        axes = figure.subplots()
-        axes.set_axisbelow(True)
-        yield axes, svg
+        panels = list(figure.subplots(count, squeeze=False)[:, 0])
+        for axes in panels:
+            axes.set_axisbelow(True)
+        yield panels, svg
         text = StringIO()
         unsaid = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(text, format="svg", transparent=True, metadata=unsaid)

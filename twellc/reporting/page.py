@@ -15,7 +15,7 @@ from markupsafe import Markup
 from twellc.base.files import OutputFiles
 from twellc.base.version import __version__
 from twellc.benchmarking.plot import require_matplotlib
-from twellc.firing.profile import PERCENTILES, SLOTS
+from twellc.firing.profile import PERCENTILES, SEQUENCES, SLOTS, FiringProfile
 from twellc.passes.block_profile import BlockProfile, rate_bound
 from twellc.passes.report import Attention, Layer, Linear
 from twellc.plugins.library import BLOCK_NAMES, COMPRESSIONS, LINEAR_NAME, TILE
@@ -80,7 +80,12 @@ class _Member:
         assert form is not None
         sizes = (self.layer.d_model, self.layer.d_out, self.layer.decision) if self.layer else ()
         refusal = self.layer.reason if self.layer and not self.layer.matched else ""
-        return form.variant, form.activation, form.d_ff, *sizes, refusal
+        return form.variant, form.activation, form.d_ff, self.experts, *sizes, refusal
+
+    @property
+    def experts(self) -> int:
+        """How many experts it is; 0 of a block that all tokens go through."""
+        return 0 if self.block is None or self.block.experts is None else len(self.block.experts)
 
 
 def make_page(sources: Sources, output: Path | None, *, overwrite: bool = False) -> str:
@@ -123,6 +128,7 @@ def _render(sources: Sources) -> str:
 def _content(sources: Sources) -> dict[str, Any]:
     profile, decisions, bench = sources.profile, sources.decisions, sources.bench
     blocks = [] if profile is None else list(profile.blocks.values())
+    experts = _experts(profile) if profile else []
     layers = {layer.module: layer for layer in sources.layers}
     modules = list(layers) or [block.module for block in blocks]
     members = [
@@ -153,7 +159,7 @@ def _content(sources: Sources) -> dict[str, Any]:
         "training_figures": _training_figures(training) if training else {},
         "notes": list(dict.fromkeys(note for each in sayings for note in each.notes or ())),
         "warnings": list(dict.fromkeys(text for each in (profile, decisions) if each for text in each.warnings or ())),
-        "answers": _answers(sources, blocks, names.short),
+        "answers": _answers(sources, blocks, experts, names.short),
         "rows": [_row([each], names.short) for each in members],
         "groups": _groups(members, names.short) if len(members) > _SHOWN else [],
         "all_names": names,
@@ -175,13 +181,22 @@ def _content(sources: Sources) -> dict[str, Any]:
         ),
         "measured": _measured(sources),
         "figures": _drawn(blocks, layers, compressions),
-        "curves": [_curve(block, layers.get(block.module), 0.5 / max(b.tokens for b in blocks)) for block in blocks],
+        "curves": _curves(_without_experts(blocks), layers),
+        "experts": experts,
+        "sequences": SEQUENCES,
     }
 
 
-def _answers(sources: Sources, blocks: Sequence[BlockProfile], short: Sequence[str]) -> list[Fields]:
+def _without_experts(blocks: Sequence[BlockProfile]) -> list[BlockProfile]:
+    """Return the blocks that all tokens go through."""
+    return [block for block in blocks if block.experts is None]
+
+
+def _answers(
+    sources: Sources, blocks: Sequence[BlockProfile], experts: Sequence[Fields], short: Sequence[str]
+) -> list[Fields]:
     """Say in a few numbers whether the model is sparse, what was done, and what is gained."""
-    trained, sparse, done, gained = [], [], [], []
+    trained, done, gained = [], [], []
     if sources.training is not None:
         first, last = sources.training.steps[0], sources.training.steps[-1]
         trained.append(
@@ -190,13 +205,6 @@ def _answers(sources: Sources, blocks: Sequence[BlockProfile], short: Sequence[s
         before, after = (percent(_mean(step.density)) for step in (first, last))
         trained.append(Stat(after, f"of the activations are not zero, {before} at step {count(first.step)}"))
         trained.append(Stat(percent(_mean(last.dead)), "of the neurons did not fire in the last steps"))
-    if blocks:
-        cells = sum(block.tokens * block.d_ff for block in blocks)
-        density = sum(block.nonzeros for block in blocks) / cells
-        each = f", {_range([block.density for block in blocks], percent)} by block" if len(blocks) > 1 else ""
-        sparse.append(Stat(percent(density), f"of the activations are not zero{each}"))
-        never, neurons = sum(int(block.never.sum()) for block in blocks), sum(block.d_ff for block in blocks)
-        sparse.append(Stat(percent(never / neurons), f"of the neurons never fired: {count(never)} of {count(neurons)}"))
     if sources.layers:
         chosen = [layer for layer in sources.layers if layer.decision == "twell"]
         done.append(Stat(f"{len(chosen)} of {len(sources.layers)}", "feed-forward blocks run by TwELL"))
@@ -225,13 +233,35 @@ def _answers(sources: Sources, blocks: Sequence[BlockProfile], short: Sequence[s
     expected = _expected(sources.layers)
     if expected:
         gained.append(_span(expected, "the speed of dense blocks, expected"))
+    if experts:
+        gains = [gain for each in experts for gain in each["gain_by_bytes"].values()]
+        what = f"fewer bytes of the experts to read in a step of {SEQUENCES[0]} to {SEQUENCES[-1]} sequences"
+        gained.append(Stat(_range(gains), f"{what}, by these counts; no time was measured"))
     asked = (
         ("How did it train?", trained),
-        ("Is it sparse?", sparse),
+        ("Is it sparse?", _sparse(blocks, experts)),
         ("What was done?", done),
         ("What is gained?", gained),
     )
     return [{"question": question, "stats": stats} for question, stats in asked if stats]
+
+
+def _sparse(blocks: Sequence[BlockProfile], experts: Sequence[Fields]) -> list[Stat]:
+    """Say in a few numbers how sparse blocks are."""
+    found = []
+    if blocks:
+        cells = sum(block.tokens * block.d_ff for block in blocks)
+        density = sum(block.nonzeros for block in blocks) / cells
+        each = f", {_range([block.density for block in blocks], percent)} by block" if len(blocks) > 1 else ""
+        found.append(Stat(percent(density), f"of the activations are not zero{each}"))
+    ordinary = _without_experts(blocks)
+    if ordinary:
+        never, neurons = sum(int(block.never.sum()) for block in ordinary), sum(block.d_ff for block in ordinary)
+        found.append(Stat(percent(never / neurons), f"of the neurons never fired: {count(never)} of {count(neurons)}"))
+    if experts:
+        idle, total = sum(each["idle"] for each in experts), sum(len(each["tokens"]) for each in experts)
+        found.append(Stat(f"{count(idle)} of {count(total)}", "experts got no token"))
+    return found
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -287,9 +317,10 @@ def _row(members: Sequence[_Member], short: Sequence[str]) -> Fields:
     runs = [each.layer.short_run for each in members if each.layer is not None and each.layer.short_run]
     basis = f"density of {runs[0].inputs}" if runs else "density assumed"
     assumed = f" ({basis})" if any(each.assumed for each in expected) else ""
-    never = _range([each.never.mean() for each in blocks], percent) if blocks else ""
-    if alone and blocks:
-        never = f"{count(int(blocks[0].never.sum()))} of {count(form.d_ff)}"
+    ordinary = _without_experts(blocks)
+    never = _range([each.never.mean() for each in ordinary], percent) if ordinary else ""
+    if alone and ordinary:
+        never = f"{count(int(ordinary[0].never.sum()))} of {count(form.d_ff)}"
     return {
         "module": first.module if alone else f"{len(members)} blocks",
         "names": "" if alone else _stretches([member.place for member in members], short),
@@ -299,7 +330,7 @@ def _row(members: Sequence[_Member], short: Sequence[str]) -> Fields:
         "expected": f"{_range([each.gain for each in expected])}{assumed}" if expected else "",
         "pays_below": _range([each.pays_below for each in expected], _limit) if expected else "",
         "measured": _range(gains) if gains else "",
-        "form": f"{form.variant}, {form.activation}",
+        "form": f"{form.variant}, {form.activation}{f', {first.experts} experts' if first.experts else ''}",
         "sizes": f"{layer.d_model} → {layer.d_ff}" if layer else "",
         "why": _why(members, short),
     }
@@ -408,11 +439,12 @@ def _drawn(blocks: Sequence[BlockProfile], layers: dict[str, Layer], compression
     names = short_names([block.module for block in blocks]).short
     expectations = [layers[block.module].expectation if block.module in layers else None for block in blocks]
     limits = [None if each is None else each.pays_below for each in expectations]
+    ordinary = _without_experts(blocks)
     drawn = {
         "density": figures.density(names, blocks, limits),
         "nonzeros": figures.nonzeros(names, blocks),
         "positions": figures.positions(blocks) if any(block.positions.any() for block in blocks) else "",
-        "tiles": figures.tiles(blocks, compressions),
+        "tiles": figures.tiles(ordinary, compressions) if ordinary else "",
     }
     return {name: Markup(svg) for name, svg in drawn.items()}
 
@@ -430,6 +462,11 @@ def _training_figures(log: TrainingLog) -> dict[str, Markup]:
     return {name: Markup(svg) for name, svg in drawn.items()}
 
 
+def _curves(blocks: Sequence[BlockProfile], layers: dict[str, Layer]) -> list[Fields]:
+    """Return the firing curves of blocks, with axes that begin alike."""
+    return [_curve(block, layers.get(block.module), 0.5 / max(each.tokens for each in blocks)) for block in blocks]
+
+
 def _curve(block: BlockProfile, layer: Layer | None, least: float) -> Fields:
     """Return the firing curve of a block: the figure, and what its parts are."""
     decided = layer is not None and layer.hot > 0
@@ -444,6 +481,28 @@ def _curve(block: BlockProfile, layer: Layer | None, least: float) -> Fields:
         "never": int(block.never.sum()),
         "d_ff": block.d_ff,
     }
+
+
+def _experts(profile: FiringProfile) -> list[Fields]:
+    """Return the experts of each layer: the figure, and the numbers that the profile's JSON has."""
+    statistics: Any = profile.to_json()["blocks"]
+    found = []
+    for block in statistics:
+        if "experts" in block:
+            module, own = block["module"], block["experts"]
+            fields = {
+                "module": module,
+                "density": block["density"],
+                "tokens": own["tokens"],
+                "each": own["density"],
+                "range": _range([share for share in own["density"] if share is not None], percent),
+                "idle": own["tokens"].count(0),
+                "busiest": max(own["tokens"]) * len(own["tokens"]) / sum(own["tokens"]),
+                "gain_by_bytes": own["gain_by_bytes"],
+                "svg": Markup(figures.experts(module, own["tokens"], own["density"])),
+            }
+            found.append(fields)
+    return found
 
 
 def _carrying(block: BlockProfile, share: float) -> int:

@@ -1,5 +1,6 @@
 """What reports are made of, for a model that there is not."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,19 @@ def profile(modules: Sequence[str] = MODULES, name: str = "tiny") -> FiringProfi
     model = ProfiledModel(name, "Hugging Face directory", SHA256, "bf16")
     data = [DataSource("a.txt", "text", 8, TOKENS)]
     return FiringProfile(model, data, "2026-11-25T09:30:00+00:00", "0.1.0", ["the text is short"], blocks)
+
+
+def profile_of_experts(layers: int = 1, experts: int = 4) -> FiringProfile:
+    """A profile of layers of experts with a shared one each; half of a layer's tokens went to one, others got none."""
+    modules = [f"model.layers.{2 * layer + 1}.mixer" for layer in range(layers)]
+    found = profile([f"{module}.{part}" for module in modules for part in ("experts", "shared_experts")])
+    for module in modules:
+        seen = found.blocks[f"{module}.experts"]
+        counts = np.zeros((experts, 2), np.int64)
+        counts[1] = TOKENS // 2, seen.nonzeros // 4
+        counts[3] = (TOKENS, seen.nonzeros) - counts[1]
+        found.blocks[f"{module}.experts"] = dataclasses.replace(seen, experts=counts)
+    return found
 
 
 def layers(modules: Sequence[str] = MODULES, assumed: bool = False) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import pytest
 
 import twellc
 from tests.browsers import Browser, browser
-from tests.twellc.reporting.pages import bench_result, decisions, profile, varied_layers
+from tests.twellc.reporting.pages import bench_result, decisions, profile, profile_of_experts, varied_layers
 from tests.twellc.reporting.test_report import write
 
 __all__ = ["browser"]
@@ -57,9 +57,9 @@ return [clash, smallest];
 """
 
 
-@pytest.fixture(scope="module", params=["bytelm", "many blocks", "one block", "decisions alone"])
+@pytest.fixture(scope="module", params=["bytelm", "many blocks", "one block", "experts", "decisions alone"])
 def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, bytelm: Path) -> Path:
-    """Pages: of the trained example, as a user makes it; of thirty blocks, and of one; and of decisions alone."""
+    """Pages: of the trained example, as a user makes it; of thirty blocks, and of one; of experts; of decisions."""
     folder = tmp_path_factory.mktemp("pages")
     made = folder / "page.html"
     if request.param == "bytelm":
@@ -74,6 +74,8 @@ def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         decided = write(folder / "d.json", decisions(modules) | layers)
         bench = write(folder / "b.json", bench_result(modules) | layers)
         twellc.report(made, profile=profile(modules), decisions=decided, bench=bench)
+    elif request.param == "experts":
+        twellc.report(made, profile=profile_of_experts(layers=10, experts=128))
     else:
         twellc.report(made, decisions=write(folder / "d.json", decisions()))
     return made

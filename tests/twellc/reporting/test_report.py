@@ -13,8 +13,18 @@ import pytest
 
 import twellc
 from tests.conftest import Cli
-from tests.twellc.reporting.pages import MODULES, REFUSAL, bench_result, decisions, profile, varied_layers, write_log
+from tests.twellc.reporting.pages import (
+    MODULES,
+    REFUSAL,
+    bench_result,
+    decisions,
+    profile,
+    profile_of_experts,
+    varied_layers,
+    write_log,
+)
 from tests.twellc.test_cli import failed, files_in
+from twellc.reporting.words import percent
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 
@@ -98,6 +108,28 @@ def test_whole_page(cli: Cli, files: dict[str, Path], tmp_path: Path) -> None:
     failed(cli(*arguments, "-o", tmp_path / "page.html"), "the file exists already", "--overwrite")
     assert cli(*arguments, "-o", tmp_path / "page.html", "--overwrite").exit_code == 0
     assert twellc.report(**files) == (tmp_path / "page.html").read_text()
+
+
+def test_experts() -> None:
+    """Of experts the page has what each got and what skipping would pay by bytes; nothing of single neurons."""
+    made = profile_of_experts()
+    statistics: Any = made.to_json()["blocks"]
+    experts, shared = statistics
+    gains = experts["experts"]["gain_by_bytes"].values()
+    page = Page(twellc.report(profile=made))
+    for expected in (
+        "2 of 4 experts got no token",
+        f"{min(gains):.2f} to {max(gains):.2f} {TIMES} fewer bytes of the experts to read in a step of 1 to 64",
+        "model.layers.1.mixer.experts gated, relu, 4 experts",
+        "0 to 200 2 of 4 " + " ".join(f"{gain:.2f} {TIMES}" for gain in gains),
+        f"The busiest expert got 2.00 {TIMES} an even share. 2 got no tokens.",
+        f"0 no tokens 1 200 {percent(experts['experts']['density'][1])} 2 no tokens",
+        f"{shared['never_fired']} of 512",
+    ):
+        assert expected in page.text
+    # Density, non-zeros, positions and tiles; the experts; the curve of the shared expert alone.
+    assert page.tags.count("svg") == 4 + 1 + 1
+    assert page.text.count("have half of the non-zeros") == 1
 
 
 def test_many_blocks(tmp_path: Path) -> None:
