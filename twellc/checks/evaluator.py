@@ -26,10 +26,10 @@ from twellc.base.errors import UserError, first_line
 from twellc.checks.fp8 import Fp8Block
 from twellc.checks.operators import own_operator
 from twellc.passes.onnx.ffn import DENSE_FP8
+from twellc.plugins import experts_op
 from twellc.plugins.attention_op import ATTENTION
 from twellc.plugins.block import BY_NODE, FLOAT32, BlockOptions, Operands, WeightOperands
 from twellc.plugins.cache_op import APPEND, CACHED_ATTENTION
-from twellc.plugins.experts_op import EXPERTS
 from twellc.plugins.fp8 import Fp8
 from twellc.plugins.library import (
     APPEND_NAME,
@@ -42,7 +42,7 @@ from twellc.plugins.library import (
 )
 from twellc.plugins.linear_op import run_linear
 from twellc.plugins.meaning import activate, cast, normalised
-from twellc.plugins.onnx_node import FLOAT32_OF_EXPERTS, read_experts, read_linear, read_node
+from twellc.plugins.onnx_node import read_experts, read_linear, read_node
 from twellc.plugins.ops import run_block
 
 
@@ -204,8 +204,8 @@ def _linear(inputs: list[torch.Tensor], fields: dict[str, Any]) -> list[torch.Te
 def _experts(inputs: list[torch.Tensor], fields: dict[str, Any]) -> list[torch.Tensor]:
     tensors, activation, threshold = read_experts(_on_fast_device(inputs), fields)
     # In float32 also where the rest of a graph was widened.
-    tensors |= {name: tensors[name].float() for name in FLOAT32_OF_EXPERTS if name in tensors}
-    return [EXPERTS(**{"gate": None, **tensors}, activation=activation, threshold=threshold)]
+    tensors |= {name: tensors[name].float() for name in experts_op.FLOAT32 if name in tensors}
+    return [experts_op.EXPERTS(**{"gate": None, **tensors}, activation=activation, threshold=threshold)]
 
 
 def _attend(operands: list[torch.Tensor], fields: dict[str, Any]) -> list[torch.Tensor]:

@@ -6,8 +6,9 @@
 Such weights come from weight normalisation, from scales that a model applies to its own weights, and from weights that
 are stored as integers, also in groups of 4 bits. They are computed as the model computes them, so no value changes.
 Only what a matrix product reads as its weight is folded; a transposition, a cast or a view that keeps the matrix stays
-in the graph. What no parameter takes part in becomes a buffer, since it may be no weight of the model: rotary
-frequencies that are scaled, say.
+in the graph. What experts read, as the op that computes them, is folded in any case: nodes take it as it is. What no
+parameter takes part in becomes a buffer, since it may be no weight of the model: rotary frequencies that are scaled,
+say.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from twellc.passes.graph.constants import Constants, ProgramConstants, grows_too
 from twellc.passes.graph.program import editable, finish
 from twellc.passes.match.activations import packet
 from twellc.passes.match.linear import PRODUCTS, VALUE_PRESERVING, VIEWS, matrix_sizes, same_sizes
+from twellc.plugins.experts_op import EXPERTS
 
 aten = torch.ops.aten
 
@@ -53,7 +55,8 @@ def computed_weights(constants: Constants) -> list[Node]:
     for node in constants.graph.nodes:
         if is_pure(node) and node.all_input_nodes and known.issuperset(node.all_input_nodes):
             known.add(node)
-            if not _keeps_matrix(node) and _is_weight(node):
+            of_experts = any(user.target is EXPERTS for user in node.users)
+            if of_experts or (not _keeps_matrix(node) and _is_weight(node)):
                 found.append(node)
     return found
 

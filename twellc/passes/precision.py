@@ -5,6 +5,7 @@ in the low precision, reductions and transcendental functions in float32, everyt
 operands. Parameters are stored in the low precision, buffers (rotary frequencies, masks) stay as they are, except for
 those that hold weights, and the inputs and outputs of the program keep their dtypes. Thresholds, constants that
 something is only compared with, and comparisons with them stay in float32: rounding would turn neurons on and off.
+So does what experts, as the op that computes them, read in float32.
 What is computed from buffers and integers alone is not data of the model: its products, such as rotary angles, which
 would be wrong by whole turns, stay as they are, too.
 
@@ -27,7 +28,7 @@ from torch.fx.node import map_aggregate, map_arg
 
 from twellc.base.errors import UserError, first_line
 from twellc.base.torch_private import FakeTensor, OpOverload, pytree, schema_of
-from twellc.passes.fold_weights import is_view
+from twellc.passes.fold_weights import is_view, sources_of
 from twellc.passes.graph.constants import fixed_nodes
 from twellc.passes.graph.program import (
     add_call,
@@ -46,6 +47,8 @@ from twellc.passes.graph.program import (
 from twellc.passes.match.activations import arguments, compared_in, constant_number, is_squared_relu, packet
 from twellc.passes.match.linear import PRODUCTS, LinearReader, same_sizes
 from twellc.passes.match.norm import write_eps
+from twellc.plugins.experts_op import EXPERTS, FLOAT32
+from twellc.plugins.fp8 import E4M3
 
 aten = torch.ops.aten
 
@@ -81,7 +84,8 @@ def parameter_dtypes(program: ExportedProgram) -> set[torch.dtype]:
 
     Thresholds are not looked at.
     """
-    parameters = set(program.graph_signature.parameters).difference(_thresholds(program).values())
+    kept = {*_thresholds(program).values(), *_kept_by_experts(program)}
+    parameters = set(program.graph_signature.parameters) - kept
     dtypes = {tensor_of(program, name).dtype for name in constants_of(program).values() if name in parameters}
     if not any(dtype.is_floating_point for dtype in dtypes):
         data = _data(program)
@@ -108,13 +112,17 @@ def lower(program: ExportedProgram, dtype: torch.dtype) -> ExportedProgram:
     data = _data(program)
     thresholds, wide = _thresholds(program), _wide_comparisons(program, dtype)
     lowered = set(program.graph_signature.parameters).difference(thresholds.values()) | _weights(program, data)
-    _convert_stored(program, lowered, dtype)
+    _convert_stored(program, lowered - _kept_by_experts(program), dtype)
     _round_thresholds(program, thresholds)
     caster, known = _Caster(program.graph), dict[str, Any]()
     for node in list(program.graph.nodes):
         if node.op != "call_function":
             continue
         op = packet(node)
+        if node.target is EXPERTS:
+            _cast_for_experts(node, dtype, caster)
+            _infer_again(node, known)
+            continue
         wanted = torch.float32 if op in _FLOAT32_OPS else None if _promotes(node) else _widest(node)
         if op in _LOW_PRECISION_OPS and node in data:
             wanted = dtype
@@ -190,13 +198,15 @@ def widen(program: ExportedProgram) -> ExportedProgram:
         write_eps(node)
     explicit = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64)
     explicit[torch.complex64] = torch.complex128
-    _convert_stored(program, set(stored_tensors(program).values()), torch.float64)
+    _convert_stored(program, set(stored_tensors(program).values()) - _kept_by_experts(program), torch.float64)
     for node in user_inputs(program):
         if node.meta["val"].dtype.is_floating_point:
             node.meta["val"] = node.meta["val"].to(torch.float64)
     caster, known = _Caster(program.graph), dict[str, Any]()
     for node in list(program.graph.nodes):
         if node.op == "call_function":
+            if node.target is EXPERTS:
+                _cast_for_experts(node, torch.float64, caster)
             _replace_explicit_dtypes(node, explicit)
             _infer_again(node, known)
             if getattr(node.meta.get("val"), "dtype", None) == torch.float32:
@@ -243,6 +253,34 @@ class _Caster:
             return self.cast(operand, dtype, before=node)
 
         node.args, node.kwargs = map_arg((node.args, node.kwargs), convert)
+
+
+def _cast_for_experts(node: Node, dtype: torch.dtype, caster: _Caster) -> None:
+    """Cast what experts read to `dtype`, or to float32 where their op takes that alone; FP8 stays."""
+    for name, operand in _tensors_of_experts(node).items():
+        given: torch.dtype = operand.meta["val"].dtype
+        wanted = torch.float32 if name in FLOAT32 else dtype
+        if given.is_floating_point and given not in (E4M3, wanted):
+            node.replace_input_with(operand, caster.cast(operand, wanted, before=node))
+
+
+def _kept_by_experts(program: ExportedProgram) -> set[str]:
+    """Return the names of the constants that experts read in FP8, or in float32 whatever type x has.
+
+    They may be read by what is computed from them alone, such as views.
+    """
+    names, calls = constants_of(program), program.graph.find_nodes(op="call_function", target=EXPERTS)
+    fixed = fixed_nodes(program.graph, names)
+    tensors = [pair for node in calls for pair in _tensors_of_experts(node).items()]
+    kept = [operand for name, operand in tensors if name in FLOAT32 or operand.meta["val"].dtype == E4M3]
+    return {names[source] for each in kept if each in fixed for source in sources_of(each) if source in names}
+
+
+def _tensors_of_experts(node: Node) -> dict[str, Node]:
+    """Return the tensors that a call of the op is given, by name."""
+    names = [each.name for each in schema_of(EXPERTS).arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return {name: value for name, value in given.items() if isinstance(value, Node)}
 
 
 def _data(program: ExportedProgram) -> set[Node]:

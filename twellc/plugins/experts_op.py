@@ -44,6 +44,8 @@ from twellc.plugins.meaning import (
 from twellc.plugins.torch_library import define
 
 _MATRICES = ("gate", "up", "down")
+# Tensors of that type, whatever type x has.
+FLOAT32 = ("weights", *(f"{name}_scale" for name in _MATRICES), "thresholds")
 
 
 class _Sizes(NamedTuple):
@@ -106,7 +108,7 @@ def _check(call: _Call) -> None:
     scaled = call.up.dtype == E4M3
     of_matrices = (E4M3, "up") if scaled else (dtype, "x")
     for name, tensor in call.named().items():
-        others = (tensor.dtype, "") if name in ("x", "ids") else (torch.float32, "")
+        others = (torch.float32 if name in FLOAT32 else tensor.dtype, "")
         own = of_matrices if name in call.matrices else others
         check_tensor(name, tensor, shapes.get(name, tuple(tensor.shape)), *own)
     if call.ids.dtype not in (torch.int32, torch.int64):

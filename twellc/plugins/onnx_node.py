@@ -73,8 +73,6 @@ _OF_EXPERTS: dict[str, tuple[str, ...]] = {
     "down_scale": (SCALES_FLAG,),
     "thresholds": (THRESHOLDS.flag,),
 }
-# Those of float32, whatever type x has.
-FLOAT32_OF_EXPERTS = ("weights", "up_scale", "gate_scale", "down_scale", "thresholds")
 # The scales of a node that has some: its last inputs.
 SCALES = {**{name: variant.scales for name, variant in BY_NODE.items()}, LINEAR_NAME: (linear.TENSORS[-1].name,)}
 
