@@ -14,6 +14,7 @@ from torch import Tensor
 BF16, FP16, FLOAT32, INT32, INT64, FP8 = 7, 1, 0, 3, 8, 6  # nvinfer1::DataType
 LINEAR, CHW4 = 0, 3  # nvinfer1::TensorFormat
 TORCH = {BF16: torch.bfloat16, FP16: torch.float16, FLOAT32: torch.float32, FP8: torch.float8_e4m3fn}
+KINDS = {**{dtype: kind for kind, dtype in TORCH.items()}, torch.int32: INT32, torch.int64: INT64}
 
 
 class Dims(ctypes.Structure):
@@ -99,11 +100,10 @@ def supports(host: ctypes.CDLL, plugin: Any, position: int, types: Sequence[int]
 
 def enqueue(function: Any, plugin: Any, inputs: Sequence[Tensor], y: Tensor, workspace: Tensor, *more: Tensor) -> int:
     """Call `host.enqueue` or `host.enqueue_attached` with the tensors as they are; `more` are outputs behind y."""
-    kinds = {**{dtype: kind for kind, dtype in TORCH.items()}, torch.int32: INT32, torch.int64: INT64}
-    descs = make_descs([(each.shape, kinds[each.dtype]) for each in inputs])
+    descs = make_descs([(each.shape, KINDS[each.dtype]) for each in inputs])
     given = (ctypes.c_void_p * len(inputs))(*[each.data_ptr() for each in inputs])
     outputs = (ctypes.c_void_p * (1 + len(more)))(*(each.data_ptr() for each in (y, *more)))
-    output = make_desc(y.shape, kinds[y.dtype])
+    output = make_desc(y.shape, KINDS[y.dtype])
     stream = torch.cuda.current_stream().cuda_stream
     status: int = function(plugin, descs, ctypes.byref(output), given, outputs, workspace.data_ptr(), stream)
     return status

@@ -13,11 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.plugins import plugin_host
+from tests.plugins.plugin_host import host
 from twellc.checks.evaluator import OnnxEvaluator
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.plugins import library
 from twellc.plugins.experts_op import EXPERTS
-from twellc.plugins.onnx_node import read_experts
+from twellc.plugins.onnx_node import experts_attributes, read_experts
+
+__all__ = ["host"]
 
 E4M3 = torch.float8_e4m3fn
 
@@ -256,6 +260,62 @@ def test_a_program_as_onnx_gives_the_same(gated: bool, scale: str | None, tmp_pa
     assert torch.equal(OnnxEvaluator(tmp_path / "m.onnx").run({"x": call.x})[0], module(call.x))
     with pytest.raises(ValueError, match="not the fields and inputs of one"):
         read_experts(node.input[:-1], fields)
+
+
+# ---- the plugin ----
+
+
+def inputs_of(call: Drawn) -> list[Tensor]:
+    """Return the inputs of a call's node, contiguous."""
+    up, gate = call.matrices
+    scales = [call.scale_of(1), call.scale_of(0) if call.gated else None, call.scale_of(2)]
+    tensors = [call.x, up, gate, call.down, call.ids, call.weights, *scales, call.thresholds]
+    return [each.contiguous() for each in tensors if each is not None]
+
+
+def created(host: ctypes.CDLL, call: Drawn) -> Any:
+    names = ["gate"] * call.gated + ["up_scale"] * (call.scales is not None)
+    attributes = experts_attributes(names, call.activation, call.threshold)
+    fields = {name: value for name, value in attributes.items() if name[:6] != "plugin"}
+    return plugin_host.create_plugin(host, library.library_path(), 3, fields)
+
+
+def test_the_workspace_is_that_of_the_most_tokens(host: ctypes.CDLL, capfd: pytest.CaptureFixture[str]) -> None:
+    sizes = []
+    for tokens in (1, 600):
+        call = draw(tokens, 16, 1, (64, 24, 64), torch.bfloat16)
+        sizes.append([(tuple(each.shape), plugin_host.KINDS[each.dtype]) for each in inputs_of(call)])
+    plugin, ranges = created(host, call), plugin_host.make_ranges(*sizes)
+    # Of computed tensors TensorRT may know a bound only.
+    ranges[3].max = plugin_host.make_dims((9000, 1))
+    assert host.configure(plugin, ranges, len(ranges), None) == 0
+    expected = library.load().twell_experts_workspace_bytes(problem(600))
+    assert host.workspace_size(plugin, ranges, len(ranges), None) == expected > 0
+    given = plugin_host.make_descs(sizes[1])
+    assert host.shape_change(plugin, given, len(given), None) == 0
+    given[4] = plugin_host.make_desc((599, 1), plugin_host.FLOAT32)
+    assert host.shape_change(plugin, given, len(given), None) != 0
+    host.destroy(plugin)
+    message = "input weights has shape [599, 1]; expected [tokens, top] = [600, 1]"
+    assert f"log 1 TwellExperts 'layer0': {message}" in capfd.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [0, 1, 16, 512])
+@pytest.mark.parametrize(("gated", "scale", "ids"), [(False, None, torch.int64), (True, "row", torch.int32)])
+def test_the_plugin_runs_the_kernels(
+    host: ctypes.CDLL, tokens: int, gated: bool, scale: str | None, ids: torch.dtype
+) -> None:
+    call = draw(tokens, 8, 3, (64, 48, 32), torch.bfloat16, gated=gated, scale=scale)
+    call.ids = call.ids.to(ids)
+    call = call.on_gpu()
+    plugin, expected = created(host, call), call.run()
+    y, size = torch.full_like(expected, torch.nan), 1 << 26
+    workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
+    assert plugin_host.enqueue(host.enqueue, plugin, inputs_of(call), y, workspace) == 0
+    torch.cuda.synchronize()
+    host.destroy(plugin)
+    assert torch.equal(y.view(torch.int16), expected.view(torch.int16))
 
 
 # ---- the C API ----
