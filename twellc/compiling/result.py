@@ -65,15 +65,15 @@ def _noted(layer: Layer) -> dict[str, Any]:
     return asdict(replace(layer, neurons=neurons, expectation=None, short_run=None))
 
 
-def check_matches(layers: list[Layer], options: CompileOptions) -> list[str]:
-    """Return the warnings about blocks that did not match.
+def check_matches(layers: list[Layer], options: CompileOptions, *, has_calls: bool = False) -> list[str]:
+    """Return the warnings about blocks that did not match; `has_calls` says that the model calls ops of plugins itself.
 
     Raises:
         UserError: There are some, and `strict` is set.
     """
     refused = [layer for layer in layers if not layer.matched]
     warnings = []
-    if not any(layer.matched for layer in layers):
+    if not has_calls and not any(layer.matched for layer in layers):
         warnings.append("no feed-forward block can be rewritten: the plan is dense throughout")
     warnings += [f"layer {layer.module}: {layer.reason}. Left dense" for layer in refused]
     if warnings and options.strict:

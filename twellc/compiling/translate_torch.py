@@ -40,6 +40,7 @@ from twellc.passes.report import Earlier, Layer
 from twellc.passes.sizes.conditions import value_warnings
 from twellc.passes.sizes.inputs import ModelInputs, program_inputs
 from twellc.passes.tensor_parallel import is_in_order
+from twellc.plugins.experts_op import EXPERTS
 
 # Other names of activations in Hugging Face configs.
 _SAME_ACTIVATION = {"swish": "silu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "squared_relu": "relu2"}
@@ -77,6 +78,7 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
         earlier=options.earlier,
     )
     wanted, advisor, sizes = _complete(wanted, model, dtype, options, options.requested_profiles, calibrated)
+    called = call_notes(model.program)
     found = run_until(model.program, wanted, Stage.FIND)
     if calibrated is None and options.earlier == Earlier():
         progress("measuring how many neurons are active")
@@ -85,8 +87,8 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
         program, layers = rewritten.program, rewritten.layers
         if calibrated is not None:
             calibrated.refuse_other_blocks(layers)
-        warnings = [*check_matches(layers, options), *state_warnings(program), *order_warnings(program)]
-        warnings += [*sizes.warnings, *value_warnings(model.program)]
+        warnings = [*check_matches(layers, options, has_calls=bool(called)), *state_warnings(program)]
+        warnings += [*order_warnings(program), *sizes.warnings, *value_warnings(model.program)]
         progress("exporting to ONNX" if ranks == 1 else f"exporting rank {rank} of {ranks} to ONNX")
         names = [model.input_names.get(node.name, node.name) for node in user_inputs(program)]
         opset, own_dump = opset_of(rewritten.attention), dump if rank == 0 else NOWHERE
@@ -101,7 +103,7 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
         )
         settings = settings_of(options, dtype, earlier, model.settings)
         annotate(graph, layers, settings)
-        rewriting_notes = [*activation_notes(model, layers), *inner_graph_notes(program)]
+        rewriting_notes = [*activation_notes(model, layers), *called, *inner_graph_notes(program)]
         if calibrated is not None:
             rewriting_notes += calibrated.notes(layers, dtype)
             warnings += calibrated.profile.warnings
@@ -245,6 +247,13 @@ def activation_notes(model: LoadedModel, layers: list[Layer]) -> list[str]:
     return [
         f"config.json says the activation is {model.declared_activation}, but the graph computes {', '.join(found)}"
     ]
+
+
+def call_notes(program: ExportedProgram) -> list[str]:
+    """Point out how many layers of a plan are calls of an op that the model makes itself."""
+    calls = len(program.graph.find_nodes(op="call_function", target=EXPERTS))
+    many = "1 call" if calls == 1 else f"{calls} calls"
+    return [f"{many} of torch.ops.twell.experts in the model: each is a plugin layer, and not listed"] if calls else []
 
 
 def inner_graph_notes(program: ExportedProgram) -> list[str]:

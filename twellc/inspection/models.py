@@ -11,7 +11,7 @@ from twellc.base.dtypes import dtype_name, torch_dtype
 from twellc.base.modules import import_modules
 from twellc.compiling.result import noted_layers, noted_settings
 from twellc.compiling.translate_onnx import onnx_notes
-from twellc.compiling.translate_torch import activation_notes
+from twellc.compiling.translate_torch import activation_notes, call_notes
 from twellc.decisions.advise import Advisor
 from twellc.decisions.choose import Tokens
 from twellc.decisions.targets import choose_target, gpu_at_hand
@@ -76,6 +76,7 @@ def describe_model(options: InspectOptions, progress: Callable[[str], None]) -> 
         *model.notes,
         *notes,
         *activation_notes(model, layers),
+        *call_notes(model.program),
         *advisor.notes(layers),
         *passed.dequantised,
         *value_warnings(model.program),

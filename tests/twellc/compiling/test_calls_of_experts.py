@@ -47,6 +47,9 @@ def test_compile_and_check(fp8: bool, cli: Cli, tmp_path: Path) -> None:
     torch.export.save(torch.export.export(Layer(fp8=fp8).eval(), (x,), dynamic_shapes=dims), archive)
     manifest = twellc.compile(archive, backend="none", onnx=graph)
     assert manifest.plugins.names == ["TwellExperts"]
+    note = "1 call of torch.ops.twell.experts in the model: each is a plugin layer, and not listed"
+    assert note in manifest.notes and note in twellc.inspect(archive).description.notes
+    assert not any("dense throughout" in warning for warning in manifest.warnings)
     model = onnx.load(graph)
     types = {each.name: each.data_type for each in model.graph.initializer}
     (node,) = [each for each in model.graph.node if each.op_type == "TwellExperts"]
