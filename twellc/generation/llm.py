@@ -27,6 +27,7 @@ from twellc.generation.sampling import (
     RequestOutput,
     SamplingParams,
 )
+from twellc.generation.steps import Step
 from twellc.generation.text import Answer, Messages, load_codec
 from twellc.generation.vllm_names import CALL, ENGINE, PROMPT, refuse_others
 from twellc.loaders.checkpoint import pad_token
@@ -106,21 +107,7 @@ class LLM:
         max_num_batched_tokens: int | None = None,
         **others: Any,
     ) -> None:
-        known = (
-            "tokenizer",
-            "device",
-            "dtype",
-            "max_model_len",
-            "compiled",
-            "layers",
-            "weights",
-            "fp8_error",
-            "text",
-            "skip_tokenizer_init",
-            "logprobs_mode",
-            "max_num_batched_tokens",
-        )
-        idle = refuse_others("twellc.LLM", ENGINE, known, others)
+        idle = refuse_others("twellc.LLM", ENGINE, tuple(LLM.__init__.__kwdefaults__ or ()), others)
         precision: Any = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
         if isinstance(precision, str):
             precision = _DTYPES.get(precision, precision)
@@ -354,14 +341,40 @@ class LLM:
         rows = [prompt for prompt in prompts for _ in range(params.n)]
         answers = [Answer(self._codec.stream(prompt, params.skip_special_tokens), params) for prompt in rows]
         # transformers copies prompts for answers that are drawn, and refuses to for others.
-        given = prompts if params.draws else rows
-        width = max(map(len, prompts))
-        input_ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in given])
-        seen = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in given])
+        steps = self._steps(prompts if params.draws else rows, params, sorted(ends), processors, criteria, stopped)
+        of_prompts: list[list[Logprobs]] | None = None
+        going, unread = set(range(len(rows))), set(range(len(prompts)))
+        with _saying_which(argument, len(prompts), copies=params.n):
+            for step in steps:
+                of_prompts = step.prompt_logprobs or of_prompts
+                for row in sorted(going):
+                    index, output = row // params.n, self._output(step, row, answers[row], params, ends)
+                    if step.ended[row]:
+                        going.remove(row)
+                    finished = going.isdisjoint(range(index * params.n, (index + 1) * params.n))
+                    found = RequestOutput(str(index), texts[index], prompts[index], [output], finished)
+                    if of_prompts is not None and index in unread:
+                        unread.remove(index)
+                        found.prompt_logprobs = [None, *map(self._named, of_prompts[index])]
+                    yield found
+
+    def _steps(
+        self,
+        rows: Sequence[list[int]],
+        params: SamplingParams,
+        ends: list[int],
+        processors: LogitsProcessorList | None,
+        criteria: StoppingCriteriaList | None,
+        stopped: Callable[[], bool] | None,
+    ) -> Iterator[Step]:
+        """Decode behind rows of tokens until `ends`; for the others see `generate_stream`."""
+        width = max(map(len, rows))
+        input_ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+        seen = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
         if params.presence_penalty or params.frequency_penalty:
             penalties = OutputPenalties(float(params.presence_penalty), float(params.frequency_penalty))
             processors = LogitsProcessorList([penalties, *(processors or ())])
-        steps = self.model.steps(
+        return self.model.steps(
             input_ids,
             attention_mask=seen,
             logits_processor=processors,
@@ -370,32 +383,33 @@ class LLM:
             ignore_eos=True,
             wanted=Wanted(params.logprobs, params.prompt_logprobs, self._mode, params.n),
             stopped=stopped,
-            **self._options(params, sorted(ends)),
+            **self._options(params, ends),
         )
-        of_prompts: list[list[Logprobs]] | None = None
-        going, unread = set(range(len(rows))), set(range(len(prompts)))
-        with _saying_which(argument, len(prompts), copies=params.n):
-            for step in steps:
-                of_prompts = step.prompt_logprobs or of_prompts
-                for row in sorted(going):
-                    token, answer, index = step.tokens[row], answers[row], row // params.n
-                    text = answer.put(token) if token not in ends or params.include_stop_str_in_output else ""
-                    step.ended[row] |= token in ends or bool(answer.stopped)
-                    output = CompletionOutput(row % params.n, text, [token])
-                    if step.logprobs is not None:
-                        output.logprobs = [self._named(step.logprobs[row])]
-                    if step.ended[row]:
-                        going.remove(row)
-                        output.text += answer.end()
-                        output.stop_reason = answer.stopped or (token if token in params.stop_tokens else None)
-                        limited = step.limited[row] and token not in ends and not answer.stopped
-                        output.finish_reason = "length" if limited else "stop"
-                    finished = going.isdisjoint(range(index * params.n, (index + 1) * params.n))
-                    found = RequestOutput(str(index), texts[index], prompts[index], [output], finished)
-                    if of_prompts is not None and index in unread:
-                        unread.remove(index)
-                        found.prompt_logprobs = [None, *map(self._named, of_prompts[index])]
-                    yield found
+
+    def _output(
+        self, step: Step, row: int, answer: Answer, params: SamplingParams, ends: frozenset[int]
+    ) -> CompletionOutput:
+        """Return what a step adds to the answer of a row, and note in the step whether that ends the row.
+
+        Args:
+            step: The step.
+            row: The row.
+            answer: Its answer so far.
+            params: How it is answered.
+            ends: Tokens that end answers.
+        """
+        token = step.tokens[row]
+        text = answer.put(token) if token not in ends or params.include_stop_str_in_output else ""
+        step.ended[row] |= token in ends or bool(answer.stopped)
+        output = CompletionOutput(row % params.n, text, [token])
+        if step.logprobs is not None:
+            output.logprobs = [self._named(step.logprobs[row])]
+        if step.ended[row]:
+            output.text += answer.end()
+            output.stop_reason = answer.stopped or (token if token in params.stop_tokens else None)
+            limited = step.limited[row] and token not in ends and not answer.stopped
+            output.finish_reason = "length" if limited else "stop"
+        return output
 
     def _named(self, found: Logprobs) -> Logprobs:
         """Return log probabilities with the texts of their tokens."""

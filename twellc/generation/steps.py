@@ -110,23 +110,12 @@ class Decoder:
                 prompts alone.
         """
         wanted = wanted or Wanted()
-        asked = ["temperature"] * draws
-        asked += [
-            name
-            for name, count in (("logprobs", wanted.answer), ("prompt_logprobs", wanted.prompt))
-            if count is not None
-        ]
-        for each in asked + [_argument_of(each) for prompt in prompts for each in prompt.processors]:
-            self._refuse_without_logits(each)
-        if wanted.prompt is not None and not self.backend.scores_prompts:
-            what = "the plan gives the logits behind prompts, and none within"
-            fix = "Compile the model with --logits all, or give its directory."
-            raise UserError("prompt_logprobs", what, got=str(wanted.prompt), expected="None", fix=fix)
+        self._refuse_unscored(prompts, draws, wanted)
         began = time.perf_counter()
         rows = [row for prompt in prompts for row in prompt.tokens]
         most = [prompt.most for prompt in prompts for _ in prompt.tokens]
         rooms = [self.backend.longest - len(row) + 1 for row in rows]
-        ended, first, copies = [False] * len(rows), 0.0, len(prompts[0].tokens)
+        ended, first = [False] * len(rows), 0.0
         with self.lock:
             choice = Choice(prompts, draws, pad, ended, self.backend.device, seed is not None)
             of_prompts = self._begin(rows, most, seed, choice.values, wanted, stopped)
@@ -145,15 +134,7 @@ class Decoder:
                 step = Step(shown, limited, [any(why) for why in zip(ended, limited, strict=True)])
                 step.logprobs, step.prompt_logprobs = table.rows() if table is not None else None, of_prompts
                 of_prompts = None
-                for index, prompt in enumerate(prompts):
-                    own = slice(index * copies, (index + 1) * copies)
-                    step.ended[own] = [
-                        over or token in prompt.ends for over, token in zip(step.ended[own], shown[own], strict=True)
-                    ]
-                    if prompt.criteria and not all(ended[own]):
-                        known[index] = torch.cat([known[index], torch.tensor(shown[own])[:, None]], dim=-1)
-                        over = prompt.criteria(known[index], None).tolist()
-                        step.ended[own] = [any(why) for why in zip(step.ended[own], over, strict=True)]
+                _end_rows(step, prompts, known, ended)
                 yield step
                 ended[:] = step.ended
                 if all(ended):
@@ -170,6 +151,21 @@ class Decoder:
             self._begin(rows, [1] * len(rows), None, [], Wanted(), None)
             with self._on_device():
                 return self.backend.decode(self._tokens, self._places).float().clone()
+
+    def _refuse_unscored(self, prompts: Sequence[Prompt], draws: bool, wanted: Wanted) -> None:
+        """Fail if what `steps` is asked for needs logits that the backend does not give."""
+        asked = ["temperature"] * draws
+        asked += [
+            name
+            for name, count in (("logprobs", wanted.answer), ("prompt_logprobs", wanted.prompt))
+            if count is not None
+        ]
+        for each in asked + [_argument_of(each) for prompt in prompts for each in prompt.processors]:
+            self._refuse_without_logits(each)
+        if wanted.prompt is not None and not self.backend.scores_prompts:
+            what = "the plan gives the logits behind prompts, and none within"
+            fix = "Compile the model with --logits all, or give its directory."
+            raise UserError("prompt_logprobs", what, got=str(wanted.prompt), expected="None", fix=fix)
 
     def _refuse_without_logits(self, asked: str) -> None:
         if self.backend.chooses:
@@ -226,22 +222,29 @@ class Decoder:
             self._last.fill_(places - 1)
             self._tokens.copy_(torch.stack([row[-1] for row in rows]))
             self._values[: len(values)] = torch.tensor(values, dtype=torch.float64)
-            # Behind its end a row goes on with its last token: no other one, whose keys may be NaN, is in its cache.
-            width = max(lengths) - 1
-            ends = [torch.arange(width).clamp(max=length - 1) for length in lengths]
-            padded = torch.stack([row[end] for row, end in zip(rows, ends, strict=True)]).to(backend.device)
-            found: list[list[Logprobs]] = [[] for _ in rows[:: wanted.copies]]
-            chunk = min(backend.chunk, max((self.most_tokens or backend.chunk * batch) // batch, 1))
-            chunk = wanted.chunk(batch, backend.vocabulary, chunk)
-            for start in range(0, width, chunk):
-                if stopped is not None and stopped():
-                    break
-                logits = backend.fill(padded[:, start : start + chunk], start, wanted.prompt is not None)
-                if wanted.prompt is None:
-                    continue
-                for known, prompt, behind in zip(found, rows[:: wanted.copies], logits[:: wanted.copies], strict=True):
-                    tokens = prompt[start + 1 : start + 1 + chunk].to(behind.device)
-                    known += wanted.table(behind[: len(tokens)], tokens, wanted.prompt).rows()
+            return self._fill(rows, wanted, stopped)
+
+    def _fill(
+        self, rows: Sequence[Tensor], wanted: Wanted, stopped: Callable[[], bool] | None
+    ) -> list[list[Logprobs]] | None:
+        """Compute prompts but for their last tokens, in chunks; return the log probabilities wanted of them."""
+        backend, batch, lengths = self.backend, len(rows), [len(row) for row in rows]
+        # Behind its end a row goes on with its last token: no other one, whose keys may be NaN, is in its cache.
+        width = max(lengths) - 1
+        ends = [torch.arange(width).clamp(max=length - 1) for length in lengths]
+        padded = torch.stack([row[end] for row, end in zip(rows, ends, strict=True)]).to(backend.device)
+        found: list[list[Logprobs]] = [[] for _ in rows[:: wanted.copies]]
+        chunk = min(backend.chunk, max((self.most_tokens or backend.chunk * batch) // batch, 1))
+        chunk = wanted.chunk(batch, backend.vocabulary, chunk)
+        for start in range(0, width, chunk):
+            if stopped is not None and stopped():
+                break
+            logits = backend.fill(padded[:, start : start + chunk], start, wanted.prompt is not None)
+            if wanted.prompt is None:
+                continue
+            for known, prompt, behind in zip(found, rows[:: wanted.copies], logits[:: wanted.copies], strict=True):
+                tokens = prompt[start + 1 : start + 1 + chunk].to(behind.device)
+                known += wanted.table(behind[: len(tokens)], tokens, wanted.prompt).rows()
         return None if wanted.prompt is None else found
 
     def _run(
@@ -348,6 +351,26 @@ class Decoder:
         # A row that has ended goes on; in the last place of its own cache it changes no other row.
         self._places.copy_(torch.minimum(self._places + 1, self._last))
         return scores
+
+
+def _end_rows(step: Step, prompts: Sequence[Prompt], known: list[Tensor], ended: Sequence[bool]) -> None:
+    """Note in a step which rows end with it, by the tokens that end answers of their prompts and by their criteria.
+
+    Args:
+        step: The step.
+        prompts: The prompts, of as many rows each.
+        known: Of each prompt the tokens of its rows, int64 [rows, tokens]. Those of the step are put behind them.
+        ended: Which rows have ended before.
+    """
+    copies = len(prompts[0].tokens)
+    for index, prompt in enumerate(prompts):
+        own = slice(index * copies, (index + 1) * copies)
+        tokens = step.tokens[own]
+        step.ended[own] = [over or token in prompt.ends for over, token in zip(step.ended[own], tokens, strict=True)]
+        if prompt.criteria and not all(ended[own]):
+            known[index] = torch.cat([known[index], torch.tensor(tokens)[:, None]], dim=-1)
+            over = prompt.criteria(known[index], None).tolist()
+            step.ended[own] = [any(why) for why in zip(step.ended[own], over, strict=True)]
 
 
 def _argument_of(processor: Any) -> str:
