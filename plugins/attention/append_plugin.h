@@ -17,7 +17,7 @@ constexpr char const* kAppendName = "TwellAppendCaches";
 
 // ---- tensor slots ----
 
-// The outputs are the first two, in the memory of these inputs. What rotates new keys may come last.
+// The outputs are the first two, in the memory of these inputs. Inputs that rotate new keys may come last.
 enum AppendSlot : int32_t {
     kSlotKeys,
     kSlotValues,

@@ -72,7 +72,7 @@ void check(cudaError_t status, char const* what) {
 void check(fe::error_t error, char const* what) {
     if (error.is_bad()) {
         std::string message = error.get_message();
-        std::replace(message.begin(), message.end(), '\n', ' ');  // a log has lines of its own
+        std::replace(message.begin(), message.end(), '\n', ' ');  // a log has its own lines
         throw Refusal(std::string("cuDNN ") + std::to_string(fe::detail::get_backend_version()) + " " + what + ": " +
                       message);
     }
@@ -104,7 +104,7 @@ class Constant {
         std::vector<int32_t> const values(static_cast<size_t>(count), value);
         size_t const bytes = values.size() * sizeof(int32_t);
         check(cudaMalloc(&data_, bytes), "cannot allocate the number of queries of each sequence");
-        // A stream of its own: the default one would wait for others, and end their capture.
+        // A separate stream: the default one would wait for others, and end their capture.
         cudaStream_t stream = nullptr;
         cudaError_t status = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
         if (status == cudaSuccess) {
@@ -210,7 +210,7 @@ class Attention::Plan {
             }
         }
         if (cached_ && problem.tokens > 1) {
-            // cuDNN need not write what is behind a sequence's last query.
+            // cuDNN need not write places behind a sequence's last query.
             padded_bytes_ = static_cast<size_t>(2 * problem.batch * problem.tokens * problem.heads * problem.width);
         }
         int64_t bytes = 0;

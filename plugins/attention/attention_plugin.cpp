@@ -122,8 +122,8 @@ std::string AttentionPlugin::allowed_types(DataType first) const {
            " must all be bf16, or all fp16 (q is " + text_of(first) + ")";
 }
 
-// The problem that these input shapes pose. Extents may be kAny; then only what is known is checked, and the result
-// holds placeholders.
+// The problem that these input shapes pose. Extents may be kAny; then only known ones are checked, and the result holds
+// placeholders.
 twell_attention_problem AttentionPlugin::problem_of(Shapes const& inputs, DataType type) const {
     Dims const& q = inputs[kSlotQ];
     Dims const& k = inputs[kSlotK];
@@ -144,7 +144,7 @@ twell_attention_problem AttentionPlugin::problem_of(Shapes const& inputs, DataTy
         check(slot, dims_of({batch, q.d[1], width}), "[batch, tokens, width]");
     }
 
-    // What 32 bits do not hold is beyond every limit. Placeholders for what is not known are good values.
+    // Extents beyond 32 bits are beyond every limit. Placeholders for unknown extents are good values.
     auto const narrow = [](int64_t extent, int64_t placeholder) {
         return static_cast<int32_t>(std::min<int64_t>(known(extent, placeholder), std::numeric_limits<int32_t>::max()));
     };
@@ -211,7 +211,7 @@ size_t AttentionPlugin::workspace_bytes(DynamicPluginTensorDesc const* inputs) c
 AttentionPlugin* AttentionPlugin::attached() const {
     auto attached = std::make_unique<AttentionPlugin>(*this);
     attached->attention_ = std::make_unique<Attention>();
-    attached->attention_->open();  // here, not where a shape needs it, is it said that there is no cuDNN
+    attached->attention_->open();  // a missing cuDNN is refused here, not where a shape needs it
     return attached.release();
 }
 

@@ -23,7 +23,7 @@ constexpr char const* kCachedAttentionName = "TwellCachedAttention";
 // ---- tensor slots ----
 
 // Behind v TwellAttention may have lengths, and TwellCachedAttention has how many queries and keys each sequence has.
-// What rotates q may come last.
+// Inputs that rotate q may come last.
 enum AttentionSlot : int32_t { kSlotQ, kSlotK, kSlotV, kSlotLengths, kSlotKeyCounts, kSlotCosines, kSlotSines };
 constexpr AttentionSlot kSlotQueryCounts = kSlotLengths;
 

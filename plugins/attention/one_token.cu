@@ -1,9 +1,9 @@
 // Attention of one token over a cache: see one_token.h.
 //
-// A cluster of CTAs shares the cache of one head, and computes all queries of its group, up to eight, as the rows of
-// tensor-core products. Each warp takes tiles of 16 keys with an online softmax of its own. At the end the warps of a
-// CTA join their parts in shared memory, and the CTAs of a cluster theirs in each other's. All in a fixed order, so the
-// same call gives the same bits.
+// A cluster of CTAs shares the cache of one head, and computes all queries of the head's group, up to eight, as the
+// rows of tensor-core products. Each warp takes tiles of 16 keys with a separate online softmax. At the end the warps
+// of a CTA join their parts in shared memory, and the CTAs of a cluster theirs in each other's. All in a fixed order,
+// so the same call gives the same bits.
 #include <math.h>
 
 #include <algorithm>

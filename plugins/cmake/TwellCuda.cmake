@@ -104,7 +104,7 @@ function(twell_find_nvcc)
     set(CMAKE_CUDA_COMPILER "${root}/bin/nvcc" CACHE FILEPATH "CUDA compiler")
 endfunction()
 
-# Sets CMAKE_CUDA_ARCHITECTURES to what is asked for, less what this nvcc does not know.
+# Sets CMAKE_CUDA_ARCHITECTURES to the requested ones that this nvcc knows.
 macro(twell_choose_architectures)
     execute_process(COMMAND "${CMAKE_CUDA_COMPILER}" --list-gpu-arch OUTPUT_VARIABLE _twell_known)
     set(CMAKE_CUDA_ARCHITECTURES "")

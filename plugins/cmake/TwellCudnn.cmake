@@ -1,4 +1,4 @@
-# Finds the headers of cuDNN 9 and of its front end. Only headers: cuDNN itself is opened at run time.
+# Finds the headers of cuDNN 9 and of cuDNN's front end. Only headers: cuDNN itself is opened at run time.
 include_guard(GLOBAL)
 include(TwellWheels)
 
@@ -46,7 +46,7 @@ function(twell_find_cudnn_headers result)
         return()
     endif()
 
-    # What torch brought comes after an installed cuDNN, and before a download.
+    # A cuDNN that torch brought comes after an installed one, and before a download.
     find_package(Python 3.9 QUIET REQUIRED COMPONENTS Interpreter)
     execute_process(COMMAND "${Python_EXECUTABLE}" -c "import sysconfig; print(sysconfig.get_path('purelib'))"
                     OUTPUT_VARIABLE packages OUTPUT_STRIP_TRAILING_WHITESPACE)

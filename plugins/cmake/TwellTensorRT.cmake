@@ -38,7 +38,7 @@ function(twell_find_tensorrt_headers result)
         endif()
     endif()
     if(NOT found)
-        # The package is a project of its own; nothing of it but these Apache-2.0 headers is used.
+        # The package is a separate project; only these Apache-2.0 headers of it are used.
         set(folder "${CMAKE_BINARY_DIR}/wheels/tensorrt")
         twell_install_wheels(
             "${folder}" "the TensorRT headers"

@@ -70,7 +70,7 @@ bool may_equal(nvinfer1::Dims const& dims, nvinfer1::Dims const& expected);
 // Throws Refusal unless there are as many inputs as these.
 void check_input_count(std::vector<Input> const& inputs, int64_t count);
 
-// Throws Refusal unless the shape may be the expected one, of which `meaning` says what its extents are.
+// Throws Refusal unless the shape may be the expected one; `meaning` names the extents of that.
 void check_shape(char const* input, nvinfer1::Dims const& dims, nvinfer1::Dims const& expected, char const* meaning);
 
 // Throws Refusal unless the current GPU can run the plugins. Returns its compute capability, 90 for 9.0.

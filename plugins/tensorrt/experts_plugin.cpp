@@ -100,7 +100,7 @@ twell_experts_problem ExpertsPlugin::problem_of(Shapes const& inputs, Types cons
     check(inputs, kExpertsWeights, dims_of({tokens, ids.d[1]}), "[tokens, top]");
     check(inputs, kExpertsThresholds, dims_of({experts, d_ff}), "[experts, d_ff]");
 
-    // Placeholders for what is not known are the smallest good values.
+    // Placeholders for unknown extents are the smallest good values.
     twell_experts_problem problem{};
     problem.struct_bytes = sizeof(problem);
     problem.tokens = rows_of(inputs[kExpertsX]);

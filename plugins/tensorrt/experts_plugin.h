@@ -1,5 +1,5 @@
-// Experts as a TensorRT layer: TwellExperts, feed-forward blocks of which each token takes a few.
-// See README.md beside this file for inputs, outputs, fields and limits.
+// Experts as a TensorRT layer: TwellExperts, feed-forward blocks; each token uses a few of them. See README.md beside
+// this file for inputs, outputs, fields and limits.
 #pragma once
 
 #include <NvInferRuntime.h>
@@ -20,7 +20,7 @@ constexpr char const* kExpertsName = "TwellExperts";
 
 // ---- tensor slots ----
 
-// What a tensor is to the kernels; which input it is depends on which optional inputs there are.
+// The role of a tensor in the kernels. Its input number depends on which optional inputs there are.
 enum ExpertsRole {
     kExpertsX,
     kExpertsUp,

@@ -69,7 +69,7 @@ twell_problem FeedForwardPlugin::problem_of(Shapes const& inputs, Types const& t
         refuse("hot", std::to_string(options_.hot), "0 to d_ff = " + std::to_string(d_ff));
     }
 
-    // Placeholders for what is not known are the smallest good values.
+    // Placeholders for unknown extents are the smallest good values.
     twell_problem problem{};
     problem.struct_bytes = sizeof(problem);
     problem.tokens = rows_of(inputs[kX]);

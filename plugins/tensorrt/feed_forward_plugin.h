@@ -22,7 +22,7 @@ constexpr char const* plugin_name(twell_variant variant) {
 
 // ---- tensor slots ----
 
-// What a tensor is to the kernels; which input it is depends on the variant and on which optional inputs there are.
+// The role of a tensor in the kernels. Its input number depends on the variant and on which optional inputs there are.
 enum BlockRole {
     kX,
     kWGate,

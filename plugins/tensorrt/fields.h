@@ -37,7 +37,7 @@ inline nvinfer1::PluginField known_integer(char const* name) {
     return known_field(name, nvinfer1::PluginFieldType::kINT32);
 }
 
-// The fields of a collection, each of which must be taken exactly once.
+// The fields of a collection; each must be taken exactly once.
 class FieldReader {
   public:
     explicit FieldReader(nvinfer1::PluginFieldCollection const* collection) {
@@ -198,7 +198,7 @@ class PlanFields {
     nvinfer1::PluginFieldCollection collection_{};
 };
 
-// Runs `read`. What it refuses in a plan comes with advice: which library this is, and what to do.
+// Runs `read`. Refusals of a plan's fields come with advice: which library this is, and what to do.
 template <typename Read>
 auto read_with_advice(nvinfer1::TensorRTPhase phase, char const* library, char const* version, Read&& read) {
     try {

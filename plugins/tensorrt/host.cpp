@@ -34,8 +34,8 @@ Slots const* slots_of(Abi abi) {
     return nullptr;
 }
 
-// Calls a virtual function. Not through a class of our own: a compiler that sees every class that derives from it, none,
-// would take the call for impossible.
+// Calls a virtual function. Not through a class of our own: a compiler that sees every class that derives from it,
+// none, would take the call for impossible.
 template <typename Result, typename... Arguments>
 Result call(void* object, size_t slot, Arguments... arguments) {
     using Function = Result (*)(void*, Arguments...);
@@ -116,7 +116,7 @@ std::vector<Host> find_hosts() {
         if (library == nullptr) {
             continue;
         }
-        // libnvinfer_plugin and its like have no registry; what is found through them is that of their libnvinfer.
+        // libnvinfer_plugin and its like have no registry; the one found through them is their libnvinfer's.
         auto const get_registry = reinterpret_cast<void* (*)()>(dlsym(library, "getPluginRegistry"));
         void* registry = get_registry == nullptr ? nullptr : get_registry();
         bool const known =

@@ -28,7 +28,7 @@ Abi abi_of(void const* object) noexcept;
 
 // A TensorRT in this process.
 struct Host {
-    std::string path;       // of its library
+    std::string path;       // of the library
     int32_t version;        // 10000 * major + 100 * minor + patch; 0 if it does not say
     Abi abi;                // how to call what follows
     void* registry;         // the IPluginRegistry of the whole process
@@ -41,8 +41,8 @@ bool is_tensorrt(char const* path) noexcept;
 // Finds every TensorRT in this process. Loads nothing.
 std::vector<Host> find_hosts();
 
-// Adds a creator to the host's registry, if none of its name, version and namespace is there. Returns whether one is
-// there afterwards.
+// Adds a creator to the host's registry, unless one of that name, version and namespace is there. Returns whether one
+// is there afterwards.
 bool add_creator(Host const& host, nvinfer1::IPluginCreatorInterface& creator, char const* name, char const* version,
                  char const* plugin_namespace) noexcept;
 

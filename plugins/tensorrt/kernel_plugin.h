@@ -38,7 +38,7 @@ class KernelPlugin : public PluginBase<Plugin> {
 
     // ---- what a plugin has ----
 
-    // The problem that inputs of these shapes and types pose. Extents may be kAny; then only what is known is checked,
+    // The problem that inputs of these shapes and types pose. Extents may be kAny; then only known ones are checked,
     // and the result holds placeholders.
     virtual Problem problem_of(Shapes const& inputs, Types const& types) const = 0;
     virtual size_t bytes_of(Problem const& problem) const = 0;

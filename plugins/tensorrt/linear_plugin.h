@@ -22,7 +22,7 @@ constexpr char const* kLinearName = "TwellLinear";
 
 // ---- tensor slots ----
 
-// What a tensor is to the kernels; which input it is depends on which optional inputs there are.
+// The role of a tensor in the kernels. Its input number depends on which optional inputs there are.
 enum LinearRole {
     kLinearX,
     kLinearWeight,

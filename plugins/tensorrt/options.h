@@ -46,8 +46,8 @@ void check_norm_inputs(int32_t norm, bool weight, bool bias);
 // The fields that a node of this variant may have, for IPluginCreatorV3One::getFieldNames.
 std::vector<nvinfer1::PluginField> field_names(twell_variant variant);
 
-// Reads the fields that an ONNX node gives (kBUILD) or that a plan gives (kRUNTIME; see plan_fields_of).
-// Throws Refusal, naming the field, what it got and what is allowed.
+// Reads the fields that an ONNX node gives (kBUILD) or that a plan gives (kRUNTIME; see plan_fields_of). Throws
+// Refusal, naming the field, its value and the allowed ones.
 Options read_options(twell_variant variant, nvinfer1::PluginFieldCollection const* fields,
                      nvinfer1::TensorRTPhase phase);
 

@@ -143,9 +143,9 @@ class PluginBase : public nvinfer1::IPluginV3,
     virtual int32_t output_count() const { return OUTPUTS; }
     // Whether the outputs are int64: indices of elements.
     virtual bool chooses() const { return false; }
-    // What is allowed instead of an input's type, to follow "; ".
+    // The allowed types of an input, to follow "; ".
     virtual std::string allowed_types(nvinfer1::DataType first) const = 0;
-    // Holds the inputs against each other. Extents may be kAny: then only what is known is checked.
+    // Holds the inputs against each other. Extents may be kAny: then only known ones are checked.
     virtual void check_shapes(Shapes const& inputs) const = 0;
     // Sets all outputs' shapes. By default they are those of as many inputs.
     virtual void set_output_shapes(nvinfer1::DimsExprs const* inputs, nvinfer1::DimsExprs* outputs,

@@ -36,7 +36,7 @@ void stay_loaded() {
 }
 
 // Adds the plugins to every TensorRT in this process; returns whether there is one, and all of them have the plugins.
-// Takes no lock: a registry may call back into a logger, and that into Python, which has a lock of its own.
+// Takes no lock: a registry may call back into a logger, and that into Python, which has another lock.
 bool add_to_all_hosts() noexcept {
     try {
         std::vector<host::Host> const hosts = host::find_hosts();

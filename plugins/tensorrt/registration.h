@@ -1,4 +1,5 @@
-// What a plugin library adds to registration.cpp: its plugins, and a function of its own name that registers them.
+// A plugin library adds to registration.cpp its plugins, and an exported function, with another name in each library,
+// that registers them.
 #pragma once
 
 #include <NvInferRuntime.h>

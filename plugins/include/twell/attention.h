@@ -31,7 +31,7 @@ typedef struct {
     int32_t causal;    // 0 or 1: whether query i sees keys 0 to i only
     int32_t lengths;   // 0 or 1: whether there are lengths
     float scale;       // finite
-    // 0 or 1: whether k and v are caches, [batch, kv_heads, keys, width], of which each sequence has used a part. Then
+    // 0 or 1: whether k and v are caches, [batch, kv_heads, keys, width], which each sequence has used in part. Then
     // causal and lengths are 0, tokens is at most keys, and sequence b has query_lengths[b] queries and lengths[b]
     // keys: its last query sees all of these keys, the one before all but the last, and so on. y is 0 behind the last
     // query.
@@ -52,11 +52,11 @@ typedef struct {
     void const* sines;             // likewise
 } twell_attention_tensors;
 
-// A problem made ready for the device that was current when it was made, with a cuDNN handle of its own: to be used by
+// A problem made ready for the device that was current when it was made, with a separate cuDNN handle: to be used by
 // one thread at a time. It must outlive the CUDA graphs that were captured from it.
 typedef struct twell_attention_plan twell_attention_plan;
 
-// Returns null for a good problem, else what is wrong with it, as static text.
+// Returns null for a good problem, else a static text about the fault.
 TWELL_API char const* twell_attention_validate(twell_attention_problem const* problem);
 
 // Returns a plan, or null with the reason in message[0 .. message_bytes), cut to fit and ended by a NUL. Loads cuDNN if
@@ -85,7 +85,7 @@ typedef struct {
     // 0 or 1: whether the new keys are rotated first, as queries are. Then key_bytes is a multiple of 32, value_bytes
     // one of 16, and all tensors start at multiples of 16 bytes.
     int32_t rotated;
-    int32_t dtype;  // twell_dtype of what is rotated
+    int32_t dtype;  // twell_dtype of rotated keys
 } twell_append_problem;
 
 typedef struct {
@@ -94,14 +94,14 @@ typedef struct {
     void const* new_keys;    // [batch, tokens, kv_heads, width]
     void const* new_values;  // likewise
     int32_t const* starts;   // [batch]: the place of each sequence's first new token
-    int32_t const* counts;   // [batch]: how many of its new tokens count, 0 to tokens
+    int32_t const* counts;   // [batch]: how many new tokens count, 0 to tokens
     void const* cosines;     // [batch, tokens, width]; read if the problem is rotated
     void const* sines;       // likewise
 } twell_append_tensors;
 
-// Writes the new keys and values of each sequence b to places starts[b] to starts[b] + counts[b] - 1 of its caches, on
-// `stream`; what would stand outside of a cache is left out. Returns a cudaError_t: cudaErrorInvalidValue for a problem
-// out of range. Needs no cuDNN, allocates nothing, waits for nothing and may be captured into a CUDA graph.
+// Writes the new keys and values of each sequence b to places starts[b] to starts[b] + counts[b] - 1 of the sequence's
+// caches, on `stream`; tokens outside of a cache are left out. Returns a cudaError_t: cudaErrorInvalidValue for a
+// problem out of range. Needs no cuDNN, allocates nothing, waits for nothing and may be captured into a CUDA graph.
 TWELL_API int32_t twell_append_caches(twell_append_problem const* problem, twell_append_tensors const* tensors,
                                       cudaStream_t stream);
 

@@ -3,7 +3,7 @@
 // One feed-forward block over `tokens` rows:
 //   gated:  y = residual + (act(x Wg^T + bg) * (x Wu^T + bu)) Wd + bd
 //   plain:  y = residual +  act(x Wg^T + bg)                  Wd + bd
-// With a norm, x stands for norm(x) on the right.
+// With a norm, x on the right is norm(x).
 // All matrices are row-major and contiguous. `w_down` is stored neuron-major, [d_ff, d_out]: the transpose of
 // torch.nn.Linear.weight. For a plain block `w_gate`/`b_gate` are the up projection, whose output is activated.
 //
@@ -22,7 +22,8 @@ extern "C" {
 
 #define TWELL_API __attribute__((visibility("default")))
 
-// Columns in one TwELL tile; neurons of a plain block with 16-bit weights; and those of all else, which 16 bits count.
+// Columns in one TwELL tile. The most neurons: of a plain block with 16-bit weights, and of all other blocks, where 16
+// bits count them.
 #define TWELL_TILE 256
 #define TWELL_MAX_D_FF 1048576
 #define TWELL_MAX_PACKED_D_FF 65536
@@ -78,7 +79,7 @@ typedef struct {
     // twell_scale of w_gate_scale and w_up_scale, and of w_down_scale; 0 if weights have the type of x.
     int32_t gate_up_scale;
     int32_t down_scale;
-    int32_t norm;  // twell_norm: what is done to x first, for twell_mlp alone
+    int32_t norm;  // twell_norm of x, for twell_mlp alone
     float eps;     // of the norm, >= 0
 } twell_problem;
 
@@ -111,7 +112,7 @@ typedef struct {
     void const* w_up_scale;
     void const* w_down_scale;
     // Of TWELL_FATRELU with threshold 0, [d_ff] in fp32, or null: a threshold for each neuron, in the place of the one.
-    // What is below 0, or a NaN, counts as 0.
+    // A value below 0, or a NaN, counts as 0.
     void const* thresholds;
     void const* norm_weight;  // [d_model] or null: ones; null without a norm
     void const* norm_bias;    // [d_model] or null: zeros; null but in a layer norm
@@ -139,11 +140,11 @@ typedef struct {
     int64_t dense_block_products_scaled;
 } twell_limits;
 
-// Says what is wrong with the dimensions or options, or returns null when the problem can be run.
+// Returns a text about wrong dimensions or options, or null when the problem can be run.
 TWELL_API char const* twell_validate(twell_problem const* problem);
 
-// Says what is wrong with the tensors of a valid problem, as twell_mlp refuses it, or returns null. Looks at the
-// pointers, not at what they point to.
+// Returns a text about wrong tensors of a valid problem, which twell_mlp refuses, too, or null. Looks at the pointers,
+// not at the data behind them.
 TWELL_API char const* twell_validate_tensors(twell_problem const* problem, twell_tensors const* tensors);
 
 // Fills in as many bytes of `limits` as struct_bytes says; what this library does not know becomes 0.
@@ -170,14 +171,14 @@ TWELL_API size_t twell_workspace_bytes(twell_problem const* problem);
 TWELL_API cudaError_t twell_gate(twell_problem const* problem, twell_tensors const* tensors, uint32_t* packed,
                                  cudaStream_t stream);
 
-// The whole block. `workspace` is device memory, 256-byte aligned; what it holds before and after has no meaning. Which
-// kernels run depends on the device, `tokens` and the layer: twell_describe says which. All of them promise:
+// The whole block. `workspace` is device memory, 256-byte aligned; its contents before and after have no meaning. The
+// device, `tokens` and the layer decide which kernels run; twell_describe names them. All of them promise:
 //  - a neuron that does not fire adds exactly 0, whatever its rows of w_up and w_down hold;
 //  - a NaN in a row of x reaches all of that row of y, a NaN in the residual its place of y;
 //  - of finite inputs, only z and y can overflow, where they leave the range of the element type; u and h cannot;
 //  - the same call on the same device gives the same bits.
-// With weights of TWELL_E4M3 they compute with these dequantized. Which kernels round x, for the gate alone, to E4M3
-// with a scale for each row, twell_describe says ("quantise"); then an infinity in a row of x counts as a NaN.
+// With weights of TWELL_E4M3 they compute with these dequantized. Some kernels round x, for the gate alone, to E4M3
+// with a scale for each row; then an infinity in a row of x counts as a NaN; twell_describe says which ("quantise").
 // With a norm they may begin to read all inputs but x and the residual before the launches before have ended: so the
 // launch just before must not be one that writes them.
 // They may differ, and so may the last bits of a row between calls with other `tokens` or other rows beside it, in
@@ -185,17 +186,17 @@ TWELL_API cudaError_t twell_gate(twell_problem const* problem, twell_tensors con
 //  - whether u and h are rounded to the element type, as a dense block does, or kept in fp32.
 // `hot` is a hint about speed, where the neurons that fire most often come first: calls with many tokens may compute
 // the first `hot`, rounded down to a multiple of 8 unless it is d_ff, as a dense block, and the others as without it.
-// What that block adds to y is rounded to the element type once more than without it. Calls in which it cannot gain
+// The sum of that block is rounded to the element type once more than without the hint. Calls in which it cannot gain
 // ignore it, and so does fp16, where sums over these neurons alone may be out of range.
 TWELL_API cudaError_t twell_mlp(twell_problem const* problem, twell_tensors const* tensors, void* workspace,
                                 size_t workspace_bytes, cudaStream_t stream);
 
 // Says which kernels twell_mlp launches for a problem: a line "route NAME", then one for each launch, in order, "KERNEL
-// [NAME=VALUE ...] | grid=XxY threads=N shared=BYTES [NAME=VALUE ...]". What stands before the bar tells which compiled
-// kernel it is, the rest how it is launched; "scratch=USED/MOST" counts elements of a piece of the workspace. With no
-// tokens there is no line. `device` says which GPU, and may be null for the current one; else no GPU has to be there.
-// Writes at most `size` bytes to `text`, of which the last one is 0, and returns how many bytes all of it takes; 0 for
-// a problem that twell_validate refuses, or a device below compute capability 8.0 or none.
+// [NAME=VALUE ...] | grid=XxY threads=N shared=BYTES [NAME=VALUE ...]". The part before the bar names the compiled
+// kernel, the rest describes the launch; "scratch=USED/MOST" counts elements of a piece of the workspace. Without
+// tokens the text is empty. `device` describes the GPU, which need not be there; null is the current one. Writes at
+// most `size` bytes to `text`, the last one 0, and returns how many bytes the whole text takes; 0 for a problem that
+// twell_validate refuses, or a device below compute capability 8.0 or none.
 TWELL_API size_t twell_describe(twell_problem const* problem, twell_device const* device, char* text, size_t size);
 
 // ---- a linear layer with its norm before it and its residual behind it ----
@@ -210,7 +211,7 @@ TWELL_API size_t twell_describe(twell_problem const* problem, twell_device const
 // The most outputs.
 #define TWELL_MAX_SPLITS 4
 
-// What is said of struct_bytes above holds for these, too.
+// The rules of struct_bytes above hold for these, too.
 typedef struct {
     uint32_t struct_bytes;  // sizeof(twell_linear_problem)
     int32_t in;             // columns of x: a positive multiple of 8, up to TWELL_MAX_WIDTH

@@ -1,5 +1,5 @@
-// C API of experts: feed-forward blocks of which each token takes a few, and of those the neurons that are active. See
-// twell.h for the conventions.
+// C API of experts: feed-forward blocks. Each token uses a few of them, and in these only active neurons. See twell.h
+// for the conventions.
 //
 //   y[t] = sum over i of weights[t, i] * down_e(h), e = ids[t, i],  h = act(gate_e x[t]) * up_e x[t], or act(up_e x[t])
 //
@@ -58,7 +58,7 @@ typedef struct {
     void const* gate;       // [experts, d_ff, d_model], null for TWELL_PLAIN
     void const* up;         // [experts, d_ff, d_model]
     void const* down;       // [experts, d_ff, d_out]
-    void const* ids;        // [tokens, top]: what is not 0 to experts - 1 takes no part
+    void const* ids;        // [tokens, top]: a number outside of 0 to experts - 1 takes no part
     void const* weights;    // [tokens, top], fp32
     void* y;                // [tokens, d_out]
     // Of weights of TWELL_E4M3, in fp32: [], [experts], [experts, d_ff] or, of down alone, [experts, d_out]; else null.

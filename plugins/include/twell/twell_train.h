@@ -34,7 +34,7 @@ typedef struct {
     twell_train_pairs pairs;
     void const* hot;  // [tokens, d_out] or null: what the hot neurons add to y
     float* row_l1;    // [tokens]: the sum of |h|
-    int32_t* counts;  // by row of the weights: for how many tokens the neuron is active is added to what is there
+    int32_t* counts;  // by row of the weights: the number of tokens for which the neuron is active is added to it
 } twell_train_forward_tensors;
 
 typedef struct {
@@ -102,7 +102,8 @@ TWELL_API int64_t twell_train_hot_parts(twell_problem const* problem);
 TWELL_API cudaError_t twell_train_hot(twell_problem const* problem, twell_train_hot_tensors const* hot,
                                       cudaStream_t stream);
 
-// Copies rows, for what the caller multiplies: up to TWELL_TRAIN_MAX_COPIES, none of which reads what another writes.
+// Copies rows that the caller multiplies: up to TWELL_TRAIN_MAX_COPIES copies, and none reads rows that another one
+// writes.
 TWELL_API cudaError_t twell_train_copy_rows(twell_train_copy const* copies, int32_t count, cudaStream_t stream);
 
 #if defined(__cplusplus)
