@@ -1,4 +1,4 @@
-// What the C functions demand of a caller, and how they say so.
+// Checks of a caller's arguments for the C functions, with their messages.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,8 +15,8 @@ struct Refusal {
     char const* text = nullptr;
 };
 
-// Copy a caller's structs, of which an older or a newer version may have fewer or more fields, and check them. Which
-// pointers there have to be depends on the problem. encodes: what reads FP8 weights of any number of neurons.
+// Copy a caller's structs, which may have fewer or more fields in an older or a newer version, and check them. The
+// problem decides which pointers there have to be. encodes: for kernels that read FP8 weights of any number of neurons.
 Refusal read_problem(twell_problem& copy, twell_problem const* problem, bool encodes = false);
 Refusal read_gate_tensors(twell_tensors& copy, twell_tensors const* tensors, twell_problem const& problem);
 Refusal read_decode_tensors(twell_tensors& copy, twell_tensors const* tensors, twell_problem const& problem);

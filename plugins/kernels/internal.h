@@ -20,7 +20,7 @@ typedef enum {
     TWELL_RUN_GATE = 1,    // as twell_gate: the workspace is the packed matrix
     TWELL_RUN_MANY_TOKENS =
         2,                // the route many_tokens, for any number of tokens; the guard decides which rows are dense
-    TWELL_RUN_EARLY = 3,  // the same, but all rows are dense, as if the gate's count had told so
+    TWELL_RUN_EARLY = 3,  // the same, but all rows are dense, as after an early decision
     TWELL_RUN_DENSE_ROWS = 4,   // the same, but with dense_rows rows on the dense path, see GuardOrder in guard.h
     TWELL_RUN_DENSE_BLOCK = 5,  // the route dense_block, without a launch that skips neurons
     TWELL_RUN_SPLIT = 6         // split by the problem's hint

@@ -67,7 +67,7 @@ struct Row {
 };
 
 // The limits were measured on an H200, see benchmarks/LOG.md.
-//  - Few tokens: their kernels lose little if a layer is dense, as long as one round holds all of its neurons.
+//  - Few tokens: their kernels lose little if a layer is dense, as long as one round holds all the neurons.
 //  - Dense blocks: where the guard would cost a dense layer more than skipping gains a sparse one. Narrow layers are so
 //    with any number of tokens, since packing takes longer than a product there. For split calls the limits are halved:
 //    the caller has measured the activity, and hot neurons are dense anyway (measured on an H100).

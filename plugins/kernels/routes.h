@@ -15,7 +15,7 @@ enum class Route {
     kOneOrTwoTokens,  // each CTA adds what its neurons contribute to y
     kFewTokens,       // a token's work is spread over the device
     kDenseBlock,      // all neurons, whatever is active
-    kManyTokens,      // the gate packs what is active, and a guard decides which rows are too dense for that
+    kManyTokens,      // the gate packs active neurons, and a guard decides which rows are too dense for that
     kWidened,         // FP8 weights become 16 first, and another route follows
     kWide,            // more neurons than the packed format counts: piece by piece
 };

@@ -104,7 +104,7 @@ cudaError_t twell_train_backward(twell_problem const* problem, twell_tensors con
     if (copy.w_gate != nullptr && (copy.w_down == nullptr || (gated && copy.w_up == nullptr))) {
         return cudaErrorInvalidValue;
     }
-    // Of the block's tensors y is not read: dy stands in its place, so that one function checks all.
+    // The block's y is not read: dy takes its place, so that one function checks all tensors.
     twell_tensors with_y = *tensors;
     with_y.y = const_cast<void*>(copy.dy);
     with_y.residual = nullptr;

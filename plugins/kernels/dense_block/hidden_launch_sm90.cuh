@@ -41,7 +41,7 @@ constexpr char const* kGatedName = sizeof(Stored) == 1 ? "hidden_gated_bytes_sm9
 template <class Stored>
 constexpr char const* kPlainName = sizeof(Stored) == 1 ? "hidden_plain_bytes_sm90" : "hidden_plain_sm90";
 
-// The down projection begins to load where there is no cluster of this kernel.
+// The down projection begins to load where this kernel has no cluster.
 constexpr int kClusterCycles = 60;
 
 // Of the down projection's weights: what its stages hold at a time.
@@ -62,7 +62,7 @@ Tiling choose_tiling(twell_problem const& problem, Device const& device) {
                  : choose(product, clusters, typename TilingsOf<Stored, false>::Type());
 }
 
-// `x`: what is multiplied. set_output(params) says where h goes.
+// `x`: the rows that are multiplied. set_output(params) says where h goes.
 template <class Element, class Stored, bool kGated, class SetOutput>
 cudaError_t launch(Call const& call, Tiling const& tiling, void const* x, PartSums const& parts, Choice const& choice,
                    SetOutput set_output) {

@@ -33,7 +33,7 @@ struct BytesOf<E4m3> : ScalesOf<E4m3> {
     int64_t h_scale_stride;
 };
 
-// Stored: of weights, uint16_t for those of the element type, or E4m3, of which two count as one column below.
+// Stored: of weights, uint16_t for those of the element type, or E4m3; two E4m3 count as one column below.
 template <class Stored>
 struct ParamsOf : BytesOf<Stored> {
     CUtensorMap x;           // [tokens, d_model], boxes of [kRowsLoaded, BLOCK_K]
@@ -76,7 +76,7 @@ __device__ __forceinline__ uint32_t activate_and_multiply(Params const& params, 
 }
 
 // Leaves which neurons of a CTA's part of a tile are active, by all consumers. `bits`: a lane's, of the (lane / 2 + 16
-// i)-th token in byte i % 4 of word i / 4, of half of its warp's neurons. `result`: as large as pass_result needs for
+// i)-th token in byte i % 4 of word i / 4, for half of the warp's neurons. `result`: as large as pass_result needs for
 // all warps; `counts`: [kConsumerWarps].
 template <class Cfg, int kWords>
 __device__ __forceinline__ void leave_active(Params const& params, unsigned char* result, uint32_t* counts,

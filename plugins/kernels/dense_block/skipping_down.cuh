@@ -1,6 +1,5 @@
-// The down projection of a dense block on Hopper (sm_90a) if few of its neurons are active: that of masked_down.cuh.
-// Both it and the dense one (dense_sm90.cuh) read what the kernel of the hidden activations has counted, and one of
-// them leaves.
+// The down projection of a dense block on Hopper (sm_90a) if few neurons are active: that of masked_down.cuh. Both it
+// and the dense one (dense_sm90.cuh) read the counts of the kernel of the hidden activations, and one of them leaves.
 #pragma once
 
 #include "device/dependent_launch.cuh"
@@ -44,7 +43,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor) down_kernel(
     // A vector was stored by kLanes threads.
     constexpr int kLanes = kVector / 2;
     uint32_t const lanes = __ballot_sync(0xffffffffu, failed);
-    __syncwarp();  // what is stored again has been stored
+    __syncwarp();  // after the first store of these values
     for (int first = 0; lanes != 0 && first < kWarpSize; first += kLanes) {
         if ((lanes >> first & ((1u << kLanes) - 1)) != 0) {
             int const first_thread = thread / kWarpSize * kWarpSize + first;

@@ -186,7 +186,7 @@ __device__ __forceinline__ float reduce_rows(float (&sums)[kRows]) {
 constexpr int kLeastDotColumns = 2 * kWarpColumns;
 
 // By one warp: x . matrix[row] over the columns from `begin` to `end`, for the rows of the first `count` lanes, at most
-// kRows, given as reduce_rows says. NOTE: what is a kernel's parameter comes by reference, or the compiler keeps it in
+// kRows, given as reduce_rows says. NOTE: a kernel's parameters come by reference, or the compiler keeps them in
 // registers.
 template <class Element, int kRows, class Stored>
 __device__ __forceinline__ float dot_rows(uint16_t const* x_row, Stored const* const& matrix, int const& row_length,
@@ -281,8 +281,8 @@ __device__ __forceinline__ float dot_rows_of_bytes(E4m3 const* x_row, E4m3 const
 }
 
 // Multiplies kTokens rows of x by rows of a matrix, those of a set counted from `first_row` on, kRows at once, and
-// leaves each warp's part of the sums: parts(token) is [rows][kWarps]. By a CTA, each thread of which has a vector of
-// each row: x_of(token) gives that of x, zeros behind the last one.
+// leaves each warp's part of the sums: parts(token) is [rows][kWarps]. By a CTA whose threads have a vector of each
+// row: x_of(token) gives that of x, zeros behind the last one.
 template <class Element, int kTokens, int kRows, int kWarps, class Stored, class XOf, class Parts>
 __device__ __forceinline__ void dot_set(XOf x_of, Stored const* matrix, int row_length, int first_row, uint32_t set,
                                         Parts parts) {

@@ -121,7 +121,7 @@ __device__ __forceinline__ uint2 e4m3_to_fp16(uint32_t four) {
     return make_uint2(e4m3_to_fp16_pair(four), e4m3_to_fp16_pair(four >> 16));
 }
 
-// Four neighbours rounded; what is above 448 becomes 448.
+// Four neighbours rounded; values above 448 become 448.
 __device__ __forceinline__ uint32_t to_e4m3(float a, float b, float c, float d) {
     return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3) |
            static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, __NV_E4M3)) << 16;

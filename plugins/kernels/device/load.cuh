@@ -60,13 +60,13 @@ namespace twell {
         return words;                                                         \
     }
 
-// Eight elements, only of what no kernel of the call has written: see dependent_launch.cuh.
+// Eight elements, only of memory that no kernel of the call has written: see dependent_launch.cuh.
 TWELL_LOAD_FOUR(load_vector, uint16_t, ".nc")
 TWELL_LOAD_TWO(load_vector, E4m3, ".nc")
 TWELL_LOAD_FOUR_IF(load_vector_if, uint16_t, ".nc")
 TWELL_LOAD_TWO_IF(load_vector_if, E4m3, ".nc")
 
-// Eight elements of what may be another kernel's of the call; of E4M3 sixteen, and the same of what is not.
+// Eight elements of memory that another kernel of the call may have written; of E4M3 sixteen, also of other memory.
 TWELL_LOAD_FOUR(load_written_vector, uint16_t, "")
 TWELL_LOAD_FOUR_IF(load_written_vector_if, uint16_t, "")
 TWELL_LOAD_FOUR(load_vectors, E4m3, ".nc")

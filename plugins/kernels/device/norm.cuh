@@ -16,7 +16,7 @@ struct Norm {
     int kind;  // twell_norm
 };
 
-// Of a row: what is taken from its elements, and what multiplies them then.
+// Of a row: the number that is subtracted from the elements, and the factor that then multiplies them.
 struct Moments {
     float mean;
     float factor;
@@ -45,7 +45,7 @@ struct SumOfRow {
     }
 };
 
-// Finds the moments of a row, by threads of which this one has the vectors `first`, `first` + `step`, ... below
+// Finds the moments of a row, by several threads. This one has the vectors `first`, `first` + `step`, ... below
 // `vectors`. load(v) gives a vector, zeros behind the last one; keep(v, vector) is called when kAtOnce of them are
 // under way. again(v) gives the vector once more, in a layer norm. sum_of_row(value) adds up a number of all of the
 // row's threads; it is called equally often whatever there is to do, so that it may hold a barrier.

@@ -119,9 +119,9 @@ __device__ __forceinline__ void sum_again(BlockTensors const& block, uint16_t co
     }
 }
 
-// The same with FP8 weights. h_row: h in FP8, -0 where an active neuron's is 0, 16 neurons in the
-// order 0, 8, 1, 9, ...; worth h_scale[n / 128 * scale_stride] each, times the neuron's scale of w_down included. No h
-// overflows, so what is NaN is to be so.
+// The same with FP8 weights. h_row: h in FP8, -0 where an active neuron's is 0, 16 neurons in the order 0, 8, 1, 9,
+// ...; worth h_scale[n / 128 * scale_stride] each, times the neuron's scale of w_down included. No h overflows, so a
+// NaN has to stay one.
 template <class Element>
 __device__ __forceinline__ void sum_again(BlockTensorsOf<E4m3> const& block, uint8_t const* h_row, float const* h_scale,
                                           int64_t scale_stride, int64_t row, int first_column) {

@@ -44,12 +44,12 @@ __device__ __forceinline__ void prefetch_bytes(void const* pointer, uint32_t byt
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(pointer), "r"(bytes) : "memory");
 }
 
-// What this thread has stored so far is there for TMA; or what it has stored in its CTA's shared memory.
+// Makes all that this thread has stored so far visible to TMA; or only its stores to the CTA's shared memory.
 __device__ __forceinline__ void fence_for_tma() { asm volatile("fence.proxy.async;" ::: "memory"); }
 __device__ __forceinline__ void fence_shared_for_tma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// What is loaded with this policy leaves L2 first: for what no other CTA reads, so that what the next kernel needs
-// stays.
+// Data loaded with this policy leave L2 first: for data that no other CTA reads, so that L2 keeps those that the next
+// kernel needs.
 __device__ __forceinline__ uint64_t evict_first() {
     uint64_t policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

@@ -22,7 +22,7 @@ __device__ __forceinline__ void sync_some_threads() {
     asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
-// Of an 8 x 8 matrix of which lane 4 g + t has elements 2 t and 2 t + 1 of row g.
+// Of an 8 x 8 matrix: lane 4 g + t has elements 2 t and 2 t + 1 of row g.
 __device__ __forceinline__ uint32_t transposed(uint32_t pair) {
     uint32_t result;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));

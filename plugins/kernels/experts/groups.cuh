@@ -1,5 +1,5 @@
-// Tokens sorted to experts. A pair is a token and one of its experts; a slot, a place in the order of experts. A group
-// is neighbouring slots of one expert.
+// Tokens sorted to experts. A pair is a token and an expert that it uses; a slot, a place in the order of experts. A
+// group is neighbouring slots of one expert.
 #pragma once
 
 #include <stdint.h>
@@ -27,7 +27,7 @@ __device__ __forceinline__ int expert_of(Ids const& ids, int pair) {
 struct Group {
     int expert;
     int begin;  // its first slot
-    int count;  // of slots; 0: there is no such group
+    int count;  // of slots; 0: the group does not exist
     int reserved;
 };
 

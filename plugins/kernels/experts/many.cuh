@@ -18,7 +18,7 @@ constexpr int kManyWarpsM = kManyThreads / kWarpSize / kManyWarpsN;
 // kM: tokens of a tile, and of a group. Rows of 16 bytes of a tile are in different banks.
 template <int kM>
 struct Many {
-    static constexpr int kN = 128;  // columns: neurons, of which gate and up have one each, or outputs
+    static constexpr int kN = 128;  // columns: neurons, with one each for gate and up, or outputs
     static constexpr int kK = 32;
     static constexpr int kStages = 4;
     static constexpr int kPitch = kK * 2 + 16;      // of tokens, and of neurons
@@ -55,7 +55,7 @@ __device__ __forceinline__ void multiply_group(float (&sums)[Many<kM>::kTilesM][
     int const lane = thread % kWarpSize;
     int const warp_m = thread / kWarpSize / kManyWarpsN;
     int const warp_n = thread / kWarpSize % kManyWarpsN;
-    int const depth = kIsDown ? rows : columns;  // what is summed over
+    int const depth = kIsDown ? rows : columns;  // of the sums
     auto const* const first_values =
         static_cast<Stored const*>(first_matrix.values) + expert * first_matrix.expert_stride;
     auto const* const second_values =

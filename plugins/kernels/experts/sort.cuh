@@ -21,7 +21,7 @@ inline int sort_bytes(int num_experts) { return kSortWarps * num_experts * stati
 
 // Few pairs, by one CTA: warps count pairs of one expert among their 32, and a thread of each expert adds up.
 __global__ void __launch_bounds__(kSortThreads) sort_kernel(Groups const all) {
-    extern __shared__ __align__(16) uint16_t counts[];  // [kSortWarps, experts], then what stands before
+    extern __shared__ __align__(16) uint16_t counts[];  // [kSortWarps, experts], then the sums of those before
     __shared__ uint32_t of_warps[kSortWarps];
     __shared__ int begins[kSortThreads];
     wait_for_previous_launch();
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kSortThreads) sort_kernel(Groups const all) {
     int const num_experts = all.ids.num_experts;
     uint16_t* const own = counts + thread / kWarpSize * num_experts;
     int experts[kRounds];
-    int places[kRounds];  // of a pair among those of its expert
+    int places[kRounds];  // of a pair, among the expert's pairs
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
         int const pair = round * kSortThreads + thread;

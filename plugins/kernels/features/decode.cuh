@@ -2,7 +2,7 @@
 //
 // A warp has kWarpColumns columns, a vector a lane. Some warps of a CTA share the list of a row; the first one adds up
 // what they have, in their order. All rows of one slice of columns come before those of the next, so that the L2 cache
-// holds what is read again. The order of a sum follows from the list's length: results are bitwise repeatable.
+// holds rows that are read again. The order of a sum follows from the list's length: results are bitwise repeatable.
 #pragma once
 
 #include "device/block.cuh"
@@ -37,7 +37,7 @@ struct DecodeParams : BlockTensors {
 };
 
 // sums += values[i] * w_down[indices[i], columns] for the entries of kWarpSize lanes, `count` of them. A value of 0
-// adds nothing, whatever stands there; an index that is none makes the row NaN.
+// adds nothing, with any index and weights; else an index out of range makes the row NaN.
 template <class Element>
 __device__ __forceinline__ void add_entries(float (&sums)[kVector], DecodeParams const& params, uint16_t const* w_down,
                                             int32_t index, uint16_t value, int count) {

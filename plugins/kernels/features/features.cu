@@ -255,7 +255,7 @@ cudaError_t launch_wide(Call const& call, void* workspace) {
 }
 
 void list_features(Text& text) {
-    add_line(text, kListLabel);  // not scan_counts, which encode alone launches: what is listed is of blocks
+    add_line(text, kListLabel);  // not scan_counts, which encode alone launches: this list is for blocks
     add_line(text, kDecodeLabel);
 }
 

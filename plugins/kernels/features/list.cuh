@@ -26,7 +26,7 @@ struct ListParams {
     int32_t* indices;  // null: not wanted
     uint16_t* values;
     int64_t capacity;  // places for entries; those behind are not written
-    // With `before`: [tokens + 1], where rows begin, of which the first is read and the others become known.
+    // With `before`: [tokens + 1], where rows begin; the first is read, the others become known.
     int64_t* offsets;
     int64_t* missing;  // and how many entries have not been written, to which a launch adds
     bool is_first;     // of a call, which makes the first offset and `missing` 0

@@ -79,10 +79,10 @@ struct Params {
 // By a warp whose lanes have stored four columns each, from the lane's `i` on: sums again what was not finite.
 template <class Element, class Cfg>
 __device__ __forceinline__ void sum_failed_again(Params const& params, int column_begin, int i, bool failed) {
-    constexpr int kLanes = kVector / 4;  // that share what is summed together
+    constexpr int kLanes = kVector / 4;  // that share a sum
     constexpr int kVectors = Cfg::kColumns / 4;
     uint32_t rest = __ballot_sync(0xffffffffu, failed);
-    __syncwarp();  // what is stored again has been stored
+    __syncwarp();  // after the first store of these values
     while (rest != 0) {
         int const lane = (__ffs(rest) - 1) / kLanes * kLanes;
         rest &= ~(((1u << kLanes) - 1) << lane);
@@ -114,8 +114,8 @@ struct Part {
     }
 };
 
-// Brings some of its w_down to L2 while memory is idle, which helps a sparse projection, too. (More is in the way.) May
-// be called before wait_for_previous_launch(), as nothing gets to L1.
+// Brings a part of the CTA's w_down to L2 while memory is idle, which helps a sparse projection, too. (More is in the
+// way.) May be called before wait_for_previous_launch(), as nothing gets to L1.
 template <class Cfg>
 __device__ __forceinline__ void prefetch_dense(Params const& params) {
     constexpr int kSlices = 4;
@@ -324,8 +324,8 @@ __device__ __forceinline__ void share_warps(SparseShared<kUnits, Sparse>& shared
     }
 }
 
-// The sparse projection of a slab of columns of a group of tokens, kUnits of them at a time, of which a team lists
-// kUnits / kTeams: the team-th, the (team + kTeams)-th and so on. `masks`, `ends`: of the team's first units, as for
+// The sparse projection of a slab of columns of a group of tokens, kUnits of them at a time; a team lists kUnits /
+// kTeams of these: the team-th, the (team + kTeams)-th and so on. `masks`, `ends`: of the team's first units, as for
 // masked_down::compute.
 template <class Element, int kUnits, class Sparse, class H>
 __device__ __forceinline__ void multiply_sparse(Params const& params, SparseShared<kUnits, Sparse>& shared,
@@ -446,7 +446,7 @@ __global__ void __launch_bounds__((kThreads<kUnits, Sparse>), kUnits > 1 ? 1 : 1
     }
     wait_for_previous_launch();
     allow_dependent_launch();
-    // What a sparse CTA needs first is fetched together with what decides.
+    // A sparse CTA fetches its first masks together with the counts that decide.
     uint32_t masks[kUnitsOfTeam] = {};
     int ends[kUnitsOfTeam] = {};
     if (is_sparse_cta) {

@@ -83,7 +83,7 @@ constexpr Label down_label_of() {
     return {"down_few", {{"columns", Cfg::kColumns}, {"threads", Cfg::kThreads}}};
 }
 
-// How much of the rounds of its CTAs a launch fills.
+// The share of whole rounds of CTAs that a launch fills.
 template <class Cfg>
 double filled_share(FewScratch const& scratch, Device const& device) {
     int const places = device.num_multiprocessors * Cfg::kMinBlocks;

@@ -30,8 +30,8 @@ struct FewScratch {
     // For a down projection that may be dense: see down_sm90.cuh. The sums and counters also for one that CTAs share
     // out: see masked_down.cuh.
     uint16_t* h_rounded;  // [dense_down_tokens, num_mask_words * 32]: rows that are not tokens are read, but not used
-    // [CTAs of the gate and up projections]: its active pairs of a neuron and a token; the most that a token has of its
-    // neurons, or the sum of that over parts of them.
+    // [CTAs of the gate and up projections]: the CTA's active pairs of a neuron and a token; the most that one token
+    // has, or the sum of that over parts of the neurons.
     int2* counted;
     float* sums;    // [num_counters, num_summed, kDenseDownColumns]: num_summed is shares * tokens, or more
     int* counters;  // [num_counters]: one for each block

@@ -84,7 +84,7 @@ struct Config {
     static constexpr int kMostPairs = kNeurons <= 96 ? kNeurons / 2 + 2 : kNeurons * 3 / 10;
 
     static constexpr int kTokens = kMaxTokens;
-    // Rows from which sums are read, also where there is no such token.
+    // Rows from which sums are read, also behind the last token.
     static constexpr int kTokensRead = kTokens + kTokensAtOnce;
     static constexpr bool kComputesAll = kUpAlways;
     static constexpr int kNumStages = kStages;
@@ -137,7 +137,7 @@ struct Stages {
     __device__ __forceinline__ uint32_t full(int stage) const { return base + Cfg::kOffsetBarriers + stage * 8; }
     __device__ __forceinline__ uint32_t empty(int stage) const { return full(Cfg::kNumStages + stage); }
 
-    // When the other CTA has told its number of pairs.
+    // When the other CTA has sent its number of pairs.
     __device__ __forceinline__ uint32_t told() const { return full(2 * Cfg::kNumStages); }
 
     __device__ __forceinline__ uint32_t sums(int token, int neuron) const {
@@ -298,7 +298,7 @@ __device__ __forceinline__ float4 add_biases(float4 sums, uint16_t const* biases
     return make_float4(sums.x + low.x, sums.y + low.y, sums.z + high.x, sums.w + high.y);
 }
 
-// The activated gate values of a token, by its sums; 0 where there is no such neuron or token.
+// The activated gate values of a token, by its sums; 0 behind the last neuron and token.
 template <class Element, class Cfg>
 __device__ __forceinline__ uint2 activate_quad(Params const& params, Stages<Cfg> const& stages,
                                                typename Cfg::Storage const& storage, Quad<Cfg> const& quad, int token,

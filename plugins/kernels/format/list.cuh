@@ -50,7 +50,7 @@ struct TileFront {
     }
 };
 
-// Stores a tile's entries, of which load(i) gives the i-th.
+// Stores a tile's entries; load(i) gives the i-th.
 template <class Places, class Load>
 __device__ __forceinline__ void list_tile(Places places, uint32_t count, Load load) {
     constexpr uint32_t kAtOnce = 4;

@@ -8,9 +8,9 @@ namespace twell {
 
 static_assert(TWELL_TILE == kWarpSize * kVector, "a lane owns one 16-byte vector of a tile's row");
 
-// The spilled matrix holds g densely, in the element type: [tokens, num_tiles * TWELL_TILE], of which only the (row,
-// tile)s are written that have more non-zeros than this. A tile that overflows is one of those, whatever the
-// compression; of all others the count and the entries are one 16-byte vector.
+// The spilled matrix holds g densely, in the element type: [tokens, num_tiles * TWELL_TILE]. Only (row, tile)s with
+// more non-zeros than this are written. A tile that overflows is one of those at any compression; of all others the
+// count and the entries are one 16-byte vector.
 constexpr uint32_t kMostUnspilled = 3;
 
 // It takes packers long to write entries. So where tiles are spilled, those with kFewestUnpacked non-zeros or more have
@@ -36,8 +36,8 @@ struct Octet {
 // Packs rows of a tile with one warp, several at once, since each alone would wait for its own latencies. Lane i has
 // the columns from 8 i on. `words` and `spilled` are the first row's parts of those matrices, the next ones' are so
 // many words or elements on; the second may be null. One lane calls count_tile(row_words, count) for a row. Only the
-// first num_rows exist. Lanes are told by ballots where their non-zeros go, so these come out in ascending order,
-// without atomics. Gives the sum of the rows' non-zeros, of each kMostCounted at most.
+// first num_rows exist. Ballots tell lanes where their non-zeros go, so these come out in ascending order, without
+// atomics. Gives the sum of the rows' non-zeros, of each kMostCounted at most.
 template <int kRows, class CountTile>
 __device__ __forceinline__ uint32_t pack_rows(Octet const (&octets)[kRows], int num_rows, uint32_t* words,
                                               int words_step, uint16_t* spilled, int spilled_step, int first_column,
@@ -62,7 +62,7 @@ __device__ __forceinline__ uint32_t pack_rows(Octet const (&octets)[kRows], int 
             totals[r] = __popc(lanes);
         }
     } else {
-        // The lanes' counts, 0 to 8, are summed bit by bit: one ballot a bit, none of which waits for another.
+        // The lanes' counts, 0 to 8, are summed bit by bit: one ballot a bit, and no ballot waits for another.
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
             uint32_t const count = __popc(masks[r]);

@@ -12,7 +12,7 @@ struct ScheduleHeader {
     uint32_t split_end;    // rows before this place of the order, that are not heavy, have kSplitNonzeros or more
     uint32_t unit_count;   // units of the sparse up projection
     uint32_t left_count;   // with chunks: rows that are sparse, but in none
-    uint32_t is_early;     // 1: the gate's count tells that all rows are dense; then there is no order
+    uint32_t is_early;     // 1: all rows are dense by the gate's count; then none is ordered
 };
 
 // From that many non-zeros on, several warps of the sparse down projection share a row's.

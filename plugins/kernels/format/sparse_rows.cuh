@@ -1,4 +1,4 @@
-// What the sparse up and down projections pass to each other: for each row a list of its active neurons and their h.
+// Data from the sparse up projection for the down projection: for each row a list of active neurons and their h.
 #pragma once
 
 #include <stdint.h>
@@ -11,7 +11,7 @@ namespace twell {
 
 using SparseEntry = RowFactor;
 
-// Lists, in the place of the spilled matrix, of which a row that has a list needs nothing any more.
+// Lists, in the place of the spilled matrix: a row that has a list no longer needs its part of that.
 struct SparseRows {
     unsigned char* memory;
     int64_t stride;  // bytes of a row

@@ -28,7 +28,7 @@ twell_tensors widened_tensors(twell_tensors const& tensors, Widened const& widen
 // in device memory that is final when the launch before lets this one start, is 0; null: it is needed.
 cudaError_t launch_widen(Call const& call, Widened const& widened, uint32_t const* needed = nullptr);
 
-// The same of one matrix [rows, columns], `kind` being the twell_scale of its scales, in the element type `dtype`.
+// The same of one matrix [rows, columns], `kind` being the twell_scale of the scales, in the element type `dtype`.
 cudaError_t launch_widen(void const* from, uint16_t* to, void const* scale, int32_t kind, int rows, int columns,
                          int32_t dtype, Device const& device, cudaStream_t stream);
 

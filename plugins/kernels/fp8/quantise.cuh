@@ -64,8 +64,8 @@ struct Params {
     int d_model;
 };
 
-// A CTA has a row. NOTE: a NaN in x is one in what is rounded; an infinity makes all of its row NaN or 0, and itself
-// NaN, since the scale is infinite.
+// A CTA has a row. NOTE: a NaN in x stays one; an infinity makes the whole row NaN or 0, and itself NaN, since the
+// scale is infinite.
 template <class Element>
 __global__ void __launch_bounds__(kThreads) quantise_kernel(Params const params) {
     __shared__ float largest[kWarps];

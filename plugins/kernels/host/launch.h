@@ -10,7 +10,7 @@
 #include "host/trace.h"
 #include "twell/twell.h"
 
-// Returns from the function that it stands in if the call fails.
+// Returns from the surrounding function if the call fails.
 #define TWELL_TRY(...)                                                                   \
     do {                                                                                 \
         if (cudaError_t const failed_call = (__VA_ARGS__); failed_call != cudaSuccess) { \

@@ -42,7 +42,7 @@ struct Number {
     int64_t value;
 };
 
-// Which kernel it is, and which row of its table of configurations: one compiled instance, but for the element type.
+// A kernel, and a row in the kernel's table of configurations: one compiled instance, but for the element type.
 struct Label {
     char const* name;
     Number row[2] = {};

@@ -8,7 +8,7 @@
 namespace twell::linear_choose {
 
 constexpr int kThreads = 512;
-constexpr int kMostKeys = 256;  // of a row: of so many CTAs of linear_few, each of which leaves one
+constexpr int kMostKeys = 256;  // of a row: one for each of so many CTAs of linear_few
 
 // The larger key is the better choice; 0 is none. Its upper half orders elements, its lower one indices.
 __device__ __forceinline__ uint64_t key_of(float rounded, int index) {
@@ -29,7 +29,7 @@ __device__ __forceinline__ uint64_t largest_of_lanes(uint64_t key) {
 }
 
 struct Params {
-    uint64_t const* keys;  // [rows, kMostKeys], of which each has the first `keys_of_row`; or null: elements are read
+    uint64_t const* keys;  // [rows, kMostKeys], the first `keys_of_row` of each; or null: elements are read
     uint16_t const* y;     // [rows, out]
     int64_t* chosen;       // [rows]
     int keys_of_row;

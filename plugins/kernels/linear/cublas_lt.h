@@ -34,7 +34,7 @@ struct Product {
     bool is_bf16;
 };
 
-// Enqueues a product. cudaErrorNotSupported: there is no cuBLASLt, or it has no algorithm; then nothing was enqueued.
+// Enqueues a product. cudaErrorNotSupported: cuBLASLt is missing, or has no algorithm; then nothing was enqueued.
 cudaError_t multiply(Product const& product, void* workspace, cudaStream_t stream);
 
 }  // namespace twell::cublas_lt

@@ -187,7 +187,7 @@ linear::Outputs outputs_of(LinearCall const& call, Scratch const& scratch) {
     return outputs;
 }
 
-// Columns of all outputs by cuBLASLt, of which `weight` has the rows; cudaErrorNotSupported where it cannot.
+// Computes columns of all outputs by cuBLASLt, those of the rows of `weight`; cudaErrorNotSupported where it cannot.
 // With scales x and W are in FP8.
 cudaError_t multiply_by_cublas_lt(LinearCall const& call, Scratch const& scratch, void const* x, void const* weight,
                                   int64_t begin, int64_t end, float const* x_scale = nullptr,

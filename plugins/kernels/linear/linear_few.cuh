@@ -70,7 +70,7 @@ struct Params {
     int out;
 };
 
-// Copies a warp's lines of weights, block after block: in each the steps of its share of the inputs.
+// Copies a warp's lines of weights, block after block: in each the steps of the warp's share of the inputs.
 template <class Stored, class Cfg>
 class WeightLoader {
   public:
@@ -156,7 +156,7 @@ __device__ __forceinline__ void multiply(float (&sums)[Cfg::kTilesN][4], uint32_
             uint32_t const second[4] = {a[0].z, a[1].z, a[0].w, a[1].w};
 #pragma unroll
             for (int j = 0; j < Cfg::kTilesN; ++j) {
-                // Behind the last chunk weights are zeros; what is behind a row may be no number.
+                // Behind the last chunk weights are zeros; values behind a row may be no numbers.
                 uint4 b = make_uint4(0, 0, 0, 0);
                 if (chunk < chunks) {
                     b = load_chunk(rows[j] + (chunk * kVectors + v) * kChunk);

@@ -20,7 +20,7 @@ struct RoundParams {
     int in;
     uint8_t* rounded;           // [tokens, in]: each row with a scale
     float* scale;               // [tokens]
-    float const* weight_scale;  // 1: the weight's, if it has one for all of its rows
+    float const* weight_scale;  // 1: the weight's, if it has one for all rows
     float* weight_scales;       // [out]: it, for each of them
     int out;                    // 0: it has one for each
 };

@@ -102,8 +102,7 @@ cudaError_t launch_many_tokens(Call const& call, void* workspace, Kernels kernel
     gather.gate = {memory.packed, memory.spilled, num_tiles(problem), words_per_tile(problem)};
     gather.h_part = reinterpret_cast<uint16_t*>(memory.shared);
     bool const gated = problem.variant == TWELL_GATED;
-    // Of a gated block with FP8 weights dense rows are multiplied in FP8, of which two are copied as
-    // one.
+    // Of a gated block with FP8 weights dense rows are multiplied in FP8; two values are copied as one.
     bool const in_bytes = has_scales(problem) && gated;
     if (gated) {
         gather.x =

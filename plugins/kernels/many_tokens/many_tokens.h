@@ -1,4 +1,4 @@
-// The whole block for many tokens, in two steps: the gate packs what is active; then a schedule decides which rows are
+// The whole block for many tokens, in two steps: the gate packs active neurons; then a schedule decides which rows are
 // too dense for that, and up and down projections follow.
 #pragma once
 

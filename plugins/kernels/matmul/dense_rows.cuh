@@ -1,7 +1,7 @@
 // Device code of the dense path that does not depend on how products are computed.
 //
-// Between its up and down projections there is h [dense rows, num_tiles * TWELL_TILE], in the element type. Which rows
-// are dense is known on the device alone: grids are fixed, and CTAs that find nothing to do leave.
+// Between its up and down projections there is h [dense rows, num_tiles * TWELL_TILE], in the element type. The device
+// alone knows which rows are dense: grids are fixed, and CTAs that find nothing to do leave.
 //   all rows   h takes the place of g in the spilled matrix, x is read where it is
 //   a part     gather.cuh has copied x of the dense rows to where they are neighbours, and so is h
 #pragma once
@@ -14,7 +14,7 @@ namespace twell::dense {
 enum class Projection { kUp, kDown };
 
 // The rows, on the device. NOTE: the kernels before have let this one start when the schedule was there, so the count
-// may be read before wait_for_previous_launch(). What L1 holds may be older.
+// may be read before wait_for_previous_launch(). The copy in L1 may be older.
 struct View {
     int count;  // of dense rows
     bool all;

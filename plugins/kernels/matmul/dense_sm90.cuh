@@ -41,8 +41,8 @@ struct BytesOf<E4m3> {
     float const* x_scale;  // up: of all rows
 };
 
-// Stored: of weights, uint16_t for those of the element type, or E4m3, of which two count as one column of `weights`
-// and `tokens`.
+// Stored: of weights, uint16_t for those of the element type, or E4m3; two E4m3 count as one column of `weights` and
+// `tokens`.
 template <class Stored>
 struct ParamsOf : BytesOf<Stored> {
     CUtensorMap weights;  // up: w_up [d_ff, d_model]; down: w_down [d_ff, d_out]
@@ -175,7 +175,7 @@ __device__ __forceinline__ bool store_y(Params const& params, View const& view, 
     for (; turns != 0; turns &= turns - 1) {
         int const turn = __ffs(turns) - 1;
         uint32_t const lanes = __ballot_sync(0xffffffffu, (failed >> turn & 1) != 0);
-        __syncwarp();  // what is stored again has been stored
+        __syncwarp();  // after the first store of these values
         for (uint32_t rest = lanes; rest != 0; rest &= rest - 1) {
             int const lane = __ffs(rest) - 1;
             sum_at_again<Element>(params, view, own.begin + turn * kTurnTokens + lane / 2,
@@ -185,8 +185,8 @@ __device__ __forceinline__ bool store_y(Params const& params, View const& view, 
     return true;
 }
 
-// Tells which rows of its share of a block a warp will find spilled: bit i for its i-th two tokens, one mask for each
-// of the two.
+// Tells a warp which rows in its share of a block are spilled: bit i for its i-th two tokens, one mask for each of the
+// two.
 struct SpilledMasks {
     uint64_t even;
     uint64_t odd;

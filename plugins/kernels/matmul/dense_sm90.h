@@ -1,4 +1,4 @@
-// Host side of dense_sm90.cuh: the up and down projections of rows of which all neurons are multiplied, on compute
+// Host side of dense_sm90.cuh: the up and down projections of rows whose neurons are all multiplied, on compute
 // capability 9.0. The dense path of many tokens and dense blocks share them.
 #pragma once
 

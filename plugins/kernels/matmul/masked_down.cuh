@@ -1,4 +1,4 @@
-// Down projection of a token by the mask of its active neurons, for every GPU from sm_80 on: y[t] = sum over the active
+// Down projection of a token by a mask of active neurons, for every GPU from sm_80 on: y[t] = sum over the active
 // neurons n of h[t, n] Wd[n] + bd.
 //
 // One CTA computes a few columns of one token. Its threads share out the neurons as well as the columns, so that a
@@ -133,7 +133,7 @@ __device__ __forceinline__ H const* h_of(ParamsOf<Stored> const& params, int64_t
     }
 }
 
-// Adds up the slots of each warp, and leaves the sums of its columns, from `column` on a lane's, in `partial`.
+// Adds up the slots of each warp, and leaves the sums of the warp's columns, from `column` on a lane's, in `partial`.
 template <class Cfg>
 __device__ __forceinline__ void store_partial(float (&accumulators)[kVector], float* partial, int column) {
 #pragma unroll

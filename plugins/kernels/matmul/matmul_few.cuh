@@ -130,10 +130,10 @@ class LineLoader<kTileRows, Resident<kRows, Arrive>> {
     __device__ __forceinline__ void load(uint32_t, int, bool) const {}
 };
 
-// Where a lane puts its vector of a line, and whence it takes the first of its two vectors of a row; the second is
+// Where a lane puts its vector of a line, and from where it takes the first of two vectors of a row; the second is
 // where the distance to it differs in the bit that `swap` has, too. Vectors of odd rows swap their halves, so that the
-// two rows x four vectors that a quarter of a warp reads at once lie in different banks; in FP8 it is four rows,
-// half of a warp and odd pairs of rows.
+// two rows x four vectors that a quarter of a warp reads at once lie in different banks; in FP8 it is four rows, half
+// of a warp and odd pairs of rows.
 template <class Stored>
 struct Places {
     static constexpr int kVectorBytes = kVector * static_cast<int>(sizeof(Stored));

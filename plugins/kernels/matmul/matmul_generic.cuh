@@ -1,5 +1,4 @@
-// Matrix products for every GPU from sm_80 on: cp.async, ldmatrix, mma.sync. What the gate and the dense path have in
-// common.
+// Matrix products for every GPU from sm_80 on: cp.async, ldmatrix, mma.sync. Shared by the gate and the dense path.
 //
 // A CTA computes [BLOCK_M tokens, one tile of BLOCK_N neurons] in slices of BLOCK_K and leaves the rounded result in
 // shared memory, from where warps carry it on by rows. ("Neurons" are the columns of the result, also where these are
@@ -146,8 +145,8 @@ struct Accumulators {
 
 template <class Cfg, Weights kWeights>
 __device__ __forceinline__ void load_fragments(Fragments<Cfg>& fragments, uint32_t stage, int k_step) {
-    // NOTE: steps and columns that a constant tells apart are told apart by an XOR with that, as in chunk_offset; rows
-    // a multiple of 16 apart have the same swizzle. So few offsets are kept.
+    // NOTE: steps and columns at a constant distance are found by an XOR with that, as in chunk_offset; rows a multiple
+    // of 16 apart have the same swizzle. So few offsets are kept.
     int const lane = static_cast<int>(threadIdx.x) % kWarpSize;
     int const warp = static_cast<int>(threadIdx.x) / kWarpSize;
     int const first_row = warp / Cfg::kWarpsN * Cfg::WARP_M;
@@ -273,8 +272,8 @@ __device__ __forceinline__ void multiply(Accumulators<Cfg>& accumulators, unsign
     __syncthreads();
 }
 
-// Adds the bias, and if kAddsResult what is in the place of the result, and leaves the rounded result in shared memory.
-// Only columns that have one read the bias.
+// Adds the bias, and if kAddsResult the values in the place of the result, and leaves the rounded result in shared
+// memory. Only columns that have one read the bias.
 template <class Element, class Cfg, bool kAddsResult = false>
 __device__ __forceinline__ void store_result(unsigned char* shared, Accumulators<Cfg> const& accumulators,
                                              uint16_t const* bias, int num_columns) {

@@ -1,4 +1,4 @@
-// Matrix products on Hopper (sm_90a): TMA, mbarriers, wgmma. What the gate and the dense path have in common.
+// Matrix products on Hopper (sm_90a): TMA, mbarriers, wgmma. Shared by the gate and the dense path.
 //
 // The products are computed transposed, neurons x tokens, because the tensor cores' second extent is free: any multiple
 // of 8 up to 256. So a launch can cut the tokens into blocks that fill its last round of tiles. A pair of CTAs, a
@@ -40,7 +40,7 @@ constexpr int kThreads = (1 + kConsumers) * kWarpgroupSize;
 constexpr int kHelpers = kWarpgroupWarps - 1;  // warps
 
 // Registers a thread. The kernels start with as many as __launch_bounds__ gives each; then the first warpgroup gives
-// some of its own to the consumers, whose accumulators alone take up to 128.
+// some to the consumers, whose accumulators alone take up to 128.
 constexpr int kRegistersFirst = 88;
 constexpr int kRegistersConsumer = 208;
 constexpr bool registers_suffice(int first, int consumer) {
@@ -164,7 +164,7 @@ struct Tokens {
         return Tokens(tile.token_of<Cfg>(rank), Cfg::kTokens, num_tokens, Cfg::kHasTokenScales ? 4 : 1);
     }
 
-    // Whether its i-th token is one of its own.
+    // Whether the i-th token is its own.
     __device__ __forceinline__ bool has(int i) const { return i >= skipped && i < end; }
 };
 
@@ -243,8 +243,8 @@ struct Loader {
         }
     }
 
-    // The same for the first tile, if its tokens must not be read before wait(): the weights come earlier. What fits in
-    // the stages is all that is loaded unless goes_on().
+    // The same for the first tile, if its tokens must not be read before wait(): the weights come earlier. Unless
+    // goes_on(), only as much as fits in the stages is loaded.
     template <class Wait, class GoesOn>
     __device__ __forceinline__ bool load_first(Tile const& tile, Slices slices, Wait wait, GoesOn goes_on) {
         int const ahead = min(slices.count(), Cfg::kNumStages);
@@ -408,13 +408,13 @@ __device__ __forceinline__ void multiply(float (&accumulators)[Cfg::kProducts][C
         [&](int, int stage) { release_stage(shared.stage_empty(stage)); });
 }
 
-// sums = what the loader loads, of bytes, by one consumer warp: transposed weights, and tokens of which each slice is
-// worth its number times a scale. The tensor cores take bytes along K alone, so weights go through registers: of two
-// neighbouring neurons a thread has the bytes of one, then of the other, as rows lane / 4 and that plus 8 of the sums.
-// Along K they lie in the order 0, 8, 1, 9, ... 7, 15, and so must those of the tokens.
+// Computes the sums of the bytes that the loader loads, by one consumer warp: of transposed weights, and of tokens
+// whose values have a scale for each slice. The tensor cores take bytes along K alone, so weights go through registers:
+// of two neighbouring neurons a thread has the bytes of one, then of the other, as rows lane / 4 and that plus 8 of the
+// sums. Along K they lie in the order 0, 8, 1, 9, ... 7, 15, and so must those of the tokens.
 //
-// Of large blocks a slice is multiplied in pieces of its tokens: there are registers for the products of two, and those
-// of one are added while the next one's are computed.
+// Of large blocks a slice is multiplied in pieces of tokens: there are registers for the products of two, and those of
+// one are added while the next one's are computed.
 template <class Cfg>
 __device__ __forceinline__ void multiply_scaled(float (&sums)[Cfg::kAccumulators], Shared<Cfg> const& shared,
                                                 Ring<Cfg::kNumStages>& ring, int consumer_warp, int num_slices) {
@@ -519,7 +519,7 @@ __device__ __forceinline__ float2 load_biases(uint16_t const* bias, int neuron, 
     return biases;
 }
 
-// Rounds a consumer's accumulators, with a thread's biases of its two neurons: two tokens of one neuron, the i-th
+// Rounds a consumer's accumulators, with the biases of the thread's two neurons: two tokens of one neuron, the i-th
 // accumulator's and the next one's.
 template <class Element, int kAccumulators>
 __device__ __forceinline__ uint32_t round_pair(float const (&accumulators)[kAccumulators], float2 biases, int i) {

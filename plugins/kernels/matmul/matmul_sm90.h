@@ -35,7 +35,7 @@ inline EncodeTiled find_encode_tiled() {
 inline cudaError_t encode(Device const& device, CUtensorMap& map, void const* matrix, int64_t rows, int64_t columns,
                           int64_t stride, int box_rows, int32_t dtype) {
     if (device.trace != nullptr) {
-        return cudaSuccess;  // there is no matrix
+        return cudaSuccess;  // a trace has no matrix
     }
     static EncodeTiled const encode_tiled = find_encode_tiled();
     if (encode_tiled == nullptr) {

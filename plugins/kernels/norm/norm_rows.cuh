@@ -1,4 +1,4 @@
-// The norm of all rows, each by a CTA. What is written is never read: so no cache has an older value of it.
+// The norm of all rows, each by a CTA. It never reads its result: so no cache has an older value of that.
 #pragma once
 
 #include "device/dependent_launch.cuh"

@@ -1,9 +1,9 @@
 // The whole block for one or two tokens, for every GPU from sm_80 on, where a row of each matrix is short enough for a
 // CTA to read at once, and there are no more neurons than all CTAs take at once.
 //
-// The time is that of reading w_gate, then of whatever follows, one latency after the other. So all CTAs have equally
+// The time is that of reading w_gate, then of all that follows, one latency after the other. So all CTAs have equally
 // many neurons; and the one that finds a neuron active also multiplies h by the neuron's row of w_down, which it has
-// sent for together with that of w_up. What is left is to add up what CTAs contribute to y, in their order.
+// sent for together with that of w_up. Then only the CTAs' contributions to y are left to add up, in their order.
 //
 // With a norm every CTA normalises the tokens itself, in shared memory, while its first weights are under way: those it
 // sends for before it waits for the launch before. Without one the tokens come first, as they are, with the weights.

@@ -8,21 +8,20 @@
 
 namespace twell::training {
 
-constexpr int kWarps = 4;  // of a CTA of most kernels, each with work of its own
+constexpr int kWarps = 4;  // of a CTA of most kernels, each with separate work
 constexpr int kThreads = kWarps * kWarpSize;
 
-// Rows' pairs one after the other: docs/format.md. A row is listed if all of its pairs, and those of all rows before,
-// have found place.
+// Rows' pairs one after the other: docs/format.md. A row is listed if all pairs up to its last one have found place.
 struct Pairs {
     int64_t const* row_begin;  // [tokens + 1], and behind it how many rows are listed
-    uint32_t const* words;     // [capacity]: a neuron, and the bits of its g in the high half
+    uint32_t const* words;     // [capacity]: a neuron, and the bits of g in the high half
     uint16_t* ups;             // [capacity]: the bits of u; null in a plain block
     int64_t tokens;
 
     __device__ __forceinline__ int64_t listed_rows() const { return row_begin[tokens + 1]; }
 };
 
-// The tensors of a block, of which neuron j of the pairs has row neurons[j].
+// The tensors of a block: neuron j of the pairs has row neurons[j].
 struct TrainingBlock : BlockTensors {
     int32_t const* neurons;       // [d_ff], or null: row j
     int32_t const* gate_neurons;  // the same of w_gate and b_gate
@@ -83,8 +82,7 @@ __device__ __forceinline__ uint32_t sum_before(uint32_t (&sums)[kScanThreads], u
     return sums[thread] - own;
 }
 
-// By one warp: the last row that begins at `place` or before, of rows of which the first one does, and rows_end does
-// not.
+// By one warp: the last row that begins at `place` or before. The first row does, and rows_end does not.
 __device__ __forceinline__ int64_t find_row(int64_t const* row_begin, int64_t rows_end, int64_t place) {
     int const lane = threadIdx.x % kWarpSize;
     int64_t low = 0;

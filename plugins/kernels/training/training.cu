@@ -16,7 +16,7 @@ namespace {
 
 namespace t = training;
 
-// Rows of which the gate's results are in memory at once.
+// Rows whose gate results are in memory at once.
 constexpr int64_t kChunkRows = t::kMostChunkRows;
 
 template <class T>

@@ -2,7 +2,7 @@
 //
 // A row's pairs of one block of neurons follow one another, those of the next row of the run behind them; an octet that
 // has pairs of two rows takes no third one. Where in the order of a block's chunks a run's come, varies from call to
-// call; no result may depend on it. Which rows are in chunks does not vary: those that come first in a run, as far as
+// call; no result may depend on it. The rows in chunks do not vary: they are those that come first in a run, as far as
 // its chunks go.
 #pragma once
 
@@ -20,7 +20,7 @@ constexpr int kRowsAtOnce = kRunsAtOnce * kRunRows;
 constexpr int kParts = 2;
 constexpr int kPartRows = kRunRows / kParts;
 
-// In place of the neuron, in the list of a row, at the beginning of each of its units: that it is in no chunk.
+// In the list of a row that is in no chunk, at the beginning of each unit, in place of the neuron.
 constexpr uint32_t kIsLeft = 0xffffffffu;
 
 // An unfinished octet wastes fewer than kOctetPairs places: it has the end of one row's pairs and all of another's.
@@ -33,9 +33,9 @@ constexpr int kBlockStride = kMostBlocks;
 static_assert(kBlockStride % 2 == 1, "against bank conflicts");
 
 struct Shared {
-    // A row's pairs in a block; then the place of its first one, less its pairs in blocks before.
+    // A row's pairs in a block; then the place of the first one, less the row's pairs in blocks before.
     uint32_t pairs[kRowsAtOnce][kBlockStride];
-    // Places up to this row's; then its pairs in blocks before; then the place of its first pair, maybe with
+    // Places up to this row's; then its pairs in blocks before; then the place of the first pair, maybe with
     // kSecondRow.
     uint32_t first[kRowsAtOnce][kBlockStride];
     uint32_t parts[kRunsAtOnce][kParts][kMostBlocks];  // places of a part; then where they begin
@@ -46,7 +46,7 @@ struct Shared {
 
 using HotShared = hot::Shared<kMostHotWords>;
 
-// A neuron's block, and which of its neurons it is.
+// A neuron's block, and the neuron's number in it.
 struct Member {
     uint32_t block;
     uint32_t neuron;
@@ -67,7 +67,7 @@ __device__ __forceinline__ Member member_of(HotShared const& hot, Chunks const& 
 static_assert(kMostNeuronBlocks * kMostBlockNeurons / TWELL_TILE * kListedPerTile < 0xffff,
               "a row's list is told from kNoPair by 16 bits");
 
-// By kThreads threads, told by `thread`, before pairs are counted.
+// By kThreads threads, this one being number `thread`, before pairs are counted.
 template <int kThreads>
 __device__ __forceinline__ void clear_counts(Shared& shared, int thread) {
     for (int i = thread; i < kRowsAtOnce * kBlockStride; i += kThreads) {
@@ -168,7 +168,7 @@ __device__ __forceinline__ void take_chunks(Shared& shared, Chunks const& chunks
     }
 }
 
-// By kThreads threads, told by `thread`: places among those of all chunks.
+// By kThreads threads, this one being number `thread`: places among those of all chunks.
 template <int kThreads>
 __device__ __forceinline__ void move_places(Shared& shared, int num_blocks, int thread) {
     for (int i = thread; i < kRowsAtOnce * (num_blocks + 1); i += kThreads) {
@@ -195,12 +195,12 @@ __device__ __forceinline__ void clear_chunk(Shared const& shared, Chunks const& 
     }
 }
 
-// Enters a pair, the i-th of its row and the order-th of those that are hot, or that are not. r: the row's number among
+// Enters a pair, the i-th of a row and the order-th of those that are hot, or that are not. r: the row's number among
 // those at once.
 __device__ __forceinline__ void enter(Shared const& shared, Member member, Chunks const& chunks, int r, int64_t row,
                                       uint32_t i, uint32_t order, uint32_t word) {
     uint32_t const place = shared.pairs[r][member.block] + order;
-    // Whether the octet has the row's first pair, as the second of its rows.
+    // Whether the octet has the row's first pair, and this row is its second one.
     bool const second = (shared.first[r][member.block] ^ (place | kSecondRow)) < kOctetPairs;
     uint32_t const in_chunk = place % kChunkPairs;
     uint32_t const octet = in_chunk / kOctetPairs;

@@ -34,11 +34,11 @@ constexpr int kRunChunksOfBlock = 50;
 constexpr uint32_t kSecondRow = 1u << 31;  // in an entry: the pair is of the second of the octet's rows
 
 struct Chunk {
-    // Pair i of octet o is word i * kOctets + o: which of its block's neurons, and maybe kSecondRow.
+    // Pair i of octet o is word i * kOctets + o: the neuron's number in the block, and maybe kSecondRow.
     uint32_t entries[kChunkPairs];
     uint32_t rows[kRowsOfChunk];  // of x
-    // Pair i of octet o is word o * kOctetPairs + i: which of its row's list it is, in the low half, and the bits of g
-    // in the high half; or kNoPair.
+    // Pair i of octet o is word o * kOctetPairs + i: the place in the row's list in the low half, and the bits of g in
+    // the high half; or kNoPair.
     uint32_t items[kChunkPairs];
 };
 constexpr uint32_t kNoPair = 0xffffffffu;

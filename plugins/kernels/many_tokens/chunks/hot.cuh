@@ -83,8 +83,8 @@ __device__ __forceinline__ uint32_t choose_threshold(uint32_t const* bins, uint3
     return is_worth ? least : UINT32_MAX;
 }
 
-// By a CTA: which neurons are hot. NOTE: other warps could do this while some decide what is dense, but with a barrier
-// of their own, compute-sanitizer's racecheck does not see the next ones.
+// By a CTA: which neurons are hot. NOTE: other warps could do this while some decide which rows are dense, but with a
+// separate barrier for them compute-sanitizer's racecheck does not see the next ones.
 template <int kWarps, int kMostWords>
 __device__ __forceinline__ void choose(Shared<kMostWords>& shared, HotNeurons const& hot, int d_ff) {
     static_assert(kMostWords <= kWarps * kWarpSize && kWarps <= kWarpSize, "a thread has a word, a lane a warp's sum");
@@ -156,7 +156,7 @@ __device__ __forceinline__ void choose(Shared<kMostWords>& shared, HotNeurons co
     }
 }
 
-// By some of the CTA's threads, told by `thread`: rows of Wu of hot neurons, each of which one CTA copies.
+// By some of the CTA's threads, this one being number `thread`: rows of Wu of hot neurons; one CTA copies each.
 template <int kThreads, int kMostWords>
 __device__ __forceinline__ void copy_weights(Shared<kMostWords> const& shared, HotNeurons const& hot,
                                              uint16_t const* w_up, int d_model, int thread) {

@@ -30,7 +30,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     hot_kernel(__grid_constant__ Params const params) {
     allow_dependent_launch();
     // NOTE: all of this is done before the wait. The kernel before lets this one start when order_kernel has ended, and
-    // neither reads nor writes what is hot.
+    // neither reads nor writes data of hot neurons.
     if (__ldcg(&params.header->heavy_count) == static_cast<uint32_t>(params.tokens) || __ldcg(params.count) == 0) {
         if (blockIdx.x == 0) {
             wait_for_previous_launch();

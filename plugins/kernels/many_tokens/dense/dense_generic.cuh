@@ -1,5 +1,5 @@
 // The dense path for every GPU from sm_80 on: up and down projections of rows that are too dense for the sparse ones.
-// See matmul_generic.cuh for the products and dense_rows.cuh for what is between the two.
+// See matmul_generic.cuh for the products and dense_rows.cuh for the step between the two.
 #pragma once
 
 #include "device/block.cuh"
@@ -64,7 +64,7 @@ __device__ __forceinline__ void multiply_by_g(Params const& params, View const& 
     }
 }
 
-// Copies the residual of a tile to the place of its result. Columns from num_neurons on get zeros.
+// Copies the residual of a tile to the place of the result. Columns from num_neurons on get zeros.
 template <class Cfg>
 __device__ __forceinline__ void load_residual(Params const& params, View const& view, unsigned char const* shared,
                                               int position_begin, int tile_idx) {
@@ -97,7 +97,7 @@ __device__ __forceinline__ void store_y(Params const& params, View const& view, 
             failed = !is_finite<Element>(values);
         }
         uint32_t rest = __ballot_sync(0xffffffffu, failed);
-        __syncwarp();  // what is stored again has been stored
+        __syncwarp();  // after the first store of these values
         for (; rest != 0; rest &= rest - 1) {
             sum_again<Element>(params, h + (position_begin + i) * params.gather.gate.stride(), row,
                                tile_idx * BLOCK_N + (__ffs(rest) - 1) * kVector);

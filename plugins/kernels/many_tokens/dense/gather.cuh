@@ -1,4 +1,4 @@
-// Brings what the dense path needs of its rows together: see dense.h.
+// Gathers data of rows for the dense path: see dense.h.
 #pragma once
 
 #include "format/pack.cuh"

@@ -35,7 +35,7 @@ int64_t cost_of(int64_t rows, int block, int num_tiles, int num_multiprocessors)
 }
 
 // The cut that takes the least time. Large blocks for all rows may leave most of the last round idle; then they are for
-// whole rounds only, and smaller blocks for what is left.
+// whole rounds only, and smaller blocks for the other rows.
 Cut choose_cut(int64_t rows, int num_tiles, int num_multiprocessors) {
     constexpr int kLarge = ConfigLarge::BLOCK_M;
     int64_t const whole_rounds = ceil_div(rows, kLarge) * num_tiles / num_multiprocessors;

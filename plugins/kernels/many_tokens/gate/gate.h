@@ -8,7 +8,7 @@
 
 namespace twell {
 
-// Where the gate's results go. What is null is not written.
+// Where the gate's results go. Null: not written.
 struct GateOutput {
     uint32_t* packed = nullptr;
     uint16_t* spilled = nullptr;      // see pack.cuh

@@ -22,8 +22,8 @@ struct Params : BlockTensors {
     int words_per_tile;
 };
 
-// g of this lane's eight columns, of which the first `count` exist. NOTE: a NaN or infinity in x makes even zero-filled
-// weights give NaN, so columns outside are masked by index.
+// g of this lane's eight columns; the first `count` exist. NOTE: a NaN or infinity in x makes even zero-filled weights
+// give NaN, so columns outside are masked by index.
 template <class Element>
 __device__ __forceinline__ Octet activate_octet(uint4 z, bool square, uint4 cuts, int count) {
     uint32_t const pairs[kVector / 2] = {z.x, z.y, z.z, z.w};

@@ -35,7 +35,7 @@ struct GateScalesOf<E4m3> {
     int gate_up_step;
 };
 
-// Operand: what is multiplied, the element type or E4m3, of which two count as one column below.
+// Operand: the type of the factors, the element type or E4m3; two E4m3 count as one column below.
 template <class Operand>
 struct ParamsOf : GateScalesOf<Operand> {
     CUtensorMap x;           // [tokens, d_model], boxes of [kRowsLoaded, BLOCK_K]
@@ -43,8 +43,8 @@ struct ParamsOf : GateScalesOf<Operand> {
     uint16_t const* b_gate;  // [d_ff] or null
     uint32_t* packed;        // [tokens, num_tiles * words_per_tile]
     uint16_t* spilled;       // [tokens, num_tiles * TWELL_TILE] or null: see pack.cuh
-    // Where a tile's number of non-zeros goes, 16 bits: counts_bias plus the address of its words >> counts_shift,
-    // which takes fewer registers than two pointers. 0: nowhere.
+    // Where a tile's number of non-zeros goes, 16 bits: counts_bias plus the address of the tile's words >>
+    // counts_shift, which takes fewer registers than two pointers. 0: nowhere.
     uint64_t counts_bias;
     uint32_t* counted;  // [CTAs]: the sum of what pack_rows gives; or null
     uint32_t* cleared;  // [num_cleared]: becomes 0

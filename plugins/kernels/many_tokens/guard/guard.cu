@@ -75,11 +75,11 @@ GuardModel guard_model(twell_problem const& problem, PathCosts const& costs, boo
     if (has_scales(problem)) {
         adapt_to_bytes(model, problem, gated);
     }
-    // Of the count a part as large as may be takes at most so much off the sparse path, and about its share of the
-    // dense path's time for all rows. If what is left takes longer than what is left of that, decide() will choose all;
-    // the margin is for what floats lose there. Without chunks the schedule takes more than the best part could gain
-    // from a little less on, and layers whose rows differ as the suite's do are dense, or nearly, from kSomeSparseTo
-    // on.
+    // The largest part of rows that may be dense takes at most so much of the count off the sparse path, and costs
+    // about its share of the dense path's time for all rows. If the rest of the count takes longer than the rest of
+    // that time, decide() will choose all; the margin is for rounding of floats there. Without chunks the schedule
+    // takes more than the best part could gain from a little less on, and layers whose rows differ as the suite's do
+    // are dense, or nearly, from kSomeSparseTo on.
     float const margin = with_chunks ? 1.01f : 0.9f;
     constexpr float kSomeSparseTo = 0.72f;
     float const most_of_row = static_cast<float>(num_tiles(problem)) * kMostCounted;

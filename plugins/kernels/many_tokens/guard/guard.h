@@ -57,7 +57,7 @@ struct PathCosts {
 
 // Which rows the guard takes for dense. For tests all but kDecides.
 struct GuardOrder {
-    enum Kind { kDecides, kEarly, kRows } kind = kDecides;  // kEarly: all rows, as if the gate's count had told so
+    enum Kind { kDecides, kEarly, kRows } kind = kDecides;  // kEarly: all rows, as decided by the gate's count
     int64_t rows = 0;  // of kRows: up to max_dense_part(problem), or all. With others, or with rows that have no list,
                        // more rows are dense
 };

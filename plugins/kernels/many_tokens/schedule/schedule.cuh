@@ -10,13 +10,13 @@
 // Where rows may be direct (format/schedule.cuh), cluster_kernel does both, from what the gate has counted for each
 // tile, while the up projection is at those rows, which also gathers what the dense path needs.
 //
-// Much of this runs once in a CTA, where 32 warps share four schedulers: what all of them do costs eight cycles an
-// instruction.
+// Much of this runs once in a CTA, where 32 warps share four schedulers: an instruction of all of them costs eight
+// cycles.
 //
-// Where the gate's count tells that all rows are dense, there is no order, and the sparse kernels leave at once.
+// If the gate's count shows that all rows are dense, none is ordered, and the sparse kernels leave at once.
 //
 // Ranks are handed out by atomics in shared memory, so the order within a bucket varies from run to run. No result may
-// depend on it. How many rows a bucket has does not vary.
+// depend on it. The number of rows of a bucket does not vary.
 #pragma once
 
 #include "device/cluster.cuh"
@@ -82,7 +82,7 @@ __host__ __device__ __forceinline__ int first_listed_bucket(int num_tiles) {
     return bucket_of(max_listed(num_tiles) + 1) + 1;
 }
 
-// The units of a sparse row of a bucket, some of which may have nothing to do.
+// The units of a sparse row of a bucket; some may have nothing to do.
 __host__ __device__ __forceinline__ int units_of_bucket(int bucket, int direct_below) {
     constexpr int kUnit = static_cast<int>(kUnitNonzeros);
     int const most = most_of_bucket(bucket);
@@ -119,7 +119,7 @@ struct Params {
     int words_per_tile;
 };
 
-// By one warp: the lists of the rows of which `wanted` is true.
+// By one warp: the lists of the rows where `wanted` is true.
 template <int kRows>
 __device__ __forceinline__ void list_rows(Params const& params, int64_t const (&rows)[kRows],
                                           bool const (&wanted)[kRows]) {

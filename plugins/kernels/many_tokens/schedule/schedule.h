@@ -1,4 +1,4 @@
-// What step 2 does in which order: rows with the most non-zeros first, and which kernel takes which.
+// The order of step 2: rows with the most non-zeros first, and the kernel that takes each row.
 #pragma once
 
 #include <stddef.h>
@@ -25,10 +25,10 @@ bool may_have_direct_rows(twell_problem const& problem);
 // has_direct: rows may be direct.
 Schedule schedule_at(twell_problem const& problem, bool has_direct, void* memory);
 
-// Enqueues the schedule of a packed matrix and the spilled one. What the dense path needs of the heavy rows is
-// gathered, unless the up projection does that: with chunks, or if rows may be direct. Chunks are built unless they
-// have no memory: `rows` says where the lists of h will be, in which rows are marked that are in no chunk, see
-// chunk.cuh; the hot neurons' rows of w_up are copied.
+// Enqueues the schedule of a packed matrix and the spilled one. Data of heavy rows are gathered for the dense path,
+// unless the up projection does that: with chunks, or if rows may be direct. Chunks are built unless they have no
+// memory: `rows` says where the lists of h will be, in which rows are marked that are in no chunk, see chunk.cuh; the
+// hot neurons' rows of w_up are copied.
 cudaError_t launch_schedule(Call const& call, uint32_t const* packed, uint16_t const* spilled, Schedule const& schedule,
                             GuardModel const& guard, Gather const& gather, Chunks const& chunks,
                             SparseRows const& rows);

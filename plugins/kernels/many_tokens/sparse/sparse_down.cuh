@@ -20,7 +20,7 @@ namespace twell::sparse_down {
 constexpr int kMaxWarps = 4;              // of a CTA, side by side in one row
 constexpr int kMinBlocks = 7;             // a multiprocessor: the step is bound by loads in flight
 constexpr int kRowsAtOnce = 8;            // of Wd, whose loads are issued together
-constexpr int kRowsAtEnd = 4;             // the same, for what is left over
+constexpr int kRowsAtEnd = 4;             // the same, for the last rows
 constexpr uint32_t kNoRow = 0xffffffffu;  // in place of a number of non-zeros
 
 template <class Stored>
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks) down_kernel(
                     store_y<Element>(params, work.row, column, sums, residual);
                 }
             }
-            // What the second row begins with came meanwhile.
+            // The first entries of the second row came meanwhile.
             work = next;
             list = list_of(params, work);
             count = static_cast<int>(next.count);

@@ -1,12 +1,12 @@
-// Up projection of what is active, for every GPU from sm_80 on: h[n] = g[n] (x . Wu[n] + bu[n]), into a list per row.
+// Up projection of active neurons, for every GPU from sm_80 on: h[n] = g[n] (x . Wu[n] + bu[n]), into a list per row.
 //
 // One CTA takes a unit, up to kUnitNonzeros neighbouring entries of one row, or a direct row (schedule.h). Its warps
 // share them out and do not wait for each other; a warp keeps its part of x in registers for all its neurons. Each sum
 // has one owner and one order, so results are bitwise repeatable; how a unit is added up does not depend on what else
 // is in a call. Without chunks large matrices are multiplied in several launches, some columns after others.
 //
-// Where there are chunks (chunk.h), chunk_up.cuh has multiplied what they hold, and hot_sm90.cuh what is for hot
-// neurons. A warp adds up the parts of a chunk's sums; units are for the rows that are in none.
+// Where there are chunks (chunk.h), chunk_up.cuh has multiplied their pairs, and hot_sm90.cuh those of hot neurons. A
+// warp adds up the parts of a chunk's sums; units are for the rows that are in none.
 #pragma once
 
 #include "device/block.cuh"
@@ -268,7 +268,7 @@ __device__ __forceinline__ void compute_unit(Params const& params, Unit unit) {
         is_listed ? params.rows.list(unit.row) : list_in_words(params.schedule, params.num_tiles, unit.row));
 }
 
-// By the CTAs behind those that have a row: what the dense path needs of its rows.
+// By the CTAs behind those that have a row: gathers data of rows for the dense path.
 template <class Params>
 __device__ __forceinline__ void gather_rows(Params const& params) {
     uint32_t const dense_rows = params.schedule.header->heavy_count;
