@@ -67,9 +67,9 @@ def rewrite(
             a torch.export archive, a Hugging Face directory, a pickled module or a sparse autoencoder.
         layers: Which matches to rewrite: `auto`, `all`, `none` or a regular expression over module paths.
         compression: The TwELL compression factor; None takes the default.
-        linear: Which linear layers outside of the blocks to rewrite, too: `twell` takes all that can be.
+        linear: Which linear layers outside of the blocks to rewrite, too: `twell` takes all that can be rewritten.
         tensor_parallel: How many ranks share the model. Their programs run in as many processes of torch.distributed's
-            default group, and reduce what they compute.
+            default group, and reduce their results.
         rank: The rank whose program to make.
         options: The fields of `twellc.options.source.TracingOptions`, and `ExampleKeywords`; as texts, too.
 
@@ -105,14 +105,14 @@ def compile(model: Model, output: str | os.PathLike[str] | None = None, **option
 
     Args:
         model: A path, as `twellc compile` takes it; an ExportedProgram; or a module in eval mode with example inputs.
-        output: Where the plan goes; its manifest stands beside it.
+        output: Where the plan goes; its manifest is written beside it.
         options: The other fields of `twellc.CompileOptions`, and `RunKeywords`; as texts, too.
 
     Returns:
-        The manifest, as it stands beside the plan.
+        The manifest, as it is written beside the plan.
 
     Raises:
-        UserError: Something that was given does not work; nothing was written.
+        UserError: An argument or an option does not work; nothing was written.
     """
     from twellc.compiling.compiler import compile_model
 
@@ -294,7 +294,7 @@ def report(
 
 
 def _parsed(kind: type[Any], options: Mapping[str, Any]) -> tuple[RunOptions, dict[str, Any]]:
-    """Return what is said of the run, and the options as the options class `kind` holds them."""
+    """Split keywords into the options of the run and those of the options class `kind`, as that class holds them."""
     options = by_new_names(options, [field.name for field in fields(kind)])
     of_run = {field.name for field in fields(RunOptions)} & options.keys()
     run = RunOptions(**{name: options[name] for name in of_run})
@@ -309,7 +309,7 @@ def _output(value: object) -> Path | None:
 def _given(
     kind: type[Any], model: Model, options: Mapping[str, Any]
 ) -> Iterator[tuple[Path, Progress, dict[str, Any]]]:
-    """Yield the path of a model, which is in a temporary archive for this long if it is in memory; see `_parsed`."""
+    """Yield the path of a model, of a temporary archive if the model is in memory; and the options, see `_parsed`."""
     run, given = _parsed(kind, options)
     if isinstance(model, str | os.PathLike):
         if (run.args, run.kwargs, run.dynamic_shapes) != ((), None, None):

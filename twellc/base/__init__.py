@@ -1,1 +1,1 @@
-"""What everything else builds on: errors, files, processes, records. Imports nothing of twellc above it."""
+"""The base of all other folders: errors, files, processes, records. Imports nothing else of twellc."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-# Types of ml_dtypes, those of torch, and the integers of both that have as many bits.
+# Types of ml_dtypes and of torch, and the integer types of both with as many bits.
 _SPELLED = ((BFLOAT16, torch.bfloat16, np.int16, torch.int16), (E4M3, torch.float8_e4m3fn, np.int8, torch.int8))
 
 

@@ -1,4 +1,4 @@
-"""What a file may make us hold, judged by what it has stored before anything is read, unpacked or computed."""
+"""Limits of the memory for a file, from the bytes that it stores; checked before it is read, unpacked or computed."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from pathlib import Path
 
 from twellc.base.errors import UserError
 
-# What a file of any size may unfold to, and how many times what it stores a large one may.
+# A file may unfold to this many bytes, plus this many times those that it stores.
 _SPARE = 256 << 20
 _MOST = 4
 
 
 def unfolds_too_far(size: int, stored: int, most: int = _MOST) -> bool:
-    """Whether `size` bytes are more than a file may make of the `stored` ones that it has: `most` times these."""
+    """Whether `size` bytes are more than a file of `stored` bytes may take: `most` times these, and some to spare."""
     return size > _SPARE + most * stored
 
 
 def refuse_unfolding(where: str, what: str, size: int, stored: int, most: int = _MOST) -> None:
-    """Fail where a file makes far more of the bytes that it has stored.
+    """Fail where a file would take far more memory than it stores bytes.
 
     Raises:
-        UserError: It does; `what` says which of its parts.
+        UserError: It would; `what` names the part.
     """
     if unfolds_too_far(size, stored, most):
         raise UserError(
@@ -42,7 +42,7 @@ def refuse_bomb(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             size = sum(entry.file_size for entry in archive.infolist())
-    except Exception:  # zipfile raises what it likes for what is none, or damaged; what reads it says so
+    except Exception:  # zipfile raises anything for other or damaged files; the reader of the file reports them
         return
     refuse_unfolding(str(path), "what is compressed in it", size, path.stat().st_size)
 

@@ -1,18 +1,18 @@
-"""What is known of the key-value cache of a compiled language model: a part of its manifest.
+"""The key-value cache of a compiled language model, as the manifest describes it.
 
     input_ids    int64 [batch, tokens]      the next tokens of each sequence, padded on the right
     write_index  int64 [batch]              how many tokens of each sequence are in the caches already
     token_count  int64 [batch]              how many of `tokens` are real, 0 to `tokens`: the rest is padding
     past_key_values.N.key, .value           [batch, kv_heads, length, head_dim], of layer N
     logits       [batch, vocabulary]        behind the last real token of each sequence, or
-                 [batch, tokens, vocabulary]    behind each token: `logits` says which
+                 [batch, tokens, vocabulary]    behind each token: the attribute `logits` says which
     next_tokens  int64 [batch]              or in their place the likeliest token behind each sequence
-    logit_places int64 [batch, asked]       of a program that torch runs, and of no plan: behind which of the new tokens
-                                            the logits are, [batch, asked, vocabulary]
+    logit_places int64 [batch, asked]       only in a program that torch runs, not in a plan: the new tokens behind
+                                            which the logits are, [batch, asked, vocabulary]
     present.N.key, .value                   the caches with the new tokens in them, in the same memory
 
-Token i of a row has the position write_index + i, and its key and value stand there in the caches. A row with no real
-token leaves its caches as they are, and its logits or next token have no meaning; neither have logits of padding.
+Token i of a row has the position write_index + i, and its key and value are there in the caches. A row without a real
+token leaves its caches as they are. Its logits or next token have no meaning, nor have logits of padding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from twellc.base.records import LARGEST, Count, OneOf, Range, Record, Size
 INPUT_IDS, WRITE_INDEX, TOKEN_COUNT = "input_ids", "write_index", "token_count"
 LOGIT_PLACES = "logit_places"
 LOGITS_OF = _, ALL, GREEDY = ("last", "all", "greedy")
-ASKED = "asked"  # of no plan
+ASKED = "asked"  # not in a plan
 
 
 @dataclass(frozen=True)
@@ -40,24 +40,24 @@ class CachePair(Record):
 
 @dataclass(frozen=True)
 class KeyValueCache(Record):
-    """The key-value cache of a language model, and what a host has to know to generate text with it.
+    """The key-value cache of a language model, with all that a host needs to generate text.
 
     Attributes:
         length: The most tokens of a sequence.
         batch: The most sequences of a call.
         prefill_chunk: The most tokens of a sequence in a call: longer prompts are fed in several.
-        logits: `last` if the logits are those behind the last real token of each sequence, `greedy` if only the token
-            with the largest of these comes out, else `all`.
-        pairs: The caches, of which each goes in and comes out.
-        layers: How many layers have one of keys and one of values.
-        kv_heads: The heads of keys and values, of the first layer.
-        head_dim: The width of a head, likewise.
+        logits: `last`: the output is the logits behind the last real token of each sequence. `greedy`: it is only the
+            token with the largest of these. Else `all`.
+        pairs: The caches: each is an input and an output.
+        layers: How many layers have a cache of keys and one of values.
+        kv_heads: The heads of keys and values, in the first layer.
+        head_dim: The width of a head, in the first layer.
         dtype: The element type of the caches: `bf16` or `fp16`.
         vocabulary: How many tokens there are to choose from.
         end_tokens: The tokens that end a text.
         position_limit: How many positions the model was made for; None where it sets no limit.
-        text: The folder beside the plan with what turns text into tokens and back: the model's config.json, tokenizer,
-            chat template and generation_config.json, as far as it has them; None where no plan was written.
+        text: The folder beside the plan with the files for text: the model's config.json, tokenizer, chat template and
+            generation_config.json, as far as it has them; None where no plan was written.
     """
 
     length: Size

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def moves_only(fn: Callable[[Tensor], Tensor], kept: Iterable[Tensor | None]) -> Callable[[Tensor], Tensor]:
-    """Return what `Module._apply` is to do in place of `fn`: the same, but tensors in `kept` are never converted."""
+    """Return a function for `Module._apply` that does what `fn` does, but never converts the tensors in `kept`."""
     own = {id(tensor) for tensor in kept}
 
     def moved(tensor: Tensor) -> Tensor:

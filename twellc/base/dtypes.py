@@ -55,16 +55,16 @@ TABLE = (
 BY_NAME = {each.name: each for each in TABLE}
 BY_ONNX = {each.onnx: each for each in TABLE}
 BY_TENSORRT = {each.tensorrt: each for each in TABLE if each.tensorrt}
-# Of an ONNX graph in float32 in which nothing was rewritten; no model can be compiled in it.
+# The type of an ONNX graph in which nothing was rewritten; no model can be compiled in it.
 UNCHANGED = "float32"
-# What models are compiled in: names of the option and of torch.
+# The types that models are compiled in: names of the option and of torch.
 DTYPES = {each.option: each.name for each in TABLE if each.option}
-# What the kernels take: names and numbers in twell.h.
+# The types that the kernels take: names and numbers in twell.h.
 CODES = {each.name: each.code for each in TABLE if each.code is not None}
 
 
 def torch_dtype(option: str) -> torch.dtype:
-    """Return the dtype that `bf16` or `fp16` stands for."""
+    """Return the dtype for `bf16` or `fp16`."""
     return BY_NAME[DTYPES[option]].torch
 
 

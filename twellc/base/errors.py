@@ -35,7 +35,7 @@ class UserError(Exception):
         return other
 
     def renamed(self, old: str, new: str) -> Self:
-        """Return the same mistake, of something that the user knows by another name."""
+        """Return the same mistake with another name for its subject, the one that the user knows."""
         other = copy.copy(self)
         for field in ("where", "what", "got", "expected", "fix"):
             setattr(other, field, getattr(self, field).replace(old, new))
@@ -68,7 +68,7 @@ _FEW = 3
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error for a message of ours, or the error's name where it says nothing.
+    """Return the first line of a library's error, for a message of ours; the error's name where it has no text.
 
     A line that ends in a colon announces the next one. Very long lines, such as torch's of all parameters, are cut off.
     """
@@ -78,5 +78,5 @@ def first_line(error: BaseException) -> str:
 
 
 def first_few(things: Sequence[object], separator: str = ", ") -> str:
-    """Join the first three of some things for a message of ours; an ellipsis stands for the others."""
+    """Join the first three of some things for a message of ours, with an ellipsis for the others."""
     return separator.join([*map(str, things[:_FEW]), *(["…"] if things[_FEW:] else [])])

@@ -32,7 +32,7 @@ _STAGED, _SCRATCH, _REPLACED = "staged", "scratch", "replaced"
 class OutputFiles:
     """The files that a command writes: staged in hidden folders beside their destinations, moved at the very end.
 
-    Use as a context manager; without `commit` nothing of them remains.
+    Use as a context manager; without `commit` no file remains.
     """
 
     def __init__(self, overwrite: bool) -> None:
@@ -65,7 +65,7 @@ class OutputFiles:
         """Fail now rather than after the work is done if `path` cannot be written.
 
         Raises:
-            UserError: Its folder is missing or not writable, or there is something there already.
+            UserError: Its folder is missing or not writable, or the path exists already.
         """
         folder = path.parent
         if not folder.is_dir():
@@ -83,7 +83,7 @@ class OutputFiles:
             raise UserError(where, "the file exists already", fix="Add --overwrite to replace it.")
 
     def check_folder(self, option: str, path: Path) -> None:
-        """Fail now if a folder cannot be made at `path`, or files of one that is there would be overwritten.
+        """Fail now if a folder cannot be made at `path`, or files in an existing one would be overwritten.
 
         Raises:
             UserError: There is a file, or a folder that is not empty.
@@ -102,7 +102,7 @@ class OutputFiles:
         return temporary
 
     def scratch(self, path: Path, name: str) -> Path:
-        """Return a path to write a file to that is only needed until the future `path` is made of it."""
+        """Return a path for a temporary file from which the future `path` is made."""
         folder = self._folder(path, _SCRATCH) / path.name
         with writing(path):
             folder.mkdir(exist_ok=True)
@@ -129,14 +129,14 @@ class OutputFiles:
             self.stage(path).symlink_to(target)
 
     def remove(self, path: Path) -> None:
-        """Remove a file beside an output when that is moved to its destination."""
+        """Remove a file beside an output when the output is moved to its destination."""
         self._removed.append(path)
 
     def commit(self) -> None:
         """Move every staged file that was written to its destination: all of them, or none where one cannot be moved.
 
-        Of two runs that write the same files one moves all of its own before the other starts to. What a command was
-        to do is done then: signals that would end it (`end_commands_by`) come too late and are ignored.
+        Where two runs write the same files, one moves all its files before the other moves any. Then the command is
+        done: it ignores signals that would end it (`end_commands_by`).
 
         Raises:
             UserError: A file cannot be moved, or another program has put one there since the check.
@@ -157,7 +157,7 @@ class OutputFiles:
             handlers.update(dict.fromkeys(ours, signal.SIG_IGN))
 
     def _keep(self, path: Path) -> Callable[[], object]:
-        """Keep what is at `path` in the hidden folder, and return what puts it back."""
+        """Keep the file at `path` in the hidden folder; return a function that puts it back."""
         if not os.path.lexists(path):
             return functools.partial(path.unlink, missing_ok=True)
         kept = self._folder(path, _REPLACED) / path.name
@@ -172,7 +172,7 @@ class OutputFiles:
 
 @contextmanager
 def _locked(folders: Iterable[Path]) -> Iterator[None]:
-    """Let no other run into this part of the program for one of the same folders; runs wait in the order of inodes."""
+    """Keep other runs out of this part of the program for the same folders; runs lock these in the order of inodes."""
     with contextlib.ExitStack() as opened:
         places = {(status.st_dev, status.st_ino): folder for folder in folders for status in [folder.stat()]}
         for _, folder in sorted(places.items()):
@@ -184,12 +184,12 @@ def _locked(folders: Iterable[Path]) -> Iterator[None]:
 
 
 def _leads_to_open_file(path: Path) -> bool:
-    """Whether this is a link such as /dev/stdout. It must stay, even if it leads to a plain file now."""
+    """Whether this is a link such as /dev/stdout, which must stay even if it leads to a plain file now."""
     return path.is_symlink() and path.readlink().is_relative_to("/proc")
 
 
 def end_commands_by(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Let signals end the command that this process runs, until its outputs are there; one that is ignored stays so."""
+    """Let signals end the command of this process until its outputs are written; ignored signals stay ignored."""
     _ENDS_OF_COMMANDS.add(handler)
     for number in ENDING_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
@@ -201,7 +201,7 @@ _ENDS_OF_COMMANDS: set[Any] = set()
 
 @contextmanager
 def uninterrupted() -> Iterator[dict[signal.Signals, Any]]:
-    """Hold signals that would end the program back until a step is done that must not be left halfway.
+    """Hold back signals that would end the program, until a step that must not stop halfway is done.
 
     Yields the handlers that the signals get back after it.
     """
@@ -225,7 +225,7 @@ def uninterrupted() -> Iterator[dict[signal.Signals, Any]]:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Make a folder and remove it at the end, which no signal keeps it from."""
+    """Make a folder, and remove it at the end even after a signal."""
     folder = None
     try:
         with uninterrupted():
@@ -239,10 +239,10 @@ def temporary_folder() -> Iterator[Path]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Name the file where the system, as of a full disk, only says what went wrong.
+    """Add the name of the file to errors of the system, such as that of a full disk.
 
     Args:
-        path: The file; of a staged one, or one that an output is made of, the message names the output.
+        path: The file; for a staged or a temporary one the message names the output.
 
     Raises:
         UserError: It cannot be written.
@@ -274,7 +274,7 @@ def open_file(path: Path) -> BufferedReader:
         UserError: There is none at the path.
     """
     if path.is_file():
-        # Another file may stand there by now: a pipe is opened at once, and found out.
+        # Another file may be there by now: a pipe is opened without waiting, and refused below.
         stream = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
         if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
             return stream
@@ -283,7 +283,7 @@ def open_file(path: Path) -> BufferedReader:
 
 
 def read_file(path: Path) -> bytes:
-    """Return what a plain file holds.
+    """Return the bytes of a plain file.
 
     Raises:
         UserError: There is none at the path.
@@ -293,7 +293,7 @@ def read_file(path: Path) -> bytes:
 
 
 def output_path(option: str, given: str | os.PathLike[str]) -> Path:
-    """Return the path of a file to write; a path of pathlib has lost the slash that a folder's name ends in.
+    """Return the path of a file to write; `Path` alone would lose the slash that marks a folder.
 
     Raises:
         UserError: It names a folder.
@@ -314,17 +314,17 @@ def refuse_replacing(option: str, path: Path, inputs: Iterable[Path | None]) -> 
 
 
 def places(path: Path) -> set[Path]:
-    """Return where a file is: a link both where it stands and where it leads."""
+    """Return the paths of a file: its target, and the place of a link itself."""
     return {Path(os.path.realpath(path)), Path(os.path.realpath(path.parent), path.name)}
 
 
 def external_data(onnx_path: Path) -> Path:
-    """Where twellc puts the weights of a large ONNX file."""
+    """Return the path for the weights of a large ONNX file."""
     return onnx_path.with_name(onnx_path.name + ".data")
 
 
 def digest(*paths: Path) -> str:
-    """Return a SHA-256 over files: of one file what `sha256sum` prints, of several over their digests."""
+    """Return a SHA-256 over files: the one that `sha256sum` prints for one file, else one over their digests."""
     digests = []
     for path in paths:
         with open_file(path) as stream:

@@ -31,19 +31,19 @@ def run_isolated(function: Callable[..., Result], *arguments: Any, progress: Cal
     """Call a function in a new process and return its result.
 
     Args:
-        function: A function of a module, which the new process imports. Its last parameter receives a callback for the
-            names of its steps.
+        function: A function of a module, which the new process imports. Its last parameter receives a callback that
+            takes the name of each step.
         arguments: Its other arguments; they and the result are pickled.
         progress: Receives the names of the steps here.
 
     Raises:
         UserError: The function raised one, or the process ended without an answer.
         OSError: The function raised one.
-        RuntimeError: The function raised any other exception, whose traceback this holds.
+        RuntimeError: The function raised any other exception; this holds its traceback.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    call = pickle.dumps((function, arguments))  # for _serve to import what it needs where faults are reported
+    call = pickle.dumps((function, arguments))  # _serve unpickles it, so that faults of imports are reported
     process = context.Process(target=_serve, args=(sender, call, not sys.warnoptions), daemon=True)
     with PROCESS_WIDE, _quiet_resource_tracker():
         # Started by the process, it would let the signals through again.
@@ -82,14 +82,14 @@ def run_isolated(function: Callable[..., Result], *arguments: Any, progress: Cal
 
 def _receive(receiver: Connection) -> tuple[str, Any]:
     message = receiver.recv_bytes()
-    with uninterrupted():  # unpickling imports what it needs, and native modules do not survive an interrupt
+    with uninterrupted():  # unpickling imports modules, and native ones do not survive an interrupt
         answer: tuple[str, Any] = pickle.loads(message)
     return answer
 
 
 @contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """Start processes deaf to Ctrl-C, which a terminal sends to all of them: this process ends them."""
+    """Start processes that ignore Ctrl-C, which a terminal sends to all of them: this process ends them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
         yield
@@ -99,7 +99,7 @@ def _signals_held_back() -> Iterator[None]:
 
 @contextmanager
 def _main_left_out() -> Iterator[None]:
-    """Keep a new process from running the user's script, as it does to find functions there: ours are in modules."""
+    """Keep a new process from running the user's script to find functions in it: ours are in modules."""
     main: dict[str, Any] = vars(sys.modules["__main__"])
     kept: dict[str, Any] = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
     main["__spec__"] = None

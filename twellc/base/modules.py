@@ -23,7 +23,7 @@ def import_modules(names: Iterable[str]) -> None:
         try:
             with uninterrupted():  # native modules do not survive an interrupt while they are imported
                 importlib.import_module(name)
-        except Exception as error:  # a module's code raises what it likes
+        except Exception as error:  # a module's code may raise anything
             where, what = f"--import {name}", f"cannot be imported ({first_line(error)})"
             fix = "Name the folder that it stands in by PYTHONPATH." if isinstance(error, ImportError) else ""
             raise UserError(where, what, expected="the name of a module, such as torchvision", fix=fix) from error
@@ -38,7 +38,7 @@ class Extra:
         package: Its name in Python.
         title: Its name.
         extra: The extra.
-        tested: The releases in which that module ran, by their first two numbers.
+        tested: The releases with which that module ran, by their first two numbers.
     """
 
     user: str
@@ -56,14 +56,14 @@ class Extra:
         try:
             importlib.import_module(self.package)
             return importlib.import_module(f"{self.package}.{module}")
-        except Exception as error:  # beside a release of another package that it was not made for it raises anything
+        except Exception as error:  # with an unfit release of another package it may raise anything
             what = f"{self.title} cannot be imported ({first_line(error)})"
             if isinstance(error, ModuleNotFoundError) and error.name in (self.package, None):
                 what = f"the module {error.name} is not installed"
             raise UserError(self.user, what, fix=f"Install it: pip install 'twellc[{self.extra}]'.") from error
 
     def version(self) -> str:
-        """Return the release that is there, as it names itself."""
+        """Return the installed release, as the package names it."""
         return str(getattr(importlib.import_module(self.package), "__version__", "an unknown release"))
 
     def tried(self) -> str:
@@ -71,7 +71,7 @@ class Extra:
         return ", ".join(f"{major}.{minor}" for major, minor in self.tested)
 
     def warn_of_untried(self, log: logging.Logger) -> None:
-        """Warn if the release that is there is not among the tested ones."""
+        """Warn if the installed release is not a tested one."""
         version = self.version()
         if tuple(map(int, re.findall(r"\d+", version)[:2])) not in self.tested:
             log.warning("%s %s was not tried with twellc; tried: %s", self.title, version, self.tried())

@@ -1,4 +1,4 @@
-"""Results as JSON, and back: dataclasses that are nested as the JSON is, whose values have a range."""
+"""Results as JSON, and back: dataclasses, nested as the JSON is, with a range for each value."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Json = dict[str, "Json"] | list["Json"] | str | int | float | bool | None
 
 
 class Record:
-    """A dataclass that is an object in JSON; an optional field that is None is left out there."""
+    """A dataclass that is an object in JSON; an optional field that is None is left out of it."""
 
     # Properties that the object has, too.
     computed: ClassVar[tuple[str, ...]] = ()
 
     def to_json(self) -> dict[str, Json]:
-        """Return it as JSON types; what is NaN or infinite becomes null."""
+        """Return it as JSON types; NaN and infinity become null."""
         assert is_dataclass(self)
         found = {
             field.name: as_json(value)
@@ -34,20 +34,20 @@ class Record:
 
 OPTIONAL = {"optional": True}  # metadata of a field
 
-# What 64 bits count to: no number of ours is larger, and JSON's have no end.
+# The largest integer of 64 bits: no number of ours is larger, while JSON sets no limit.
 LARGEST = 2**63 - 1
 
 
 @dataclass(frozen=True)
 class Range:
-    """What a number has to lie in, both ends included, or without the least one."""
+    """The range of a number, with both ends, or without the least value."""
 
     least: float
     most: float
     open: bool = False
 
     def misfit(self, value: float) -> str:
-        """Say what is wrong with a number; nothing where it fits."""
+        """Return the fault of a number; an empty text where it fits."""
         if self.least <= value <= self.most and not (self.open and value == self.least):
             return ""
         ends = f"more than {self.least:g}" if self.open else f"at least {self.least:g}"
@@ -56,12 +56,12 @@ class Range:
 
 @dataclass(frozen=True)
 class OneOf:
-    """What a text or a number has to be."""
+    """The values that a text or a number may have."""
 
     choices: tuple[object, ...]
 
     def misfit(self, value: object) -> str:
-        """Say what is wrong with a value; nothing where it is one of them."""
+        """Return the fault of a value; an empty text where it is one of them."""
         return "" if value in self.choices else f"is not {' or '.join(map(str, self.choices))}"
 
 
@@ -70,7 +70,7 @@ Size = Annotated[int, Range(1, LARGEST)]
 Share = Annotated[float, Range(0, 1)]
 Amount = Annotated[float, Range(0, 1e300)]
 Time = Annotated[float, Range(0, 1e300, open=True)]
-# Of numbers that are annotated with nothing else.
+# Ranges of numbers without one in their annotation.
 _RANGES: dict[Any, Range] = {int: Range(-LARGEST, LARGEST), float: Range(-1e300, 1e300)}
 
 
@@ -91,10 +91,10 @@ def as_json(value: Any) -> Json:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what JSON of anybody's says.
+    """Parse JSON of any origin.
 
     Raises:
-        ValueError: It is not JSON, is nested too deeply, or has what only Python's JSON has, such as NaN.
+        ValueError: It is not JSON, is nested too deeply, or has values that only Python's JSON has, such as NaN.
     """
 
     def refuse(name: str) -> Any:
@@ -102,19 +102,19 @@ def parse_json(text: str | bytes) -> Any:
 
     try:
         content = json.loads(text, parse_constant=refuse)
-        json.dumps(content, ensure_ascii=False).encode()  # JSON can spell half a character, which fits in no file
+        json.dumps(content, ensure_ascii=False).encode()  # JSON can spell half a character; UTF-8 cannot
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     return content
 
 
 def of_json(kind: type[_Record], value: Any, place: str = "") -> _Record:
-    """Return the record that a JSON value stands for. What the record has no field for is left out.
+    """Return the record for a JSON value. Keys without a field are left out.
 
     Args:
         kind: The dataclass.
-        value: The value; null stands for NaN where a number with a point is wanted.
-        place: Where the value stands, for messages.
+        value: The value; null means NaN where a float is wanted.
+        place: The place of the value, for messages.
 
     Raises:
         ValueError: It has another form, or a value is out of range; the message names the place.

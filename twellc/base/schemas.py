@@ -15,9 +15,9 @@ def schema_of(kinds: dict[str, type[Any]], name: str, strict: bool = False) -> d
     """Return the JSON schema of records.
 
     Args:
-        kinds: The records by their titles: JSON is one of them.
+        kinds: The records by their titles; the JSON is one of them.
         name: What to call the schema.
-        strict: Whether what a record does not have is refused; a later version may have more.
+        strict: Whether keys without a field are refused; a later version may have more.
     """
     defined: dict[str, Any] = {}
     forms = [_form(kind, defined, strict) for kind in kinds.values()]
@@ -43,7 +43,7 @@ def _form(form: Any, defined: dict[str, Any], strict: bool) -> dict[str, Any]:
     if origin is dict:
         return {"type": "object", "additionalProperties": _form(get_args(form)[1], defined, strict)}
     if form is float:
-        return {"type": ["number", "null"]}  # what is NaN or infinite is null
+        return {"type": ["number", "null"]}  # NaN and infinity are null
     if form is type(None):
         return {"type": "null"}
     return {"type": _TYPES[form]} if form in _TYPES else {}
@@ -52,7 +52,7 @@ def _form(form: Any, defined: dict[str, Any], strict: bool) -> dict[str, Any]:
 def _limits(limit: Range | OneOf, bare: Any) -> dict[str, Any]:
     if isinstance(limit, OneOf):
         return {"enum": list(limit.choices)}
-    # Of what a float cannot hold exactly the bound is left out.
+    # Bounds that a float cannot hold exactly are left out.
     bounds = {"exclusiveMinimum" if limit.open else "minimum": limit.least, "maximum": limit.most}
     return {name: bare(bound) for name, bound in bounds.items() if abs(bound) < 2**53}
 

@@ -1,8 +1,8 @@
-"""All that twellc uses of torch without torch's promise that it stays: each name, and where torch has it.
+"""Names of torch that twellc uses and torch does not promise to keep, each with its place in torch.
 
-It was tried with torch 2.11 to 2.13. A name is looked up when it is imported from here, `from
-twellc.base.torch_private import FakeTensor`, so that importing this module imports nothing of torch. Where torch has
-it no more, the error says which it is; `tests/twellc/base/test_private.py` says so of all of them at once.
+They were tried with torch 2.11 to 2.13. A name is looked up when it is imported from here, `from
+twellc.base.torch_private import FakeTensor`, so that importing this module imports nothing of torch. Where torch lacks
+a name, the error says which; `tests/twellc/base/test_private.py` looks up all of them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ NAMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Look up a name of `NAMES`; Python calls this for what the module does not have.
+    """Look up a name of `NAMES`; Python calls this for names that the module lacks.
 
     Raises:
         ImportError: torch does not have it.
@@ -94,12 +94,12 @@ def schema_of(op: Any) -> Any:
 
 
 def guards_of(program: ExportedProgram) -> list[str]:
-    """Return what a program checks of its inputs before it runs, as texts."""
+    """Return the checks that a program makes on inputs before it runs, as texts."""
     return program._guards_code
 
 
 def set_guards(program: ExportedProgram, guards: list[str]) -> None:
-    """Give a program other texts for what `guards_of` returns."""
+    """Replace the texts that `guards_of` returns for a program."""
     program._guards_code = guards
 
 
@@ -114,8 +114,8 @@ def forward_mode_level() -> int:
 def promoting_by_known_values() -> Iterator[None]:
     """Let torch.onnx.export take the values of nodes from their `meta` where it makes casts explicit.
 
-    It runs every operator on shapes for that, which takes seconds in a deep model. Those whose operands it casts are
-    still run.
+    Else it runs every operator on shapes for that, which takes seconds in a deep model. Operators with operands that it
+    casts are still run.
 
     It replaces a class of torch for all threads: enter it under `PROCESS_WIDE`, as `quiet_torch` holds it.
     """

@@ -1,7 +1,7 @@
-"""Everything that the package uses of transformers and that is private there, or changes from release to release.
+"""All uses of names of transformers that are private there, or change from release to release.
 
-Tried with transformers 5.3 to 5.24. `tests/twellc/base/test_private.py` says by name what a release lacks
-of `NEEDED`, and refuses such uses in all other files. Nothing of transformers is imported before a function is called.
+Tried with transformers 5.3 to 5.24. `tests/twellc/base/test_private.py` names the entries of `NEEDED` that a release
+lacks, and refuses such uses in all other files. Nothing of transformers is imported before a function is called.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from twellc.base.threads import PROCESS_WIDE
 
-# What must exist, and what breaks without it.
+# Names that must exist, with the features that need them.
 NEEDED: dict[str, str] = {
     "transformers.activations:ACT2FN": "twellc.training.relufy: the configuration names ReLU",
     "transformers.masking_utils:bidirectional_mask_function": "masks of encoders are recognised",
@@ -46,7 +46,7 @@ NEEDED: dict[str, str] = {
     "transformers:GenerationMixin._get_logits_processor": "processors are made of the arguments of generate",
 }
 
-# ---- which model is what ----
+# ---- kinds of models ----
 
 
 def causal_lm_classes() -> dict[str, str]:
@@ -57,7 +57,7 @@ def causal_lm_classes() -> dict[str, str]:
 
 
 def is_causal(model: Any) -> bool:
-    """Whether a model is a decoder alone, so that no token sees a later one, by the registers of transformers."""
+    """Whether the registers of transformers list a model as a decoder alone, so that no token sees a later one."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
     config, kind = model.config, model.config.model_type
@@ -71,14 +71,14 @@ def is_causal(model: Any) -> bool:
 
 
 def activation_classes() -> Any:
-    """Return what a configuration calls activations: a mapping of names to modules."""
+    """Return the mapping from names of activations in configurations to modules."""
     from transformers.activations import ACT2FN
 
     return ACT2FN
 
 
 def keep_rotary_frequencies(model: Any) -> int | None:
-    """Keep a model from asking how long a text is; return up to which length that is right, None for any.
+    """Keep a model from asking how long a text is; return the largest length for which that is right, None for any.
 
     Rotary frequencies of longrope change with the length of a text, and so do all keys.
     """
@@ -103,9 +103,9 @@ def keep_rotary_frequencies(model: Any) -> int | None:
 def nothing_fetched() -> Iterator[None]:
     """Import and use transformers in this context only, one thread at a time.
 
-    By what a config.json says, and for some model types in any case, transformers loads compiled kernels from a hub
-    where the package `kernels` is installed; no file of a model may do that. Where transformers is first imported here,
-    it takes `kernels` for missing until the process ends.
+    Where the package `kernels` is installed, transformers loads compiled kernels from a hub: if a config.json asks for
+    it, and for some model types in any case. No file of a model may do that. Where transformers is first imported
+    here, it takes `kernels` for missing until the process ends.
     """
     with PROCESS_WIDE:
         yield from _kept_from_fetching()
@@ -114,7 +114,7 @@ def nothing_fetched() -> Iterator[None]:
 def _kept_from_fetching() -> Iterator[None]:
     hidden = "kernels" not in sys.modules
     if hidden:
-        sys.modules["kernels"] = None  # type: ignore[assignment]  # Python's own way to say that there is none
+        sys.modules["kernels"] = None  # type: ignore[assignment]  # Python then raises ImportError for it
     try:
         from huggingface_hub import constants
         from transformers.integrations import hub_kernels
@@ -128,7 +128,7 @@ def _kept_from_fetching() -> Iterator[None]:
             del sys.modules["kernels"]
 
 
-# Of what, its attribute, the value before (None: it has none) and after.
+# Object, attribute, the value before (None: it has none) and after.
 Change = tuple[Any, str, Any, Any]
 
 
@@ -154,12 +154,12 @@ class Changed:
 
 # ---- attention ----
 
-# Makes a mask of whether it may be left out where it would be causal, and of what transformers passes to `sdpa_mask`.
+# Makes a mask from two arguments: whether a causal mask may be left out, and the arguments of `sdpa_mask`.
 Masks = Callable[[bool, dict[str, Any]], Any]
 # Names in transformers' registers, of attention and of masks that are added to the logits.
 _OURS, _ADDED = "twellc", "twellc_added"
 _COUNTING = "twellc_counting"
-# Where a configuration holds the `Masks` of its model.
+# The attribute of a configuration that holds the `Masks` of a model.
 _MASKS = "twellc_masks"
 # Modules with their own attention that look at the name themselves, such as those of Falcon.
 _ASKS_FOR_SDPA = re.compile(r"""_attn_implementation\s*(==|!=|in|not in)\s.*["']sdpa["']""")
@@ -206,7 +206,7 @@ def _asks_for_sdpa(module: str) -> bool:
     """Whether the code of a Python module compares the name of the attention with that of transformers' own."""
     try:
         return bool(_ASKS_FOR_SDPA.search(inspect.getsource(sys.modules[module])))
-    except (OSError, TypeError):  # there is no file of it
+    except (OSError, TypeError):  # it has no file
         return False
 
 
@@ -226,7 +226,7 @@ def _additive_mask(**request: Any) -> Tensor | None:
 
 
 def query_count(request: dict[str, Any]) -> Any:
-    """Return for how many queries a mask is asked."""
+    """Return the number of queries of a requested mask."""
     return _count(request["q_length"] if "q_length" in request else request["cache_position"])
 
 
@@ -236,7 +236,7 @@ def _count(queries: Any) -> Any:
 
 
 class PlainMasks(NamedTuple):
-    """Functions of transformers that say by positions which keys a query sees, and its own maker of masks."""
+    """Functions of transformers that say by positions which keys a query sees, and its function that makes masks."""
 
     causal: Any
     full: Any
@@ -258,7 +258,7 @@ def plain_attention() -> Callable[..., Any]:
 
 
 def attention_of_others(module: torch.nn.Module) -> list[Change]:
-    """Return what lets torch compute the attention of a module that some other implementation computes."""
+    """Return the changes that let torch compute the attention of a module with another implementation."""
     config: Any = vars(module).get("config")
     kind = getattr(config, "_attn_implementation", None)
     if kind in (None, "eager", "sdpa") or getattr(config, "sub_configs", None):
@@ -268,12 +268,12 @@ def attention_of_others(module: torch.nn.Module) -> list[Change]:
 
 # ---- experts ----
 
-# Computes experts: of their module, x [tokens, d_model], and of each token the experts and their factors [tokens, k].
+# Computes experts from their module, x [tokens, d_model], and the experts of each token with their factors [tokens, k].
 Experts = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
 
 def experts_of(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the modules of experts that a function of a register may compute, by path.
+    """Return the modules of experts that a registered function may compute, by path.
 
     Each has `num_experts`, `has_gate`, `has_bias`, `is_transposed`, `is_concatenated`, the weights `gate_up_proj` or
     `up_proj` and `down_proj`, and `act_fn` or, with a gate, `_apply_gate`; of newer releases `has_post_expert_norm` and
@@ -306,19 +306,19 @@ def register_experts(name: str, experts: Experts) -> None:
 
 
 def config_with_experts(config: Any, name: str) -> Any:
-    """Return a copy of a configuration, which has none inside, that names another function for experts."""
+    """Return a copy of a configuration, which holds no other one, with another function for experts."""
     own = copy.copy(config)
     own._experts_implementation = name
     return own
 
 
 def is_forward_of_experts(experts: Any) -> bool:
-    """Whether the forward of experts is the one that looks a function up."""
+    """Whether the forward of experts looks up a registered function."""
     return hasattr(type(experts).forward, "__wrapped__")
 
 
 def experts_computed_as(config: Any, experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Compute experts as they do for a configuration; for None one after the other."""
+    """Compute experts as a configuration asks; for None one after the other."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     name = "eager" if config is None else config._experts_implementation

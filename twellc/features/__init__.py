@@ -1,6 +1,6 @@
 """Features of sparse autoencoders: the active neurons of each token with their values, without a dense tensor.
 
-    encode    x [..., d_model]  ->  features: of each token the neurons whose act(x W^T + b) is not 0, and its values
+    encode    x [..., d_model]  ->  features: for each token the neurons where act(x W^T + b) is not 0, and the values
     decode    features          ->  y [..., d_out] = sum of value * w_dec[neuron] + b_dec
 
 docs/features.md has an example. On a GPU both run kernels of the plugin library, in bfloat16 and float16; on a CPU they
@@ -24,15 +24,15 @@ from twellc.plugins.meaning import check_floating, check_matrix, check_tensor
 
 @dataclass(frozen=True)
 class Features:
-    """Active neurons of tokens, those of one token after those of another, in ascending order.
+    """Active neurons of tokens, token after token, in ascending order within each.
 
     Attributes:
         indices: Which neurons, int32 [entries], or [capacity] if one was given.
         values: Their activations, in the dtype of x [entries], or [capacity].
-        offsets: Where each token's entries begin, and where the last one's end, int64 [tokens + 1]. What is behind that
-            end has no meaning; if it is behind the capacity, entries are missing.
+        offsets: Where each token's entries begin, and where the last one's end, int64 [tokens + 1]. Entries behind that
+            end have no meaning; an end behind the capacity means that entries are missing.
         d_ff: How many neurons there are.
-        leading: The dimensions of x but the last, of which the product is `tokens`.
+        leading: The dimensions of x but the last; their product is `tokens`.
     """
 
     indices: Tensor
@@ -70,17 +70,17 @@ def encode(
 ) -> Features:
     """Return which neurons are active for each token, and their activations.
 
-    On a GPU it waits for the number of active neurons, unless a capacity is given: then a CUDA graph can hold it.
+    On a GPU it waits for the number of active neurons. With a capacity it does not, so a CUDA graph can hold it.
 
     Args:
         x: [..., d_model], in the dtype of w_enc and b_enc.
         w_enc: [d_ff, d_model], up to 2^20 neurons; or in float8_e4m3fn.
         b_enc: [d_ff], or None.
-        w_enc_scale: What float8_e4m3fn is multiplied with, float32: [], or [d_ff, 1], as docs/weights.md says.
+        w_enc_scale: The scales of a float8_e4m3fn w_enc, float32: [], or [d_ff, 1], as docs/weights.md says.
         activation: relu, relu2 or fatrelu.
-        threshold: Of fatrelu, which keeps what is above it.
+        threshold: Of fatrelu, which keeps the values above it.
         thresholds: Of fatrelu (JumpReLU), float32 [d_ff]: one for each neuron. Below 0 counts as 0.
-        capacity: How many entries there is a place for, for all tokens together; None: for as many as there are.
+        capacity: Room for this many entries of all tokens together; None: for as many as there are.
 
     Raises:
         ValueError: A shape does not fit, an option is out of range, or the kernels do not take the widths.
@@ -99,11 +99,11 @@ def encode(
 def decode(features: Features | tuple[Tensor, Tensor], w_dec: Tensor, b_dec: Tensor | None = None) -> Tensor:
     """Return y [..., d_out], the sum of each token's rows of w_dec times their values.
 
-    A value of 0 adds exactly 0. An index that is not 0 to d_ff - 1 makes its token's y NaN, unless its value is 0; so
-    does an entry that is missing, as there was no place for it.
+    A value of 0 adds exactly 0. An index outside of 0 to d_ff - 1 makes its token's y NaN, unless its value is 0. So
+    does an entry that is missing for want of capacity.
 
     Args:
-        features: What `encode` gave; or indices, of an integer dtype, and values, both [..., k], as `torch.topk` gives.
+        features: The result of `encode`; or indices, of an integer dtype, and values, both [..., k], as `torch.topk`.
         w_dec: [d_ff, d_out], in the dtype of the values.
         b_dec: [d_out], or None.
 

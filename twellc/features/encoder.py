@@ -1,4 +1,4 @@
-"""What encodes: act(x W^T + b)."""
+"""The encoder act(x W^T + b): its arguments, and their checks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from twellc.plugins.meaning import (
 
 @dataclass(frozen=True)
 class Encoder:
-    """The arguments of `encode` but x, by their meaning there."""
+    """The arguments of `encode` but x, with the same meaning."""
 
     weight: Tensor
     bias: Tensor | None

@@ -11,13 +11,13 @@ from twellc.plugins import library
 from twellc.plugins.block import PLAIN, BlockOptions, problem_of, set_scales
 from twellc.plugins.meaning import as_read, check_on_gpu, check_problem, check_status, launch
 
-# Lists have places for one active neuron of so many, and for so many of a token at least; if more are active, all is
-# encoded again.
+# The lists have room for one in so many neurons to be active, and for so many of each token at least; if more are
+# active, everything is encoded again.
 _GUESSED, _FEWEST_GUESSED = 64, 64
 
 
 def encode(encoder: Encoder, x: Tensor, capacity: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `cpu.encode` does."""
+    """Return the same as `cpu.encode`."""
     named = {
         "x": x,
         "w_gate": encoder.weight,
@@ -63,7 +63,7 @@ def encode(encoder: Encoder, x: Tensor, capacity: int | None) -> tuple[Tensor, T
 def decode(
     entries: tuple[Tensor, Tensor], offsets: Tensor | None, tokens: int, w_dec: Tensor, b_dec: Tensor | None
 ) -> Tensor:
-    """Return what `cpu.decode` does."""
+    """Return the same as `cpu.decode`."""
     indices, values = entries
     given = {"w_down": w_dec} if b_dec is None else {"w_down": w_dec, "b_down": b_dec}
     check_on_gpu({"x": values, "indices": indices, **given})
@@ -72,7 +72,7 @@ def decode(
     read = {name: as_read(each) for name, each in given.items()}
     y = values.new_empty(tokens, d_out)
     tensors = library.Tensors(**{name: each.data_ptr() for name, each in read.items()}, y=y.data_ptr())
-    if indices.dtype.itemsize > 4:  # else cut to what may be an index
+    if indices.dtype.itemsize > 4:  # else clamp to the range of an index
         indices = indices.long().clamp(-1, d_ff)
     indices, values = indices.int().contiguous(), values.contiguous()
     with torch.cuda.device(values.device):
@@ -84,5 +84,5 @@ def decode(
 
 
 def _problem(options: BlockOptions, like: Tensor, **sizes: int) -> library.Problem:
-    """Return the plain block, of elements like those of a tensor, of which the kernels compute a part."""
+    """Return the plain block of which the kernels compute a part, with the element type of `like`."""
     return problem_of(PLAIN, options, dtype_name(like.dtype), **sizes)
