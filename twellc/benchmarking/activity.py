@@ -1,4 +1,4 @@
-"""Draw how active the tokens and the neurons of a block are that is made to be measured.
+"""Draw how active the tokens and the neurons of a synthetic block are.
 
 A gate value is a standard normal variable plus the offset of its neuron minus the `quantile` of its token's activity.
 """
@@ -14,14 +14,14 @@ from twellc.base.arrays import to_numpy
 from twellc.decisions.times import zipf_rates
 from twellc.passes.block_profile import hot_first
 
-# A gate value this many standard deviations from zero is active, or is not, whatever else is drawn.
+# A gate value this many standard deviations from zero is surely active, or surely not.
 CERTAIN = 30.0
 _SPREAD = 0.8  # of the tokens' activity, log-normal
 _MOST_ACTIVE = 0.9  # share of neurons
 
 
 def quantile(p: Tensor) -> Tensor:
-    """Where a standard normal variable is exceeded with probability p; for 0 where that never happens here."""
+    """Return the value that a standard normal variable exceeds with probability p; for p = 0 one out of its reach."""
     value: Tensor = -torch.special.ndtri(p.double()).float()
     return value.clamp(-CERTAIN, CERTAIN)
 
@@ -33,17 +33,17 @@ def draw_activity(tokens: int, density: float, device: str) -> Tensor:
 
 
 def thresholds(activity: Tensor, density: float) -> Tensor:
-    """Return what is subtracted from the gate values of each token; at a density of 1 all neurons fire."""
+    """Return the value to subtract from the gate values of each token; at a density of 1 all neurons fire."""
     return quantile(activity) if density < 1 else torch.full_like(activity, -CERTAIN)
 
 
 def zipf_offsets(d_ff: int, density: float, device: str) -> Tensor:
-    """Return the offsets of neurons, in random order, that fire by Zipf's law: float32 [d_ff]."""
+    """Return offsets with which neurons, in random order, fire by Zipf's law: float32 [d_ff]."""
     share = torch.from_numpy(zipf_rates(d_ff, density)).to(device)[torch.randperm(d_ff, device=device)]
     return quantile(torch.tensor(density, device=device)) - quantile(share)
 
 
 def hot_neurons_first(offsets: Tensor, hot: int) -> Tensor:
-    """Put the neurons that fire most often first, as many as are `hot`, as the compiler does: [d_ff]."""
+    """Put the `hot` neurons that fire most often first, as the compiler does: [d_ff]."""
     active: NDArray[np.float64] = to_numpy(offsets.double() + CERTAIN)  # 0 where one never fires
     return offsets[torch.from_numpy(hot_first(active, hot)).to(offsets.device)]

@@ -1,10 +1,9 @@
-"""`twellc bench`: the original model against the rewritten one, and against what else one could run, on this GPU.
+"""`twellc bench`: the original model against the rewritten one and other dense forms, on this GPU.
 
-At each shape there are two contests, in CUDA graphs, of contestants that take turns. In the first everybody runs the
-whole model, in the second the rewritten blocks alone, one after the other, on what they see in the model. Before that,
-results are compared with float64: a contestant whose error exceeds twice the eager model's is left out, but for
-FP8 of all kinds, INT4, and what lacks pruned neurons, which are as wrong as they are. At last each block is
-timed by itself.
+Each shape has two contests, in CUDA graphs; contestants take turns. In the first they run the whole model, in the
+second the rewritten blocks alone, one after the other, on the inputs that these have in the model. Before that,
+results are compared with float64: a contestant with more than twice the eager model's error is left out. FP8 of all
+kinds, INT4 and models with pruned neurons have no such limit. At last each block is timed by itself.
 """
 
 from __future__ import annotations
@@ -94,11 +93,11 @@ def bench_model(
     Args:
         options: See `BenchOptions`.
         progress: Receives the name of each step.
-        done: Receives after each shape what has been found so far.
+        done: Receives the results so far after each shape.
 
     Raises:
-        UserError: There is no GPU, or no TensorRT to build the plans that are asked for; the model or its inputs cannot
-            be read, or none of its blocks is rewritten.
+        UserError: There is no GPU, or no TensorRT to build the requested plans; the model or its inputs cannot be read;
+            or no block is rewritten.
     """
     import_modules(options.import_modules)
     refuse_samples(options, {"--arrays": options.arrays, "--text": options.text}, only_to_measure=False)
@@ -156,7 +155,7 @@ class _Bench:
             self._notes.append(f"energy was not measured: {error}".rstrip("."))
 
     def _rewrite(self, calibrated: LoadedCalibration | None) -> Rewritten:
-        """Rewrite the model as `twellc compile` does for optimization profiles that are the shapes to measure at."""
+        """Rewrite the model as `twellc compile` does, with the shapes to measure as optimization profiles."""
         self._profiles = profiles_of(program_inputs(self._model.program), list(self._samples.values()))
         options = self._options
         self._errors = None
@@ -247,7 +246,7 @@ def _on_device(sample: Sample) -> Sample:
 
 
 class _Shape:
-    """What is measured at one shape."""
+    """The measurements at one shape."""
 
     def __init__(
         self,
@@ -262,7 +261,7 @@ class _Shape:
         self._modules = [layer.module for layer in chosen]
         pruned = any(layer.neurons is not None and layer.neurons.dead for layer in chosen)
         fp8 = any(reads_fp8(layer.weights) for layer in chosen)
-        # Their error has no limit: what is pruned lacks what its neurons would add, and FP8 rounds.
+        # Their error has no limit: pruned neurons are missing from the result, and FP8 rounds.
         self._lossy = {*LOSSY, *((TWELL, TWELL_EAGER, TWELL_COMPILED, PLAN_TWELL) if pruned or fp8 else ())}
 
     def run(
@@ -276,7 +275,7 @@ class _Shape:
         whole: ExportedProgram,
         plans: Mapping[str, Callable[..., None]],
     ) -> ShapeResult:
-        """Hold both contests, and time each block; `whole` is `ours` with all neurons, see `with_all_neurons`."""
+        """Run both contests, and time each block; `whole` is `ours` with all neurons, see `with_all_neurons`."""
         torch.compiler.reset()  # or it would compile for several shapes at once
         seen = see_blocks(whole, args, kwargs)
         tokens = seen[0].x.numel() // seen[0].x.shape[-1]
@@ -305,7 +304,7 @@ class _Shape:
         return ShapeResult(shape, tokens, densities, *standings, self._by_block(shape, seen, own, standings[1]))
 
     def _by_block(self, shape: str, seen: list[Seen], ours: list[Seen], together: Standings) -> list[BlockTimes]:
-        """Time each block by itself, by twell and by the dense forms that were not left out of the contest."""
+        """Time each block by itself: by twell, and by the dense forms that stayed in the contest."""
         names = [name for name in BASELINES if name in together.times]
         if not names or TWELL not in together.times:
             return []
@@ -331,13 +330,13 @@ class _Shape:
 
 
 def _blocks(seen: list[Seen], ours: list[Seen], forms: list[dict[str, Form]], lossy: set[str]) -> Contest:
-    """Start a contest of the blocks alone; the truth is that of `seen`, which have all neurons."""
+    """Start a contest of the blocks alone; the truth is the result of `seen`, with all neurons."""
     rows = [torch.randperm(each.x.numel() // each.x.shape[-1])[:_CHECKED_BLOCK_ROWS].to(_DEVICE) for each in seen]
     exact = [
         each.block.double().dense(each.x.reshape(-1, each.x.shape[-1])[own].double())
         for each, own in zip(seen, rows, strict=True)
     ]
-    # Powers of two, which change no rounding, so that blocks with small results count like others.
+    # Scaling by powers of two changes no rounding, and lets blocks with small results count like others.
     scales = [2.0 ** -round(float(y.square().mean().clamp(min=1e-30).log2()) / 2) for y in exact]
 
     def scaled(results: list[Tensor]) -> Tensor:

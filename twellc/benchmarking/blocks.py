@@ -1,4 +1,4 @@
-"""The feed-forward blocks of a rewritten program: what they read, and other forms in their place."""
+"""The feed-forward blocks of a rewritten program: their inputs, and other forms in their place."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Seen:
     """A call of a `twell` op while a program ran, without its residual.
 
     Attributes:
-        operands: What it was given. If it has a norm, x is what the norm gave, and the rest is without the norm.
-        options: How it was computed.
+        operands: Its tensors. Of a block with a norm, x is the result of the norm, and the norm is left out.
+        options: Its options.
         block: The same block for torch.
     """
 
@@ -42,7 +42,7 @@ class Seen:
 
     @property
     def x(self) -> Tensor:
-        """What the block read, [..., d_model]."""
+        """The input of the block, [..., d_model]."""
         return self.operands.x
 
     def run(self) -> Tensor:
@@ -50,13 +50,13 @@ class Seen:
         return run_block(self.operands, self.options)
 
     def copy(self) -> Seen:
-        """Return the call with copies of the weights, but for torch."""
+        """Return the call with copies of the weights; `block` keeps its own."""
         copied = dataclasses.replace(self.operands.map(Tensor.clone), x=self.x)
         return dataclasses.replace(self, operands=copied)
 
 
 def with_all_neurons(rewritten: Rewritten, compression: int | None) -> ExportedProgram:
-    """Return a program whose rewritten blocks have all neurons, as the model has them: for dense forms of them."""
+    """Return a program whose rewritten blocks have all neurons in the order of the model, for dense forms of them."""
     blocks = find_ffn_blocks(rewritten.dense)
     rewrites = [
         (block, options_of(block, dataclasses.replace(layer, hot=0, compression=None), compression))
@@ -79,18 +79,18 @@ def dense_models(program: ExportedProgram, forms: list[dict[str, Form]]) -> dict
 
     Args:
         program: The program.
-        forms: The forms of each block by name; what not all of them have is left out.
+        forms: The forms of each block by name; forms that some block lacks are left out.
     """
     chosen = [name for name in (PACKED, FP8, INT4) if all(name in own for own in forms)]
     return {name: with_forms(program, [own[name] for own in forms]) for name in chosen}
 
 
 def block_calls(ours: list[Seen], forms: list[dict[str, Form]]) -> dict[str, Callable[[], list[Tensor]]]:
-    """Return calls that compute all blocks, one after the other, on what they have read: by their forms and by twell.
+    """Return calls that compute all blocks, one after the other, on their recorded inputs, by their forms and by twell.
 
     Args:
         ours: The blocks as twell computes them.
-        forms: The forms of each block by name; what not all of them have is left out.
+        forms: The forms of each block by name; forms that some block lacks are left out.
     """
 
     def run(name: str) -> list[Tensor]:
@@ -102,12 +102,12 @@ def block_calls(ours: list[Seen], forms: list[dict[str, Form]]) -> dict[str, Cal
 
 
 def rotated_calls(whole: Seen, own: Seen, names: list[str]) -> dict[str, list[Callable[[], Tensor]]]:
-    """Return calls that compute one block on what it has read, for several copies of its weights.
+    """Return calls that compute one block on its recorded input, for several copies of the weights.
 
     Args:
         whole: The block with all neurons.
         own: The block as twell computes it.
-        names: The dense forms, by which to compute it beside twell, none of `LOSSY`.
+        names: The dense forms to compute it by, besides twell; none of `LOSSY`.
     """
     weights = [each for each in vars(whole.block).values() if isinstance(each, Tensor)]
     more = sets_in_rotation(sum(each.numel() * each.element_size() for each in weights)) - 1
@@ -120,13 +120,13 @@ def rotated_calls(whole: Seen, own: Seen, names: list[str]) -> dict[str, list[Ca
 
 
 def with_forms(program: ExportedProgram, forms: list[Form]) -> nn.Module:
-    """Return a rewritten program as a module that computes its blocks by dense forms of them."""
+    """Return a rewritten program as a module that computes its blocks by dense forms."""
     names = [_names(node.target) for node in _nodes(program)]
     return substitute(program, [_InPlace(form, own) for form, own in zip(forms, names, strict=True)])
 
 
 def substitute(program: ExportedProgram, modules: list[Any]) -> nn.Module:
-    """Return a program as a module that calls others, with the same arguments, in the place of its `twell` ops."""
+    """Return a program as a module that calls other modules, with the same arguments, in place of the `twell` ops."""
     module: Any = program.module(check_guards=False)
     nodes = [node for node in module.graph.nodes if node.target in VARIANT_OF]
     for index, (node, own) in enumerate(zip(nodes, modules, strict=True)):
@@ -163,7 +163,7 @@ class _Tap(nn.Module):
 
 
 class _InPlace(nn.Module):
-    """Calls a dense form with the arguments of an op, whose weights it has already."""
+    """Calls a dense form, which holds the weights, with the arguments of an op."""
 
     def __init__(self, form: Form, names: list[str]) -> None:
         super().__init__()

@@ -1,13 +1,13 @@
-"""Measure what blocks take on the GPU at hand, for decisions: a grid of tokens, widths, densities and distributions.
+"""Measure the times of blocks on the GPU at hand, for decisions: a grid of tokens, widths, densities and distributions.
 
-Beside TwELL stands the fastest of three dense blocks: eager; with one fused kernel for the activation; and with
+TwELL is compared with the fastest of three dense blocks: eager; with one fused kernel for the activation; and with
 gate and up packed in one product besides. Times are of one call within a CUDA graph that holds one call for each of
 several sets of weights, so that weights come from memory as they do in a model. All contestants of a size take
 turns, in a new order in each repetition.
 
-Weights are drawn once a width. How active a token is stands in the first column of x, how active a neuron is in one
-column of the gate for each distribution: x has a constant in the column of the distribution that is measured, and zero
-in the others.
+Weights are drawn once a width. The first column of x holds the activity of each token. For each distribution one column
+of the gate holds the activity of each neuron: x has a constant in the column of the measured distribution, and zero in
+the others.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from twellc.plugins.block import BlockOptions, Operands
 from twellc.plugins.library import limits
 from twellc.plugins.ops import run_block
 
-# Seconds after which no other size is begun.
+# After so many seconds no other size is begun.
 _SECONDS = 200
 _MANY_TOKENS = 8192  # beyond it activations push weights out of L2 anyway
-# Where calls are not split hot neurons matter less, only by their order: measured at these numbers of tokens.
+# Where calls are not split, hot neurons matter only by their order: measured at these numbers of tokens.
 _TOKENS_IN_ORDER = (1, 8, 32, 128)
 # Twice the error of a dense block in bf16.
 _LARGEST_ERROR = 0.02
@@ -60,13 +60,13 @@ class Activity:
 
     @property
     def distribution(self) -> Distribution:
-        """What x and the gate decide: density, kind, and how many of the most active neurons come first."""
+        """The part that x and the gate decide: density, kind, and how many of the most active neurons come first."""
         return self.density, self.neurons, self.hot
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What is measured of blocks of one width: every activity at every number of tokens; none leaves dense blocks."""
+    """Blocks of one width to measure: every activity at every number of tokens; without any, dense blocks alone."""
 
     variant: str
     d_model: int
@@ -98,12 +98,12 @@ _SOME = (
 
 
 def _both_sides(*last: int) -> tuple[int, ...]:
-    """Return token counts on both sides of where other kernels take over: the last of the ones, the first of others."""
+    """Return token counts on both sides of a change of kernels: the last of one kernel, the first of the next."""
     return tuple(tokens + step for tokens in last for step in (0, 1))
 
 
 def grids() -> tuple[Grid, ...]:
-    """Return what is measured, the most useful first: a run that has to stop early has those.
+    """Return the grids to measure, the most useful first, as a run may have to stop early.
 
     Raises:
         UserError: The plugin library is missing.
@@ -137,7 +137,7 @@ def grids() -> tuple[Grid, ...]:
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """A block, and what other contestants need of it: all in one product, and down [d_ff, d_model]."""
+    """A block, and its weights as other contestants read them: all in one product, and down [d_ff, d_model]."""
 
     block: Block
     packed: Packed
@@ -145,13 +145,13 @@ class BlockWeights:
 
 
 def place_columns(activities: tuple[Activity, ...]) -> dict[Distribution, int]:
-    """Give each unequal distribution a column of x and gate, after the one of the tokens' activity."""
+    """Give each unequal distribution a column of x and gate, after the column for the tokens' activity."""
     unequal = dict.fromkeys(activity.distribution for activity in activities if activity.neurons != "equal")
     return {distribution: column for column, distribution in enumerate(unequal, 1)}
 
 
 def draw_weights(grid: Grid, columns: dict[Distribution, int], device: str = "cuda") -> BlockWeights:
-    """Draw the weights of one block; `columns` says where the gate has how active each neuron is."""
+    """Draw the weights of one block; `columns` are those of the gate that hold the neurons' activity."""
     d_model, d_ff = grid.d_model, grid.d_ff
     scale = d_model**-0.5
     gate = torch.randn((d_ff, d_model), device=device) * scale
@@ -214,7 +214,7 @@ def measure_size(
             raise RuntimeError(f"{grid}, {tokens} tokens, {activity}: off from the dense block by {error:.2e}")
         del exact
     any_rows = next(iter(rows.values())) if rows else draw_rows(tokens, grid.d_model, (0.01, "equal", 0), columns)
-    # None of the dense forms has to be compiled for each size, as what torch makes of a whole block.
+    # Unlike a block that is compiled as a whole, these dense forms need no compilation for each size.
     calls: dict[Any, Callable[[BlockWeights], Tensor]] = {
         "eager": lambda w: w.block.dense(any_rows),
         "fused": lambda w: fused_dense(w.block, any_rows),
@@ -237,7 +237,7 @@ def _microseconds(times: timing.CallTime) -> tuple[float, float, float]:
 
 
 def _machine() -> dict[str, str]:
-    """Say what is measured on and with."""
+    """Describe the machine and the software of the measurement."""
     return {
         **{name: str(value) for name, value in timing.machine().to_json().items()},
         "form": "torch ops in CUDA graphs over rotating weights",
@@ -250,12 +250,12 @@ def calibrate(path: Path, overwrite: bool, progress: Callable[[str], None]) -> G
     """Measure the grid and write the data file, anew after each number of tokens.
 
     Args:
-        path: The data file. What an interrupted run leaves is a whole file that holds what was measured so far.
+        path: The data file. After an interrupt it is whole, with the times that were measured so far.
         overwrite: Whether it may replace a file.
-        progress: Receives what is being measured.
+        progress: Receives the name of each measurement.
 
     Returns:
-        What was measured.
+        The measured times.
 
     Raises:
         UserError: There is no GPU, or its memory holds none of the sizes, or the file cannot be written.
@@ -273,7 +273,7 @@ def calibrate(path: Path, overwrite: bool, progress: Callable[[str], None]) -> G
         bytes_each = 2 * grid.d_model * grid.d_ff * (3 if grid.variant == "gated" else 2)
         count = timing.sets_in_rotation(bytes_each)
         sets: list[BlockWeights] = []
-        # The most first: torch launches the compiled activation as suits the first size it sees.
+        # Most tokens first: torch launches the compiled activation as suits the first size that it sees.
         for tokens in reversed(grid.tokens):
             if monotonic() > end:
                 left = True

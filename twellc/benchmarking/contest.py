@@ -22,7 +22,7 @@ def time_rotated(contestants: Mapping[_Name, Sequence[Call]], repeats: int) -> d
 
 
 class Contest:
-    """Contestants by name: each is kept, or named with what is wrong with it.
+    """Contestants by name: each is kept, or left out with its fault.
 
     Attributes:
         errors: Relative error of each contestant's result.
@@ -33,31 +33,31 @@ class Contest:
         """Start without contestants.
 
         Args:
-            truth: What is to come out, in float64, [rows, width]; None where it is not known: then nothing is compared.
-            drawn: Returns the rows that are compared, [rows, width], of what a contestant returns.
-            language_model: Whether they are logits over a vocabulary.
+            truth: The right result in float64, [rows, width]; None where it is not known: then nothing is compared.
+            drawn: Returns the rows of a contestant's result to compare, [rows, width].
+            language_model: Whether the results are logits over a vocabulary.
         """
         self.errors: dict[str, float] = {}
         self.failed: dict[str, str] = {}
         self._truth, self._drawn, self._language_model = truth, drawn, language_model
         self._yardstick: Tensor | None = None
         self._replays: dict[str, Call] = {}
-        self._kept: list[Any] = []  # what the recordings read and write
+        self._kept: list[Any] = []  # read and written by the recordings
 
     def __contains__(self, label: str) -> bool:
         """Whether a contestant is kept."""
         return label in self._replays
 
     def add(self, label: str, call: Callable[[], Any], *kept: Any, lossy: bool = False) -> None:
-        """Record a call; compare what the recording computes.
+        """Record a call; compare the recording's result.
 
-        The first contestant is the yardstick: others may be twice as wrong as it is.
+        The first contestant is the yardstick: others may have twice its error.
 
         Args:
             label: The contestant's name.
             call: Returns a result.
-            kept: What must live as long as the recording does, beside the call and its result.
-            lossy: Whether it may be as wrong as it is.
+            kept: Objects that must live as long as the recording does, besides the call and its result.
+            lossy: Whether its error has no limit.
         """
         results: list[Any] = []
 
@@ -77,7 +77,7 @@ class Contest:
         self._kept += [call, results, *kept]
 
     def _compare(self, label: str, result: Tensor, lossy: bool) -> str:
-        """Note the error of a result, and say what is wrong with it; nothing where it is within tolerance."""
+        """Note the error of a result, and return its fault; an empty text where it is within tolerance."""
         assert self._truth is not None
         if self._yardstick is None:
             if self.failed:
@@ -95,7 +95,7 @@ class Contest:
         return f"its result is off: {accuracy.candidate}, where the model in torch has {accuracy.plain}"
 
     def replay(self, label: str) -> Call:
-        """Return what runs a contestant once."""
+        """Return a call that runs a contestant once."""
         return self._replays[label]
 
     def time(self, repeats: int) -> dict[str, CallTime]:

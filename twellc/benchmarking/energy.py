@@ -1,4 +1,4 @@
-"""What a call takes of the board's energy counter."""
+"""The energy of a call, by the board's counter."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class EnergyMeter:
         return millijoules.value / 1e3
 
     def of(self, call: Call, seconds: float, microseconds: float) -> float:
-        """Return the joules that one call takes: of many calls in a row, after as many to warm up.
+        """Return the joules of one call, from many calls in a row, after as many to warm up.
 
         Args:
             call: The call.
-            seconds: How long the calls that are counted are to take.
-            microseconds: What one of them takes.
+            seconds: How long the counted calls are to take.
+            microseconds: The time of one call.
         """
         count = max(1, round(seconds * 1e6 / microseconds))
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""Dense forms of a feed-forward block: what twellc is compared with.
+"""Dense forms of a feed-forward block, to compare twellc with.
 
     eager      torch's own products, one after the other
     compiled   the same through torch.compile
@@ -6,11 +6,11 @@
     FP8        packed, with weights, x and the hidden tensor in E4M3, one scale each; x and the hidden tensor are
                quantised by compiled kernels, with scales that were calibrated beforehand; in a model that is compiled
                as a whole these are the kernels of the norm before the block and of the activation
-    … tuned    the same, compiled as a whole with max-autotune: torch then chooses among kernels of its own, too
+    … tuned    the same, compiled as a whole with max-autotune: torch then chooses among its own kernels, too
     INT4       packed, with weights of 4 bits, a scale for 128 inputs of a neuron, rounded to nearest; x and the hidden
                tensor stay in bf16
 
-The fastest of the first three is the baseline of every speed-up. FP8 and INT4 round more and stand beside it.
+The fastest of the first three is the baseline of every speed-up. FP8 and INT4 are not, as they round more.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ LOSSY = (FP8, FP8_TUNED, INT4)
 _FP8_CAPABILITY = (8, 9)
 # cuBLAS takes FP8 matrices whose sizes are multiples of this.
 _FP8_MULTIPLE = 16
-# torch's product with weights of 4 bits: a scale for so many inputs, tiles of 16 inputs that it packs together.
+# torch's product with weights of 4 bits: its capability, the inputs of a scale, the tiles of 16 inputs packed together.
 _INT4_CAPABILITY = (8, 0)
 _INT4_GROUP = 128
 _INT4_TILES = 8
-_MATRIX = 2  # dimensions of rows, of which torch compiles for any number
+_MATRIX = 2  # dimensions of a matrix, which torch compiles for any number of rows
 
 
 @dataclass(frozen=True)
 class Block:
-    """Weights of a block, as `torch.nn.Linear` has them, and what it computes of them.
+    """A block with weights as `torch.nn.Linear` has them.
 
     Attributes:
         gate: [d_ff, d_model]; of a plain block, which has no `up`, the up projection.
@@ -86,7 +86,7 @@ class Block:
         return self._with(Tensor.double)
 
     def copy(self) -> Block:
-        """Return the block with copies of its weights."""
+        """Return the block with copies of the weights."""
         return self._with(Tensor.clone)
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Block:
@@ -97,7 +97,7 @@ class Block:
 
 
 def combine(gate: Tensor, up: Tensor | None, activation: str, threshold: float | Tensor) -> Tensor:
-    """Return the hidden tensor of pre-activations of gate and up, all of one shape."""
+    """Return the hidden tensor from the pre-activations of gate and up, all of one shape."""
     g = activate(gate, activation, threshold)
     if up is None:
         return g
@@ -105,7 +105,7 @@ def combine(gate: Tensor, up: Tensor | None, activation: str, threshold: float |
 
 
 def _combine_packed(gate_up: Tensor, gated: bool, activation: str, threshold: float | Tensor) -> Tensor:
-    """Return the hidden tensor of what one product gives: [..., 2 d_ff] for gate and up, else [..., d_ff]."""
+    """Return the hidden tensor from the result of one product: [..., 2 d_ff] for gate and up, else [..., d_ff]."""
     gate, up = gate_up.chunk(2, -1) if gated else (gate_up, None)
     return combine(gate, up, activation, threshold)
 
@@ -125,15 +125,16 @@ def _combine_fp8(gate_up: Tensor, gated: bool, activation: str, threshold: float
 
 
 def compile_rival(function: Callable[..., Any], dynamic: bool | None = False, **settings: Any) -> Callable[..., Any]:
-    """Return what twellc is compared with through torch.compile: as one graph, and compiled for it alone.
+    """Return a function through torch.compile, to compare twellc with: as one graph, with its own compiled code.
 
-    torch goes on eagerly, and says nothing, behind what it cannot trace, and after the eighth size of one function,
-    whoever called it. Here both are errors, and no other rival's sizes count: each has code of its own.
+    By default torch goes on eagerly, without a warning, behind code that it cannot trace, and after the eighth size of
+    one function in all callers. Here both are errors. Each rival has its own code object, so sizes of others do not
+    count.
 
     Args:
         function: A function or a module.
         dynamic: As `torch.compile` takes it; False compiles for exactly the sizes of each call.
-        settings: Others of `torch.compile`.
+        settings: Other arguments of `torch.compile`.
     """
 
     def run(*arguments: Any, **named: Any) -> Any:
@@ -146,12 +147,12 @@ def compile_rival(function: Callable[..., Any], dynamic: bool | None = False, **
 @functools.cache
 def _compiled(function: Callable[..., Tensor], *_sizes: Any, dynamic: bool | None = None) -> Callable[..., Tensor]:
     """Return a function through torch.compile, for some sizes."""
-    # From its cache torch would take a kernel whose launch suits the number of tokens that another run compiled it for.
+    # In torch's cache there may be a kernel that was compiled for another number of tokens, by another run.
     return compile_rival(function, dynamic, options={"fx_graph_cache": False})
 
 
 def _sizes(values: Sequence[Any], tokens: int) -> Iterator[Any]:
-    """Yield what values are compiled for: all but the number of tokens, which is that of the rows of matrices."""
+    """Yield the sizes and values to compile for: all but the number of tokens, the rows of matrices."""
     yield tokens == 1
     for value in values:
         if isinstance(value, Tensor):
@@ -161,7 +162,7 @@ def _sizes(values: Sequence[Any], tokens: int) -> Iterator[Any]:
 
 
 def _fused(function: Callable[..., Tensor], rows: Tensor, *rest: Any) -> Tensor:
-    """Call a function of rows [tokens, width] as one compiled kernel, which serves any number of tokens but one."""
+    """Call a function of rows [tokens, width] as one compiled kernel; it serves all numbers of tokens above one."""
     if torch.compiler.is_compiling():
         return function(rows, *rest)
     for matrix in (rows, *rest):
@@ -172,7 +173,7 @@ def _fused(function: Callable[..., Tensor], rows: Tensor, *rest: Any) -> Tensor:
 
 
 def fused_dense(block: Block, x: Tensor) -> Tensor:
-    """Compute y [..., d_out] of x [..., d_model] by a product each and one compiled kernel for the activation."""
+    """Compute y [..., d_out] of x [..., d_model] by a product a weight and one compiled kernel for the activation."""
     rows = x.reshape(-1, x.shape[-1])
     g = functional.linear(rows, block.gate, block.gate_bias)
     u = None if block.up is None else functional.linear(rows, block.up, block.up_bias)
@@ -231,7 +232,7 @@ class DenseFp8:
 
 
 class DenseFp8Linear:
-    """A linear layer in FP8, a scale for each row of its weight and of x, for a model that is compiled as a whole."""
+    """A linear layer in FP8, a scale for each row of weight and x, for a model that is compiled as a whole."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Quantise the weight [out, in]."""
@@ -246,7 +247,7 @@ class DenseFp8Linear:
 
 
 class DenseFp8Rows:
-    """A block of two such layers, gate and up in one."""
+    """A block of two `DenseFp8Linear`, with gate and up in one."""
 
     def __init__(self, block: Block) -> None:
         """Quantise the weights."""
@@ -347,10 +348,10 @@ def dense_forms(
 
     Args:
         block: The block.
-        x: What FP8 is calibrated on, [..., d_model].
-        with_compiled: Whether to have the form that is compiled as a whole.
-        with_lossy: Whether to have the forms in FP8 and INT4.
-        max_autotune: Whether to have FP8 compiled with max-autotune.
+        x: The tensor to calibrate FP8 on, [..., d_model].
+        with_compiled: Whether to include the form that is compiled as a whole.
+        with_lossy: Whether to include the forms in FP8 and INT4.
+        max_autotune: Whether to include FP8 compiled with max-autotune.
     """
     forms: dict[str, Callable[[Tensor], Tensor]] = {EAGER: block.dense}
     if with_compiled:

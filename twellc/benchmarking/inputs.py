@@ -14,8 +14,8 @@ from twellc.passes.sizes.find_relations import relations_of
 from twellc.passes.sizes.inputs import program_inputs
 from twellc.samples.samples import Limits, Sample, draw_sample, read_arrays, read_text
 
-# By the number of dynamic dimensions: sizes to measure at, as far as the model takes them. Of a language model they are
-# sequences and their tokens: one token, and prompts.
+# Sizes to measure at, by the number of dynamic dimensions, as far as the model takes them. For a language model they
+# are sequences and their tokens: one token, and prompts.
 USUAL_SHAPES: dict[int, tuple[Shape, ...]] = {
     0: ((),),
     1: ((1,), (32,), (512,), (2048,), (8192,)),
@@ -24,10 +24,10 @@ USUAL_SHAPES: dict[int, tuple[Shape, ...]] = {
 
 
 def make_samples(options: BenchOptions, model: LoadedModel) -> tuple[dict[str, Sample], str]:
-    """Return the inputs of each shape, by the shape's name such as `1x512`, and what they are, in words.
+    """Return the inputs of each shape, by the shape's name such as `1x512`, and a description of them.
 
     Raises:
-        UserError: A shape is asked for that the model does not take, or the inputs cannot be read.
+        UserError: The model does not take a requested shape, or the inputs cannot be read.
     """
     limits = Limits(program_inputs(model.program), None, model.vocabulary)
     given = {"--arrays": options.arrays, "--text": options.text, "--seed": options.seed}
@@ -88,7 +88,7 @@ def _hints(limits: Limits) -> Shape:
 
 
 def _order(limits: Limits) -> str:
-    """Return where the sizes of a shape stand in the inputs."""
+    """Say which dimensions of the inputs the sizes of a shape are, in order."""
     places: dict[str, str] = {}
     for spec in limits.inputs.specs:
         for axis, dim in enumerate(spec.shape):
@@ -98,14 +98,14 @@ def _order(limits: Limits) -> str:
 
 
 def _together(limits: Limits, shape: Shape) -> Shape:
-    """Return the sizes next to these that the model takes together; these where there are none."""
+    """Return the nearest sizes that the model takes together; these where there are none."""
     ranges = limits.ranges
     fitting = fitting_sizes(limits.inputs.conditions, ranges, dict(zip(ranges, shape, strict=True)))
     return shape if fitting is None else tuple(fitting[symbol] for symbol in ranges)
 
 
 def _windows(sample: Sample, ids: torch.Tensor, shape: Shape) -> Sample:
-    """Cut rows, without padding, out of the middle of a text: its first tokens are unlike others."""
+    """Cut rows without padding out of the middle of a text, as first tokens are unlike others."""
     rows, length = shape
     count = rows * length
     start = max(0, (ids.numel() - count) // 2)

@@ -53,14 +53,14 @@ def build_plans(
     """Build a dense plan and a rewritten one, and open them.
 
     Args:
-        options: What was asked for.
+        options: See `BenchOptions`.
         profiles: See `profiles_of`.
-        errors: By how much FP8 changes the outputs of blocks, by module; None where that was not measured.
-        folder: Where they may stand.
+        errors: The relative changes of blocks' outputs by FP8, by module; None where they were not measured.
+        folder: The folder for the plans.
         progress: Receives the name of each step.
 
     Returns:
-        The plans by the contestants' names, and why others could not be built.
+        The plans by the contestants' names, and the reasons why others could not be built.
     """
     plans, failed = {}, {}
     kinds = (TracingOptions, DecisionOptions, WeightOptions)

@@ -27,7 +27,7 @@ def refuse_plot(path: Path) -> None:
     """Fail now rather than after the work is done if no picture can be drawn.
 
     Raises:
-        UserError: matplotlib is missing, or the file is of no format that it writes.
+        UserError: matplotlib is missing, or does not write files of this format.
     """
     if path.suffix[1:].lower() not in _FORMATS:
         raise UserError(f"--plot {path}", "no such format", expected=" or ".join(f".{each}" for each in _FORMATS))

@@ -1,4 +1,4 @@
-"""What `twellc bench` found."""
+"""The results of `twellc bench`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Standings(Record):
     """Contestants that compute the same.
 
     Attributes:
-        times: What each takes, in microseconds.
-        errors: Relative error of each one's result; the truth is float64.
-        failed: Why others were left out.
-        joules_per_token: Energy of some, if it was measured.
+        times: The time of each, in microseconds.
+        errors: The relative error of each result, against float64.
+        failed: Contestants that were left out, and why.
+        joules_per_token: The energy of some, if it was measured.
     """
 
     computed = ("baseline", "speed_ups")
@@ -34,12 +34,12 @@ class Standings(Record):
 
     @property
     def baseline(self) -> str | None:
-        """The fastest of the dense contestants in torch, without FP8 and INT4; None where all failed."""
+        """The fastest dense contestant in torch, without FP8 and INT4; None where all failed."""
         return self.fastest(BASELINES)
 
     @property
     def speed_ups(self) -> dict[str, float]:
-        """How many times as fast as the baseline each is."""
+        """The speed-up of each over the baseline."""
         if self.baseline is None:
             return {}
         base = self.times[self.baseline].median_us
@@ -52,11 +52,11 @@ class Standings(Record):
 
 @dataclass(frozen=True)
 class BlockTimes(Record):
-    """What one block takes by itself, in microseconds, with weights that come from memory.
+    """The times of one block by itself, in microseconds, with weights that come from memory.
 
     Attributes:
-        module: Path of its module.
-        dense: The fastest dense form of it in torch, without FP8 and INT4.
+        module: Path of the module.
+        dense: The fastest dense form in torch, without FP8 and INT4.
         dense_us: Time of this form.
         twell_us: Time of TwELL.
     """
@@ -68,21 +68,21 @@ class BlockTimes(Record):
 
     @property
     def gain(self) -> float:
-        """How many times as fast TwELL is."""
+        """The speed-up of TwELL."""
         return self.dense_us / self.twell_us
 
 
 @dataclass(frozen=True)
 class ShapeResult(Record):
-    """What was measured at one shape.
+    """The measurements at one shape.
 
     Attributes:
         shape: The sizes of the dynamic dimensions, such as `1x512`.
-        tokens: Rows that the first block computes.
+        tokens: Rows of x in the first block.
         densities: Share of gate activations that are not zero, for each rewritten block.
         model: The whole model.
-        blocks: The rewritten blocks alone, one after the other, on what they see in the model.
-        by_block: Each of them by itself; none where TwELL, or all that it is compared with, was left out.
+        blocks: The rewritten blocks alone, one after the other, on the inputs that they have in the model.
+        by_block: Each block by itself; empty where TwELL, or all dense forms, were left out.
     """
 
     shape: str
@@ -95,17 +95,17 @@ class ShapeResult(Record):
 
 @dataclass(frozen=True)
 class BenchResult(Record):
-    """What `twellc bench` found.
+    """The results of `twellc bench`.
 
     Attributes:
         schema: The version of this form.
-        machine: What was measured on and with.
+        machine: The GPU and the software.
         model: Name of the model.
-        dtype: Precision of the models but FP8 and INT4.
-        inputs: What was run on, in words.
-        notes: What the user should know.
-        layers: What became of each feed-forward block.
-        results: What was measured, by shape.
+        dtype: Precision of all models but those in FP8 and INT4.
+        inputs: A description of the inputs.
+        notes: Notes for the user.
+        layers: The decision for each feed-forward block.
+        results: The measurements, by shape.
     """
 
     schema: int
@@ -119,7 +119,7 @@ class BenchResult(Record):
 
 
 def gains_of(labels: tuple[str, ...], tokens: Sequence[int], standings: Sequence[Standings]) -> list[tuple[int, float]]:
-    """Return tokens in a call and how many times as fast as the baseline the fastest of some contestants is."""
+    """Return the tokens of each call with the speed-up of the fastest of some contestants over the baseline."""
     return sorted(
         (count, each.speed_ups[best])
         for count, each in zip(tokens, standings, strict=True)
@@ -127,7 +127,7 @@ def gains_of(labels: tuple[str, ...], tokens: Sequence[int], standings: Sequence
     )
 
 
-# Contestants that a picture shows, by their names in it: the fastest of each tuple.
+# Contestants of a picture, by their names in it: it shows the fastest of each tuple.
 TWELL_EAGER, TWELL_COMPILED = "twell eager", "twell compiled"
 SHOWN = {
     "twell": (TWELL, TWELL_EAGER, TWELL_COMPILED),

@@ -1,7 +1,8 @@
 """Time calls on the GPU: recorded as CUDA graphs, in turns, as medians.
 
-A call alone says how fast the host is. So calls are recorded, one for each of several sets of weights where these would
-stay in a cache; and all contestants take turns, in a new order in each repetition, since the clock falls under load.
+The time of a single call would be the host's. So calls are recorded, one for each of several sets of weights where
+these would stay in a cache. All contestants take turns, in a new order in each repetition, as the clock falls under
+load.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from twellc.plugins import library
 
 Call = Callable[[], object]
 
-# Weights in rotation come to about this much, several times the L2 of any GPU.
+# The weights in rotation have about this size, several times the L2 cache of any GPU.
 _ROTATED_BYTES = 512 << 20
 _WARM_UPS = 3  # the first call compiles, and cuBLAS sets itself up
 
 
 @dataclass(frozen=True)
 class CallTime(Record):
-    """What one call takes, in microseconds: the median, and the range that holds the middle 80 % of repetitions."""
+    """The time of one call in microseconds: the median, and the range that holds the middle 80 % of repetitions."""
 
     median_us: Time
     p10_us: Time
@@ -38,7 +39,7 @@ class CallTime(Record):
 
 @dataclass(frozen=True)
 class Machine(Record):
-    """What was measured on and with: names and versions, and the GPU's multiprocessors."""
+    """The machine of a measurement: names and versions, and the GPU's multiprocessors."""
 
     gpu: str
     multiprocessors: Size
@@ -66,7 +67,7 @@ def machine() -> Machine:
 
 
 def commit_of(folder: Path) -> str:
-    """Return the commit of the source tree that a folder is in, or nothing where it is in none."""
+    """Return the commit of the source tree around a folder; an empty text where there is none."""
     command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -79,7 +80,7 @@ def refuse_without_gpu(where: str, instead: str) -> None:
 
     Args:
         where: The command or option.
-        instead: What it would do with one, as a sentence.
+        instead: A sentence about what it would do with a GPU.
 
     Raises:
         UserError: It sees none.
@@ -89,10 +90,10 @@ def refuse_without_gpu(where: str, instead: str) -> None:
 
 
 def record(calls: Sequence[Call]) -> Call:
-    """Record calls, one after the other, as a CUDA graph; return what replays it.
+    """Record calls, one after the other, as a CUDA graph; return a call that replays it.
 
-    The calls run a few times before, on the current stream. What they return must be kept by the caller if it is to be
-    read after a replay.
+    The calls run a few times before, on the current stream. The caller must keep their results if it is to read them
+    after a replay.
     """
     for _ in range(_WARM_UPS):
         for call in calls:
@@ -111,9 +112,9 @@ def time_calls(calls: Sequence[Call], repeats: int, count: int = 1) -> list[Call
     Each of them runs twice in its turn, and the second time counts.
 
     Args:
-        calls: What to time; of little work what `record` returns.
+        calls: The calls to time; short ones as `record` returns them.
         repeats: Repetitions that count; one more warms up.
-        count: How many calls of interest each of them stands for: the times are divided by it.
+        count: How many calls of interest each of these makes: the times are divided by it.
 
     Returns:
         The times, in the order of `calls`.
@@ -133,7 +134,7 @@ def time_calls(calls: Sequence[Call], repeats: int, count: int = 1) -> list[Call
 
 
 def sets_in_rotation(bytes_each: int) -> int:
-    """Return for how many sets of weights a call is recorded, so that they come from memory as in a model."""
+    """Return the number of sets of weights to record, so that weights come from memory as in a model."""
     return max(2, min(12, _ROTATED_BYTES // bytes_each))
 
 
