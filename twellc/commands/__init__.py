@@ -1,1 +1,1 @@
-"""The commands of `twellc`, a file for each, with what it prints."""
+"""The commands of `twellc`, a file for each, with its output."""

@@ -41,15 +41,15 @@ def bench(
     output: Path | None,
     **options: Any,
 ) -> None:
-    """Measure MODEL on the GPU at hand: as it is, rewritten, and what else one could run.
+    """Measure MODEL on the GPU at hand: as it is, rewritten, and in other dense forms.
 
-    MODEL is what compile takes, but for ONNX files. At each shape the whole model and its
-    rewritten feed-forward blocks alone are timed in torch, eager and compiled, in CUDA graphs, and then each block by
-    itself. Beside them stand dense blocks with gate and up in one product, in the model's precision and in FP8, and
-    with --tensorrt plans of both. The model is rewritten as compile would for these shapes. Speed-ups are over the
-    fastest dense one in torch that is not in FP8. Each shape is shown as soon as it is measured.
+    MODEL is as for compile, but no ONNX file. At each shape it times the whole model, then the rewritten feed-forward
+    blocks alone, in torch, eager and compiled, in CUDA graphs, and then each block by itself. It compares dense blocks
+    with gate and up in one product, in the model's precision and in FP8, and with --tensorrt plans of both. The model
+    is rewritten as compile would for these shapes. Speed-ups are over the fastest dense one in torch that is not in
+    FP8. Each shape is shown as soon as it is measured.
 
-    Results are compared with float64 before they are timed; a contestant that is too far off is named and left out.
+    Results are compared with float64 first; a contestant that is too far off is named and left out.
     Exit status 2: the input is bad, or there is no GPU.
     """
     if measure_gpu:
@@ -92,10 +92,10 @@ def _measure_gpu(model: Path | None, output: Path | None, overwrite: bool) -> No
 
 
 def print_shape(found: BenchResult, said: set[str]) -> None:
-    """Print what was found at the last of the shapes so far, before the first one what was measured.
+    """Print the results of the last shape so far; before the first shape also model, machine and inputs.
 
     Args:
-        found: What has been found.
+        found: The results so far.
         said: The notes that were printed; new ones are added.
     """
     console = open_console()

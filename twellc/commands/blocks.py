@@ -1,4 +1,4 @@
-"""What became of feed-forward blocks, attention and linear layers, as `compile` and `inspect` print it."""
+"""Tables of blocks, attention and linear layers with the decision for each, as `compile` and `inspect` print them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNMEASURED = "not measured"
 
 
 def print_layers(layers: list[Layer]) -> None:
-    """Print a table of feed-forward blocks and what became of each."""
+    """Print a table of feed-forward blocks with the decision for each."""
     console = open_console()
     if not layers:
         console.print("no feed-forward blocks with an activation that twellc knows")
@@ -37,7 +37,7 @@ def print_layers(layers: list[Layer]) -> None:
 
 
 def print_attention(blocks: list[Attention]) -> None:
-    """Say how many attention blocks have a form that TensorRT fuses or cuDNN computes, and why others have not."""
+    """Print how many attention blocks have a form that TensorRT fuses or cuDNN computes, and why others do not."""
     if not blocks:
         return
     console = open_console()
@@ -64,9 +64,9 @@ _FORMS = {
 
 
 def print_linear(layers: list[Linear], asked: bool) -> None:
-    """Say how many linear layers outside of blocks are rewritten, what comes with them, and why others are not.
+    """Print how many linear layers outside of blocks are rewritten, with their norms and sums, and why others are not.
 
-    Nothing is said where none is, unless the user has `asked` for it.
+    Print nothing where none is rewritten, unless the user has `asked` for it.
     """
     taken = [each for each in layers if each.decision == "twell"]
     if not layers or not (taken or asked):
@@ -90,7 +90,7 @@ def print_linear(layers: list[Linear], asked: bool) -> None:
 
 
 def _ends(layer: Linear) -> list[str]:
-    """Return what comes with linear layers."""
+    """Return the names of the parts that are computed together with linear layers; empty ones for absent parts."""
     fp8 = reads_fp8(layer.weights)
     return [_NORM_NAMES[layer.norm], "residual" * layer.residual, "argmax" * layer.choose, "weights in 8 bits" * fp8]
 

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 def check(context: click.Context, /, model: Path, candidate: Path, as_json: bool, **options: Any) -> None:
     """Compare CANDIDATE, a rewritten ONNX file or a plan, with the MODEL that it was made from.
 
-    Both run on random inputs of several shapes, or on what --arrays or --text gives, beside the model in float64 (the
-    truth) and the plain low-precision model (the yardstick): the candidate may be twice as far from the truth as that.
-    A plan runs where a GPU allows; elsewhere the ONNX graph that it was built from runs in its place, and the result
-    says so.
+    Both run on random inputs of several shapes, or on the inputs of --arrays or --text, beside the model in float64
+    (the truth) and the plain low-precision model (the yardstick): the candidate may be twice as far from the truth as
+    that. A plan runs where a GPU allows; elsewhere the ONNX graph that it was built from runs in its place, and the
+    result says so.
 
-    The error of each output is separated into that of low precision, of the rewriting, of the kernels and the rest.
+    The error of each output is split into those of low precision, of the rewriting, of the kernels and the rest.
     A candidate with a key-value cache reads prompts and goes on greedily for 32 tokens; each step is measured.
 
     Each rewritten block is compared on its own, too; the first one that diverges is named, and the worst are shown
@@ -58,7 +58,7 @@ def check(context: click.Context, /, model: Path, candidate: Path, as_json: bool
 
 
 def print_accuracy(result: CheckResult) -> None:
-    """Print what was found, and the verdict."""
+    """Print the results and the verdict."""
     from twellc.checks.accuracy import perplexity
 
     console = open_console()
@@ -135,7 +135,7 @@ def _print_output(console: Console, output: OutputAccuracy | DiscreteAccuracy) -
 
 
 def _print_generation(console: Console, generation: GenerationAccuracy) -> None:
-    """Show the first, the worst and the last step, and where other tokens were chosen than float64 would."""
+    """Show the first, the worst and the last step, and the first tokens that differ from those of float64."""
     steps = generation.steps
     worst = max(range(len(steps)), key=lambda index: steps[index].error)
     table = Table("step", "relative error", "plain", "top-1", "plain", title="greedy steps, of which 0 is the prompts'")
@@ -155,7 +155,7 @@ def _print_generation(console: Console, generation: GenerationAccuracy) -> None:
 
 
 def _figure(value: float, form: str = ".3e") -> str:
-    """Return a number as text; a line where there was nothing to compute it from."""
+    """Return a number as text; a dash where there was nothing to compute it from."""
     return "-" if math.isnan(value) else format(value, form)
 
 
@@ -188,7 +188,7 @@ def _print_blocks(console: Console, blocks: list[BlockAccuracy]) -> None:
     worst = sorted(blocks, key=badness, reverse=True)[:_SHOWN_BLOCKS]
     first = next((block for block in blocks if block.diverges), None)
     title = "blocks by themselves" + (f": the worst of {len(blocks)}" if len(worst) < len(blocks) else "")
-    shares = [label for cause, label in _CAUSES.items() if cause != "rest"]  # which a block by itself has not
+    shares = [label for cause, label in _CAUSES.items() if cause != "rest"]  # a block by itself has no rest
     changed = ["quantisation"] if any(block.quantisation is not None for block in blocks) else []
     table = Table("block", "density", "relative error", "tolerance", *shares, *changed, "result", title=title)
     for block in blocks:

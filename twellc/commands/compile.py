@@ -28,8 +28,8 @@ def compile(as_json: bool, **options: Any) -> None:
     MODEL is a torch.export archive, a Hugging Face directory, an ONNX file of plain operators, a pickled module or a
     sparse autoencoder.
 
-    Every feed-forward block with a ReLU is rewritten into a TwELL plugin; all else stays as it is. Ends with a table of
-    the blocks and what became of them. Exit status 2: the input is bad, and nothing was written.
+    Every feed-forward block with a ReLU is rewritten into a TwELL plugin; all else stays as it is. It ends with a table
+    of the blocks and the decisions. Exit status 2: the input is bad, and nothing was written.
     """
     with show_progress() as progress:
         manifest = api.compile(progress=progress, **options)
@@ -57,8 +57,8 @@ def _print_manifest(manifest: Manifest, written: Path, asked_linear: bool) -> No
         result += f", {len(manifest.plan.plugin_layers)} plugin layers"
         result += f", in {len(plans)} plans, one a GPU" if len(plans) > 1 else ""
     else:
-        assert manifest.onnx.file is not None  # all that was made
-        written = written.with_name(manifest.onnx.file)  # of several ranks, the first one's
+        assert manifest.onnx.file is not None  # the only output
+        written = written.with_name(manifest.onnx.file)  # for several ranks that of the first
         ranks = f", in {len(manifest.ranks)} graphs, one a GPU" if manifest.ranks else ""
         result = f"ONNX, {dtype}{ranks}; no plan was built"
     open_console().print(f"{written}: {result}", soft_wrap=True)

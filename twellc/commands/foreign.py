@@ -1,4 +1,4 @@
-"""What options of other tools are called here. Importing this imports nothing large."""
+"""Names here of options of other tools. Importing this imports nothing large."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PRECISION = "not offered here: plans are in bf16 or fp16, see --dtype"
 _RUN = "not for compiling: twellc bench MODEL times a model here"
 _HOST = "for trtexec itself, which runs the plan: twellc only builds it"
 
-# Tool, its options as they are spelt there, and what to do instead.
+# Tool, its options as they are spelt there, and the answer.
 _ANSWERS = (
     (_TRTEXEC, "--saveEngine", _PLAN),
     (_POLYGRAPHY, "--save-engine", _PLAN),
@@ -27,7 +27,7 @@ _ANSWERS = (
     (_OPTIMUM, "--half", "--dtype fp16 here"),
     (_TRTEXEC, "--fp8 --int8 --int4 --best", _PRECISION),
     (_TRTEXEC, "--noTF32", "not needed here: nothing runs in TF32. Leave it out"),
-    (_TRTEXEC, "--stronglyTyped --explicitBatch", "what is always done here. Leave it out"),
+    (_TRTEXEC, "--stronglyTyped --explicitBatch", "always on here. Leave it out"),
     (_TRTEXEC, "--minShapes --optShapes --maxShapes --shapes", _SHAPES),
     (_POLYGRAPHY, "--trt-min-shapes --trt-opt-shapes --trt-max-shapes --input-shapes", _SHAPES),
     (_OPTIMUM, "--batch_size --sequence_length", _SHAPES),
@@ -63,7 +63,7 @@ _ANSWERS = (
     (_OPTIMUM, "--task", "not needed here: config.json names the architecture. Leave it out"),
     (_OPTIMUM, "--opset", "not needed here: it follows from the graph. Leave it out"),
     (_OPTIMUM, "--framework --optimize", "not needed here. Leave it out"),
-    (_OPTIMUM, "--monolith", "what is always done here. Leave it out"),
+    (_OPTIMUM, "--monolith", "always on here. Leave it out"),
     (_OPTIMUM, "--trust-remote-code", "not offered here: code in a model's folder is never run"),
     (_OPTIMUM, "--cache_dir", "not needed here: only local folders are read; fetch one by hf download"),
     (_OPTIMUM, "--revision --token", "an option of hf download: only local folders are read here"),
@@ -73,6 +73,6 @@ FOREIGN = {option: (tool, answer) for tool, options, answer in _ANSWERS for opti
 
 
 def answer(option: str) -> str | None:
-    """Say what an option of another tool is called here; None for one that no tool has."""
+    """Return the name here of an option of another tool, as a sentence; None for one that no tool has."""
     known = FOREIGN.get(option)
     return None if known is None else f"{known[0]}'s {option} is {known[1]}."

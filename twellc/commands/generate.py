@@ -75,7 +75,7 @@ def generate(model: Path, template: bool | None, linear: str | None, **options: 
 
 
 def _print_answers(outputs: Iterator[RequestOutput], llm: LLM, count: int, given: GenerateOptions) -> None:
-    """Print the answers to so many prompts."""
+    """Print the answers to `count` prompts."""
     from twellc.generation.llm import joined
 
     if given.stream and given.as_json:
@@ -109,7 +109,7 @@ def _as_typed() -> Iterator[None]:
 
 
 def _answer(llm: LLM, requests: list[tuple[str, Any]], params: SamplingParams, writes: bool) -> Iterator[RequestOutput]:
-    """Answer texts and conversations; of each is said where it stands."""
+    """Answer texts and conversations, each given with its place for messages."""
     prompts = [prompt for _, prompt in requests]
     try:
         if all(isinstance(each, str) for each in prompts) and not writes:
@@ -146,7 +146,7 @@ def _converse(llm: LLM, params: SamplingParams, writes: bool, as_json: bool) -> 
 
 
 def _next_line() -> str:
-    """Return the next line of standard input that is not empty; an empty text at its end."""
+    """Return the next line of standard input that is not empty; an empty text at the end."""
     while True:
         if sys.stdin.isatty():
             click.echo("> ", nl=False, err=True)
@@ -161,12 +161,12 @@ def _next_line() -> str:
 
 
 def _read_prompts(path: Path) -> list[tuple[str, Any]]:
-    """Return the prompts of a file, texts and conversations, and where each stands."""
+    """Return the prompts of a file, texts and conversations, each with its place."""
     try:
         text = read_file(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(str(path), f"is not a text in UTF-8 ({error})") from error
-    # Not splitlines: it also splits at characters that stand within a line, and within JSON.
+    # Not splitlines: it also splits at characters that may be within a line, and within JSON.
     every = enumerate(re.split("\r\n|\r|\n", text), 1)
     lines = [(f"{path}, line {number}", line) for number, line in every if line.strip()]
     if not lines:
@@ -191,7 +191,7 @@ def _request(where: str, line: str) -> Any:
 
 
 def _show(text: str, end: str = "\n") -> None:
-    """Print a piece of an answer. A terminal gets no control characters that it would obey."""
+    """Print a piece of an answer; for a terminal without control characters that it would obey."""
     if sys.stdout.isatty():
         text = "".join(each if each in "\n\t" or each.isprintable() else ascii(each)[1:-1] for each in text)
     click.echo(text + end, nl=False)
@@ -199,7 +199,7 @@ def _show(text: str, end: str = "\n") -> None:
 
 
 def _say_stats(stats: GenerationStats, all_of_them: bool) -> None:
-    """Say how fast it was, of the last call."""
+    """Print how fast the last call was."""
     say(
         "Note:",
         f"prefill {stats.prefill_tokens_per_second:.0f} tokens/s, decode "

@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 @json_option
 @options_of(InspectOptions)
 def inspect(model: Path, as_json: bool, **options: Any) -> None:
-    """Show the feed-forward blocks of TARGET, a model or a plan, and what becomes of each.
+    """Show the feed-forward blocks of TARGET, a model or a plan, with the decision for each.
 
     A plan is read through its manifest, so no GPU is needed. A rewritten ONNX file shows its plugin nodes, too.
 
-    How much faster than a dense block each is expected to be follows from times measured on the target GPU, at the
-    density of the profile, or of a short run of the model; a plan says what was expected when it was compiled. A second
-    table counts the FLOPs and bytes of each block in one call, with dense products and where only active neurons are
-    computed: counts, no prediction of time.
+    The expected speed-up of each over a dense block follows from times measured on the target GPU, at the density of
+    the profile, or of a short run of the model; for a plan it is that of the compilation. A second table counts the
+    FLOPs and bytes of each block in one call, with dense products and with active neurons alone: counts, no prediction
+    of time.
 
-    Then come the kernels that compute each rewritten block in such a call: which route they are, and what is launched,
-    with its configuration. They are those of the target GPU, of a plan those of the GPU that it was compiled for,
-    unless --target-gpu or --gpu names another one.
+    Then come the kernels that compute each rewritten block in such a call: their route, and the launches with their
+    configuration. They are those of the target GPU, for a plan those of the GPU that it was compiled for, unless
+    --target-gpu or --gpu names another one.
     """
     with show_progress() as progress:
         found = api.inspect(model, progress=progress, **options)
@@ -73,7 +73,7 @@ def _print_libraries(manifest: Manifest) -> None:
 
 
 def _print_cache(cache: KeyValueCache) -> None:
-    """Say what a host has to know of a key-value cache."""
+    """Print the facts that a host needs about a key-value cache."""
     console = open_console()
     ends = " and ".join(map(str, cache.end_tokens)) or "none"
     megabytes = 2 * sum(math.prod(pair.shape[1:]) for pair in cache.pairs) / 1e6

@@ -52,12 +52,12 @@ class _Choice(click.Choice[str]):
         super().__init__(tuple(self._values))
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
-        """Return the value that a text stands for, or fail."""
+        """Return the value for a text, or fail."""
         return self._values[super().convert(str(value), parameter, context)]
 
 
 def options_of(kind: type[Any], names: Collection[str] = ()) -> Callable[[_Function], _Function]:
-    """Return a decorator that gives a command the options that the fields of an options class declare, or some."""
+    """Return a decorator that gives a command the options of an options class, all or those with some names."""
 
     def decorate(function: _Function) -> _Function:
         help = descriptions(kind)
@@ -89,7 +89,7 @@ def _click_option(field: Field[Any], help: str) -> Callable[[_Function], _Functi
 
 
 def _number(range: Number) -> Callable[[Any], Any]:
-    """Return what turns a text into a number of a range, which Python checks likewise."""
+    """Return a function that turns a text into a number of a range, with the same check as in Python."""
 
     def convert(text: Any) -> Any:
         try:
@@ -118,13 +118,13 @@ def refuse_other_options(context: click.Context, option: str, taken: Collection[
     """Fail if options are given that have no meaning beside another one.
 
     Args:
-        context: That of the command.
-        option: The other one.
-        taken: Names of the parameters that have one, its own included.
-        why: Why the others have none.
+        context: The context of the command.
+        option: The other option.
+        taken: Names of the parameters that have a meaning beside it, its own included.
+        why: The reason why others have none.
 
     Raises:
-        UserError: There are some.
+        UserError: There are such options.
     """
     for parameter in context.command.params:
         name = parameter.name or ""

@@ -18,7 +18,7 @@ from twellc.commands.terminal import Command
 def plugins(context: click.Context, check: bool, as_json: bool) -> None:
     """Show the plugin libraries: where they are, their version and their plugins.
 
-    TwellAttention is in a separate library, which is there where cuDNN's headers were found when twellc was built.
+    TwellAttention is in a separate library, which was built if cuDNN's headers were found.
 
     With --check, register them in every TensorRT of this machine, each in a separate process: in its Python modules,
     and in the libraries that the dynamic linker finds. Exit status 1 if one of them does not take them.
@@ -28,7 +28,7 @@ def plugins(context: click.Context, check: bool, as_json: bool) -> None:
 
     version = library.load().twell_version().decode()
     attention = library.attention_library_path()
-    library.load_attention()  # says so if it is the library of another version
+    library.load_attention()  # fails for the library of another version
     names = [*library.PLUGIN_NAMES, *(library.ATTENTION_NAMES if attention is not None else [])]
     checks = check_installed() if check else []
     if as_json:

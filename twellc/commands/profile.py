@@ -49,10 +49,10 @@ def profile(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Count which neurons of MODEL fire for the user's data, and how often.
+    """Count how often each neuron of MODEL fires for the user's data.
 
-    MODEL is what compile takes, but for ONNX files. It runs as `twellc compile` would
-    compile it without rewriting anything. Text goes through the tokenizer in its directory. Padding does not count.
+    MODEL is as for compile, but no ONNX file. It runs as `twellc compile` would compile it without rewriting anything.
+    Text goes through the tokenizer in its directory. Padding does not count.
 
     The profile is for --firing-profile of compile, inspect and check. It holds counts, and nothing of the data itself.
     """
@@ -108,7 +108,7 @@ def print_profile(profile: FiringProfile) -> None:
 
 
 def _of_single_neurons(block: Any, hottest: Sequence[str]) -> list[str]:
-    """Return what is told of tiles and of single neurons; nothing of experts, where each has neurons of its own."""
+    """Return the cells about tiles and single neurons; dashes for experts, where each has its own neurons."""
     if "experts" in block:
         return ["-"] * (2 + len(hottest))
     return [

@@ -33,12 +33,12 @@ def report(
     output: Path,
     overwrite: bool,
 ) -> None:
-    """Make a page of HTML that shows how sparse a model is, what became of its blocks, and what that gains.
+    """Make a page of HTML about a model's sparsity, the decisions for its blocks, and the gains.
 
-    PROFILE is what `twellc profile` wrote: it brings density by layer and position, non-zeros by token, tiles against
-    their slots, and how often each neuron fires. --decisions brings what became of each block and the rewritten graph,
-    --bench the measured gains, --training how loss, density and dead neurons went. Any of the four will do; they have
-    to be of one model.
+    PROFILE is a file of `twellc profile`: it brings density by layer and position, non-zeros by token, tiles against
+    their slots, and how often each neuron fires. --decisions brings the decision for each block and the rewritten
+    graph, --bench the measured gains, --training the course of loss, density and dead neurons. Any of the four will do;
+    they have to be of one model.
 
     The page is one file that needs no network and no scripts, for light and dark screens and for phones. The figures
     need matplotlib.

@@ -1,4 +1,4 @@
-"""What commands share: how they end, read paths and print. Importing this imports nothing large."""
+"""Parts that commands share: exit status, paths and output. Importing this imports nothing large."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class InterruptedBySignal(SystemExit):
 
 
 def discard_output() -> None:
-    """Send what could not be written nowhere: Python would try, and fail, again at its end."""
+    """Drop output that could not be written: Python would try again as it ends, and fail."""
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(null, stream.fileno())
@@ -51,7 +51,7 @@ def discard_output() -> None:
 
 @contextmanager
 def never_failing() -> Iterator[None]:
-    """Print what may get lost: the command has done what it was to do."""
+    """Ignore errors of output that may get lost, as the command has done its work."""
     try:
         yield
     except OSError:
@@ -59,7 +59,7 @@ def never_failing() -> Iterator[None]:
 
 
 def plain(text: str) -> str:
-    """Spell out control characters: a terminal would obey them, and a name may come from anybody's file."""
+    """Spell out control characters, as a terminal would obey them, and a name may come from anybody's file."""
     return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda found: ascii(found[0])[1:-1], text)
 
 
@@ -70,11 +70,11 @@ class _Console(Console):
         return super().render_str(plain(text), **options)
 
     def on_broken_pipe(self) -> None:
-        raise  # what rich has caught where it calls this
+        raise  # the exception that rich has caught where it calls this
 
 
 class Command(click.Command):
-    """A command whose user errors are one message and exit status 2, and which says more or less if asked to."""
+    """A command that turns user errors into one message and exit status 2, and has options for more or less output."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -105,7 +105,7 @@ class Command(click.Command):
                 say("Note:", sentence(old, new))
 
     def _by_new_names(self, args: list[str]) -> tuple[list[str], dict[str, str]]:
-        """Return arguments with the names that options have now, and which old names were given."""
+        """Return arguments with the present names of options, and the old names that were given."""
         options = {name: each for each in self.params for name in (*each.opts, *each.secondary_opts)}
         given, renamed, rest = [], {}, iter(args)
         for argument in rest:
@@ -149,7 +149,7 @@ _LEVEL = "twellc.verbosity"
 
 
 def verbosity_options() -> list[click.Parameter]:
-    """Return the options that say more or less, which have no value for a command."""
+    """Return the options for more or less output; the command itself gets no value of them."""
 
     def louder(context: click.Context, parameter: click.Parameter, given: bool) -> None:
         if given:
@@ -168,7 +168,7 @@ def verbosity_options() -> list[click.Parameter]:
             is_flag=True,
             expose_value=False,
             callback=louder,
-            help="Say more on standard error: what is logged, how long each step takes, and where an error was raised.",
+            help="Say more on standard error: log messages, the time of each step, and where an error was raised.",
         ),
         click.Option(
             ["-q", "--quiet"],
@@ -189,7 +189,7 @@ def _level() -> int:
 
 # ---- progress ----
 
-# A step that takes longer says so, in seconds.
+# Steps that take longer show their seconds.
 _LONG = 10
 
 Progressing = Callable[[str], None]
@@ -197,7 +197,7 @@ Advancing = Callable[[int, int], None]
 
 
 class _Step:
-    """The step that a command is at: what comes before a colon in its name tells steps apart."""
+    """The current step of a command; names that differ only behind a colon are the same step."""
 
     def __init__(self) -> None:
         self.text, self.started, self.due = "", time.monotonic(), float(_LONG)
@@ -212,7 +212,7 @@ class _Step:
 
     @property
     def seconds(self) -> int:
-        """How long it has taken."""
+        """The seconds that it has taken."""
         return int(time.monotonic() - self.started)
 
 
@@ -229,16 +229,16 @@ class _Took(ProgressColumn):
 
 @contextmanager
 def show_progress() -> Iterator[Progressing]:
-    """Show what step a command is at; see `show_data`."""
+    """Show the current step of a command; see `show_data`."""
     with show_data() as (progress, _):
         yield progress
 
 
 @contextmanager
 def show_data() -> Iterator[tuple[Progressing, Advancing]]:
-    """Show the step and how long it takes on standard error, and of data how much is read and the time left.
+    """Show step and time on standard error; while data is read also the part that is read, and the time left.
 
-    Where there is no terminal each step is printed once, and again while it takes long, ever more rarely.
+    Without a terminal each step is printed once, and again while it takes long, ever more rarely.
     """
     console, step = open_console(stderr=True), _Step()
     if _level() < 0:
@@ -302,14 +302,14 @@ def _printed(step: _Step) -> Iterator[Progressing]:
 
 
 def open_console(stderr: bool = False) -> Console:
-    """Return a console that prints names as they are: without markup, and without symbols for words between colons."""
+    """Return a console that prints names as they are, without markup or symbols for words between colons."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else 140
     return _Console(file=stream, highlight=False, markup=False, emoji=False, width=width)
 
 
 def say(kind: str, message: str, style: str = "") -> None:
-    """Print a message on standard error, behind the word that says what kind of message it is; no notes if quiet."""
+    """Print a message on standard error, behind a word for its kind; no notes if quiet."""
     if _level() < 0 and kind == "Note:":
         return
     open_console(stderr=True).print(Text(kind, style), message, soft_wrap=True)
