@@ -1,1 +1,1 @@
-"""What a block takes on a GPU, from measured times, and what becomes of it."""
+"""Predicted times of blocks on a GPU, from measured ones, and the decision for each block."""

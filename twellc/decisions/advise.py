@@ -1,4 +1,4 @@
-"""Advice about the blocks of a model, by how often their neurons fire, or by what has to be assumed of it."""
+"""Decisions for the blocks of a model, from how often their neurons fire, or from assumptions about it."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from twellc.passes.neurons import Staying
 from twellc.passes.report import Choice, Expectation, Layer, Repeated, ShortRun, reads_fp8
 from twellc.plugins.block import compression_of
 
-# Calls in fp16 are not split: sums over the hot neurons alone may be out of its range.
+# Calls in fp16 are not split: fp16 may not hold sums over the hot neurons alone.
 _SPLIT_DTYPE = torch.bfloat16
 
 
 class Advisor:
-    """Says what is best for each block of a model; see `decide`.
+    """Chooses the fastest form of each block of a model; see `decide`.
 
-    A profile decides. A block that none knows is left dense only where TwELL pays at no density, and only where blocks
-    of such widths were measured; a short run, or a density that the user assumes, says no more than what to expect.
+    A profile decides. A block in no profile stays dense only where TwELL pays at no density, and only where blocks of
+    such widths were measured. A short run, or a density that the user assumes, changes the expectation alone.
 
     Attributes:
-        decided: What was decided for blocks that a profile knows, or that are left dense, by module; see `repeat`.
+        decided: The decisions for blocks in a profile, and for those that stay dense, by module; see `repeat`.
         run: How many neurons were active in a short run, by module.
-        unmeasured: Why that is not known of all blocks; empty where it is, or nobody has tried.
+        unmeasured: Why this is not known for all blocks; empty where it is known, or nobody has tried.
 
     Args:
         target: The GPU.
         tokens: Returns the rows of a block's calls, by optimization profile.
-        density: What the user assumes of blocks that no profile knows: the share of gate activations that are not
-            zero; None if nothing.
+        density: The share of gate activations that are not zero, as the user assumes it for blocks in no profile; None
+            if nothing is assumed.
         compression: The TwELL compression factor of all blocks; None chooses one for each.
     """
 
@@ -68,7 +68,7 @@ class Advisor:
         self._unknown: dict[tuple[Widths, tuple[Tokens, ...], bool], Choice] = {}
 
     def __call__(self, block: FfnBlock, neurons: Staying) -> Choice:
-        """Return what is best for a block of which these neurons stay."""
+        """Return the choice for a block with the neurons that stay."""
         widths = replace(_widths(block), d_ff=len(neurons.kept))
         tokens = tuple(self._tokens(block))
         fp8 = reads_fp8(block.weights)
@@ -92,7 +92,7 @@ class Advisor:
     def _choose(
         self, model: CostModel, block: FfnBlock, widths: Widths, tokens: tuple[Tokens, ...], neurons: Staying
     ) -> Choice:
-        """Return what is best for a block of which it is known how its neurons fire."""
+        """Return the choice for a block from how often its neurons fire."""
         assert neurons.rates is not None
         spread = DEFAULT_ROW_SPREAD if neurons.rows is None else row_spread(neurons.rows)
         removed = block.d_ff - widths.d_ff
@@ -107,7 +107,7 @@ class Advisor:
         return replace(choice, compression=compression_of(self._compression, choice.compression))
 
     def _without_profile(self, model: CostModel, widths: Widths, tokens: tuple[Tokens, ...]) -> Choice:
-        """Return what becomes of a block that no profile knows."""
+        """Return the choice for a block that is in no profile."""
         taken = Choice("twell", "matches", 0, None, None)
         if not model.is_near(widths):
             return taken
@@ -120,13 +120,13 @@ class Advisor:
     def _expect(
         self, model: CostModel, widths: Widths, tokens: tuple[Tokens, ...], density: float
     ) -> Expectation | None:
-        """Return what to expect of a block without hot neurons; None where nothing like it was measured."""
+        """Return the expectation for a block without hot neurons; None where nothing like it was measured."""
         if self._target.at_hand or not model.is_near(widths):
             return None
         return choose(model, widths, np.full(widths.d_ff, density), tokens, assumed=True, splits=False).expectation
 
     def notes(self, layers: list[Layer]) -> list[str]:
-        """Return what the user should know: the GPU that was decided for, and what the figures rest on."""
+        """Return notes for the user: the GPU of the decisions, and the sources of the figures."""
         advised = [layer for layer in layers if layer.matched]
         if not advised:
             return []
@@ -142,7 +142,7 @@ class Advisor:
         return [*notes, *self._notes_on_run(advised), *self._notes_on_gains(advised)]
 
     def _notes_on_run(self, advised: list[Layer]) -> list[str]:
-        """Say what a short run has found, and why some blocks were not measured."""
+        """Return the results of a short run, and why some blocks were not measured."""
         notes = []
         runs = [layer.short_run for layer in advised if layer.short_run is not None]
         if runs:
@@ -157,7 +157,7 @@ class Advisor:
         return notes
 
     def _notes_on_gains(self, advised: list[Layer]) -> list[str]:
-        """Say what is expected of blocks that are rewritten without a profile."""
+        """Return the expected gains of blocks that are rewritten without a profile."""
         taken = [layer for layer in advised if layer.decision == "twell"]
         assumed = [each for each in (layer.expectation for layer in taken) if each is not None and each.assumed]
         if not assumed:
@@ -174,7 +174,7 @@ class Advisor:
 
 
 def _range(ends: list[str]) -> str:
-    """Write the least and the most; once where they are the same."""
+    """Join the least and the most; write one where they are the same."""
     return " to ".join(dict.fromkeys(ends))
 
 
@@ -183,7 +183,7 @@ def _widths(block: FfnBlock | Layer) -> Widths:
 
 
 def row_spread(rows: Counts) -> float:
-    """Return the standard deviation of the logarithm of a log-normal variable that varies as rows do.
+    """Return the standard deviation of the logarithm of a log-normal variable that varies as the rows do.
 
     Args:
         rows: How many tokens had 0, 1, 2, … non-zeros: [d_ff + 1].
@@ -194,5 +194,5 @@ def row_spread(rows: Counts) -> float:
     if mean == 0:
         return DEFAULT_ROW_SPREAD
     variance = float(rows @ (counts - mean) ** 2 / total)
-    # Of what a Poisson variable of a fixed mean would vary.
+    # A Poisson variable of a fixed mean has that mean as its variance: only the rest counts.
     return math.sqrt(math.log1p(max(variance - mean, 0.0) / mean**2))

@@ -1,8 +1,8 @@
-"""Decide what becomes of a block from how often its neurons fire.
+"""Decide the form of a block from how often its neurons fire.
 
-It is dense, or TwELL's, or TwELL's beside a dense product of its hot neurons, with a number of slots. Times are
-predicted by a `CostModel` at the number of tokens that each optimization profile is tuned for; over several profiles
-the geometric mean of the gains decides. The hot neurons are the hottest, and come first; the others stay in the order
+The form is dense, or TwELL, or TwELL beside a dense product of its hot neurons, with a number of slots. A `CostModel`
+predicts times at the number of tokens that each optimization profile is tuned for; over several profiles the geometric
+mean of the gains decides. The hot neurons are those that fire most often, and come first; the others stay in the order
 of the model, which decides how many slots they need.
 """
 
@@ -21,15 +21,16 @@ from twellc.passes.block_profile import hot_first
 from twellc.passes.report import Choice, Expectation, ExpectedTime
 from twellc.plugins.library import COMPRESSIONS, TILE
 
-# By how much more hot neurons have to be better, and TwELL faster than a dense block, which needs no plugin.
+# Of the best gain, this share is enough for fewer hot neurons. A dense block, which needs no plugin, stays unless TwELL
+# is this much faster.
 _WORTH_IT = 0.99
 _LEAST_GAIN = 1.03
 # The share of a row's tiles that may hold more non-zeros than slots.
 _MOST_OVERFLOWS = 0.01
-# Of the rows' non-zeros, log-normal, where nothing is known of them.
+# The spread of the rows' non-zeros, log-normal, where it is not known.
 DEFAULT_ROW_SPREAD = 0.8
 _NODES = 16
-# Densities that are tried for the one up to which TwELL pays.
+# Densities to try, to find the largest at which TwELL pays.
 _DENSITIES = np.geomspace(1e-4, 1.0, 97)
 
 
@@ -52,17 +53,17 @@ def choose(
     splits: bool = True,
     removed: int = 0,
 ) -> Choice:
-    """Decide what becomes of a block.
+    """Decide the form of a block.
 
     Args:
         model: Times on the target GPU.
         widths: The block.
         rates: How often each neuron fires, as a share of the tokens, in the order of the model: [d_ff].
-        profiles: Rows of the calls that it is for.
+        profiles: Rows of its calls.
         row_spread: How unequal rows are: standard deviation of the logarithm of their non-zeros.
         assumed: Whether the rates are a guess.
-        splits: Whether the kernels split calls of its dtype.
-        removed: How many neurons it had besides those of `rates`.
+        splits: Whether the kernels split calls of this dtype.
+        removed: How many neurons were removed, besides those of `rates`.
     """
     in_order = np.asarray(rates, dtype=np.float64)
     rates = np.sort(in_order)[::-1]
@@ -101,14 +102,14 @@ def tuned_for(profiles: Sequence[Tokens]) -> list[int]:
 
 
 def at_tokens(counts: Sequence[int]) -> str:
-    """Say at how many tokens."""
+    """Write the numbers of tokens, such as «at 1 and 512 tokens»."""
     words = [count_text(count) for count in counts]
     several = " and ".join([", ".join(words[:-1]), words[-1]]) if words[1:] else words[0]
     return f"at {several} token{'' if list(counts) == [1] else 's'}"
 
 
 def pays_text(pays_below: float) -> str:
-    """Say up to which density TwELL pays."""
+    """Write up to which density TwELL pays."""
     if pays_below in (0, 1):
         return f"pays at {'any' if pays_below else 'no'} density"
     return f"pays below {percent(pays_below)}"
@@ -117,7 +118,7 @@ def pays_text(pays_below: float) -> str:
 def choose_compression(rates: Rates, row_spread: float = DEFAULT_ROW_SPREAD) -> int:
     """Return the largest compression factor, the fewest slots, with which few tiles overflow.
 
-    A row's non-zeros in a tile are taken to be a Poisson variable, whose mean follows how active the row is.
+    A row's non-zeros in a tile are taken as a Poisson variable; its mean follows how active the row is.
 
     Args:
         rates: How often each neuron fires, in the order of the weights, without hot ones: [neurons].
@@ -151,7 +152,7 @@ def count_text(count: int) -> str:
 
 
 def active_text(density: float, d_ff: int, removed: int, stays: bool = True) -> str:
-    """Say which share of the neurons is active, and of which ones if some are removed; none are from a dense block."""
+    """Write the share of active neurons, of those that are left if some are removed; a dense block keeps all."""
     left = f" of the {count_text(d_ff)} neurons {'' if stays else 'that would be '}left" if removed else ""
     return f"{percent(density)}{left} active"
 
@@ -163,7 +164,7 @@ def _facts(active: str, gain: float, tuned: Sequence[int], hot: int, widths: Wid
 
 
 def _best(model: CostModel, widths: Widths, rates: Rates, dense: dict[int, float], splits: bool) -> tuple[int, float]:
-    """Return the fewest hot neurons with which the gain is next to the best one, and that gain."""
+    """Return the fewest hot neurons whose gain is close to the best one, and that gain."""
     tried = model.hot_counts(widths, list(dense)) if splits else (0,)
     gains = {hot: _gain(model, widths, rates, dense, hot) for hot in tried}
     best = max(gains.values())

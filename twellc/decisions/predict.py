@@ -1,13 +1,13 @@
-"""Predict what a block takes on a GPU, in microseconds, from the times that were measured there.
+"""Predict the time of a block on a GPU, in microseconds, from times that were measured there.
 
-Two steps. A *floor* adds up what a block has to do, each part with a price:
+There are two steps. A *floor* adds up the parts of a block's work, each with a price:
 
-    dense   constant + products + bytes of x, weights and y + bytes of what stands between the products
+    dense   constant + products + bytes of x, weights and y + bytes of the tensors between the products
     TwELL   constant + products of the gate + bytes of x, y, the gate and the rows of neurons that fire
-            + rows that are gathered, of the most active neurons and of the others apart
+            + gathered rows, those of the most active neurons and of the others separately
             + constant, products and bytes of the hot neurons, which are a dense product
 
-The prices are fitted to the measured times by least squares of the relative error, none below zero; for TwELL apart in
+Least squares of the relative error fit the prices to the measured times, none below zero; for TwELL separately in
 ranges of tokens, since other kernels run there. Then the ratio of measured time to floor is *interpolated* between
 measured points, by logarithms of tokens, widths and density, by variant, and by how unequal neurons are: kriging with
 an exponential covariance. Along one axis that is linear between neighbours; far from all points it is their average.
@@ -32,17 +32,17 @@ from twellc.plugins.library import limits
 
 _Array = np.ndarray[Any, np.dtype[np.float64]]
 
-# Numbers of hot neurons that are tried.
+# Numbers of hot neurons to try.
 _HOT_COUNTS = (0, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-# In this one of the ranges of tokens most blocks are dense, whatever their density.
+# The range of tokens in which most blocks are dense, whatever their density.
 _DENSE_RANGE = 2
-# The layer in whose tokens the last range ends.
+# The widths, d_model and d_ff, of the layer that sets the end of the last range of tokens.
 _USUAL = (2048, 5632)
 _ELEMENT = 2
 # Floors of TwELL are fitted below this density: above it dense paths take over.
 _SPARSE = 0.03
-# Of the kriging: octaves over which the covariance falls to 1/e; how many octaves another variant is away, another
-# range of tokens, and a block whose most active neurons have all active pairs from one where they have none; noise of a
+# For the kriging: the octaves over which the covariance falls to 1/e; the distances in octaves of another variant, of
+# another range of tokens, and between blocks whose most active neurons have all active pairs, or none; the noise of a
 # measurement.
 _LENGTH = 8.0
 _OTHER_VARIANT = 4.0
@@ -69,9 +69,10 @@ class Widths:
 
 @dataclass(frozen=True)
 class ModelError:
-    """How far predictions are off: the share of them within 10 % and 20 % of the measured time, and of how many.
+    """The errors of predictions: the shares within 10 % and 20 % of the measured time, and the number of predictions.
 
-    `points` are left out one by one, `widths` with all points of the same widths; None where there are no others.
+    For `points`, points are left out one by one, for `widths` with all others of the same widths; None where no other
+    widths were measured.
     """
 
     points: tuple[float, float, int]
@@ -80,9 +81,9 @@ class ModelError:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of a block: rates are how often each neuron fires, the hot ones first; none for a dense block.
+    """A call of a block: rates are how often each neuron fires, the hot ones first; None for a dense block.
 
-    Few tokens are not split, but for them, too, the hot neurons come first.
+    Calls of few tokens are not split, but there, too, the hot neurons come first.
     """
 
     widths: Widths
@@ -97,35 +98,35 @@ class _Call:
 
     @functools.cached_property
     def sparse_rates(self) -> Rates:
-        """Of the neurons that are not in that product."""
+        """The rates of the neurons outside of that product."""
         assert self.rates is not None
         rates: Rates = self.rates[self.split :]
         return rates
 
     @functools.cached_property
     def pairs(self) -> tuple[float, float]:
-        """Active pairs of a token and a neuron that is not hot: of the most active neurons, and of the others."""
+        """Active pairs of a token and a neuron outside of that product: with the most active neurons, with others."""
         rates = np.sort(self.sparse_rates)[::-1]
-        most = limits().most_hot  # the kernels' own hot neurons are as many
+        most = limits().most_hot  # the kernels treat as many neurons as hot
         return self.tokens * float(rates[:most].sum()), self.tokens * float(rates[most:].sum())
 
 
-# Times of a gated block of 2048 / 5632 with FP8 weights, by tokens, on an H100, 2026-11-28
-# (benchmarks/results/kernels.md): at 0.5 % active and with all active, over those of TwELL with 16 bits; of dense
-# blocks, over dense ones of 16 bits. In between, logarithms decide; other GPUs and blocks are taken to be alike.
+# Times with FP8 weights over times with 16 bits, by tokens, of a gated block of 2048 / 5632 on an H100, 2026-11-28
+# (benchmarks/results/kernels.md): of TwELL at 0.5 % active and with all active, and of dense blocks. Values between
+# these are interpolated by logarithms; other GPUs and blocks are taken to be alike.
 _FP8_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 768, 1024, 2048, 8192)
 _FP8_SPARSE = (0.78, 0.79, 0.81, 0.94, 1.12, 0.92, 0.89, 0.86, 0.81, 0.72, 0.75, 0.80)
 _FP8_ACTIVE = (0.78, 0.79, 0.81, 0.94, 1.12, 0.92, 0.89, 0.86, 0.81, 1.11, 0.88, 0.83)
 _FP8_DENSE = (1.0, 1.0, 1.0, 1.0, 0.77, 0.78, 0.88, 0.80, 0.77, 0.76, 0.66, 0.63)
-_FP8_DENSITIES = (0.005, 0.02)  # where the first of them ends, and where the second one begins
+_FP8_DENSITIES = (0.005, 0.02)  # _FP8_SPARSE holds up to the first, _FP8_ACTIVE from the second on
 
 
 class CostModel:
-    """What blocks take on one GPU, from what was measured there; fitted when it is asked for the first time.
+    """Predicts the times of blocks on one GPU from measured ones; it is fitted at the first prediction.
 
     Attributes:
-        times: What was measured.
-        bits: Of the weights that TwELL reads.
+        times: The measured times.
+        bits: The bits of the weights that TwELL reads.
     """
 
     def __init__(self, times: GpuTimes) -> None:
@@ -134,7 +135,7 @@ class CostModel:
 
     @functools.cached_property
     def fp8(self) -> CostModel:
-        """The same of blocks that TwELL reads FP8 weights of; dense ones have 16 as before."""
+        """The model for blocks with FP8 weights in TwELL; dense ones have 16 bits as before."""
         assert self._dense is not None and self._twell is not None  # fitted once, for both
         made = copy.copy(self)
         made.bits = 8
@@ -149,7 +150,7 @@ class CostModel:
         return _Interpolated(list(map(_twell_call, self.times.twell)), self.times.twell, self._dense)
 
     def dense_us(self, widths: Widths, tokens: int) -> float:
-        """Return the time of a dense block, the fastest form of it."""
+        """Return the time of a dense block in the fastest form."""
         return self._dense.predict(_Call(widths, tokens))
 
     def twell_us(self, widths: Widths, tokens: int, rates: Rates, hot: int = 0) -> float:
@@ -201,7 +202,7 @@ class CostModel:
         )
 
     def error(self) -> ModelError:
-        """Say how far predictions are off, by leaving measured points out and predicting them from the others."""
+        """Return the errors of predictions, found by predicting each measured point from the others."""
         errors = []
         for shape in self.shapes if len(self.shapes) > 1 else ():
             rest = CostModel(
@@ -266,7 +267,7 @@ def _is_beyond(widths: Widths, tokens: int, most_tokens: int, most_products: int
 
 @functools.cache
 def _ranges() -> tuple[int, ...]:
-    """Return the token counts up to which prices are fitted apart: other kernels run above."""
+    """Return the token counts that divide the ranges with separate prices: other kernels run above each."""
     dense = limits().dense_block_products // math.prod(_USUAL)
     return limits().few_tokens, limits().few_tokens_sm90, dense
 
@@ -276,7 +277,7 @@ def _range_of(tokens: int) -> int:
 
 
 def _dense_parts(call: _Call) -> list[float]:
-    """Return what a dense block has to do, as counts that have a price each."""
+    """Return the parts of a dense block's work, as counts that have a price each."""
     w, tokens = call.widths, call.tokens
     weights = w.inputs * w.d_model * w.d_ff + w.d_ff * w.d_out
     outside = _ELEMENT * (weights + tokens * (w.d_model + w.d_out))
@@ -284,7 +285,7 @@ def _dense_parts(call: _Call) -> list[float]:
 
 
 def _twell_parts(call: _Call) -> list[float]:
-    """Return what TwELL has to do, likewise; the last four are of the hot neurons."""
+    """Return the parts of TwELL's work, as such counts; the last four are those of the hot neurons."""
     w, tokens, hot = call.widths, call.tokens, call.split
     neuron = (w.inputs - 1) * w.d_model + w.d_out
     with np.errstate(divide="ignore"):
@@ -297,7 +298,7 @@ def _twell_parts(call: _Call) -> list[float]:
     return [1.0, 2.0 * tokens * sparse * w.d_model, outside, most, others, *of_hot]
 
 
-_MOST, _OTHERS, _HOT = 3, 4, slice(5, None)  # places of parts
+_MOST, _OTHERS, _HOT = 3, 4, slice(5, None)  # indices of parts
 
 
 def _hot_block(call: _Call) -> _Call:
@@ -311,7 +312,7 @@ def _sparse_block(call: _Call) -> _Call:
 
 
 def _place(call: _Call) -> list[float]:
-    """Return where a call lies between the others, in octaves."""
+    """Return the coordinates of a call for the kriging, in octaves."""
     w = call.widths
     place = [math.log2(call.tokens), math.log2(w.d_model * w.d_out) / 2, math.log2(w.d_ff - call.split)]
     place.append(_OTHER_VARIANT * (w.variant == "plain"))
@@ -328,12 +329,12 @@ def _place(call: _Call) -> list[float]:
 
 
 _Point = TypeVar("_Point", bound=Measured)
-# Of the shortest time that was measured: narrower blocks than those take less, but not nothing.
+# No prediction is below this share of the shortest measured time: narrower blocks take less, but not nothing.
 _LEAST_SHARE = 0.5
 
 
 class _Interpolated:
-    """Times by floor and interpolated ratio; what is predicted of dense blocks, by `dense`, bounds floors of TwELL."""
+    """Times by floor and interpolated ratio; the times that `dense` predicts for dense blocks bound floors of TwELL."""
 
     def __init__(self, calls: list[_Call], points: Sequence[Measured], dense: _Interpolated | None) -> None:
         self._bound = dense
@@ -356,7 +357,7 @@ class _Interpolated:
 
     @property
     def constant(self) -> float:
-        """What a dense block takes without any work."""
+        """The time of a dense block without any work."""
         return float(self._prices[0][0])
 
     def predict(self, call: _Call) -> float:

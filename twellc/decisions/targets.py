@@ -1,4 +1,4 @@
-"""The GPU that decisions are made for: its times come with twellc, or in a file of `twellc bench --measure-gpu`."""
+"""The GPU to decide for: its times come with twellc, or in a file of `twellc bench --measure-gpu`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Target:
 
     Attributes:
         model: Times on it.
-        note: What the user should know about the choice; empty where there is nothing to say.
+        note: A note for the user about the choice; empty without one.
         at_hand: The GPU at hand, if its times are not known and those of another one decide; empty otherwise.
     """
 

@@ -1,9 +1,9 @@
-"""Measured times of feed-forward blocks on one GPU: a data file, one a GPU, that decisions are made from.
+"""Measured times of feed-forward blocks: a data file for each GPU, which decisions rest on.
 
 A file holds one object in JSON:
 
     format      2
-    machine     what was measured on and with: gpu, multiprocessors, twellc, commit, date, form, …
+    machine     the GPU and the software: gpu, multiprocessors, twellc, commit, date, form, …
     complete    whether all of the grid was measured
     dense       fields: variant, d_model, d_ff, tokens, us, p10_us, p90_us, by
                 rows: a value for each field, a row a point
@@ -12,9 +12,9 @@ A file holds one object in JSON:
 
 Format 1, where each point is an object with these keys, is read, too.
 
-Times are microseconds of one call in bfloat16: the median, and the range that holds the middle 80 %. A dense block's is
-that of the fastest of several forms, which `by` names. `density` is the share of gate activations that were not zero,
-`nominal` the one that was asked for; `neurons` says how they are shared out: `equal`; `zipf`, by Zipf's law, in no
+Times are microseconds of one call in bfloat16: the median, and the range that holds the middle 80 %. For a dense block
+it is the fastest of several forms, which `by` names. `density` is the share of gate activations that were not zero,
+`nominal` the requested share; `neurons` says how they are spread over neurons: `equal`; `zipf`, by Zipf's law, in no
 order but for the `hot` most active, which come first and are a dense product where calls are split.
 
 Importing this imports no torch: decisions and reports read it, too.
@@ -51,8 +51,8 @@ class Measured(Record):
 
     Attributes:
         variant: `gated` or `plain`.
-        d_model: Width of its input and output.
-        d_ff: Its neurons.
+        d_model: Width of input and output.
+        d_ff: Number of neurons.
         tokens: Rows of the call.
         us: Median, in microseconds.
         p10_us: Tenth percentile.
@@ -81,8 +81,8 @@ class TwellPoint(Measured):
 
     Attributes:
         density: Share of gate activations that were not zero.
-        nominal: The share that was asked for.
-        neurons: How they are shared out over neurons: `equal` or `zipf`.
+        nominal: The requested share.
+        neurons: How they are spread over neurons: `equal` or `zipf`.
         hot: How many neurons came first and were a dense product where calls are split.
     """
 
@@ -94,10 +94,10 @@ class TwellPoint(Measured):
 
 @dataclass(frozen=True)
 class GpuTimes(Record):
-    """What was measured on one GPU.
+    """The measured times of one GPU.
 
     Attributes:
-        machine: What was measured on and with; `gpu` is there in any case.
+        machine: The GPU and the software; the key `gpu` is always there.
         complete: Whether all of the grid was measured.
         dense: Dense blocks.
         twell: Blocks by TwELL.
@@ -142,7 +142,7 @@ def _table(kind: type[Measured], points: Sequence[Measured]) -> str:
 
 
 def _points(content: Any, place: str) -> Any:
-    """Return the points of a table as objects; what is not a table stays as it is.
+    """Return the points of a table as objects; return other JSON as it is.
 
     Raises:
         ValueError: The table is damaged.
@@ -194,10 +194,10 @@ def read_times(path: Path) -> GpuTimes:
 
 
 def _refuse_contradictions(times: GpuTimes) -> None:
-    """Fail if times cannot be interpolated in.
+    """Fail if no interpolation between the times is possible.
 
     Raises:
-        ValueError: They cannot; the message names the place.
+        ValueError: None is possible; the message names the place.
     """
     if "gpu" not in times.machine:
         raise ValueError("machine has no gpu")
