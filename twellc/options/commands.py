@@ -1,4 +1,4 @@
-"""What each command was asked to do: its options, with their defaults and meaning."""
+"""The options of each command, with their defaults and meaning."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ BACKENDS = ("auto", "tensorrt", "tensorrt-rtx", "none")
 DEFAULT_DENSITY = 0.005
 DEFAULT_TOKENS = 2048
 DEFAULT_GPU = "H100"
-# TensorRT tunes a plan for the largest number of sequences of a profile, and this many are 3 % faster when tuned for.
+# TensorRT tunes a plan for the most sequences of a profile; calls of this many are 3 % faster with their own profile.
 _FEW_SEQUENCES = 8
 LEAST_LENGTH = 2  # of a key-value cache: torch.export takes a single place for a constant
 
 
 @dataclass(frozen=True)
 class CompileOptions(TracingOptions, DecisionOptions, WeightOptions):
-    """What `twellc compile` was asked to do.
+    """The options of `twellc compile`.
 
     Attributes:
-        output: The plan to write; its manifest stands beside it.
+        output: The plan to write; its manifest is written beside it.
         onnx: Also keep the rewritten graph as ONNX.
         backend: auto: TensorRT where it is installed beside a GPU, else TensorRT-RTX, which needs none. none stops at
             ONNX.
@@ -40,27 +40,27 @@ class CompileOptions(TracingOptions, DecisionOptions, WeightOptions):
             follow. Given again for the same input, it starts the next optimization profile.
         strict: Fail when nothing matches, or a block that looks like one is refused.
         dump_graphs: Folder for the graph as traced and after each pass.
-        manifest: Write what was done as JSON.
-        html: Write it as a page to look at, as twellc report makes it.
+        manifest: Write the decisions and results as JSON.
+        html: Write them as a page to look at, as twellc report makes it.
         overwrite: Replace existing output files.
         triton: Write the plan into a Triton model repository, with its config.pbtxt, instead of to --output.
         attention: Attention backend: tensorrt, or cudnn by a plugin, which takes causal and unmasked attention and
             leaves other to TensorRT. auto: cudnn where it is at hand and was measured faster, which is TensorRT on
             Hopper.
-        kv_cache: Of a causal Hugging Face model: give it a key-value cache of this many tokens a sequence, so that it
-            can generate text. Its inputs, outputs and profiles are then others.
+        kv_cache: For a causal Hugging Face model: give it a key-value cache of this many tokens a sequence, so that it
+            can generate text. This changes its inputs, outputs and profiles.
         max_batch_size: With --kv-cache: the most sequences of a call.
         prefill_chunk: With --kv-cache: the most tokens of a sequence in a call; longer prompts are fed in several.
             Default: 2048, or all that fit.
-        tensor_parallel: Share the model among N GPUs of one machine: a plan for each of them, with its heads of
-            attention and its neurons, FILE.rank0 and so on; FILE is a link to the first. With --firing-profile all get
-            equally active neurons.
+        tensor_parallel: Share the model among N GPUs of one machine: a plan for each, with a share of the heads of
+            attention and of the neurons, FILE.rank0 and so on; FILE is a link to the first. With --firing-profile all
+            get equally active neurons.
         embed_plugins: Put the plugin library into the plan.
-        plugin_libraries: A library of other people's TensorRT plugins, for a graph with nodes of theirs; several may be
+        plugin_libraries: A library of other people's TensorRT plugins, for a graph with their nodes; several may be
             given. Its code runs here.
         arrays: With --fp8-error: measure on these arrays, named as the model's inputs.
         text: With --fp8-error: measure on this text, in UTF-8, through the tokenizer in the model's directory.
-        earlier: What an earlier compilation decided, to do it again.
+        earlier: The decisions of an earlier compilation, to repeat them.
     """
 
     output: Path | None = option(None, "FILE", OUTPUT, names=("-o", "--output"))
@@ -96,8 +96,8 @@ class CompileOptions(TracingOptions, DecisionOptions, WeightOptions):
     def requested_profiles(self) -> list[tuple[str, ShapeRange]]:
         """The shape ranges of inputs.
 
-        Of a model with a cache: one for prompts, and those for a token of each sequence: of any number of sequences, of
-        few and of one, each faster than the one before it.
+        A model with a cache has one for prompts, and three for a token of each sequence: for any number of sequences,
+        for few and for one, each faster than the one before it.
         """
         cache = self.cache
         if cache is None:
@@ -109,13 +109,13 @@ class CompileOptions(TracingOptions, DecisionOptions, WeightOptions):
 
     @property
     def plans(self) -> list[Path]:
-        """Where the plans go: one, or one for each rank, as Triton names them; `output` is a link to the first then."""
+        """The paths of the plans: `output`, or one for each rank; then `output` is a link to the first."""
         if self.output is None or self.tensor_parallel == 1:
             return [] if self.output is None else [self.output]
         return [plan_of_rank(self.output, rank) for rank in range(self.tensor_parallel)]
 
     def graphs(self, onnx: Path) -> list[Path]:
-        """Return where the graphs go: to `onnx`, or beside it, one for each rank."""
+        """Return the paths of the graphs: `onnx`, or one for each rank beside it."""
         if self.tensor_parallel == 1:
             return [onnx]
         return [onnx.with_name(f"{onnx.stem}.rank{rank}{onnx.suffix}") for rank in range(self.tensor_parallel)]
@@ -123,14 +123,14 @@ class CompileOptions(TracingOptions, DecisionOptions, WeightOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions(TracingOptions, DecisionOptions, WeightTypeOptions):
-    """What `twellc inspect` was asked to do; `model` may also be a plan or a rewritten ONNX file.
+    """The options of `twellc inspect`; `model` may also be a plan or a rewritten ONNX file.
 
-    Of what is compiled, `target_gpu` None takes the GPU that it was compiled for.
+    For a plan or a rewritten file, `target_gpu` None takes the GPU that it was compiled for.
 
     Attributes:
         density: Share of gate activations that are not zero, from 0 to 1, to assume of blocks that no profile knows.
             Default: that of a short run of the model; operations and bytes of other blocks are counted at 0.005.
-        tokens: Tokens in a call to count operations and bytes of, and to name the kernels of.
+        tokens: Tokens in a call, for the counts of operations and bytes and the names of kernels.
         gpu: The GPU whose kernels to name; none has to be there. Default: the one that speed is expected for.
     """
 
@@ -141,13 +141,13 @@ class InspectOptions(TracingOptions, DecisionOptions, WeightTypeOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(TracingOptions, DecisionOptions, WeightOptions, SampleOptions):
-    """What `twellc bench` was asked to do; `model` cannot be an ONNX file.
+    """The options of `twellc bench`; `model` cannot be an ONNX file.
 
     Attributes:
-        shapes: Sizes of the model's dynamic dimensions, in their order; of a language model sequences and their tokens,
-            such as 1x1,1x512,4x2048. Default: one token, and some prompts.
+        shapes: Sizes of the model's dynamic dimensions, in their order; for a language model sequences and their
+            tokens, such as 1x1,1x512,4x2048. Default: one token, and some prompts.
         repeats: How often each contestant is timed; they take turns.
-        compiled: Measure what torch.compile makes of the models, too, which may take minutes a shape.
+        compiled: Measure the models under torch.compile, too, which may take minutes a shape.
         max_autotune: Measure FP8 through torch.compile with max-autotune, too, which takes minutes more.
         tensorrt: Build and measure plans, too, which takes minutes more; needs full TensorRT.
         plot: Draw the speed-ups, as .svg, .png or .pdf; needs matplotlib.
@@ -165,12 +165,12 @@ class BenchOptions(TracingOptions, DecisionOptions, WeightOptions, SampleOptions
 
 @dataclass(frozen=True)
 class CheckOptions(SourceOptions, SampleOptions):
-    """What `twellc check` was asked to do; the candidate says how its model was traced.
+    """The options of `twellc check`; the candidate says how its model was traced.
 
     Attributes:
         candidate: A rewritten ONNX file, or a plan with its manifest.
-        firing_profile: The profile that CANDIDATE was compiled with; another one is refused. Only a plan needs it that
-            no GPU can run, if its graph was not kept.
+        firing_profile: The profile that CANDIDATE was compiled with; another one is refused. Only a plan that no GPU
+            can run needs it, if its graph was not kept.
     """
 
     candidate: Path
@@ -180,13 +180,13 @@ class CheckOptions(SourceOptions, SampleOptions):
 
 @dataclass(frozen=True)
 class ProfileOptions(TracingOptions):
-    """What `twellc profile` was asked to do; `model` cannot be an ONNX file.
+    """The options of `twellc profile`; `model` cannot be an ONNX file.
 
     Attributes:
         output: The profile to write; None keeps it in memory.
         device: Where to run the model. auto: on the GPU, where torch sees one.
         batch: Sequences in a run of the model.
-        sequence: Tokens in a sequence at most: longer texts are cut. Default: 1024, or what the model takes at most.
+        sequence: Tokens in a sequence at most: longer texts are cut. Default: 1024, or the most that the model takes.
         tokens: Stop after this many tokens. Default: all data.
         field: The field of a JSON object, or the column of a table, that holds the text.
         overwrite: Replace an existing output file.
@@ -204,18 +204,18 @@ class ProfileOptions(TracingOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class LLMOptions(WeightOptions):
-    """How a model is loaded that answers, as `twellc.LLM` takes it.
+    """The options of loading a model that answers, as `twellc.LLM` takes them.
 
     Attributes:
         tokenizer: A folder with the model's tokenizer; default: the model's own.
         device: Where the model runs, a plan on a GPU. auto: on the GPU, where torch sees one.
         dtype: Precision of a directory, or a name of vLLM for it. Default: that of the weights, on a GPU bf16 for fp32.
-        max_model_len: Tokens of a prompt and its answer together, but for the answer's last. Default: as many as are
+        max_model_len: Tokens of a prompt and its answer together, without the answer's last. Default: as many as are
             needed, or the cache of a plan.
         compiled: Let torch.compile compile a directory: it takes minutes, then it is faster.
         layers: Which matching blocks of a directory to rewrite; REGEX is searched in their module paths.
         text: With --fp8-error: measure on this text, in UTF-8, through the tokenizer in the model's directory.
-        max_num_batched_tokens: Compute prompts in chunks of so many tokens, all prompts together, to save memory.
+        max_num_batched_tokens: Compute prompts in chunks of this many tokens, all prompts together, to save memory.
             Default: at once, or in the chunks of a plan.
     """
 
@@ -231,15 +231,15 @@ class LLMOptions(WeightOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(LLMOptions):
-    """What `twellc generate` was asked to do, besides what `SamplingParams` has.
+    """The options of `twellc generate`, besides those of `SamplingParams`.
 
     Attributes:
-        prompt: What to answer. Without any prompt each line of standard input is one.
+        prompt: A prompt to answer. Without any, each line of standard input is one.
         prompts_file: Prompts to answer at once: a line each; of FILE.jsonl a JSON object each, with the text as prompt
             or the conversation as messages.
-        stream: Print each piece of an answer as it comes; so are answers to lines.
+        stream: Print each piece of an answer as it comes; answers to lines always come so.
         as_json: Print JSON; with --stream an object a line.
-        stats: Say more of how long it took, on standard error.
+        stats: Print more about the time on standard error.
     """
 
     prompt: str | None = option(None, "TEXT")
@@ -252,13 +252,13 @@ class GenerateOptions(LLMOptions):
 def compile_options(
     model: Path, output: Path | None, *, onnx: Path | None = None, triton: Path | None = None, **options: Any
 ) -> CompileOptions:
-    """Return the options of a compilation: where its outputs go is worked out here.
+    """Return the options of a compilation, with the paths of its outputs worked out.
 
     Args:
         model: The model.
         output: The plan; with the backend `none` it may name the ONNX file.
         onnx: The rewritten graph.
-        triton: A Triton model repository, for which there is no `output`.
+        triton: A Triton model repository, in place of `output`.
         options: See `CompileOptions`.
 
     Raises:
@@ -333,10 +333,10 @@ def _refuse_cache(options: CompileOptions) -> None:
 
 
 def plan_of_rank(output: Path, rank: int) -> Path:
-    """Return where the plan of a rank stands, beside the link to the first one."""
+    """Return the path of a rank's plan, beside the link to the first one."""
     return output.with_name(f"{output.name}.rank{rank}")
 
 
 def triton_plan(repository: Path, model: Path) -> Path:
-    """Return where the plan of a model stands in a Triton model repository."""
+    """Return the path of a model's plan in a Triton model repository."""
     return model_folder(repository, model) / VERSION / PLAN_NAME

@@ -1,4 +1,4 @@
-"""Options that decide what becomes of the blocks of a model."""
+"""Options for the decisions about the blocks of a model."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ LINEARS = ("auto", "twell", "tensorrt")
 
 @dataclass(frozen=True, kw_only=True)
 class DecisionOptions:
-    """What decides about blocks.
+    """The options of the decisions.
 
     Attributes:
         layers: Which matching blocks to rewrite; REGEX is searched in their module paths.
-        compression: TwELL compression factor: a tile of 256 neurons keeps 256/N - 1 activations of a token; more of
-            them are kept apart. It changes speed and memory, never results. Default: 8, or with --firing-profile the
-            largest with which few tiles have more.
-        firing_profile: How often the model's neurons fire, from `twellc profile`. By it is decided what becomes of each
-            block, and which of its neurons are hot: these are moved to the front, which is exact.
+        compression: TwELL compression factor: a tile of 256 neurons keeps 256/N - 1 activations of a token; a tile with
+            more is kept separately. It changes speed and memory, never results. Default: 8, or with --firing-profile
+            the largest with which few tiles have more.
+        firing_profile: How often the model's neurons fire, from `twellc profile`. It decides the form of each block,
+            and which neurons are hot: these are moved to the front, which is exact.
         prune_dead: Approximate: remove the neurons that never fired in the profile. Other inputs may need them; check
-            measures what that does.
-        prune_check: A second profile, of other data: report which share of its non-zeros the removed neurons have.
+            measures the effect.
+        prune_check: A second profile, of other data: report the removed neurons' share of the non-zeros in it.
         linear: Linear layers outside of the blocks: tensorrt leaves them as they are, twell computes each with the norm
             before it and the sum behind it, and those of one input at once; blocks take the norm before them, too.
             auto: twell where a profile has up to 16 tokens a call, or in FP8 each has 512 or more.
@@ -51,7 +51,7 @@ def refuse_pruning(options: DecisionOptions) -> None:
 
 
 def refuse_calibration(options: DecisionOptions, target: str) -> None:
-    """Raise `UserError` if a calibration is given for something that has no use for one."""
+    """Raise `UserError` if a firing profile is given for a target that has no use for one."""
     refuse_pruning(options)
     if options.firing_profile is not None:
         where, what = f"--firing-profile {options.firing_profile}", "only a model that twellc traces can be calibrated"
@@ -60,7 +60,7 @@ def refuse_calibration(options: DecisionOptions, target: str) -> None:
 
 
 def refuse_decisions(options: DecisionOptions, target: str) -> None:
-    """Raise `UserError` if something is asked for that decides about blocks, of a model that is compiled already."""
+    """Raise `UserError` if options decide about blocks of a model that is compiled already."""
     refuse_calibration(options, target)
     asked = {
         "--layers": options.layers != "auto",
@@ -73,7 +73,7 @@ def refuse_decisions(options: DecisionOptions, target: str) -> None:
 
 
 def refuse_linear(options: DecisionOptions, target: str) -> None:
-    """Raise `UserError` if linear layers are to be rewritten of an ONNX file."""
+    """Raise `UserError` if linear layers of an ONNX file are to be rewritten."""
     if options.linear == "twell":
         expected = "a torch.export archive, a Hugging Face directory or a pickled module"
         what = "linear layers outside of blocks stay as they are in an ONNX file"

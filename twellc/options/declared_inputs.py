@@ -13,7 +13,7 @@ _DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "bool")
 
 @dataclass(frozen=True)
 class InputDeclaration:
-    """An input: a parameter of `forward`, its dtype, and its shape, where a name stands for a dynamic dimension."""
+    """An input: a parameter of `forward`, with dtype and shape; a name in the shape is a dynamic dimension."""
 
     name: str
     dtype: str
@@ -40,7 +40,7 @@ def parse_input(text: str) -> InputDeclaration:
 
 
 def refuse_inputs(declared: tuple[InputDeclaration, ...], target: str) -> None:
-    """Raise `UserError` if inputs are declared for something that knows its own."""
+    """Raise `UserError` if inputs are declared for a target that has its own declarations."""
     if declared:
         raise UserError(
             "--input-spec", "only a pickled module needs its inputs declared", got=target, fix="Leave it out."

@@ -1,6 +1,6 @@
 """How an option is declared: once, as a field of an options class, described in the docstring of that class.
 
-The options of the commands, the checks of what Python gives, and the tables in docs/cli.md are made of this.
+The options of the commands, the checks of arguments from Python, and the tables in docs/cli.md are made from it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ LARGEST_SEED = 2**63 - 1
 
 @dataclass(frozen=True)
 class Number:
-    """The range of a number: of integers, or of any numbers where the smallest one is a float.
+    """The range of a number: an integer, or any number if `least` is a float.
 
     Attributes:
-        least: The smallest one.
-        most: The largest one; None: as large as there are.
-        above: Whether the smallest one is out of the range itself.
+        least: The smallest number.
+        most: The largest number; None: no limit.
+        above: Whether the range begins above `least`.
     """
 
     least: Any
@@ -38,7 +38,7 @@ class Number:
     above: bool = False
 
     def fault(self, value: Any) -> str:
-        """Say what is wrong with a value; empty where nothing is."""
+        """Return the fault of a value; an empty text without one."""
         whole = isinstance(self.least, int)
         if isinstance(value, bool) or not isinstance(value, numbers.Integral if whole else numbers.Real):
             return f"is not {self._kind}"
@@ -68,14 +68,14 @@ OUTPUT = "output"
 
 @dataclass(frozen=True)
 class Option:
-    """How the value of a field is given. A field with the default `()` holds several values, one with a bool is a flag.
+    """How to give the value of a field. A field with the default `()` holds several values, one with a bool is a flag.
 
     Attributes:
-        metavar: What the help calls the value.
-        kind: The values that there are, in a tuple; a `Number`; `Path` for what is read, `OUTPUT` for a file to write;
-            or what turns a text into a value.
-        names: The names on the command line; none takes that of the field.
-        separator: What stands between values in one text; without it the option is given several times.
+        metavar: The name of the value in the help.
+        kind: The possible values in a tuple; a `Number`; `Path` for a path to read, `OUTPUT` for a file to write; or a
+            function that turns a text into a value.
+        names: The names on the command line; without any, that of the field.
+        separator: The character between values in one text; without it the option is given several times.
     """
 
     metavar: str | None
@@ -92,35 +92,35 @@ def option(
 
 
 def option_of(field: Field[Any]) -> Option | None:
-    """Return how the value of a field is given; None for a field that is not an option."""
+    """Return the `Option` of a field; None for a field that is not an option."""
     return field.metadata.get("option")
 
 
 def declared(kind: type[Any]) -> list[Field[Any]]:
-    """Return the fields of an options class that are options: its own before those of its bases."""
+    """Return the fields of an options class that are options: the class's own before those of the bases."""
     known = {each.name: each for each in fields(kind) if option_of(each)}
     names = dict.fromkeys(name for base in kind.__mro__ for name in inspect.get_annotations(base))
     return [known[name] for name in names if name in known]
 
 
 def descriptions(kind: type[Any]) -> dict[str, str]:
-    """Return what the docstrings of an options class and its bases say of each field."""
+    """Return the description of each field from the docstrings of an options class and its bases."""
     texts = [inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2] for base in reversed(kind.__mro__)]
     found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", "\n".join(texts), re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in found}
 
 
 def taken(kind: type[Any], name: str, value: Any) -> Any:
-    """Return what a field holds for what was given: a path for a text, parsed texts in a tuple.
+    """Convert a given value to the one that a field holds: a path for a text, parsed texts in a tuple.
 
     Args:
         kind: The options class.
         name: The field.
-        value: What was given.
+        value: The given value.
 
     Raises:
         TypeError: There is no such field.
-        UserError: The value is not one of those that there are, or a text cannot be parsed.
+        UserError: The value is not a possible one, or a text cannot be parsed.
     """
     found = next((each for each in fields(kind) if each.name == name), None)
     if found is None:

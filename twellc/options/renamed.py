@@ -1,6 +1,6 @@
-"""Options that have another name now: the old one answers for one release, with a sentence. CHANGELOG.md lists them.
+"""Renamed options: the old name works for one release, with a warning. CHANGELOG.md lists them.
 
-An old name answers where the command or the function has the new one, and nothing else of the old name.
+An old name works where the command or the function has the new one, and no other option of the old name.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ RENAMED = {
 
 
 def new_name(name: str, known: Collection[str]) -> str:
-    """Return what a name that was given is called now, where only the names `known` are taken."""
+    """Return the present name for a given one, where only the names `known` are taken."""
     return name if name in known else next((new for new in RENAMED.get(name, ()) if new in known), name)
 
 
 def by_new_names(keywords: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return keywords of a function by the names that they have now; warn of the old ones.
+    """Return keywords of a function by their present names; warn of old ones.
 
     Raises:
         UserError: One is given by its old name, too.

@@ -1,4 +1,4 @@
-"""Options that say which model is meant, how it is loaded and traced, and on which inputs it runs."""
+"""Options that name a model, how to load and trace it, and the inputs to run it on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from twellc.options.option import SEED, option
 
 PADDINGS = ("none", "mask")
 LOGITS = ALL_LOGITS, LAST_LOGITS, GREEDY_LOGITS = ("all", "last", "greedy")
-# The most tokens of a sequence in a call of a model with a cache, unless --prefill-chunk says it.
+# The most tokens of a sequence in a call of a model with a cache, without --prefill-chunk.
 DEFAULT_CHUNK = 2048
 
 
@@ -44,9 +44,9 @@ class Example:
     """Example inputs of a module in memory, as `torch.export.export` takes them.
 
     Attributes:
-        args: Those by position.
-        kwargs: Those by name.
-        dynamic_shapes: Which of their dimensions are dynamic.
+        args: Inputs by position.
+        kwargs: Inputs by name.
+        dynamic_shapes: Their dynamic dimensions.
     """
 
     args: tuple[Any, ...] = ()
@@ -56,7 +56,7 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(Example):
-    """What a function of the API takes besides the options of its command.
+    """The arguments of a function of the API besides the options of a command.
 
     Attributes:
         progress: Receives the name of each step.
@@ -67,16 +67,16 @@ class RunOptions(Example):
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """Which model is meant.
+    """The options that name a model and load it.
 
     Attributes:
         model: A torch.export archive, a Hugging Face directory, an ONNX file, a pickled module or a sparse autoencoder.
         trust_model: Load a pickle, or an archive that could execute code.
         import_modules: A module to import first, such as one that registers operators of the model; several may be
             given. Its code runs.
-        input_specs: An input of a pickled module, such as x:float32[batch,sequence,512]; a name stands for a dynamic
-            dimension.
-        in_memory: What to call a model that is in memory, and in `model` only for the command; empty for a file.
+        input_specs: An input of a pickled module, such as x:float32[batch,sequence,512]; a name is a dynamic dimension.
+        in_memory: The name, for messages, of a model in memory, which `model` holds only during the command; empty for
+            a file.
     """
 
     model: Path
@@ -89,18 +89,18 @@ class SourceOptions:
 
 @dataclass(frozen=True)
 class TracingOptions(SourceOptions):
-    """Which model is meant, and how it is traced.
+    """The options that name a model and say how to trace it.
 
     Attributes:
         dtype: Precision; default: the model's own, else bf16.
-        padding: Of a causal Hugging Face model. none, the default: its only input is input_ids. It is causal by
-            structure, so prompts may be padded on the right, and what it gives for padding has no meaning. mask:
-            attention_mask is an input, too, for padding on the left.
-        logits: Of a causal Hugging Face model. all, the default without --kv-cache: compute the logits of each place.
-            last: of the last place of the sequence axis only, [batch, 1, vocabulary], where a prompt padded on the
-            right has padding. With --kv-cache last is the default: the logits behind the last real token of each
-            sequence, [batch, vocabulary]. greedy, with --kv-cache only: of these just which one is the largest, the
-            next token of each sequence, [batch]; nothing can be drawn from that.
+        padding: For a causal Hugging Face model. none, the default: its only input is input_ids. It is causal by
+            structure, so prompts may be padded on the right; outputs for padding have no meaning. mask: attention_mask
+            is an input, too, for padding on the left.
+        logits: For a causal Hugging Face model. all, the default without --kv-cache: compute the logits of each place.
+            last: only those of the last place of the sequence axis, [batch, 1, vocabulary], where a prompt padded on
+            the right has padding. With --kv-cache last is the default: the logits behind the last real token of each
+            sequence, [batch, vocabulary]. greedy, with --kv-cache only: just the index of the largest of these, the
+            next token of each sequence, [batch]; nothing can be sampled from that.
     """
 
     _: KW_ONLY
@@ -111,7 +111,7 @@ class TracingOptions(SourceOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions:
-    """Which inputs a model is run on; at most one of these is given.
+    """The inputs to run a model on; at most one of these is given.
 
     Attributes:
         arrays: Run on these arrays, named as the model's inputs, instead of random inputs.
@@ -125,11 +125,11 @@ class SampleOptions:
 
 
 class NoChoiceError(UserError):
-    """A choice of `padding` or `logits` was made, and the model leaves none."""
+    """A choice of `padding` or `logits` was made for a model that offers none."""
 
 
 def refuse_choices(padding: str | None, logits: str | None, target: str) -> None:
-    """Raise `NoChoiceError` if a choice is made that only causal Hugging Face models leave."""
+    """Raise `NoChoiceError` if a choice is made that only causal Hugging Face models offer."""
     chosen = [f"--padding {padding}"] if padding is not None else []
     chosen += [f"--logits {logits}"] if logits not in (None, ALL_LOGITS) else []
     if chosen:
@@ -139,7 +139,7 @@ def refuse_choices(padding: str | None, logits: str | None, target: str) -> None
 
 
 def refuse_tracing(options: TracingOptions, target: str) -> None:
-    """Raise `UserError` if something is asked for of a model that is compiled already and is not traced."""
+    """Raise `UserError` if options of tracing are given for a model that is compiled already."""
     if options.dtype is not None:
         what = "what is compiled keeps its precision"
         raise UserError(f"--dtype {options.dtype}", what, got=target, expected="a model", fix="Leave it out.")

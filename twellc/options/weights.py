@@ -1,4 +1,4 @@
-"""Options that say in which type the weights of blocks are read."""
+"""Options for the type of the weights of blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEEP, FP8, FP8_BLOCKS = WEIGHTS = ("keep", "fp8", "fp8:blocks")
 
 @dataclass(frozen=True, kw_only=True)
 class WeightTypeOptions:
-    """In which type the weights of blocks are read.
+    """The type of the weights that blocks read.
 
     Attributes:
         weights: keep: as the model has them. fp8: blocks that are rewritten are quantised to FP8, E4M3, with a
@@ -26,23 +26,23 @@ class WeightTypeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightOptions(WeightTypeOptions):
-    """In which type the weights of blocks are read, and by how much that may change them.
+    """The type of the weights that blocks read, and the largest error that FP8 may cause.
 
     Attributes:
         fp8_error: With --weights fp8 or fp8:blocks: leave a block as it is where, on the samples, FP8 changes its
-            output by more than this: the norm of the difference over the norm of the output. Samples are given: by
-            --text or --arrays. Linear layers outside of blocks are left, too.
+            output by more than this: the norm of the difference over the norm of the output. --text or --arrays gives
+            the samples. Linear layers outside of blocks are left, too.
     """
 
     fp8_error: float | None = option(None, "SHARE", SHARE)
 
 
 def refuse_weights_of_linear(where: str, what: str, weights: str) -> None:
-    """Raise `UserError` if linear layers are to be quantised of what computes none.
+    """Raise `UserError` if linear layers are to be quantised where none are computed.
 
     Args:
         where: The argument or setting.
-        what: Why there are none.
+        what: The reason why there are none.
         weights: One of WEIGHTS.
     """
     if weights == FP8:
@@ -51,7 +51,7 @@ def refuse_weights_of_linear(where: str, what: str, weights: str) -> None:
 
 
 def refuse_weight_type(options: WeightTypeOptions, target: str) -> None:
-    """Raise `UserError` if weights are to be quantised of a model that is compiled already."""
+    """Raise `UserError` if weights of a model that is compiled already are to be quantised."""
     if options.weights != KEEP:
         raise UserError(
             f"--weights {options.weights}", "what is compiled keeps its weights", got=target, fix="Leave it out."
@@ -71,8 +71,8 @@ def refuse_samples(options: WeightOptions, samples: Mapping[str, object], only_t
 
     Args:
         options: The options.
-        samples: What was given of each kind of samples, by the names of their options.
-        only_to_measure: Whether samples are good for nothing else: without a largest error they are refused then.
+        samples: The given samples of each kind, by the names of their options.
+        only_to_measure: Whether samples have no other use; then they are refused without a largest error.
     """
     refuse_weights(options)
     given = [f"{name} {value}" for name, value in samples.items() if value is not None]
