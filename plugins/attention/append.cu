@@ -13,7 +13,7 @@ namespace {
 
 constexpr int32_t kThreads = 256;
 
-// What is copied of one cache: rows of `units` units, of whatever type.
+// The copied rows of one cache, of `units` units each, of any type.
 template <typename Unit>
 struct Part {
     Unit* cache;       // [batch, heads, length, units]

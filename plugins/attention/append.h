@@ -1,4 +1,4 @@
-// What attention takes of the kernel that appends to caches: see append.cu.
+// The kernel that appends to caches, as attention calls it: see append.cu.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -66,7 +66,8 @@ bool is_gpu_there() {
     return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
 }
 
-// What cuDNN needs for a problem on the current GPU, asked once a process: the layers of a model are alike.
+// The bytes of workspace that cuDNN needs for a problem on the current GPU, asked once a process: the layers of a model
+// are alike.
 size_t ask_cudnn(twell_attention_problem const& problem) {
     static std::mutex& mutex = *new std::mutex;
     static auto& answers = *new std::map<twell_attention_problem, size_t, ProblemOrder>;

@@ -35,7 +35,7 @@ struct AttentionOptions {
     bool lengths = false;  // whether that input is there
     bool cached = false;   // whether k and v are caches: the name of the plugin says so
     bool rotated = false;  // whether q is rotated first; only if cached
-    // What a plan's builder was asked for, in MiB; not a field of a node.
+    // The workspace that a plan's builder was asked for, in MiB; not a field of a node.
     int32_t workspace_mib = 0;
 };
 

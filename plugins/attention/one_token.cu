@@ -59,14 +59,14 @@ struct Shared {
     float o[kWarps][kRows * WIDTH];
     float largest[kWarps][kRows];
     float sum[kWarps][kRows];
-    // What the CTAs of the cluster have sent: their parts of this CTA's share of the result.
+    // Sent by the CTAs of the cluster: their parts of this CTA's share of the result.
     float cluster_o[kRows * WIDTH];
     float cluster_largest[kSplits][kRows];
     float cluster_sum[kSplits][kRows];
     uint64_t arrived;
 };
 
-// What the kernel is made of, which older architectures compile as an empty one.
+// The code of the kernel, which is empty for older architectures.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define TWELL_HAS_CLUSTERS
 constexpr uint32_t kAllLanes = 0xffffffffu;
@@ -86,7 +86,7 @@ __device__ __forceinline__ float over_keys(float value, Join const& join) {
     return value;
 }
 
-// What exponents are relative to: where all scores are -inf nothing is, and all weights are 0.
+// The score that all exponents are relative to; 0 where all scores are -inf, so that all weights are 0.
 __device__ __forceinline__ float base_of(float largest) { return largest == -INFINITY ? 0.0f : largest; }
 
 // Element words `word` of two keys: the even (odd) elements side by side.
@@ -344,7 +344,7 @@ __global__ void __launch_bounds__(32 * kWarps, 1) one_token_kernel(Params const 
 #endif
 }
 
-// What use(kernel, bytes of shared memory, threads) gives for a width that there is a kernel for.
+// Returns use(kernel, bytes of shared memory, threads) for the kernel of a width, an error if there is none.
 template <class Element, class Use>
 cudaError_t with_width(int32_t width, Use const& use) {
     switch (width) {

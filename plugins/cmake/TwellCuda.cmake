@@ -6,7 +6,7 @@ set(TWELL_CUDA auto CACHE STRING "Where nvcc comes from: auto (system, else whee
 set_property(CACHE TWELL_CUDA PROPERTY STRINGS auto system wheels)
 # Other GPUs than 9.0 compile the PTX of 8.0 when they first load the library.
 set(TWELL_CUDA_ARCHS "80-virtual;90a-real" CACHE STRING "CUDA architectures to compile, or all")
-# What `all` is, as releases have it. Code for 8.0 runs on 8.6 and 8.9, too; PTX is for what comes after 12.
+# The architectures of `all`, as releases have them. Code for 8.0 runs on 8.6 and 8.9, too; PTX is for GPUs after 12.
 set(TWELL_ALL_CUDA_ARCHS "80-real;80-virtual;90a-real;120-real")
 
 # Knows sm_90a and accepts g++ 13. Before 12.8, sm_120 is left out with a warning.

@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-// What a call runs.
+// The kernels that a call runs.
 typedef enum {
     TWELL_RUN_ROUTES = 0,  // as twell_mlp
     TWELL_RUN_GATE = 1,    // as twell_gate: the workspace is the packed matrix

@@ -14,7 +14,7 @@
 namespace twell {
 namespace {
 
-// What columns of the table below hold.
+// Values in columns of the table below.
 constexpr Route kOneOrTwo = Route::kOneOrTwoTokens;
 constexpr Route kFew = Route::kFewTokens;
 constexpr Route kDense = Route::kDenseBlock;
@@ -51,7 +51,7 @@ constexpr Round kClusters96 = {96, 1, 2, kAnyPlaces};
 constexpr int kWidestX = kMostDModelFew;
 constexpr int kTmaBox = kFewestColumnsSm90;
 
-// What a row is for: all of it must fit.
+// A row and its conditions; all must hold.
 struct Row {
     Route route;
     bool needs_sm90;  // compute capability 9.0, and kernels for it in the library

@@ -1,4 +1,4 @@
-// What every plugin class needs: refusals, and the printing and checking of what a host passes.
+// Shared by all plugin classes: refusals, and the printing and checking of a host's arguments.
 #pragma once
 
 #include <NvInferRuntime.h>

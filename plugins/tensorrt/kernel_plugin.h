@@ -1,5 +1,5 @@
-// What blocks, linear layers and experts do alike, plugins that are one call of the kernels: their inputs have roles,
-// and which input a role is depends on the optional ones that are there.
+// Shared by blocks, linear layers and experts, plugins that are one call of the kernels. Their inputs have roles; the
+// number of an input depends on the optional ones that are there.
 #pragma once
 
 #include <NvInferRuntime.h>

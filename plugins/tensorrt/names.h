@@ -1,4 +1,4 @@
-// What the plugins of this project have in common by name.
+// Names that the plugins of this project share.
 #pragma once
 
 namespace twell {

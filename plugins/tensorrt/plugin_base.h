@@ -1,5 +1,4 @@
-// What all plugin classes, and their creators, do alike: the methods that TensorRT calls, in terms of few of a
-// plugin's.
+// Shared by all plugin classes and their creators: the methods that TensorRT calls, in terms of few of a plugin's.
 #pragma once
 
 #include <NvInferRuntime.h>

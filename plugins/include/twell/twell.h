@@ -74,7 +74,7 @@ typedef struct {
     int32_t variant;        // twell_variant
     int32_t activation;     // twell_activation
     float threshold;        // TWELL_FATRELU only, >= 0
-    int32_t hot;            // 0 to d_ff: the first `hot` neurons had better be computed densely; see twell_mlp
+    int32_t hot;            // 0 to d_ff: compute the first `hot` neurons densely if that gains; see twell_mlp
     int32_t reserved;       // 0
     // twell_scale of w_gate_scale and w_up_scale, and of w_down_scale; 0 if weights have the type of x.
     int32_t gate_up_scale;

@@ -18,7 +18,7 @@ extern "C" {
 // Columns of x and y in training; more are refused.
 #define TWELL_TRAIN_MAX_WIDTH 65536
 
-// What a forward keeps, in device memory.
+// Data that a forward keeps, in device memory.
 typedef struct {
     int64_t* row_begin;  // [tokens + 2]
     uint32_t* words;     // [capacity]

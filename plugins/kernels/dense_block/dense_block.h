@@ -25,7 +25,7 @@ inline bool dense_block_takes_scales(twell_problem const& problem, Device const&
     return has_dense_block(problem, device) && problem.d_model % kMultiple == 0 && problem.d_out % kMultiple == 0;
 }
 
-// What a call runs, chosen once.
+// The configuration of a call, chosen once.
 struct DenseBlockConfig {
     matmul_sm90::Tiling hidden;
     DenseShape down;

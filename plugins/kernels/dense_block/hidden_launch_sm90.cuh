@@ -47,7 +47,7 @@ constexpr int kClusterCycles = 60;
 // Of the down projection's weights: what its stages hold at a time.
 constexpr size_t kPrefetchedBytes = 2 << 20;
 
-// What a row of x and of weights has of columns of 16 bits.
+// Columns of 16 bits in a row of x and of weights.
 inline int columns_of(twell_problem const& problem) {
     return problem.d_model * static_cast<int>(weight_bytes(problem)) / 2;
 }

@@ -1,4 +1,4 @@
-// What kernels know of a block.
+// A block, as kernels see it.
 #pragma once
 
 #include <stdint.h>

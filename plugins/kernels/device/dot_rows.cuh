@@ -221,7 +221,7 @@ __device__ __forceinline__ float dot_rows(uint16_t const* x_row, Stored const* c
     return reduce_rows(sums);
 }
 
-// What a dot product of rows of bytes is worth here.
+// The unit of dot products of rows of bytes.
 constexpr float kUnitOfBytes = 256.0f;
 
 // dot_rows of a row of x in bytes, in units of kUnitOfBytes: sixteen products at a time are added up in fp16, and for

@@ -11,7 +11,7 @@ namespace twell {
 // Elements in one 16-byte access. d_model and d_out are multiples of it, so rows start on 16-byte boundaries.
 constexpr int kVector = 8;
 
-// What the tensor-core instruction multiplies.
+// The shape of the tensor-core instruction.
 constexpr int MMA_M = 16;
 constexpr int MMA_N = 8;
 constexpr int MMA_K = 16;

@@ -1,4 +1,4 @@
-// What y has besides the product: the bias and the residual.
+// The terms of y besides the product: the bias and the residual.
 #pragma once
 
 #include <stdint.h>

@@ -34,7 +34,7 @@ __device__ __forceinline__ float sum_of_warp(float value) {
     return value;
 }
 
-// What load_vector gives of eight elements that are stored as Stored: uint16_t, those of the element type, or E4m3.
+// The result of load_vector for eight elements that are stored as Stored: uint16_t, those of the element type, or E4m3.
 template <class Stored>
 struct VectorOf {
     using Type = uint4;

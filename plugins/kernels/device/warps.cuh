@@ -1,4 +1,4 @@
-// What warps of a CTA share: registers, named barriers; and a matrix that lies in the registers of one.
+// Shared by the warps of a CTA: registers, named barriers; and a matrix that lies in the registers of one.
 #pragma once
 
 #include <stdint.h>

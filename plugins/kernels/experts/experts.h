@@ -9,7 +9,7 @@
 
 namespace twell {
 
-// What the launchers are given.
+// A call, as launchers get it.
 struct ExpertsCall {
     twell_experts_problem const& problem;
     twell_experts_tensors const& tensors;

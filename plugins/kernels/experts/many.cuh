@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(kManyThreads, 2) many_up_kernel(UpParams const
     }
 }
 
-// What a sum of FP8 weights is multiplied by, unless its terms were.
+// The factor of a sum of FP8 weights; 1 if each term had one.
 __device__ __forceinline__ float scale_of_output(DownParams const& params, int expert, int column) {
     return params.down.scale_of_row != 0 ? 1.0f
                                          : __ldg(params.down.scale + int64_t{expert} * params.down.scale_of_expert +

@@ -41,7 +41,7 @@ twell_problem piece_of(twell_problem problem, int64_t rows, int first, int neuro
     return problem;
 }
 
-// What the gate of a piece reads: rows from `row` on, neurons from `first` on.
+// The tensors that the gate of a piece reads: rows from `row` on, neurons from `first` on.
 twell_tensors tensors_of(twell_problem const& problem, twell_tensors tensors, int64_t row, int first) {
     auto const skip = [](void const* tensor, int64_t bytes) -> void const* {
         return tensor == nullptr ? nullptr : static_cast<unsigned char const*>(tensor) + bytes;

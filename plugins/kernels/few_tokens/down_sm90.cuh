@@ -472,7 +472,7 @@ __global__ void __launch_bounds__((kThreads<kUnits, Sparse>), kUnits > 1 ? 1 : 1
         make_int2(__reduce_add_sync(0xffffffffu, of_warp.x), __reduce_add_sync(0xffffffffu, of_warp.y));
     if (counted.x <= params.most_sparse.x && counted.y <= params.most_sparse.y) {
         if (is_sparse_cta) {
-            // What gate_up_few.cuh leaves for up to 16 tokens, gate_up_sm90.cuh for others.
+            // The type of h, which gate_up_few.cuh leaves for up to 16 tokens, gate_up_sm90.cuh for more.
             using H = std::conditional_t<Dense::kTokens <= 16, float, uint16_t>;
             auto& shared = *reinterpret_cast<SparseShared<kUnits, Sparse>*>(dynamic);
             if constexpr (kUnits == 1) {

@@ -17,7 +17,7 @@ constexpr int64_t kMostTokensFewGeneric = 64;
 // The fewest columns and neurons of the kernels of compute capability 9.0: as long as the rows of TMA's boxes.
 constexpr int kFewestColumnsSm90 = 64;
 
-// What a call runs, chosen once: rows of the tables of configurations.
+// The configuration of a call, chosen once: rows of the tables of configurations.
 struct FewConfig {
     bool may_be_dense;     // the down projection is that of compute capability 9.0, down_sm90
     bool gate_up_is_sm90;  // gate_up_sm90 multiplies before it, else gate_up_few

@@ -1,4 +1,4 @@
-// What the kernels for few tokens leave for each other.
+// Data that one kernel for few tokens leaves for another.
 #pragma once
 
 #include <stdint.h>
@@ -43,7 +43,7 @@ struct FewScratch {
 // CTAs of gate and up projections that there is room for in `counted`.
 inline int most_counted(int num_mask_words) { return num_mask_words * kMaskBits / MMA_M; }
 
-// What every sparse down projection has in common.
+// Parameters that all sparse down projections share.
 template <class Stored = uint16_t>
 masked_down::ParamsOf<Stored> down_params(Call const& call, FewScratch const& scratch) {
     masked_down::ParamsOf<Stored> params = {};

@@ -38,7 +38,7 @@ struct ParamsOf : ScalesOf<Stored> {
     // For a down projection that may be dense, or null:
     uint16_t* h_rounded;  // [tokens, num_mask_words * kMaskBits], of the element type, 0 where no neuron is active
     int2* counted;        // [CTAs]: see few.h
-    // What Activation has, without a gap.
+    // The members of Activation, without a gap.
     float const* cuts;
     uint32_t cut;
     int num_counters;

@@ -127,7 +127,7 @@ struct Config {
     static_assert(kNeurons <= 256 && kTokens <= 256, "what a pair's word can hold");
 };
 
-// What lies where in shared memory.
+// The layout of shared memory.
 template <class Cfg>
 struct Stages {
     uint32_t base;
@@ -156,7 +156,7 @@ struct Stages {
     }
 };
 
-// What a pass over d_model multiplies; each CTA loads its part for the whole cluster.
+// The weights that a pass over d_model multiplies; each CTA loads its part for the whole cluster.
 enum class Pass {
     kGate,  // w_gate, and w_up if the kernel computes all
     kUp

@@ -1,4 +1,4 @@
-// Which neurons are active, as masks: what kernels leave for a down projection.
+// Masks of active neurons, which kernels leave for a down projection.
 #pragma once
 
 #include <stdint.h>
@@ -16,7 +16,7 @@ constexpr int64_t kMostTokensSkipping = 64;
 // More than a row can have of the neurons of one count.
 constexpr uint32_t kMostCountedOfRow = 256;
 
-// What the kernel of the hidden activations of a dense block leaves.
+// The result of the kernel of the hidden activations of a dense block.
 struct Active {
     uint32_t* masks;  // [rows, num_words]: a bit for each neuron, 0 from d_ff on
     int num_words;    // for whole tiles of TWELL_TILE

@@ -1,5 +1,5 @@
-// What calls with FP8 weights need beside the kernels of 16 bits: weights widened for kernels that read no
-// others, and x rounded for FP8 products.
+// Steps of calls with FP8 weights beside the kernels of 16 bits: weights are widened for kernels that read 16 bits
+// alone, and x is rounded for FP8 products.
 #pragma once
 
 #include <stddef.h>

@@ -1,4 +1,4 @@
-// What launchers ask of the device, and launches that may overlap the end of the kernel before.
+// Queries about the device, and launches that may overlap the end of the kernel before.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -43,7 +43,7 @@ struct Device {
     Text* trace = nullptr;  // where launches are written down, and not made
 };
 
-// What all launchers of a call are given.
+// A call, as all its launchers get it.
 struct Call {
     twell_problem const& problem;
     twell_tensors const& tensors;
@@ -92,7 +92,7 @@ static inline bool knows_dependent_launch(Device const& device) {
     return false;
 }
 
-// What use(config) gives for the one of Configs for which is_chosen(config) holds.
+// Returns use(config) for the one of Configs for which is_chosen(config) holds.
 template <class... Configs, class IsChosen, class Use>
 cudaError_t with_config(IsChosen is_chosen, Use use) {
     cudaError_t result = cudaErrorInvalidConfiguration;

@@ -1,4 +1,4 @@
-// What the launchers derive from a twell_problem.
+// Values that the launchers derive from a twell_problem.
 #pragma once
 
 #include <stddef.h>
@@ -50,7 +50,7 @@ T* take(unsigned char*& memory, int64_t count) {
     return piece;
 }
 
-// What take_all(memory) takes of a memory, in all.
+// The bytes that take_all(memory) takes in all.
 template <class TakeAll>
 size_t bytes_taken(TakeAll take_all) {
     unsigned char* end = nullptr;

@@ -63,7 +63,7 @@ inline void add_line(Text& text, Label const& label) {
     text.add("\n");
 }
 
-// What else the host has chosen for a launch, and how much of a piece of scratch memory that takes.
+// Another choice of the host for a launch, and how much of a piece of scratch memory it takes.
 struct Choice {
     Number number = {};
     int64_t used = 0;

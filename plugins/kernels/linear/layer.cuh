@@ -1,4 +1,4 @@
-// What the kernels of a linear layer have in common: where results go.
+// Shared by the kernels of a linear layer: where results go.
 #pragma once
 
 #include <stdint.h>

@@ -12,7 +12,7 @@ namespace twell {
 // The most tokens of linear_few.
 constexpr int64_t kMostTokensLinearFew = 16;
 
-// What the launchers are given.
+// A call, as launchers get it.
 struct LinearCall {
     twell_linear_problem const& problem;
     twell_linear_tensors const& tensors;

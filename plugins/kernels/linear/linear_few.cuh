@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kMinBlocks) linear_kernel(
         row_addresses[j] = shared_address(rows) + static_cast<uint32_t>(min(j * MMA_N + lane / 4, params.tokens - 1) *
                                                                         row_bytes<Stored>(params.in));
     }
-    // What this thread adds up and stores of each block.
+    // The element of each block that this thread adds up and stores.
     int const token = static_cast<int>(threadIdx.x) / MMA_M;
     int const output = static_cast<int>(threadIdx.x) % MMA_M;
     [[maybe_unused]] uint64_t best = 0;

@@ -15,7 +15,7 @@
 
 namespace twell {
 
-// What a call runs, chosen once.
+// The configuration of a call, chosen once.
 struct ManyTokensConfig {
     GateConfig gate;
     ChunkConfig chunks;

@@ -24,7 +24,7 @@ constexpr int kRowsAtOnce = kWarpSize / kVectorsPerStep;
 
 __device__ __forceinline__ int first_row() { return static_cast<int>(threadIdx.x) % kWarpSize / kVectorsPerStep; }
 
-// What one warp keeps of one step: the lines of the neurons' weights, then of the tokens.
+// Bytes that one warp keeps of one step: the lines of the neurons' weights, then of the tokens.
 template <int kTilesM, int kTilesN>
 constexpr int kBytesWarpStage = (kTilesM * MMA_M + kTilesN * MMA_N) * kVectorsPerStep * 16;
 
@@ -73,7 +73,7 @@ constexpr int kBytesLine = kVectorsPerStep * kVector * static_cast<int>(sizeof(S
 template <class Stored>
 constexpr int kBytesLines = kRowsAtOnce * kBytesLine<Stored>;
 
-// What a lane copies of kRows rows: the vector at `lane % 8` of each line of rows `lane / 8`, `lane / 8` + 4, ...
+// Copies a lane's part of kRows rows: the vector at `lane % 8` of each line of rows `lane / 8`, `lane / 8` + 4, ...
 template <int kRows, class Source>
 class LineLoader;
 

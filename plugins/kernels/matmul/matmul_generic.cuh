@@ -50,8 +50,8 @@ struct Config {
     static_assert(BLOCK_M % (kWarps * kRowsAtOnce) == 0, "rows read are rows of the result");
 };
 
-// What is left of a row-major matrix from some element on; beyond its rows and columns come zeros. data and stride are
-// multiples of kVector elements.
+// A row-major matrix from some element on; beyond its rows and columns come zeros. data and stride are multiples of
+// kVector elements.
 struct Operand {
     uint16_t const* data;
     int64_t stride;  // elements between rows

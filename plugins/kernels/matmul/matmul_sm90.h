@@ -79,7 +79,7 @@ inline cudaError_t encode_scales(Device const& device, CUtensorMap& map, float c
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// What the host has to know of a kernel that is there in several configurations.
+// A kernel with several configurations, as the host sees it.
 template <class Params>
 struct Kernel {
     void (*function)(Params) = nullptr;

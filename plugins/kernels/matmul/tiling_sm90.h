@@ -39,7 +39,7 @@ struct Choices {};
 template <class TokensSharedChoices, class WeightsSharedChoices, class TallChoices = Choices<>>
 struct Tilings {};
 
-// What a launch has to compute.
+// The products that a launch computes.
 struct Product {
     int64_t tokens;
     int num_neurons;

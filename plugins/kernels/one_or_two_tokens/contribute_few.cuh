@@ -68,7 +68,7 @@ struct ParamsOf : BlockTensorsOf<Stored> {
     norm::Norm norm;
 };
 
-// What each CTA's neurons contribute to y.
+// Computes the contribution of each CTA's neurons to y.
 template <class Element, class Stored, int kTokens, bool kHasNorm>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) contribute_kernel(ParamsOf<Stored> const params) {
     static_assert(kTokens * kNeurons <= kWarpSize && kTokens <= kMostTokens, "a lane has a neuron of a token");

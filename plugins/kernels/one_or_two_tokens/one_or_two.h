@@ -16,7 +16,7 @@ constexpr int kNeuronsOfCtaOneOrTwo = 16;
 constexpr int kCtasPerMultiprocessorOneOrTwo = 3;
 constexpr int kMostCtasOneOrTwo = 512;
 
-// What a call runs, chosen once.
+// The configuration of a call, chosen once.
 struct OneOrTwoConfig {
     int num_ctas;
     int neurons_each;  // of a CTA

@@ -13,7 +13,7 @@ namespace twell::training {
 
 constexpr int kRowsAtOnce = 4;  // of each matrix
 
-// What a pair's rows are multiplied by.
+// The factors of a pair's rows.
 enum class Factors {
     kWord,    // g, of the pair's word: h of a plain block
     kHidden,  // a float: h

@@ -1,4 +1,4 @@
-// What a training step keeps of a block's sparse neurons: the pairs of a token and a neuron that is active for it.
+// Data that a training step keeps of a block's sparse neurons: the pairs of a token and a neuron that is active for it.
 #pragma once
 
 #include <stdint.h>

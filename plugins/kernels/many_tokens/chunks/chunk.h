@@ -42,7 +42,7 @@ struct Chunk {
     uint32_t items[kChunkPairs];
 };
 constexpr uint32_t kNoPair = 0xffffffffu;
-// What the product needs of a chunk.
+// The bytes of a chunk that the product needs.
 constexpr int kChunkFrontBytes = offsetof(Chunk, items);
 static_assert(kChunkFrontBytes % sizeof(uint4) == 0 && sizeof(Chunk) % sizeof(uint4) == 0, "copied in vectors");
 
@@ -60,7 +60,7 @@ struct Chunks {
     int num_slabs;
 };
 
-// What a call does by chunks, chosen once. Kernels::kSm90: all that can be done so.
+// The use of chunks in a call, chosen once. Kernels::kSm90: wherever it is possible.
 struct ChunkConfig {
     bool exists;   // rows of the sparse path are multiplied by chunks
     bool has_hot;  // and neurons may be hot

@@ -27,7 +27,7 @@ constexpr int kWarps = 16;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kRowBytes = kSlabColumns * static_cast<int>(sizeof(uint16_t));
 constexpr int kHalfBytes = kRowBytes / 2;
-// What a warp has under way: chunks, and behind them the pieces of x of their rows.
+// Data that a warp has under way: chunks, and behind them the pieces of x of their rows.
 constexpr int kChunkStages = 4;
 constexpr int kPieceStages = 2;
 constexpr int kPieceBytes = kWarpSize * 2 * static_cast<int>(sizeof(uint4));
@@ -54,7 +54,7 @@ struct Piece {
     uint4 high;
 };
 
-// What a lane has of a row of Wu in shared memory.
+// A lane's part of a row of Wu in shared memory.
 __device__ __forceinline__ Piece gather(uint32_t lane_address, uint32_t entry) {
     // NOTE: kSecondRow leaves a 32-bit address.
     uint32_t const address = lane_address + entry * kRowBytes;

@@ -22,7 +22,7 @@ struct DenseConfig {
 
 DenseConfig choose_dense(twell_problem const& problem, Device const& device, Kernels kernels);
 
-// What the guard has to know of either path. with_chunks: the sparse up projection has chunks.
+// The costs of either path, for the guard. with_chunks: the sparse up projection has chunks.
 PathCosts path_costs(twell_problem const& problem, DenseConfig const& config, Device const& device, bool with_chunks);
 
 // Enqueues kernels that compute y of the heavy rows; they do nothing if there are none. If all rows are heavy, the

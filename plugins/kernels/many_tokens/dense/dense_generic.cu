@@ -13,10 +13,10 @@ using dense::Projection;
 // 64 x 64 a warp, as in the gate.
 using Cfg = generic::Config<128, 2, 4, 4>;
 
-// What a multiprocessor does, in its cycles: how long it multiplies a slice; how many bytes of weights the sparse path
+// The speed of a multiprocessor, in cycles: how long it multiplies a slice; how many bytes of weights the sparse path
 // gathers, from L2 and from memory, while all others do so too. Those of 9.0 were measured on an H200, see
-// benchmarks/LOG.md; the others are estimates from data sheets. Of 8.6, 8.9 and 12.0, GeForce boards multiply at
-// half the rate assumed here: they may take the dense path where the sparse one is up to twice as fast.
+// benchmarks/LOG.md; the others are estimates from data sheets. Of 8.6, 8.9 and 12.0, GeForce boards multiply at half
+// the rate assumed here: they may take the dense path where the sparse one is up to twice as fast.
 struct Rates {
     float slice_cycles;
     float gathered_l2_bytes;
@@ -32,8 +32,8 @@ Rates rates_of(Device const& device) {
 
 // A tile's start and end.
 constexpr float kCyclesOfOverhead = 6000.0f;
-// What turns cycles into time. Clocks differ, but a query takes long, and the guard compares times that nearly all
-// depend on it.
+// The time of a cycle. Clocks differ, but a query takes long, and the guard compares times that nearly all depend on
+// it.
 constexpr float kCycleNs = 0.65f;
 
 template <Projection kProjection>

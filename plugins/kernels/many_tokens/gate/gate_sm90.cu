@@ -27,7 +27,7 @@ void set_scales(sm90::GateScalesOf<E4m3>& scales, Call const& call, float const*
     scales.gate_up_step = call.problem.gate_up_scale == TWELL_SCALE_NEURON ? 1 : 0;
 }
 
-// What a row has of columns of 16 bits.
+// Columns of 16 bits in a row.
 int columns_of(twell_problem const& problem) { return problem.d_model * static_cast<int>(weight_bytes(problem)) / 2; }
 
 template <class Element, class Operand, class Tilings>

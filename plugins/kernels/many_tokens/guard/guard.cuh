@@ -29,7 +29,7 @@ __device__ __forceinline__ bool all_are_dense(GateCount const& count) {
     return count.num_parts != 0 && sum_of(count) >= count.all_dense_from;
 }
 
-// What the warps of decide() find, each for its buckets.
+// Results of the warps of decide(), each for its buckets.
 template <int kBuckets>
 struct Votes {
     static constexpr int kWarps = kBuckets / 32;

@@ -17,8 +17,8 @@ struct DenseRounds {
 // The most parts of the count that a gate kernel leaves.
 constexpr int kMostCountParts = 160;
 
-// What the gate has counted, see gate.h. The sum tells that all rows are dense if it comes to all_dense_from, and that
-// they may well be if it comes to some_sparse_to.
+// The gate's count, see gate.h. All rows are dense if the sum is all_dense_from or more, and may well be if it is
+// some_sparse_to or more.
 struct GateCount {
     uint32_t const* parts;
     int num_parts;  // 0: it has not
@@ -28,7 +28,7 @@ struct GateCount {
 
 constexpr int64_t kGuardDecides = -1;
 
-// What the decision needs beside the rows' non-zeros.
+// Numbers that the decision needs beside the rows' non-zeros.
 struct GuardModel {
     int64_t forced;     // that many rows are dense, whatever it costs; or kGuardDecides
     uint32_t max_part;  // the most rows that may be dense while others are not
@@ -47,7 +47,7 @@ struct GuardModel {
     GateCount count;
 };
 
-// What a device does on either path.
+// The speed of a device on either path.
 struct PathCosts {
     float gathered_bytes_per_ns;  // of weights, sparse
     float copied_bytes_per_ns;    // of rows that the dense path wants to be neighbours
@@ -65,7 +65,7 @@ struct GuardOrder {
 // The most rows that may be dense while others are not.
 int64_t max_dense_part(twell_problem const& problem);
 
-// What the guard has to know. `dense_first`: the dense path comes before the sparse down projection and overlaps it;
+// Makes the guard's model. `dense_first`: the dense path comes before the sparse down projection and overlaps it;
 // `nonzeros_in_chunks`: the non-zeros of a row that find a place in chunks on average, 0 without chunks;
 // `num_count_parts`: of the gate's count.
 GuardModel guard_model(twell_problem const& problem, PathCosts const& costs, bool dense_first, float nonzeros_in_chunks,

@@ -20,7 +20,7 @@ struct SparseConfig {
 
 SparseConfig choose_sparse(twell_problem const& problem, Device const& device);
 
-// What the kernels before have left, and where h goes.
+// Results of the kernels before, and where h goes.
 struct SparseInput {
     uint32_t const* packed;
     uint16_t const* spilled;
