@@ -71,7 +71,7 @@ struct Row {
 //  - Dense blocks: where the guard would cost a dense layer more than skipping gains a sparse one. Narrow layers are so
 //    with any number of tokens, since packing takes longer than a product there. For split calls the limits are halved:
 //    the caller has measured the activity, and hot neurons are dense anyway (measured on an H100).
-//  - What is left: layers too narrow or too wide for the other kernels.
+//  - All other layers: too narrow or too wide for the kernels before.
 constexpr int kFewAnyLayer = 16;
 constexpr int kNarrowGated = 1024;
 constexpr int kNarrowPlain = 1536;

@@ -52,7 +52,7 @@ typedef enum {
     TWELL_DRELU = 3     // gated only: max(gate, 0) * max(up, 0)
 } twell_activation;
 
-// Of a row of x, over its columns, in fp32; what it gives is rounded once to the element type.
+// The norm of each row of x, over its columns, in fp32; the result is rounded once to the element type.
 typedef enum {
     TWELL_NORM_NONE = 0,
     TWELL_NORM_RMS = 1,   // x / sqrt(mean(x^2) + eps) * norm_weight
@@ -130,7 +130,7 @@ typedef struct {
     int32_t few_tokens_sm90;     // and at all
     int32_t narrow_gated;        // the most columns of x and y of blocks that are dense for any more tokens
     int32_t narrow_plain;
-    int32_t dense_block_tokens;  // up to which blocks are dense whatever their products
+    int32_t dense_block_tokens;  // up to which blocks are dense with any products
     int32_t dense_block_tokens_if_split;
     int32_t fewest_hot;    // `hot` of a call that is split, in bf16
     int32_t most_hot;      // neurons that many_tokens finds to be hot by itself

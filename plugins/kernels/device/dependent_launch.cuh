@@ -4,8 +4,8 @@
 
 namespace twell {
 
-// No memory may be read before this, unless it is known to be final. NOTE: what the kernel before writes must not be
-// read by __ldg even then: the read-only cache may hold what was there when this kernel started.
+// No memory may be read before this, unless it is known to be final. NOTE: even then __ldg must not read memory that
+// the kernel before writes: the read-only cache may hold what was there when this kernel started.
 __device__ __forceinline__ void wait_for_previous_launch() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -32,9 +32,9 @@ constexpr Label label_of() {
 
 bool is_scaled(twell_linear_problem const& problem) { return problem.weight_dtype == TWELL_E4M3; }
 
-// Whether linear_few computes the layer, on every device: a token's row must find a place beside all else. Where those
-// of all tokens find none on an H100, it would read the weights twice; a product reads them once, but not as bytes. Of
-// these it reads 16 at once.
+// Whether linear_few computes the layer, on every device: a token's row must fit into shared memory beside all else. If
+// the rows of all tokens do not fit on an H100, it would read the weights twice; a product reads them once, but not as
+// bytes. Of these it reads 16 at once.
 bool is_few(twell_linear_problem const& problem) {
     constexpr int64_t kLeastSharedBytes = 99 * 1024;
     constexpr int64_t kSharedBytes = 227 * 1024;

@@ -4,11 +4,11 @@
 // count_kernel   blocks of rows: each row's bucket, its rank among the block's rows of that bucket, lists of light rows
 //                and a sample for hot neurons
 // order_kernel   the same blocks: where each bucket of the block starts, from all blocks' numbers; hot neurons; then
-//                row_order, the units of the up projection, other lists, chunks, and what the dense path needs of the
-//                block's rows: with chunks the up projection does that, just before it is read
+//                row_order, the units of the up projection, other lists, chunks, and a gather of the block's rows for
+//                the dense path: with chunks the up projection gathers them, just before they are read
 //
-// Where rows may be direct (format/schedule.cuh), cluster_kernel does both, from what the gate has counted for each
-// tile, while the up projection is at those rows, which also gathers what the dense path needs.
+// Where rows may be direct (format/schedule.cuh), cluster_kernel does both, from the gate's count of each tile, while
+// the up projection is at those rows, which also gathers rows for the dense path.
 //
 // Much of this runs once in a CTA, where 32 warps share four schedulers: an instruction of all of them costs eight
 // cycles.
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(kThreads, 1) count_kernel(Params const params)
 
     int const lane = threadIdx.x % kWarpSize;
     wait_for_previous_launch();
-    // Only now: what runs next may read the caller's weights before it waits for this kernel.
+    // Only now: the next kernel may read the caller's weights before it waits for this kernel.
     allow_dependent_launch();
     if (threadIdx.x < kBuckets) {
         bucket_rows[threadIdx.x] = 0;
@@ -351,7 +351,7 @@ __device__ __forceinline__ void add_atomically(uint32_t* shared_sums, uint4 valu
     atomicAdd(shared_sums + 3, values.w);
 }
 
-// Where all rows are dense, by a CTA: the header, and what the dense path needs of the CTA's rows.
+// Where all rows are dense, by a CTA: the header, and a gather of the CTA's rows for the dense path.
 template <bool kDirect>
 __device__ __forceinline__ void leave_early(Params const& params) {
     if (blockIdx.x == 0 && threadIdx.x == 0) {
@@ -565,7 +565,7 @@ __global__ void __launch_bounds__(kThreads, 1) cluster_kernel(Params const param
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     __shared__ bool is_early;
     wait_for_previous_launch();
-    allow_dependent_launch();  // NOTE: only now, as the next kernel reads what the gate has left without a wait
+    allow_dependent_launch();  // NOTE: only now, as the next kernel reads the gate's results without a wait
     if (threadIdx.x < kWarpSize) {
         ask_gate(is_early, params);
     }
