@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(32 * kWarps, 1) one_token_kernel(Params const 
     }
     arrive_at_cluster();
     if (threadIdx.x == 0) {
-        // Into L2, where the kernel before may still write: what it has to be is not needed to prefetch.
+        // Into L2, where the kernel before may still write: a prefetch does not need the final values.
         int const hint = min(max(__ldcg(p.key_counts + blockIdx.y), 0), p.length);
         int const places = min(kCtaTile, hint - rank * kCtaTile);
         if (places > 0) {

@@ -116,7 +116,7 @@ macro(twell_choose_architectures)
         if(NOT _twell_arch MATCHES "^([0-9]+)([af]?)(-real|-virtual)?$")
             message(FATAL_ERROR "TWELL_CUDA_ARCHS: '${_twell_arch}' is no architecture; examples: 80, 90a-real; or all")
         endif()
-        # Code for 120a does not run on 12.1, but launches would take it for what runs there: see launch.cuh.
+        # Code for 120a does not run on 12.1, but launches would take it for code that does: see launch.cuh.
         if(CMAKE_MATCH_2 AND NOT "${CMAKE_MATCH_1}${CMAKE_MATCH_2}" STREQUAL "90a")
             message(FATAL_ERROR "TWELL_CUDA_ARCHS: '${_twell_arch}' has a letter, but of the kernels only those for 90a "
                                 "need one; write ${CMAKE_MATCH_1} without it")

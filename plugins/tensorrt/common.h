@@ -58,10 +58,11 @@ using Shapes = std::array<nvinfer1::Dims, kMostInputs>;
 
 nvinfer1::Dims dims_of(std::initializer_list<int64_t> extents);
 
-// The rows of x [..., columns]: extents that are not known count as 1, and what 64 bits do not hold as their largest.
+// The rows of x [..., columns]: extents that are not known count as 1, and extents beyond 64 bits as their largest
+// number.
 int64_t rows_of(nvinfer1::Dims const& x);
 
-// An extent in 32 bits: what they do not hold is beyond every limit, too. `placeholder` is for one that is not known.
+// An extent in 32 bits: a larger one is beyond every limit, too. `placeholder` is for one that is not known.
 int32_t narrow(int64_t extent, int32_t placeholder);
 
 // Whether two shapes may be the same; kAny is like any extent.

@@ -191,7 +191,7 @@ class PlanFields {
         collection_ = {static_cast<int32_t>(fields_.size()), fields_.data()};
     }
 
-    // Deques: what fields point to stays where it is.
+    // Deques: the data that fields point to stay where they are.
     std::deque<std::vector<int32_t>> integers_;
     std::deque<float> numbers_;
     std::vector<nvinfer1::PluginField> fields_;

@@ -147,7 +147,7 @@ TWELL_API char const* twell_validate(twell_problem const* problem);
 // not at the data behind them.
 TWELL_API char const* twell_validate_tensors(twell_problem const* problem, twell_tensors const* tensors);
 
-// Fills in as many bytes of `limits` as struct_bytes says; what this library does not know becomes 0.
+// Fills in as many bytes of `limits` as struct_bytes says; numbers that this library does not know become 0.
 TWELL_API void twell_get_limits(twell_limits* limits);
 
 // Bytes of the packed gate activations, uint32 [tokens, ceil(d_ff / TWELL_TILE) * (TWELL_TILE / compression)].
@@ -227,7 +227,8 @@ typedef struct {
     int32_t reserved;  // 0
 } twell_linear_problem;
 
-// Device pointers, 16-byte aligned; what may be missing is null. Inputs may overlap each other, none may overlap y.
+// Device pointers, 16-byte aligned; optional ones that are missing are null. Inputs may overlap each other, none may
+// overlap y.
 typedef struct {
     uint32_t struct_bytes;      // sizeof(twell_linear_tensors)
     uint32_t reserved;          // 0

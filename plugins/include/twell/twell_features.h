@@ -1,5 +1,5 @@
-// C API of features: the active neurons of a row with their values, as lists, instead of a dense row; and what lists
-// decode to. See twell.h for the conventions and docs/features.md for what it is for.
+// C API of features: the active neurons of a row with their values, as lists, instead of a dense row; and the decoder
+// of lists. See twell.h for the conventions and docs/features.md for the use.
 //
 // All results are bitwise repeatable.
 #ifndef TWELL_TWELL_FEATURES_H_

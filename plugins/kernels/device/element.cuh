@@ -127,7 +127,7 @@ __device__ __forceinline__ uint32_t to_e4m3(float a, float b, float c, float d) 
            static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, __NV_E4M3)) << 16;
 }
 
-// h times `inverse`, to be rounded to FP8: what becomes 0 becomes -0, but for +0, which is that of an inactive
+// h times `inverse`, to be rounded to FP8: a value that becomes 0 becomes -0, but for +0, which is that of an inactive
 // neuron.
 __device__ __forceinline__ float to_be_rounded(float h, float inverse) {
     constexpr float kMostZero = 0x1p-10f;

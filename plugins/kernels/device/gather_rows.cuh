@@ -161,13 +161,13 @@ __device__ __forceinline__ void gather_of_lanes(float (&sums)[kVector], Stored c
 // of a warp are scaled together, so that the largest is from 1 up to 2.
 struct ScaledFactors {
     uint32_t pair;  // this lane's factor, twice
-    float unit;     // what 1 is worth
+    float unit;     // the value of 1
 
     __device__ __forceinline__ explicit ScaledFactors(float factor) {
         constexpr uint32_t kMantissaBits = 23;
         constexpr uint32_t kBias = 127;
         uint32_t const largest = __reduce_max_sync(0xffffffffu, __float_as_uint(factor) & 0x7fffffffu);
-        // Of an infinity or a NaN what comes out is not finite.
+        // The result for an infinity or a NaN is not finite.
         uint32_t const exponent = min(max(largest >> kMantissaBits, 1u), 2 * kBias - 1);
         unit = __uint_as_float(exponent << kMantissaBits);
         float const scaled = factor * __uint_as_float((2 * kBias - exponent) << kMantissaBits);

@@ -76,7 +76,7 @@ struct Params {
     int num_groups;
 };
 
-// By a warp whose lanes have stored four columns each, from the lane's `i` on: sums again what was not finite.
+// By a warp whose lanes have stored four columns each, from the lane's `i` on: sums those again that were not finite.
 template <class Element, class Cfg>
 __device__ __forceinline__ void sum_failed_again(Params const& params, int column_begin, int i, bool failed) {
     constexpr int kLanes = kVector / 4;  // that share a sum

@@ -21,7 +21,8 @@ struct Active {
     uint32_t* masks;  // [rows, num_words]: a bit for each neuron, 0 from d_ff on
     int num_words;    // for whole tiles of TWELL_TILE
     // [num_groups of rows, counts_of_group], a count for each CTA's part of a tile: active pairs of a row and a neuron,
-    // times kMostCountedOfRow, plus the most that a row has. The latter, added up over a group, bounds what a row has.
+    // times kMostCountedOfRow, plus the most that a row has. The latter, added up over a group, bounds the pairs of a
+    // row.
     uint32_t* counted;
     int num_groups;
     int counts_of_group;

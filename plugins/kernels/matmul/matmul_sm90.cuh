@@ -394,7 +394,7 @@ __device__ __forceinline__ void release_stage(uint32_t empty) {
     }
 }
 
-// accumulators = what the loader loads, by one consumer.
+// accumulators = the product of the slices that the loader loads, by one consumer.
 template <class Element, class Cfg, bool kTransposedA>
 __device__ __forceinline__ void multiply(float (&accumulators)[Cfg::kProducts][Cfg::kAccumulators],
                                          Shared<Cfg> const& shared, Ring<Cfg::kNumStages>& ring, int consumer,

@@ -101,7 +101,7 @@ void for_each(Tilings<Choices<kShared...>, Choices<kOwn...>, Choices<kTall...>>,
     (use(std::integral_constant<int, kTall>(), std::integral_constant<Layout, Layout::kTall>()), ...);
 }
 
-// The tiling's kernel: what give(block, layout) gives for its block and layout.
+// The tiling's kernel: that of give(block, layout) for its block and layout.
 template <class Params, class Give, class Tilings>
 Kernel<Params> find_kernel(Tiling const& tiling, Tilings tilings, Give give) {
     Kernel<Params> result;

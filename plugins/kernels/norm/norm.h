@@ -1,4 +1,4 @@
-// The norm of all rows of x, as a kernel: for what does not normalise them itself.
+// The norm of all rows of x, as a kernel: for kernels that do not normalise them themselves.
 #pragma once
 
 #include "host/launch.h"

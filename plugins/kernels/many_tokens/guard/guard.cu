@@ -8,8 +8,8 @@
 namespace twell {
 namespace {
 
-// Of the tokens, this share may be dense while the others are not; from there on all are. It bounds the memory for what
-// has to be gathered.
+// Of the tokens, this share may be dense while the others are not; from there on all are. It bounds the memory for
+// gathered rows.
 constexpr int64_t kPartDivisor = 4;
 
 // For the guard, measured on an H200, see benchmarks/LOG.md: how long each non-zero of the heaviest row takes; how
@@ -19,7 +19,8 @@ constexpr float kHeaviestNonzeroNs = 100.0f;
 constexpr float kPartNs = 40e3f;
 constexpr float kPartNsFirst = 5e3f;
 constexpr float kDownShareGated = 0.5f;
-// How fast the rows of w_up of what finds no place in chunks are gathered, beside the time that it would take there.
+// How fast rows of w_up are gathered for pairs that find no place in chunks, beside the time that those would take
+// there.
 constexpr float kExcessBytesPerNs = 25000.0f;
 
 // With FP8 weights, measured on an H100: how much slower than 16 bits their bytes are gathered, and how much
