@@ -1,1 +1,1 @@
-"""`twellc.optimize`: blocks of an eager module, found by tracing its parts, run by the `twell` ops where they stand."""
+"""`twellc.optimize`: blocks of an eager module, found by tracing its parts, and run by the `twell` ops in place."""

@@ -1,7 +1,7 @@
 """Changes of a model by `optimize` and `restore`: each can be undone until the last one is done.
 
-Whoever changes a model opens an `ExitStack`, and closes it without its callbacks, by `pop_all`, once nothing can fail
-any more. Each function here puts on it how its change is undone, and then makes the change.
+The caller opens an `ExitStack`. Each function here pushes the callback that undoes its change, and then makes the
+change. Once nothing can fail any more, the caller drops the callbacks by `pop_all`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from twellc.plugins.fp8 import Fp8
 
 
 def taken_in(module: nn.Module) -> list[tuple[str, nn.Module, TakenBlock]]:
-    """Return the blocks of a module that the ops compute, each with its submodule and the path of that."""
+    """Return the blocks of a module that the ops compute, each with its submodule and the submodule's path."""
     return [
         (path, submodule, block)
         for path, submodule in module.named_modules()
@@ -77,7 +77,7 @@ def take(found: FoundBlock, layer: Layer, options: BlockOptions, training: bool,
 
 
 def take_off(module: nn.Module, undo: ExitStack) -> list[tuple[nn.Module, TakenBlock]]:
-    """Give every submodule its own class again; return the blocks that the ops computed. Weights stay as they are."""
+    """Give every submodule its own class again, and return the blocks that the ops computed; leave weights alone."""
     taken = [(submodule, block) for _, submodule, block in taken_in(module)]
     for submodule in module.modules():
         if isinstance(submodule, Mixed):
@@ -86,7 +86,7 @@ def take_off(module: nn.Module, undo: ExitStack) -> list[tuple[nn.Module, TakenB
 
 
 def store_as_usual(taken: list[tuple[nn.Module, TakenBlock]], undo: ExitStack) -> None:
-    """Give the weights of blocks that were taken for inference their usual strides again."""
+    """Give the weights of blocks that ran for inference their usual strides again."""
     for submodule, block in taken:
         for operand in block.weights.named().values():
             parameter = operand.parameter(submodule)
@@ -95,7 +95,7 @@ def store_as_usual(taken: list[tuple[nn.Module, TakenBlock]], undo: ExitStack) -
 
 
 def compress(submodule: nn.Module, block: TakenBlock, compression: int, undo: ExitStack) -> None:
-    """Give a block that is taken another compression factor."""
+    """Give a block that the op runs another compression factor."""
     options = replace(block.options, compression=compression)
     if block.training is not None:
         undo.callback(setattr, block.training, "options", block.training.options)
@@ -105,7 +105,7 @@ def compress(submodule: nn.Module, block: TakenBlock, compression: int, undo: Ex
 
 
 def put_in_fp8(found: FoundBlock, made: Mapping[str, Fp8], undo: ExitStack) -> None:
-    """Let the linear layers of a block hold weights and scales that were made of theirs; see `quantised`."""
+    """Let the linear layers of a block hold FP8 weights and scales made from theirs; see `quantised`."""
     for path, matrix in made.items():
         layer: Any = found.module.get_submodule(path)
         undo.callback(Fp8Linear.give_back, layer, layer.weight)
@@ -113,7 +113,7 @@ def put_in_fp8(found: FoundBlock, made: Mapping[str, Fp8], undo: ExitStack) -> N
 
 
 def _mix(module: Any, mixed_in: type[Mixed], undo: ExitStack, blocks: tuple[TakenBlock, ...] | None = None) -> None:
-    """Mix a class into that of a module, unless that is done, and let it compute blocks; None: those that it has."""
+    """Mix a class into that of a module, unless it is there, and set the blocks to compute; None keeps them."""
     kind = type(module)
     if not isinstance(module, mixed_in):
         kind = class_with(mixed_in, kind)  # type: ignore[arg-type]
@@ -137,9 +137,9 @@ def _set(module: nn.Module, kind: type[nn.Module], blocks: tuple[TakenBlock, ...
 
 
 def store(matrix: Tensor, *, by_neuron: bool, undo: ExitStack) -> None:
-    """Store a weight [..., d_out, d_ff] of a down projection so that its transpose is contiguous, or so that it is.
+    """Store a weight [..., d_out, d_ff] of a down projection so that its transpose is contiguous, or itself is.
 
-    In shared memory it stays. To undo it no second copy of the weight is kept.
+    It stays in shared memory if it is there. The undo needs no second copy of the weight.
     """
     before = matrix.data
     data = before.mT.contiguous().mT if by_neuron else before.contiguous()
@@ -156,7 +156,7 @@ def store(matrix: Tensor, *, by_neuron: bool, undo: ExitStack) -> None:
 
 @torch.no_grad()
 def _store_back(matrix: Tensor, stride: tuple[int, ...]) -> None:
-    """Give a matrix the strides that it had, in the memory that it has: of its device there may be none left."""
+    """Give a matrix its old strides, in the memory that it has, as the device may have no other left."""
     data = matrix.data
     if data.stride() != stride:
         values = data.to("cpu", copy=True)

@@ -1,10 +1,11 @@
-"""Mixtures of experts of transformers: recognise what an expert is, and run experts by the op `twell::experts`.
+"""Mixtures of experts of transformers: recognise the block that an expert is, and run experts by `twell::experts`.
 
-The experts of a layer are one module with weights of three dimensions. Its forward looks up by the configuration who
-computes them; ours is registered there under the name `twellc`. Experts that are taken get a copy of the configuration
-with this name. So the configuration of the model stays what it is, and says who computes experts where the op does not.
+The experts of a layer are one module with weights of three dimensions. Its forward looks up, by a name in the
+configuration, the function that computes them; ours is registered there under the name `twellc`. Experts that the op
+runs get a copy of the configuration with this name. The configuration of the model keeps the name of the function that
+computes experts where the op does not.
 
-As of blocks, weights [experts, d_out, d_ff] of down projections are stored anew with other strides.
+Weights [experts, d_out, d_ff] of down projections get other strides, as those of blocks.
 """
 
 from __future__ import annotations
@@ -36,26 +37,27 @@ from twellc.plugins.experts_op import EXPERTS
 from twellc.plugins.library import MAX_EXPERTS, MAX_EXPERTS_OF_TOKEN
 
 NAME = "twellc"
-# Where the op runs. On a CPU transformers computes 64 tokens in bfloat16 up to five times as fast as the op's meaning,
-# so there all stays as it is, strides too.
+# Devices where the op runs. On a CPU transformers computes 64 tokens in bfloat16 up to five times as fast as the op's
+# CPU implementation, so experts there stay as they are, with their strides.
 DEVICES = frozenset({"cuda"})
-# Tokens of an expert, on average. With more of them nearly every neuron fires for one, and the dense grouped product of
-# transformers is faster: on an H200, of Nemotron 3 Nano's sizes, 1.01 to 1.22 times as slow at 24, 0.67 at 96.
+# Tokens of an expert, on average. With more of them nearly every neuron fires for one of them, and the dense grouped
+# product of transformers is faster: on an H200, with Nemotron 3 Nano's sizes, it takes 1.01 to 1.22 times as long at 24
+# tokens, 0.67 times at 96.
 _MOST_TOKENS = 24
 _TAKEN = "_twellc_experts"
 
 
-# ---- what an expert is ----
+# ---- an expert as a block ----
 
 
 class _OneExpert(nn.Module):
-    """What the first of some experts computes, for the matcher."""
+    """Computes the first of some experts, for the matcher."""
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
         matrices = (each[0].detach() for each in (up_of(experts), experts.down_proj))
         self.up, self.down = (nn.Parameter(each.t() if experts.is_transposed else each, False) for each in matrices)
-        self._experts = (experts,)  # in a tuple, so that it is no submodule
+        self._experts = (experts,)  # in a tuple, so that it does not become a submodule
 
     def forward(self, x: Tensor) -> Tensor:
         z = nn.functional.linear(x, self.up)
@@ -69,13 +71,13 @@ def up_of(experts: Any) -> nn.Parameter:
 
 
 def hidden_of(experts: Any, z: Tensor) -> Tensor:
-    """Return the hidden tensor of experts, of their first product [rows, d_ff] or [rows, 2 d_ff]."""
+    """Return the hidden tensor of experts from their first product [rows, d_ff] or [rows, 2 d_ff]."""
     hidden: Tensor = experts._apply_gate(z) if experts.has_gate else experts.act_fn(z)
     return hidden
 
 
 def expert_blocks(model: nn.Module) -> Iterator[tuple[str, Any, FfnBlock | str]]:
-    """Yield path and module of the experts of each layer, and the block that each is, or why it is none."""
+    """Yield path and module of the experts of each layer, with the block that each is, or the reason why not."""
     alike: dict[str, FfnBlock | str] = {}
     for path, experts in experts_of(model).items():
         form = f"{experts!r} {[(tuple(each.shape), each.dtype) for each in experts.parameters()]}"
@@ -105,14 +107,14 @@ class FoundExperts:
 
 @dataclass(frozen=True)
 class TakenExperts:
-    """What a module of experts keeps that the op computes.
+    """The state of a module of experts that the op computes.
 
     Attributes:
-        layer: Its row in a report.
-        config: The configuration that it had, which is that of the model.
-        threshold: That of fatrelu, else 0.
-        gate, up: Which rows of its first weights the gate and the up projection are: start, stop and step.
-        forms: What its inner modules were.
+        layer: The row in a report.
+        config: The configuration that the module had, which is that of the model.
+        threshold: The threshold of fatrelu, else 0.
+        gate, up: The rows of the first weights that are the gate and the up projection: start, stop and step.
+        forms: The forms of the inner modules when the op took over.
     """
 
     layer: Layer
@@ -123,7 +125,7 @@ class TakenExperts:
     forms: Any
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Let a model that is read by another process find the function."""
+        """Register the function, for a model that another process reads."""
         vars(self).update(state)
         register_experts(NAME, _compute)
 
@@ -135,7 +137,7 @@ def taken_experts(module: nn.Module) -> list[tuple[str, Any, TakenExperts]]:
 
 
 def find_experts(module: nn.Module, *, training: bool) -> tuple[list[FoundExperts], list[str]]:
-    """Return the experts of a model that are not taken, and what is to be said of others that are no blocks at all."""
+    """Return the experts of a model that the op does not run yet, and reasons for modules that are no blocks at all."""
     found, others = [], []
     for path, experts, block in expert_blocks(module):
         if _TAKEN in vars(experts) and not training:
@@ -149,7 +151,7 @@ def find_experts(module: nn.Module, *, training: bool) -> tuple[list[FoundExpert
 
 
 def _refusal(experts: Any, block: FfnBlock | str, training: bool) -> str:
-    """Say why the op cannot run experts; empty where it can."""
+    """Return why the op cannot run experts; an empty text where it can."""
     held = [up_of(experts), experts.down_proj]
     if any(type(each) is not nn.Parameter for each in held):
         return "their weights are quantised, or spread over ranks"
@@ -215,20 +217,20 @@ def _set(experts: Any, config: Any, taken: TakenExperts | None) -> None:
         vars(experts)[_TAKEN] = taken
 
 
-# ---- what experts compute ----
+# ---- the computation of experts ----
 
 
 def _compute(experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Compute experts by the op, or as transformers would where the op cannot.
+    """Compute experts by the op; where it cannot, as transformers would.
 
     Args:
         experts: Their module.
         x: [tokens, d_model].
-        ids: The experts of each token, [tokens, k]; a number that is not one of an expert stands for none.
-        weights: The factor of each, [tokens, k].
+        ids: The experts of each token, [tokens, k]; a number outside of the experts means none.
+        weights: The factor of each expert, [tokens, k].
     """
     taken: TakenExperts | None = vars(experts).get(_TAKEN)
-    if taken is None:  # somebody else has named us in a configuration
+    if taken is None:  # a configuration names us without `optimize`
         return experts_computed_as(None, experts, x, ids, weights)
     if not _runs(experts, taken, x, ids):
         return experts_computed_as(taken.config, experts, x, ids, weights)
@@ -241,7 +243,7 @@ def _compute(experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
 
 
 def _runs(experts: Any, taken: TakenExperts, x: Tensor, ids: Tensor) -> bool:
-    """Whether the op computes the same."""
+    """Whether the op computes the same as transformers."""
     inner = list(experts.modules())[1:]
     held = [up_of(experts), experts.down_proj]
     if x.device.type not in DEVICES or not is_plain(x) or not is_taken(x) or x.dim() != 2:
@@ -260,8 +262,8 @@ def _runs(experts: Any, taken: TakenExperts, x: Tensor, ids: Tensor) -> bool:
         return False
     if any(type(each) is not nn.Parameter or each.dtype != x.dtype or each.device != x.device for each in held):
         return False
-    # The kernels load 16 bytes at a time; torch's memory is aligned, but a part of it need not be.
+    # The kernels load 16 bytes at a time; torch's memory is aligned to that, but a view of it need not be.
     if any(each.storage_offset() * each.element_size() % 16 for each in held):
         return False
-    # Parameters that were replaced, as by load_state_dict(assign=True), have lost the strides.
+    # Replaced parameters, as by load_state_dict(assign=True), have lost the strides.
     return bool(held[0].stride(2) == held[1].stride(1) == 1)

@@ -1,4 +1,4 @@
-"""Quantise the weights of blocks in an eager module: of which that can be done, and by how much it changes them."""
+"""Quantise the weights of blocks in an eager module, where that is possible and changes the outputs little."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from twellc.plugins.fp8 import Fp8, finite
 from twellc.plugins.meaning import hidden_of, output_of
 
 _NO_SAMPLES = "there is nothing to measure it on"
-_FIX = "Give twellc.optimize samples: what the module is called with, each a tensor, a tuple or a dict."
+_FIX = "Give twellc.optimize samples: arguments for calls of the module, each a tensor, a tuple or a dict."
 
 
 def refuse_other_samples(samples: object, most: float | None) -> None:
-    """Raise a UserError for what are no samples, and where a largest error has none to be measured on."""
+    """Raise a UserError for samples of another kind, and for a largest error without samples."""
     if samples is None and most is not None:
         raise UserError("fp8_error", _NO_SAMPLES, fix=_FIX)
     if samples is None:
@@ -41,23 +41,23 @@ def refuse_other_samples(samples: object, most: float | None) -> None:
 def judge(
     module: nn.Module, blocks: Sequence[FoundBlock], most: float | None, samples: Iterable[Any] | None
 ) -> list[Weights]:
-    """Return in how many bits the weights of each block are to be read.
+    """Return the type in which to read the weights of each block.
 
     Args:
-        module: The module that they are in.
-        blocks: Blocks that the op is to run, not all of their FP8 weights yet.
+        module: The module with the blocks.
+        blocks: Blocks for the op, of which some may have FP8 weights already.
         most: The largest relative error of a block's output on the samples; None for any.
-        samples: What the module is called with, see `twellc.optimize`.
+        samples: Arguments for calls of the module, see `twellc.optimize`.
 
     Raises:
-        UserError: There is a largest error and no sample, or a weight is not finite, or has no values.
+        UserError: There is a largest error without a sample, or a weight is not finite, or has no values.
     """
     owners = Counter(
         id(parameter) for each in module.modules() for parameter in each._parameters.values() if parameter is not None
     )
     faults = [_fault(each, owners) for each in blocks]
     for each, fault in zip(blocks, faults, strict=True):
-        if not fault:  # before anything is measured
+        if not fault:  # checked before the measurement
             for where, _, parameter in _matrices(each):
                 if parameter.is_meta:
                     what = "cannot be quantised: it is on the meta device, without values"
@@ -71,7 +71,7 @@ def judge(
 
 
 def _fault(found: FoundBlock, owners: Counter[int]) -> str:
-    """Say why the weights of a block are not quantised in place; empty where they can be."""
+    """Return why the weights of a block cannot be quantised in place; an empty text where they can."""
     fault = called_otherwise(found)
     if fault:
         return fault
@@ -97,7 +97,7 @@ def quantised(found: FoundBlock) -> dict[str, Fp8]:
 
 
 def _matrices(found: FoundBlock) -> Iterator[tuple[str, Operand, nn.Parameter]]:
-    """Yield the matrices of a block: what to call each in messages, how it is read, and its parameter."""
+    """Yield the matrices of a block, each with its name for messages, the view that the op reads, and its parameter."""
     assert found.weights is not None
     for name, operand in matrices_of(found.weights).items():
         parameter = operand.parameter(found.module)
@@ -105,11 +105,11 @@ def _matrices(found: FoundBlock) -> Iterator[tuple[str, Operand, nn.Parameter]]:
         yield f"layer {found.block.module or 'the model itself'}: {name}", operand, parameter
 
 
-# ---- what it changes ----
+# ---- the error of FP8 ----
 
 
 def _errors(module: nn.Module, blocks: Sequence[FoundBlock], samples: Iterable[Any] | None) -> list[float | None]:
-    """Return by how much FP8 changes the output of blocks: the norm of the difference over that of the output."""
+    """Return the relative error of each block's output by FP8: the norm of the difference over that of the output."""
     watches = [_Watch(each) for each in blocks]
     calls = 0
     with ExitStack() as stack, torch.no_grad(), in_mode(module, False, runs=True):
@@ -131,14 +131,14 @@ def _call(module: Callable[..., Any], sample: Any) -> None:
 
 
 class _Watch:
-    """Computes a block with and without FP8, each time that its first projection is called."""
+    """Computes a block with and without FP8 at each call of its first projection."""
 
     def __init__(self, found: FoundBlock) -> None:
         assert found.weights is not None
         self._options = BlockOptions(activation=found.block.activation, threshold=found.block.threshold)
         self.layer = found.module.get_submodule(found.weights.first[0].layer)
         self._found = found
-        self.change: Change | None = None  # until it is called
+        self.change: Change | None = None  # None before the first call
 
     def __call__(self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         (x,) = (*arguments, *named.values())
@@ -149,7 +149,7 @@ class _Watch:
             assert parameter is not None
             weights[name] = operand.view(parameter.detach()).float()
         y = self._output(weights, x)
-        made = quantised(self._found)  # in each call: those of all blocks would take half of what the model takes
+        made = quantised(self._found)  # made anew in each call: those of all blocks would take half the model's memory
         for name, operand in matrices_of(given).items():
             weights[name] = operand.view(made[operand.layer].dequantize(torch.float32))
         self.change = self.change or Change()

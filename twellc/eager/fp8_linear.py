@@ -1,4 +1,4 @@
-"""Linear layers with FP8 weights: what checkpoints hold, and what `optimize` quantises."""
+"""Linear layers with FP8 weights, from checkpoints or quantised by `optimize`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from twellc.plugins.fp8 import Fp8
 
-# Bytes and scales as integers, which `.half()` and its kind leave alone, and `.to(device)` moves.
+# Integer types of bytes and scales: `.half()` and the like leave integers alone, and `.to(device)` moves them.
 _INTEGERS = {"weight": torch.uint8, "scale": torch.int32}
 
 
@@ -20,8 +20,8 @@ class Fp8Linear(nn.Module):
     """x W^T + b in the type of x, where W is an FP8 matrix, dequantized.
 
     Attributes:
-        weight: Its values, float8_e4m3fn [out_features, in_features].
-        scale: Its scales, float32: [], [out_features, 1] or [1, in_features].
+        weight: The values, float8_e4m3fn [out_features, in_features].
+        scale: The scales, float32: [], [out_features, 1] or [1, in_features].
         bias: [out_features], or None.
     """
 
@@ -38,13 +38,13 @@ class Fp8Linear(nn.Module):
 
     @staticmethod
     def take_over(linear: nn.Module, matrix: Fp8) -> None:
-        """Make a `torch.nn.Linear` one in FP8, in place: it keeps its bias, hooks and places in a model."""
+        """Turn a `torch.nn.Linear` into a layer in FP8, in place: bias, hooks and places in a model stay."""
         linear._parameters.update(_parameters_of(matrix))
         linear.__class__ = Fp8Linear
 
     @staticmethod
     def give_back(layer: nn.Module, weight: nn.Parameter) -> None:
-        """Make a layer in FP8 a `torch.nn.Linear` with this weight, in place."""
+        """Turn a layer in FP8 into a `torch.nn.Linear` with this weight, in place."""
         layer.__class__ = nn.Linear
         layer._parameters["weight"] = weight
         layer._parameters.pop("scale", None)
@@ -59,7 +59,7 @@ class Fp8Linear(nn.Module):
         return Fp8(self.weight, self.scale)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fp8Linear:
-        """Let `.to()` and its kind move bytes and scales, but never convert them."""
+        """Let `.to()` and the like move bytes and scales, but never convert them."""
         own = {id(self._parameters[name]): kind for name, kind in _INTEGERS.items()}
 
         def moved(tensor: Tensor) -> Tensor:
@@ -89,15 +89,16 @@ def holds_fp8(module: nn.Module) -> bool:
 
 
 def traceable_twin(module: nn.Module) -> nn.Module:
-    """Return a module that computes the same with `torch.nn.Linear` in the place of layers in FP8, to be traced.
+    """Return a module for tracing that computes the same, with `torch.nn.Linear` in place of layers in FP8.
 
-    Their weights stand for any: zeros, without memory. All else is shared. A module without such layers is its own.
+    Their weights are placeholders: zeros without memory. All else is shared. A module without such layers is returned
+    itself.
     """
     if not holds_fp8(module):
         return module
     own = {id(parameter) for each in module.modules() if isinstance(each, Fp8Linear) for parameter in each.matrix}
     dtypes = [each.dtype for each in module.parameters() if each.is_floating_point() and id(each) not in own]
-    # Of several the narrowest: thresholds, for one, are float32 whatever the rest is.
+    # The narrowest of several dtypes, as thresholds, for one, are always float32.
     return _twin(module, min(dtypes, key=lambda each: each.itemsize, default=torch.bfloat16))
 
 

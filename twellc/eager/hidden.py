@@ -1,9 +1,9 @@
-"""A hidden tensor that is deferred: what stands for it between the two projections of a block that is written out.
+"""A deferred hidden tensor: a placeholder between the two projections of a block that is written out.
 
     x ─ up ─ Hidden(x) ─ relu ─ Hidden(x) ─ down ─ y        down calls the op with x and the weights of both
 
-So what the layer computes between them need not be known beforehand: whatever else reads the hidden tensor, gets it,
-computed as ever, and then `down` does not call the op.
+So the layer's code between them need not be known beforehand: any other code that reads the hidden tensor gets it,
+computed as without the op, and then `down` does not call the op.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from twellc.base.torch_private import pytree
 
-# Each activation as what is computed one after the other.
+# Each activation as a sequence of functions.
 STEPS = {"relu": ("relu",), "relu2": ("relu", "square")}
 _FUNCTIONS: dict[Any, str] = dict.fromkeys((functional.relu, torch.relu, torch.relu_), "relu")
 _FUNCTIONS[torch.square] = "square"
@@ -34,11 +34,11 @@ class Deferred:
 
     Attributes:
         dense: Computes the up projection.
-        compute: Computes the block, with an activation that is on its way to ReLU, or None; returns None where that is
-            not what the projections compute now.
+        compute: Computes the block, with an activation on its way to ReLU, or None; returns None where the projections
+            would compute another result now.
         down: The down projection of the block.
         activation: The activation of the block.
-        blends: Whether `compute` takes an activation that is on its way.
+        blends: Whether `compute` takes an activation on its way to ReLU.
     """
 
     dense: Callable[[], Tensor]
@@ -49,25 +49,25 @@ class Deferred:
 
 
 class Hidden:
-    """Stands for what an up projection gives, and for its activation."""
+    """A placeholder for the result of an up projection, and for its activation."""
 
     def __init__(self, deferred: Deferred, done: tuple[str, ...] = (), blended: Blended | None = None) -> None:
         """Make one.
 
         Args:
             deferred: The up projection.
-            done: What was applied to it.
-            blended: What was applied in the place of ReLU.
+            done: The functions that were applied to it.
+            blended: The activation that was applied in place of ReLU.
         """
         self._deferred, self._done, self._blended = deferred, done, blended
         self._value: Tensor | None = None
 
     def result(self, down: nn.Module) -> Tensor | None:
-        """Return what the block gives, if `down` is its down projection and this is what that shall read."""
+        """Return the result of the block, if `down` is its down projection and this the right input of it."""
         return self._deferred.compute(self._blended) if self.is_whole(down) else None
 
     def is_whole(self, down: nn.Module) -> bool:
-        """Whether `down` is the down projection of the block, and this is what that shall read, not computed yet."""
+        """Whether `down` is the down projection of the block, and this the right input of it, not computed yet."""
         whole = self._done == STEPS[self._deferred.activation]
         return whole and down is self._deferred.down and self._value is None
 
@@ -92,7 +92,7 @@ class Hidden:
         return func(*real(tuple(args)), **real(named))
 
     def _after(self, func: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Hidden | None:
-        """Return what stands for the result of a function; None where it has to be computed."""
+        """Return the placeholder for the result of a function; None where it has to be computed."""
         if self._value is not None:
             return None
         if func is functional.dropout:
@@ -107,18 +107,18 @@ class Hidden:
         return Hidden(self._deferred, done, self._blended)
 
     def blended(self, activation: Blended) -> Any:
-        """Do what an activation on its way to ReLU does."""
+        """Apply an activation on its way to ReLU."""
         block = self._deferred
         if self._value is None and not self._done and block.blends and STEPS[block.activation] == ("relu",):
             return Hidden(block, ("relu",), activation)
         return activation(self.value())
 
     def relu(self) -> Any:
-        """As of a tensor, like the two below."""
+        """Apply ReLU, as the method of a tensor does."""
         return torch.relu(self)  # type: ignore[arg-type]
 
     def relu_(self) -> Any:
-        """Do it in place."""
+        """Apply ReLU in place."""
         return torch.relu_(self)  # type: ignore[arg-type]
 
     def square(self) -> Any:
@@ -126,7 +126,7 @@ class Hidden:
         return torch.square(self)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        if name in _OWN:  # before there is any, as in a copy
+        if name in _OWN:  # not set yet, as in a copy
             raise AttributeError(name)
         return getattr(self.value(), name)
 
@@ -137,7 +137,7 @@ class Hidden:
             setattr(self.value(), name, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Let copies be of the tensor itself."""
+        """Copy and pickle the tensor itself."""
         return self.value().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
@@ -147,12 +147,12 @@ def _dropout(p: float = 0.5, training: bool = True, inplace: bool = False) -> tu
 
 
 def real(values: Any) -> Any:
-    """Return arguments or results with tensors in the place of what stands for them."""
+    """Return arguments or results with tensors in place of their placeholders."""
     return pytree.tree_map(lambda each: each.value() if isinstance(each, Hidden) else each, values)
 
 
 def holds_hidden(result: Any) -> bool:
-    """Whether a hidden tensor is, or is somewhere in, what a forward returns."""
+    """Whether the result of a forward is or contains a placeholder."""
     if isinstance(result, (tuple, list)):
         return any(map(holds_hidden, result))
     return any(map(holds_hidden, result.values())) if isinstance(result, dict) else isinstance(result, Hidden)
@@ -165,7 +165,7 @@ def _operator(name: str) -> Callable[..., Any]:
     return call
 
 
-# Python looks for these in the class.
+# Python looks these up in the class.
 _OPERATORS = (
     "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg abs "
     "iadd isub imul itruediv lt le gt ge eq ne getitem setitem len iter bool"

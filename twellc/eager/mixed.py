@@ -1,4 +1,4 @@
-"""What the forward of a module is replaced by where its blocks, or parts of one, are run by the `twell` ops."""
+"""Classes whose forward replaces that of a module whose blocks, or parts of one, the `twell` ops run."""
 
 from __future__ import annotations
 
@@ -26,28 +26,29 @@ from twellc.plugins.fp8 import E4M3
 from twellc.plugins.gradients_modes import is_forward_mode, is_transformed
 from twellc.plugins.ops import run_block
 
-# Of blocks in FP8, what is not of the dtype of x.
+# Operands of blocks in FP8 with another dtype than x.
 _DTYPES_OF_FP8 = dict.fromkeys(SCALES, torch.float32)
 _DTYPES_OF_FP8 |= {name.removesuffix("_scale"): E4M3 for name in SCALES}
-# Of a submodule: its class, without what is mixed in here, and whether it has a forward that is not its class's.
+# The form of a submodule: its class without the classes mixed in here, and whether it has a forward other than its
+# class's.
 _Form = tuple[type[nn.Module], bool]
 
 
 @dataclass(frozen=True)
 class TakenBlock:
-    """A block that the ops compute, as the module keeps it that the block is, or that it is written out in.
+    """A block that the ops compute, as kept by the module that the block is or is written out in.
 
     Attributes:
-        layer: Its row in a report.
-        weights: Its weights and biases.
-        options: How it is computed.
-        argument: Name of the parameter of its forward that x is; empty where it cannot be named.
-        ranks: Numbers of dimensions of x for which the op runs: those for which the forward was seen to be this block.
-        forms: What its inner modules were.
-        training: What it does in training; None where it is optimized for inference.
-        parts: Of a block that is written out the children that its inner modules are: the two projections, and what
-            has no parameters, such as the activation.
-        inner: Its path in the submodule, where that has several.
+        layer: The row in a report.
+        weights: The weights and biases.
+        options: The options of the op.
+        argument: The name of x among the parameters of the forward; empty where it cannot be passed by name.
+        ranks: Numbers of dimensions of x for which the op runs: those for which the trace was exactly this block.
+        forms: The forms of the inner modules when the op took over.
+        training: The state in training; None where the block is optimized for inference.
+        parts: For a block that is written out, the names of the children in it: the two projections, and those without
+            parameters, such as the activation.
+        inner: The block's path in the submodule, where that has several blocks.
     """
 
     layer: Layer
@@ -72,7 +73,7 @@ def taken_by(module: nn.Module) -> tuple[TakenBlock, ...]:
 
 
 def inner_modules(module: nn.Module, parts: tuple[str, ...]) -> list[nn.Module]:
-    """Return the modules that a block is made of: the children `parts`, or all inner modules where there are none."""
+    """Return the modules of a block: the children `parts`, or all inner modules without any."""
     if not parts:
         return list(module.modules())[1:]
     held = [module._modules.get(part) for part in parts]
@@ -80,7 +81,7 @@ def inner_modules(module: nn.Module, parts: tuple[str, ...]) -> list[nn.Module]:
 
 
 def forms_of(inner: list[nn.Module]) -> tuple[_Form, ...]:
-    """Return what modules are, to see later whether they still are that."""
+    """Return the forms of modules, to see later whether one has changed."""
     return tuple((original_class(each) or type(each), "forward" in vars(each)) for each in inner)
 
 
@@ -88,7 +89,7 @@ def forms_of(inner: list[nn.Module]) -> tuple[_Form, ...]:
 
 
 class Mixed(Optimized):
-    """Mixed into a class; copy and pickle know how to make it."""
+    """Base of the classes that are mixed in; copy and pickle can make the mixed classes again."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         original = original_class(self)
@@ -97,7 +98,7 @@ class Mixed(Optimized):
         return _remake, (original, type(self).__bases__[0]), self.__getstate__()  # type: ignore[no-untyped-call]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Mixed:
-        """Let `.to()` and its kind move the thresholds of blocks, but never convert them: z is compared in float32."""
+        """Let `.to()` and the like move thresholds of blocks, but never convert them, as z is compared in float32."""
         operands = [block.weights.thresholds for block in taken_by(self)]
         thresholds = [None if each is None else each.parameter(self) for each in operands]
         super()._apply(moves_only(fn, thresholds), recurse)  # type: ignore[no-untyped-call]
@@ -106,32 +107,32 @@ class Mixed(Optimized):
 
 @functools.cache
 def class_with(mixed_in: type[Mixed], original: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that a module of class `original` gets."""
+    """Return the class to give a module of class `original`."""
 
-    # torch.export and transformers' Trainer look at its parameters: they see those that it had.
+    # torch.export and transformers' Trainer look at the parameters of forward: they see those of the original.
     @functools.wraps(original.forward, updated=())
     def forward(self: Any, *arguments: Any, **named: Any) -> Any:
         return mixed_in.forward(self, *arguments, **named)
 
-    # Layers keep the name of their class, by which FSDP finds them.
+    # Layers keep the name of their class, as FSDP finds them by it.
     name = original.__name__ if mixed_in is ContainerModule else f"Twell{original.__name__}"
     return type(name, (mixed_in, original), {"__module__": original.__module__, "forward": forward})
 
 
 def original_class(module: nn.Module) -> type[nn.Module] | None:
-    """Return the class that a module had; None where its class is derived from the one that it got."""
+    """Return the class that a module had; None where another class is derived from the mixed one."""
     bases = type(module).__bases__
     return bases[1] if bases[0] in (BlockModule, TrainedModule, ContainerModule, Projection) else None
 
 
 def _remake(original: type[nn.Module], mixed_in: type[Mixed]) -> nn.Module:
-    """Make an empty object for copy and pickle, which fill it with the state."""
+    """Make an empty object, which copy and pickle fill with the state."""
     made: type[nn.Module] = class_with(mixed_in, original)  # type: ignore[arg-type]
     return made.__new__(made)
 
 
 class BlockModule(Mixed):
-    """Mixed into the class of a submodule that is a block: its forward calls the op where that computes the same."""
+    """Mixed into the class of a submodule that is a block: forward calls the op where that computes the same."""
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """Compute y [..., d_out] of x [..., d_model], the one argument."""
@@ -150,14 +151,14 @@ class BlockModule(Mixed):
         return super().forward(*arguments, **named)
 
 
-# torch.compile and torch.export call it as they trace: what torch 2.11 itself puts in its place is true under both.
+# torch.compile and torch.export call this as they trace; the replacement of torch 2.11 itself is true under both.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
 class TrainedModule(BlockModule):
-    """Mixed in for training. What happens there is on the host: `torch.compile` leaves all of it as it is."""
+    """Mixed in for training. That code runs on the host: `torch.compile` leaves all of it as it is."""
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """Compute y [..., d_out] of x [..., d_model], the one argument; note and count. Programs get the original."""
@@ -170,7 +171,7 @@ class TrainedModule(BlockModule):
         return super().forward(*arguments, **named)
 
 
-# The module whose forward runs in this thread, if blocks are written out in it, and how tensors were saved as it began.
+# The module whose forward runs in this thread, if it has blocks written out; and the state of autograd at its start.
 _RUNNING = threading.local()
 
 
@@ -180,7 +181,7 @@ def _running() -> tuple[ContainerModule | None, object]:
 
 
 def _saving() -> object:
-    """Return how autograd saves tensors now: what checkpoints a part of a forward changes it."""
+    """Return how autograd saves tensors now, which differs inside of a checkpointed part of a forward."""
     if torch.compiler.is_compiling():
         return None
     return torch.is_grad_enabled(), top_saved_tensors_default_hooks(False)
@@ -191,11 +192,11 @@ class ContainerModule(Mixed):
 
     @property
     def activation_relu_or_gelu(self) -> int:
-        """Let torch's encoder layers compute themselves part by part, and not by one fused kernel."""
+        """Keep torch's encoder layers from running as one fused kernel."""
         return 0
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
-        """Compute what the module computes, its blocks by the op where that computes the same."""
+        """Compute the module's result, with the op for its blocks where that computes the same."""
         before = _running()
         _RUNNING.container = (self if taken_by(self) else None), _saving()
         try:
@@ -206,13 +207,13 @@ class ContainerModule(Mixed):
 
 
 class Projection(Mixed):
-    """Mixed into the class of the projections of such blocks: outside of the module's forward it is what it was."""
+    """Mixed into the class of the projections of such blocks; outside of the module's forward they do not change."""
 
     weight: Tensor
     bias: Tensor | None
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
-        """Compute x W^T + b; as up projection defer that, and as down projection compute the block."""
+        """Compute x W^T + b; the up projection defers that, and the down projection computes the block."""
         container, saving = _running()
         if container is not None:
             given = arguments[0] if len(arguments) == 1 and not named else None
@@ -223,7 +224,7 @@ class Projection(Mixed):
             for block in taken_by(container):
                 up, down = (container._modules.get(part) for part in block.parts[:2])
                 if up is self and down is not None and isinstance(given, Tensor):
-                    # In training a part that is checkpointed is computed again outside of the module's forward.
+                    # In training a checkpointed part is computed again outside of the module's forward.
                     whole = block.training is None or saving == _saving()
                     weights = _weights(container, block, given) if whole else None
                     if weights is not None:
@@ -236,7 +237,7 @@ class Projection(Mixed):
 
 
 class _UpProjection:
-    """An up projection that was deferred: what it would have read, and how."""
+    """A deferred up projection: its input, and the state of autograd and autocast."""
 
     def __init__(
         self,
@@ -253,7 +254,7 @@ class _UpProjection:
             self._autocast, self._saving = self._autocast_now(), _saving()
 
     def dense(self) -> Tensor:
-        """Return what the up projection would have computed.
+        """Return the result of the up projection, computed now.
 
         Raises:
             UserError: That cannot be computed any more.
@@ -268,7 +269,7 @@ class _UpProjection:
             return dense
 
     def compute(self, blended: Blended | None) -> Tensor | None:
-        """Return what the block gives; None where the projections would now compute something else.
+        """Return the result of the block; None where the projections would now compute something else.
 
         Raises:
             UserError: That cannot be computed any more.
@@ -296,13 +297,13 @@ class _UpProjection:
             raise UserError(where, what, fix="Run it without twellc.optimize, or leave this layer out by layers=REGEX.")
 
 
-# ---- what a block computes ----
+# ---- the computation of a block ----
 
 
 def _compute(
     module: nn.Module, block: TakenBlock, x: Tensor, weights: WeightOperands[Tensor], blended: Blended | None
 ) -> Tensor:
-    """Compute y [..., d_out]; in training perhaps with an activation that is on its way to ReLU."""
+    """Compute y [..., d_out]; in training perhaps with an activation on its way to ReLU."""
     if block.training is not None:
         trained: Tensor = _train(block.training, weights.of(x), blended)
         return trained
@@ -333,7 +334,7 @@ def _note_miss(training: BlockInTraining) -> None:
 
 
 def _weights(module: nn.Module, block: TakenBlock, x: Tensor) -> WeightOperands[Tensor] | None:
-    """Return what the op reads besides x, or None where the original forward must run."""
+    """Return the operands of the op besides x; None where the original forward must run."""
     if block.training is not None and _is_exporting():
         return None
     if not is_plain(x) or x.dim() not in block.ranks or x.shape[-1] != block.layer.d_model:
@@ -365,7 +366,7 @@ def _of_inference(
         if (records and parameter.requires_grad) or (block.parts and is_sharded(parameter)):
             return None
         held = local_of(parameter)
-        if is_traceable_wrapper_subclass(held):  # such as one that was quantized
+        if is_traceable_wrapper_subclass(held):  # such as a quantized parameter
             return None
         tensors[name] = operand.view(held)
     if THRESHOLDS.name in tensors:
@@ -376,7 +377,7 @@ def _of_inference(
 def _of_training(
     module: nn.Module, block: TakenBlock, x: Tensor, inner: list[nn.Module]
 ) -> WeightOperands[Tensor] | None:
-    # Where a block is written out, dropout may stand behind it; inside of it `Hidden` sees it.
+    # Dropout may follow a block that is written out; inside of the block `Hidden` sees it.
     if not module.training or (not block.parts and any(map(_drops, inner))):
         return None
     if torch.is_inference_mode_enabled() or (not torch.compiler.is_compiling() and is_transformed()):
@@ -391,12 +392,12 @@ def _of_training(
 
 
 def _drops(module: nn.Module) -> bool:
-    """Whether it is dropout that is switched on."""
+    """Whether a module is active dropout."""
     return isinstance(module, DropoutNd) and module.training and module.p > 0
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether x is one array on a device that the ops know: not nested, sparse or spread over ranks."""
+    """Whether x is one array on a device of the ops: not nested, sparse or spread over ranks."""
     is_array = not x.is_nested and x.layout == torch.strided and not is_traceable_wrapper_subclass(x)
     return is_array and x.device.type in ("cpu", "cuda")
 

@@ -1,4 +1,4 @@
-"""Find the feed-forward blocks of an eager module, by tracing parts of it alone.
+"""Find the feed-forward blocks of an eager module, by tracing its parts alone.
 
 A block is a whole submodule, or it is *written out* in a larger one: a module that holds the linear layers of a plain
 block as its children, and calls them in its forward besides attention and norms, as in OPT and BART.
@@ -36,14 +36,14 @@ _TRAINED = "its weights are in FP8, which are not trained"
 
 @dataclass(frozen=True)
 class Operand:
-    """A weight, bias or scale: the path of its parameter, and which view of it the op reads."""
+    """A weight, bias or scale: the path of its parameter, and the view that the op reads."""
 
     path: tuple[str, ...]
     transposed: bool = False
     rows: tuple[int, int, int] | None = None
 
     def parameter(self, module: nn.Module) -> nn.Parameter | None:
-        """Return the parameter if `module` holds it itself, not through what was put in a submodule's place."""
+        """Return the parameter if `module` holds it itself, not through a replaced submodule."""
         for name in self.path[:-1]:
             inner = module._modules.get(name)
             if inner is None:
@@ -57,7 +57,7 @@ class Operand:
         return held if type(held) in (Tensor, nn.Parameter) else None
 
     def view(self, parameter: Tensor) -> Tensor:
-        """Return the matrix that the op reads: [d_ff, d_model], or w_down [d_ff, d_out]; of a bias the vector."""
+        """Return the matrix that the op reads: [d_ff, d_model], or w_down [d_ff, d_out]; for a bias the vector."""
         matrix = parameter.t() if self.transposed else parameter
         return matrix if self.rows is None else matrix[slice(*self.rows)]
 
@@ -76,14 +76,14 @@ class FoundBlock:
     """A block of a module, as it was found.
 
     Attributes:
-        path: Of the submodule that the block is, or that it is written out in.
-        module: That submodule.
-        block: What the matcher found. Its `module` is the block's path: that of the submodule, or of the first layer
-            of a second block in one submodule.
-        weights: Where its weights are in the submodule, of a block that is written out in linear layers that are its
-            children; None where it is refused, or computes its weights.
-        ranks: Numbers of dimensions of x for which the submodule was seen to be this block.
-        inputs: What the submodule was traced with: x, and other arguments by name.
+        path: The path of the submodule that the block is, or is written out in.
+        module: This submodule.
+        block: The match. Its `module` is the block's path: that of the submodule, or that of the first layer for a
+            second block in one submodule.
+        weights: The places of the weights in the submodule, for a block that is written out in linear layers among its
+            children; None where the block is refused, or computes its weights.
+        ranks: Numbers of dimensions of x for which the trace of the submodule was this block.
+        inputs: The inputs of the trace: x, and other arguments by name.
         is_written_out: Whether the submodule computes other things, too.
     """
 
@@ -96,17 +96,17 @@ class FoundBlock:
     is_written_out: bool
 
     def refused(self, reason: str) -> FoundBlock:
-        """Return the same with the reason why it stays as it is; empty where the op runs it."""
+        """Return the same block with the reason why it stays as it is; an empty reason lets the op run it."""
         return replace(self, block=replace(self.block, refusal=reason))
 
 
 def find_blocks(module: nn.Module, ranks: tuple[int, ...] = (3, 2), *, training: bool = False) -> Iterator[FoundBlock]:
-    """Yield the blocks of a module, refused ones too: the largest submodules that are one, then those written out.
+    """Yield the blocks of a module, refused ones too: the largest submodules that are a block, then those written out.
 
     Args:
-        module: Where to look.
+        module: The module to search.
         ranks: Numbers of dimensions of x to try for whole submodules.
-        training: Whether in training mode.
+        training: Whether to trace in training mode.
     """
     known: list[str] = []
     for path, submodule in module.named_modules():
@@ -129,7 +129,7 @@ def find_blocks(module: nn.Module, ranks: tuple[int, ...] = (3, 2), *, training:
 
 
 def blocks_at(path: str, module: nn.Module) -> list[FfnBlock]:
-    """Return the blocks that the ops compute, in eval mode: the one that a module is, or those written out in it."""
+    """Return the blocks of a module that the ops compute, in eval mode: itself as one, or those written out in it."""
     whole = _whole(path, module, (3, 2), training=False)
     if whole is not None and operands_of(module, whole.block) is not None:
         return [whole.block]
@@ -138,7 +138,7 @@ def blocks_at(path: str, module: nn.Module) -> list[FfnBlock]:
 
 
 def _of_float32(found: FoundBlock, training: bool) -> str:
-    """Say why the ops do not take a block for its scales or thresholds; empty where they do, and without any."""
+    """Return why the ops do not take a block's scales or thresholds; an empty text where they do, and without any."""
     if found.block.thresholds is not None and training:
         return "a threshold for each neuron has no gradients"
     if found.block.thresholds is not None and not found.block.rectifies:
@@ -163,7 +163,7 @@ def _is_inside(path: str, outer: list[str]) -> bool:
 
 
 def _whole(path: str, module: nn.Module, ranks: tuple[int, ...], training: bool) -> FoundBlock | None:
-    """Return the block that a module is, without its weights; None where it is none."""
+    """Return the block that a module is, without the weights; None where the module is not a block."""
     if not _may_be_block(module):
         return None
     tried = {rank: _block_of(path, module, rank, training) for rank in ranks}
@@ -210,7 +210,7 @@ def _meaning(block: FfnBlock) -> tuple[object, ...]:
 
 
 def _may_be_block(module: nn.Module) -> bool:
-    """Whether it has two or three matrices and otherwise only vectors, and nothing that looks into it."""
+    """Whether a module has two or three matrices and otherwise only vectors, and no hooks."""
     parameters = list(module.parameters())
     matrices = [parameter for parameter in parameters if parameter.dim() == 2]
     return (
@@ -228,7 +228,7 @@ def _may_be_block(module: nn.Module) -> bool:
 
 
 def _written_out_in(path: str, module: nn.Module, training: bool) -> list[FoundBlock]:
-    """Return the blocks that a module computes besides other things, by linear layers that are its children."""
+    """Return the blocks that a module computes besides other things, by linear layers among its children."""
     linears: dict[str, Any] = {name: child for name, child in module.named_children() if _is_linear(child)}
     if not _has_its_forward(module) or not _may_hold_block(module, linears.values()):
         return []
@@ -253,7 +253,7 @@ def _layer_of(weight: Weight) -> str:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether it is torch's own linear layer, or ours, with the weight and the forward that it was given."""
+    """Whether a module is a linear layer of torch, or ours, with its original weight and forward."""
     return (
         type(module) in (nn.Linear, Fp8Linear)
         and all(type(each) is nn.Parameter and each.is_floating_point() for each in module.parameters())
@@ -263,7 +263,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _may_hold_block(module: nn.Module, linears: Collection[nn.Linear]) -> bool:
-    """Whether two linear layers may follow each other, perhaps with an activation between them, and none has a hook."""
+    """Whether two linear layers without hooks may follow each other, perhaps with an activation between them."""
     functions = functions_of(module).values()
     # With a gate the first layer may give both. Mamba's mixers, which take a minute to trace, have no such pair.
     pairs = [
@@ -278,7 +278,7 @@ def _may_hold_block(module: nn.Module, linears: Collection[nn.Linear]) -> bool:
 
 
 def refusal_of(found: FoundBlock) -> str:
-    """Return why the op cannot run a block; empty where it can."""
+    """Return why the op cannot run a block; an empty text where it can."""
     block = found.block
     if not found.is_written_out or block.refusal or block.up is None:
         return block.refusal
@@ -293,7 +293,7 @@ def refusal_of(found: FoundBlock) -> str:
 
 
 def between(block: FfnBlock) -> list[Node]:
-    """Return what is computed between the first and the down projection of a block: its activation, or other things."""
+    """Return the nodes between the first and the down projection of a block: its activation, or other things."""
     first = block.gate or block.up
     assert first is not None
     nodes = list(block.down.node.graph.nodes)
@@ -301,12 +301,12 @@ def between(block: FfnBlock) -> list[Node]:
 
 
 def drops(block: FfnBlock) -> bool:
-    """Whether dropout that is switched on stands inside of a block."""
+    """Whether a block has active dropout inside."""
     has_first = block.gate is not None or block.up is not None
     return has_first and any(packet(node) is aten.native_dropout for node in between(block))
 
 
-# ---- what modules are ----
+# ---- properties of modules ----
 
 
 def functions_of(module: nn.Module) -> dict[str, nn.Module]:
@@ -319,19 +319,19 @@ def functions_of(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether something looks into its forward or backward."""
+    """Whether a module has hooks on its forward or backward."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
 
 
 def has_global_hooks() -> bool:
-    """Whether something looks into the forward or backward of all modules."""
+    """Whether there are hooks on the forward or backward of all modules."""
     return bool(has_any_global_hook())
 
 
 def _has_its_forward(module: nn.Module) -> bool:
-    """Whether its forward, and how it is copied and pickled, are those of a class of Python."""
+    """Whether a module's forward, copy and pickle are those of a class of Python."""
     kind = type(module)
     copies = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
     return copies and not isinstance(module, torch.jit.ScriptModule) and "forward" not in vars(module)
@@ -358,7 +358,7 @@ def matrices_of(weights: WeightOperands[T]) -> dict[str, T]:
 
 
 def called_otherwise(found: FoundBlock) -> str:
-    """Say which matrix of a block is not that of a `torch.nn.Linear` that is called; empty where all are."""
+    """Return which matrix of a block does not belong to a called `torch.nn.Linear`; an empty text where all do."""
     block = found.block
     for part in (block.gate, block.up, block.down):
         path, _, last = ("" if part is None else part.weight.name).rpartition(".")
@@ -374,16 +374,16 @@ def called_otherwise(found: FoundBlock) -> str:
 
 
 def reads_weight(module: nn.Module, path: str) -> bool:
-    """Whether a forward looks at the weight of a layer itself, as T5's, which casts to its type what the layer reads.
+    """Whether a forward looks at the weight of a layer itself, as T5's, which casts the layer's input to its type.
 
     Args:
-        module: What holds the layer.
-        path: That of the layer, in the module.
+        module: The module that holds the layer.
+        path: The path of the layer in it.
     """
     owner, _, name = path.rpartition(".")
     try:
         source = inspect.getsource(type(module.get_submodule(owner)).forward)
-    except (OSError, TypeError):  # of classes that are made without a file
+    except (OSError, TypeError):  # the class has no file
         return False
     return f".{name}.weight" in source
 

@@ -1,16 +1,16 @@
 """`twellc.optimize`: run the feed-forward blocks of an eager module by the `twell` ops, for inference or in training.
 
-A submodule that is exactly one feed-forward block gets another class, derived from its own, whose forward calls the op
-(see `mixed.py`). So everything else stays what it is: the object, its parameters and their names, its place in the
-model, its hooks. Where a plain block is written out in a larger module, as in OPT, that module gets such a class, and
-so do the block's two linear layers: while the module's forward runs, the first one defers the hidden tensor (see
-`hidden.py`), and the second one calls the op.
+A submodule that is exactly one feed-forward block gets a class derived from its own, whose forward calls the op (see
+`mixed.py`). Everything else stays: the object, its parameters and their names, its place in the model, its hooks.
+Where a plain block is written out in a larger module, as in OPT, that module gets such a class, and so do the block's
+two linear layers: while the module's forward runs, the first one defers the hidden tensor (see `hidden.py`), and the
+second one calls the op.
 
-The op reads w_down [d_ff, d_out] neuron by neuron, while `torch.nn.Linear` has weight [d_out, d_ff]. Such a weight is
-stored anew with other strides, so that its transpose is contiguous: its shape and values stay, and there is no second
-copy. A copy of the parameter, and what `.to()` or `copy.deepcopy` make of it, keep these strides; a parameter that
-loses them, as by `load_state_dict(assign=True)`, is transposed in each call. For training the strides stay: optimizers,
-FSDP and `save_pretrained` want contiguous parameters.
+The op reads w_down [d_ff, d_out] neuron by neuron, while `torch.nn.Linear` has weight [d_out, d_ff]. So such a weight
+gets other strides, with a contiguous transpose: its shape and values stay, and there is no second copy. Copies of the
+parameter, also those of `.to()` or `copy.deepcopy`, keep these strides; a parameter that loses them, as by
+`load_state_dict(assign=True)`, is transposed in each call. For training the strides do not change, as optimizers, FSDP
+and `save_pretrained` want contiguous parameters.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _TENSORS_ONLY = (
     "function of torch.jit.script"
 )
 _Module = TypeVar("_Module", bound=nn.Module)
-# What wrappers put into the paths of modules: FSDP, torch.compile, activation checkpointing; DDP and its kind.
+# Parts of module paths that wrappers add: FSDP, torch.compile, activation checkpointing; DDP and the like.
 _WRAPPED = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
@@ -76,65 +76,65 @@ def optimize(
 ) -> _Module:
     """Run the feed-forward blocks of a module by the `twell` ops, in place.
 
-    A submodule is taken if torch.export can trace it alone, with one tensor [..., d_model], and what it computes is
-    exactly one block that `twellc compile` would rewrite; submodules with hooks are left as they are. The largest such
+    A submodule is taken if torch.export can trace it alone, with one tensor [..., d_model], and its trace is exactly
+    one block that `twellc compile` would rewrite; submodules with hooks are left as they are. The largest such
     submodules are taken. Blocks without a gate, with ReLU or its square, are taken, too, where they are written out in
     a larger module, as in OPT: there x has two or three dimensions, both projections are `torch.nn.Linear`, and the
     module itself may have hooks. Parameters, `state_dict()` and tied weights stay as they are, and `.to()`,
-    `copy.deepcopy`, pickle, `torch.compile` and CUDA graphs work as before. Optimize once the model is what it shall
-    be. Of a model that transformers has sharded (`tp_plan="auto"`) each rank runs the neurons that it has, and adds up
-    what all of them give, as before.
+    `copy.deepcopy`, pickle, `torch.compile` and CUDA graphs work as before. Optimize a model in its final form. If
+    transformers has sharded it (`tp_plan="auto"`), each rank runs its own neurons, and the results of all ranks are
+    added, as before.
 
     The original forward runs where the op cannot: in training mode, where autograd records, under autocast, for
     other dtypes than bfloat16 and float16 on a GPU, on other devices than CPU and CUDA, and where a child of the
-    submodule was replaced or has got a hook. On a CPU the op computes the same by dense products.
+    submodule was replaced or has a new hook. On a CPU the op computes the same by dense products.
 
     Weights [d_out, d_ff] of down projections keep their shape, but not their strides: their transpose is contiguous.
     Libraries that save only contiguous tensors need `restore`, or contiguous copies.
 
-    Mixtures of experts of transformers are taken, too, each layer's by `twell::experts`, for inference, where they are
-    on a GPU; where the op cannot, transformers computes them as before. They keep their bits.
+    Mixtures of experts of transformers are taken, too, a layer at a time by `twell::experts`, for inference on a GPU;
+    where the op cannot run, transformers computes them as before. Their weights keep their bits.
 
     With `training` it is the other way round: forward and backward run by the ops in training mode, under autocast,
     activation checkpointing, DDP and FSDP, too, and strides stay as they are. Each block counts which neurons fire.
-    Blocks with dropout inside that is switched on are not taken; where it is switched on later, and in eval mode, the
-    original forward runs. On a GPU, what the kernels do not take, such as float32 without autocast, is computed
-    densely, and counted, too. docs/training.md says what `twellc.training` does with it. Optimize before DDP or FSDP
-    wraps the model.
+    Blocks with active dropout inside are not taken; where dropout becomes active later, and in eval mode, the original
+    forward runs. On a GPU, calls that the kernels do not take, such as those in float32 without autocast, are computed
+    densely, and counted, too. docs/training.md shows how `twellc.training` uses this. Optimize before DDP or FSDP wraps
+    the model.
 
     With `weights="fp8:blocks"` the blocks are quantised to E4M3, with a scale for each neuron, as docs/weights.md says:
-    their `torch.nn.Linear` become layers in FP8, whose `weight` and `scale` are in `state_dict()`, and which
-    `.half()` and its kind do not convert. Blocks with weights that are tied, spread over ranks or not those of a linear
-    layer keep their bits. The 16 bits are gone then: `restore` leaves layers in FP8. Blocks that have such
-    layers already, as of a checkpoint, keep them in any case.
+    their `torch.nn.Linear` become layers in FP8, whose `weight` and `scale` are in `state_dict()`, and which `.half()`
+    and the like do not convert. Blocks with weights that are tied, spread over ranks or not those of a linear layer
+    keep their bits. The 16 bits are gone then: `restore` leaves layers in FP8. Blocks that have such layers already,
+    as from a checkpoint, always keep them.
 
-    A second call takes what `layers` names besides the blocks that are taken already, and gives those that it names
-    the `compression`, if one is given.
+    A second call takes the blocks in `layers` that are not taken yet, and gives the others in `layers` the
+    `compression`, if one is given.
 
-    After an error, also one that the module itself raises on a sample, or an interrupt, the module is what it was. So
-    the 16 bits of blocks that are quantised are kept until all FP8 weights are made.
+    After an interrupt or an error, also one that the module itself raises on a sample, the module is as before. So the
+    16 bits of quantised blocks are kept until all FP8 weights are made.
 
     Args:
         module: Any module.
         layers: Which of the blocks: `auto`, `all`, `none` or a regular expression over module paths.
         compression: The TwELL compression factor: 1, 2, 4 or 8; None is 8. It changes speed and memory, never results.
-        training: Whether for training. What is optimized for the other purpose is restored first.
+        training: Whether for training. Blocks optimized for the other purpose are restored first.
         weights: `keep`: as the module has them; `fp8:blocks`: blocks in FP8. `fp8`, which means linear layers
             outside of them, too, is refused.
         fp8_error: Leave a block as it is where, on the samples, FP8 changes its output by more than this: the
             norm of the difference over the norm of the output.
-        samples: With `fp8_error`: what the module is called with, a tensor, or a tuple or dict of arguments each.
+        samples: With `fp8_error`: arguments for calls of the module, each a tensor, a tuple or a dict.
 
     Returns:
-        The same module. `optimized_blocks` says what was done; refusals are logged by the logger `twellc`.
+        The same module. `optimized_blocks` lists the blocks that run by the ops; the logger `twellc` names refusals.
 
     Raises:
-        UserError: `layers` is not a regular expression, or matches no block; there is no such `compression` or
-            `weights`; FP8 weights are to be trained, are not finite, or are those of blocks that run already;
-            there are no samples for `fp8_error`, or what is given is none.
+        UserError: `layers` is not a regular expression, or matches no block; `compression` or `weights` has another
+            value; FP8 weights are to be trained, are not finite, or are those of blocks that run already; `fp8_error`
+            has no samples, or `samples` is of another kind.
 
     Warns:
-        UserWarning: There is no block to optimize; or layers in E4M3 are left that no block reads: slower than 16 bits.
+        UserWarning: No block can be optimized; or no block reads some layers in E4M3, which are slower than 16 bits.
     """
     refuse_other_than_modules("twellc.optimize", module)
     _refuse_other_choices(layers, compression)
@@ -182,7 +182,7 @@ def _refuse_other_choices(layers: object, compression: object) -> None:
 def restore(module: _Module) -> _Module:
     """Undo `optimize`, in place: every submodule has its own class again, and weights their usual strides.
 
-    After an error, as of memory, the module is what it was.
+    After an error, such as one of memory, the module is as before.
 
     Returns:
         The same module.
@@ -196,7 +196,7 @@ def restore(module: _Module) -> _Module:
 
 
 def optimized_blocks(module: nn.Module) -> list[Layer]:
-    """Return the blocks of a module that `optimize` has taken, as rows of a report, in the order of `named_modules`."""
+    """Return the blocks that `optimize` has taken, as rows of a report, in the order of `named_modules`."""
     refuse_other_than_modules("twellc.optimized_blocks", module)
     rows = [(path, replace(block.layer, module=block.path(path))) for path, _, block in taken_in(module)]
     rows += [(path, replace(taken.layer, module=path)) for path, _, taken in taken_experts(module)]
@@ -205,7 +205,7 @@ def optimized_blocks(module: nn.Module) -> list[Layer]:
 
 
 def _others_in_fp8(module: nn.Module) -> dict[str, Fp8Linear]:
-    """Return the layers in FP8 that no block reads which the op computes, by path."""
+    """Return the layers in FP8 that no block by the op reads, by path."""
     read = {
         id(operand.parameter(submodule))
         for _, submodule, block in taken_in(module)
@@ -219,7 +219,7 @@ def _others_in_fp8(module: nn.Module) -> dict[str, Fp8Linear]:
 
 
 def refuse_other_weights(weights: object, fp8_error: object) -> WeightOptions:
-    """Return `weights` and `fp8_error` as options; raise a UserError for what these are not."""
+    """Return `weights` and `fp8_error` as options; raise a UserError for other values."""
     given = {"weights": weights, "fp8_error": fp8_error}
     options = WeightOptions(**{name: taken(WeightOptions, name, value) for name, value in given.items()})
     refuse_weights(options)
@@ -227,7 +227,7 @@ def refuse_other_weights(weights: object, fp8_error: object) -> WeightOptions:
 
 
 def refuse_other_than_modules(where: str, module: object) -> None:
-    """Raise a UserError for what is not a module; `where` names what it was given to."""
+    """Raise a UserError if `module` is not one; `where` names the function that it was given to."""
     if not isinstance(module, nn.Module):
         raise UserError(where, "takes a torch.nn.Module", got=repr(module), fix="Load the model first.")
 
@@ -240,10 +240,10 @@ class TrainedBlock:
     """A block in training, at its place in a model.
 
     Attributes:
-        layer: Its row in a report.
+        layer: The row in a report.
         module: The submodule.
-        training: What it counts and notes.
-        gate: How its gate weight, of a plain block its up weight, is read: that decides which neurons fire.
+        training: The counts and notes of the block.
+        gate: The gate weight, in a plain block the up weight, which decides which neurons fire.
     """
 
     layer: Layer
@@ -253,20 +253,20 @@ class TrainedBlock:
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """The device of the block."""
         counted = self.training.counted
         return self.gate_parameter().device if counted is None else counted.counts.device
 
     @property
     def is_current(self) -> bool:
-        """Whether the model computes it still as `optimize` has left it."""
+        """Whether the model still computes the block as `optimize` has set it up."""
         return any(block.training is self.training for block in taken_by(self.module))
 
     def gate_parameter(self) -> nn.Parameter:
         """Return the parameter that holds the gate weight, as the module has it now: a DTensor where FSDP2 shards it.
 
         Raises:
-            UserError: It is not there, or is a part without a form, as FSDP's first version makes of it.
+            UserError: The parameter is missing, or is a flat shard, as FSDP's first version makes.
         """
         parameter = self.gate.parameter(self.module)
         if parameter is None or parameter.dim() != 2:
@@ -282,7 +282,7 @@ class TrainedBlock:
 def blocks_in_training(module: nn.Module) -> dict[str, TrainedBlock]:
     """Return the blocks of a module that `optimize` has taken for training, by path, in the order of `named_modules`.
 
-    Paths are those of the model, also where DDP, FSDP, torch.compile or a checkpointing wrapper is around a part of it.
+    Paths are those of the model, also where DDP, FSDP, torch.compile or a checkpointing wrapper wraps a part.
     """
     found = {}
     for path, submodule, block in taken_in(module):
@@ -294,12 +294,12 @@ def blocks_in_training(module: nn.Module) -> dict[str, TrainedBlock]:
 
 
 def blocks_for_training(module: nn.Module) -> list[Layer]:
-    """Return the blocks of a module that `optimize` would look at for training, refused ones too."""
+    """Return the blocks of a module that `optimize` would find for training, refused ones too."""
     return _decide(list(_find(module, training=True)), "all")
 
 
 def _without_wrappers(module: nn.Module, path: str) -> str:
-    """Return a path within a module without what wrappers have added to it."""
+    """Return a path within a module without the parts that wrappers have added."""
     parts: list[str] = []
     for part in filter(None, path.split(".")):
         if part not in _WRAPPED and not (part == "module" and isinstance(module, _WRAPPERS)):
@@ -308,11 +308,11 @@ def _without_wrappers(module: nn.Module, path: str) -> str:
     return ".".join(parts)
 
 
-# ---- what is found ----
+# ---- finding blocks ----
 
 
 def _find(module: nn.Module, training: bool) -> Iterator[FoundBlock]:
-    """Yield the blocks of a module; those that the ops cannot run say why."""
+    """Yield the blocks of a module, with a reason for each that the ops cannot run."""
     projections: dict[nn.Module, set[str]] = {}
     tried: dict[tuple[object, ...], str] = {}
     for each in find_blocks(module, training=training):
@@ -326,7 +326,7 @@ def _find(module: nn.Module, training: bool) -> Iterator[FoundBlock]:
         if each.is_written_out:
             names = {operand.path[0] for operand in each.weights.named().values()}
             used = projections.setdefault(each.module, set())
-            # Layers of a class have one forward: to try one of them is enough.
+            # Layers of a class have one forward: a trial of one of them is enough.
             kind = type(each.module), each.block.activation, *sorted(names)
             if names & used:
                 reason = "one of its projections is that of another block, too"
@@ -348,24 +348,24 @@ def _of_own_gradient(found: FoundBlock) -> str:
 
 
 def _no_class_of(found: FoundBlock, training: bool) -> str:
-    """Say why no class can be derived from that of a module; empty where one can."""
+    """Return why no class can be derived from that of a module; an empty text where one can."""
     mixed_in = ContainerModule if found.is_written_out else TrainedModule if training else BlockModule
     try:
         class_with(mixed_in, type(found.module))  # type: ignore[arg-type]
-    except Exception as error:  # of its __init_subclass__ or its metaclass
+    except Exception as error:  # from its __init_subclass__ or its metaclass
         return f"no class can be derived from {type(found.module).__name__} ({first_line(error)})"
     return ""
 
 
 def _decide(found: list[FoundBlock], layers: str, decided: Sequence[str] = ()) -> list[Layer]:
-    # Which dtype it is in is asked in each call.
+    # The dtype is checked in each call.
     bits = [KEPT if each.weights is not None and each.weights.scales() else None for each in found]
     blocks = [replace(each.block, dtype=torch.bfloat16, weights=own) for each, own in zip(found, bits, strict=True)]
     return decide(blocks, layers, decided=decided)
 
 
 def _names(layers: str, path: str) -> bool:
-    """Whether `layers`, which is right, names a block."""
+    """Whether `layers`, a checked value, names a block."""
     return layers in ("auto", "all") or (layers != "none" and bool(re.search(layers, path)))
 
 
@@ -375,12 +375,12 @@ def _computes_weights(module: nn.Module) -> bool:
     return is_parametrized(module) or any(isinstance(hook, hooks) for hook in module._forward_pre_hooks.values())
 
 
-# ---- what becomes of it ----
+# ---- taking blocks ----
 
 
 @dataclass
 class _Planned:
-    """A block that was found, what becomes of it, and weights and scales in FP8 for its layers, by path."""
+    """A found block, the decision for it, and weights and scales in FP8 for its layers, by path."""
 
     found: FoundBlock | FoundExperts
     layer: Layer
@@ -394,23 +394,23 @@ class _Planned:
 
 
 def _plan(module: nn.Module, layers: str, training: bool, running: Sequence[str]) -> tuple[list[_Planned], list[str]]:
-    """Find the blocks and experts of a module besides those that run already, and decide what becomes of each.
+    """Find the blocks and experts of a module besides those that run already, and decide for each.
 
     Returns:
-        What is planned, and what is to be said of experts that are no blocks.
+        The plans, and the reasons for experts that are no blocks.
     """
     found = list(_find(module, training))
     experts, others = find_experts(module, training=training)
     paths = [*running, *(each.block.module for each in experts)]
     planned = [_Planned(*each) for each in zip(found, _decide(found, layers, paths), strict=True)]
     paths += [each.block.module for each in found]
-    # One by one: those of several layers share what was traced.
+    # One by one: experts of several layers share a trace.
     planned += [_Planned(each, decide([each.block], layers, decided=paths)[0]) for each in experts]
     return planned, others
 
 
 def _plan_fp8(module: nn.Module, planned: list[_Planned], most: float | None, samples: Iterable[Any] | None) -> None:
-    """Decide in how many bits each block that the op is to run is read, and quantise it."""
+    """Decide the type of the weights of each block for the op, and quantise them."""
     chosen = [
         (each, each.found)
         for each in planned
@@ -424,7 +424,7 @@ def _plan_fp8(module: nn.Module, planned: list[_Planned], most: float | None, sa
 
 
 def _take(planned: _Planned, compression: int | None, training: bool, undo: ExitStack) -> None:
-    """Let a module be what is planned."""
+    """Carry out the plan for a block."""
     found, layer = planned.found, planned.layer
     if not planned.is_taken:
         LOG.info("%s stays dense: %s", layer.module or "the model itself", layer.reason)
@@ -439,18 +439,17 @@ def _take(planned: _Planned, compression: int | None, training: bool, undo: Exit
 
 
 def _refuse_running(paths: Sequence[str]) -> None:
-    """Fail if blocks are to be quantised that run already: what they read would change under them."""
+    """Fail if blocks that run already are to be quantised, as their weights would change under them."""
     if paths:
         what = f"weights={FP8_BLOCKS!r} is for blocks that are not optimized yet"
         raise UserError("twellc.optimize", what, got=first_few(paths), fix="Call twellc.restore(module) first.")
 
 
 def _report(module: nn.Module, planned: Sequence[_Planned], layers: str, others_left: Sequence[str]) -> None:
-    """Say what is not as fast as it might be.
+    """Report the parts of a module that are slower than they might be.
 
     Warns:
-        UserWarning: There is no block by the op, and `layers` asks for one; or layers in E4M3 are left that no block
-            reads.
+        UserWarning: No block runs by the op, though `layers` asks for one; or no block reads some layers in E4M3.
     """
     parametrized = [path for path, submodule in module.named_modules() if _computes_weights(submodule)]
     for path in parametrized:

@@ -2,8 +2,8 @@
 
     gate, up [d_ff / ranks, d_model]   «colwise»: rows are shared      down [d_out, d_ff / ranks]   «rowwise»: columns
 
-Each weight is then a DTensor, and the forward of each Linear is wrapped, so that down adds what all ranks have
-computed. A block of them is what it was, with this rank's neurons, and a sum over the ranks behind it.
+Each weight is then a DTensor, and the forward of each Linear is wrapped, so that down adds the results of all ranks. A
+block is as before, with this rank's neurons, and a sum over the ranks behind it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ def is_sharded(parameter: Tensor) -> bool:
 
 
 def local_of(parameter: Tensor) -> Tensor:
-    """Return the part of a parameter that this rank has; of one that is not spread itself."""
+    """Return this rank's part of a parameter; the parameter itself if it is not spread."""
     if not is_sharded(parameter):
         return parameter
-    with torch.no_grad():  # the tensor itself, not one that records gradients
+    with torch.no_grad():  # yields the tensor itself, not one that records gradients
         local: Tensor = parameter.to_local()  # type: ignore[attr-defined]
     return local
 
 
 def local_twin(module: nn.Module) -> nn.Module | None:
-    """Return a module that computes this rank's part of a sharded one; None where that is not sharded in a known way.
+    """Return a module that computes this rank's part of a sharded one; None for an unknown way of sharding.
 
-    It shares the tensors. What it returns is to be added over the ranks, but for the bias of the last projection.
+    It shares the tensors. Its results are to be added over the ranks, but for the bias of the last projection.
     """
     if not any(map(is_sharded, module.parameters())) or not _is_known(module):
         return None
@@ -46,7 +46,7 @@ def local_twin(module: nn.Module) -> nn.Module | None:
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Whether every sharded parameter is one of a Linear that is shared by its rows, or its columns."""
+    """Whether every sharded parameter belongs to a Linear that is sharded by rows or by columns."""
     for each in module.modules():
         own = {name: parameter for name, parameter in each.named_parameters(recurse=False) if is_sharded(parameter)}
         style = _style_of(each)
@@ -71,7 +71,7 @@ def _is_split(placements: Any, dim: int) -> bool:
 
 
 def _style_of(module: nn.Module) -> str | None:
-    """Return the class of the style by which transformers has wrapped a module's forward; None where it has not."""
+    """Return the name of the style by which transformers has wrapped a module's forward; None if it has not."""
     forward = vars(module).get("forward")
     if forward is None or not getattr(forward, "__qualname__", "").endswith(_WRAPPER):
         return None
@@ -98,7 +98,7 @@ def _twin(module: nn.Module) -> nn.Module:
 
 
 def sum_over_ranks(y: Tensor, w_down: Tensor) -> Tensor:
-    """Add what each rank has computed of y by its part of w_down."""
+    """Add the parts of y that the ranks have computed by their parts of w_down."""
     from twellc.base.torch_private import collectives  # torch.distributed may be missing
 
     group = w_down.device_mesh.get_group()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Trace a module alone, with inputs that are made up."""
+"""Trace a module alone, with made-up inputs."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from twellc.passes.graph.program import quiet_torch
 from twellc.passes.pipeline import PassOptions, Rewritten, Stage, run_until
 
 LOG = logging.getLogger("twellc")
-# Leading dimensions to trace with: sizes that differ, and from which torch.export keeps a dimension dynamic.
+# Leading dimensions for traces: the sizes differ, and torch.export keeps dimensions of such sizes dynamic.
 _LEADING = (2, 3)
 
 
 def trace_alone(
     path: str, module: nn.Module, rank: int, *, training: bool = False, alone: bool = True
 ) -> Iterator[Rewritten]:
-    """Trace a module with x of each of the widths of its weights; yield what it computes, with its blocks.
+    """Trace a module with x of each width among its weights; yield the traces, with their blocks.
 
     Args:
-        path: Its path, for the log.
+        path: The path of the module, for the log.
         module: The module.
         rank: The number of dimensions of x.
-        training: Whether in training mode.
-        alone: Whether x is all that its forward takes. Else other arguments that it needs are None, or as x is.
+        training: Whether to trace in training mode.
+        alone: Whether forward takes x alone. Else its other required arguments are None, or tensors like x.
     """
     matrices = [each for each in module.parameters() if each.dim() == 2]
-    # The widths of Linear's inputs first.
+    # The input widths of Linear layers come first.
     widths = [each.shape[-1] for each in matrices] + [each.shape[0] for each in matrices]
     needed = [] if alone else _needed(module)
     for width in dict.fromkeys(widths):
@@ -49,14 +49,14 @@ def trace_alone(
             try:
                 with quiet_torch(), torch.no_grad():
                     found = run_until(traced(module, x, others, training), PassOptions(), Stage.FIND)
-            except Exception as error:  # torch.export raises what the module's code raises
+            except Exception as error:  # torch.export raises any error of the module's code
                 LOG.debug("%s is not traced with x of width %d: %s", path, width, first_line(error))
             else:
                 yield found
 
 
 def traced(module: nn.Module, x: Tensor, others: dict[str, Any], training: bool) -> ExportedProgram:
-    """Trace a module with x and other arguments by name; sizes but those of the last dimensions are dynamic."""
+    """Trace a module with x and other arguments by name; all sizes but those of last dimensions are dynamic."""
     shapes: Any = ShapesCollection()  # type: ignore[no-untyped-call]
     for each in (x, *others.values()):
         if each is not None:
@@ -74,7 +74,7 @@ def _needed(module: nn.Module) -> list[str]:
 
 @contextmanager
 def _traceable(module: nn.Module) -> Iterator[None]:
-    """Hide what is computed to find blocks from hooks, and let torch itself compute the attention of transformers."""
+    """Hide the computations of traces from hooks, and let torch itself compute the attention of transformers."""
     names = ("_forward_hooks", "_forward_pre_hooks")
     before: list[tuple[Any, str, Any]] = [
         (each, name, getattr(each, name)) for each in module.modules() for name in names
@@ -95,14 +95,14 @@ def _traceable(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def in_mode(module: nn.Module, training: bool, *, runs: bool = False) -> Iterator[None]:
-    """Put a module in training or eval mode; in training, a blended activation is what it becomes: a ReLU.
+    """Put a module in training or eval mode; in training, a blended activation is the ReLU that it becomes.
 
-    Then it is what it was, whatever its forward has changed in it but values of parameters.
+    At the end undo the mode and all changes by forward, except values of parameters.
 
     Args:
         module: The module.
         training: Whether in training mode.
-        runs: Whether its forward computes, and is not only traced: then it may change what is in buffers, too.
+        runs: Whether forward computes, and is not only traced: then it may change the values of buffers, too.
     """
     with as_it_was(module, runs=runs), as_relu(module):
         module.train(training)
@@ -111,7 +111,7 @@ def in_mode(module: nn.Module, training: bool, *, runs: bool = False) -> Iterato
 
 @contextmanager
 def as_it_was(module: nn.Module, *, runs: bool = True) -> Iterator[None]:
-    """Put back what running a module changes in it, such as buffers, hooks and training mode; see `in_mode`."""
+    """Undo changes in a module from running it, such as in buffers, hooks and training mode; see `in_mode`."""
     held = [(vars(each), _with_own_sets(vars(each))) for each in module.modules()]
     held += [(each, each.copy()) for _, before in held for each in before.values() if type(each) in (dict, OrderedDict)]
     buffers = [(each, each.clone()) for each in module.buffers() if not each.is_inference()] if runs else []
@@ -127,5 +127,5 @@ def as_it_was(module: nn.Module, *, runs: bool = True) -> Iterator[None]:
 
 
 def _with_own_sets(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return attributes with copies of sets, such as that of the names of buffers that a state dict leaves out."""
+    """Return attributes with copies of sets, such as the names of buffers that a state dict leaves out."""
     return {name: each.copy() if type(each) is set else each for name, each in attributes.items()}

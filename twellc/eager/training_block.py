@@ -1,4 +1,4 @@
-"""What a block does in training besides computing: it notes its L1 term, and counts which neurons fire.
+"""The state of a block in training: it notes its L1 term, and counts which neurons fire.
 
 Its activation may be on the way from another one to ReLU.
 """
@@ -29,8 +29,8 @@ class BlendedActivation(nn.Module):
     """An activation that becomes a ReLU: (1 - share) * original(z) + share * relu(z).
 
     Attributes:
-        original: The activation that it was.
-        share: 0 to 1: how far it has come.
+        original: The original activation.
+        share: The share of ReLU, 0 to 1.
     """
 
     def __init__(self, original: nn.Module) -> None:
@@ -45,7 +45,7 @@ class BlendedActivation(nn.Module):
         if isinstance(z, Hidden):
             deferred: Tensor = z.blended(self)
             return deferred
-        if self.share <= 0:  # of infinite z the sum below is NaN
+        if self.share <= 0:  # for infinite z the sum below would be NaN
             original: Tensor = self.original(z)
             return original
         blended: Tensor = torch.lerp(self.original(z), torch.relu(z), self.share)
@@ -53,14 +53,14 @@ class BlendedActivation(nn.Module):
 
 
 def blended_of(modules: Iterable[nn.Module]) -> BlendedActivation | None:
-    """Return the activation among the modules of a block that is on its way; None where it is what it shall be."""
+    """Return the activation among the modules of a block that is still on its way to ReLU; None if none is."""
     found = (each for each in modules if isinstance(each, BlendedActivation))
     return next((each for each in found if each.share < 1), None)
 
 
 @contextmanager
 def as_relu(module: nn.Module) -> Iterator[None]:
-    """Let blended activations be what they become."""
+    """Let blended activations be ReLU."""
     shares = [(each, each.share) for each in module.modules() if isinstance(each, BlendedActivation)]
     try:
         for each, _ in shares:
@@ -80,14 +80,14 @@ class Term:
 
 
 class BlockInTraining:
-    """What a block notes and counts. A copy of it, by deepcopy or pickle, has noted and counted nothing.
+    """The notes and counts of a block. A copy, by deepcopy or pickle, begins without any.
 
     Attributes:
-        options: How the block is computed.
-        terms: The L1 terms of calls since they were taken; None where they are not wanted.
-        misses: Calls since then for which the original forward ran, which notes nothing.
-        without_gradients: Calls since then without gradients, as activation checkpointing with reentry makes them.
-        observer: Receives what the activation is applied to, z [..., d_ff], of each call; None for none.
+        options: The options of the op.
+        terms: The L1 terms of calls since they were last taken; None where they are not wanted.
+        misses: Calls since then that ran the original forward, which notes nothing.
+        without_gradients: Calls since then without gradients, as in reentrant activation checkpointing.
+        observer: Receives the pre-activations z [..., d_ff] of each call; None for none.
     """
 
     def __init__(self, options: BlockOptions, d_ff: int) -> None:
@@ -102,9 +102,9 @@ class BlockInTraining:
         return type(self), (self.options, self._d_ff)
 
     def state(self, device: torch.device) -> TrainingState:
-        """Return what is counted, on the device where the block is now."""
+        """Return the counts, on the present device of the block."""
         if self._state is None or self._state.counts.device != device:
-            with torch.inference_mode(False):  # a tensor of inference mode cannot be counted on later
+            with torch.inference_mode(False):  # a tensor of inference mode cannot be changed later
                 before, self._state = self._state, TrainingState(self._d_ff, device)
             if before is not None:
                 self._state.counts += before.counts.to(device)
@@ -113,11 +113,11 @@ class BlockInTraining:
 
     @property
     def counted(self) -> TrainingState | None:
-        """What is counted, where it is now; None before the first call."""
+        """The counts, on their present device; None before the first call."""
         return self._state
 
     def listen(self, asked: bool = True) -> None:
-        """Forget what was noted since it was taken, and note the L1 terms of calls from now on; or no longer."""
+        """Forget the notes, and begin to note the L1 terms of calls, or stop."""
         self.terms, self.misses, self.without_gradients = [] if asked else None, 0, 0
 
     def missed(self) -> None:
@@ -127,12 +127,12 @@ class BlockInTraining:
     def run(self, operands: Operands[Tensor], blended: Blended | None) -> Tensor:
         """Compute the block, note and count.
 
-        Where activation checkpointing computes again, nothing is noted and counted a second time, and what the kernels
-        keep has the form that it had.
+        Where activation checkpointing computes again, nothing is noted or counted a second time, and the tensors that
+        the kernels keep have the same shapes as before.
 
         Args:
-            operands: What it reads.
-            blended: An activation on its way to a ReLU, that is computed densely.
+            operands: The tensors of the block.
+            blended: An activation on its way to ReLU, which is computed densely.
         """
         x, tokens = operands.x, operands.x.numel() // operands.x.shape[-1]
         state, again = self.state(x.device), _is_backward()
@@ -170,12 +170,12 @@ class BlockInTraining:
 
 
 def _is_backward() -> bool:
-    """Whether this runs within a backward: activation checkpointing computes a forward again."""
+    """Whether this runs within a backward, where activation checkpointing computes a forward again."""
     return bool(current_graph_task_id() != -1)
 
 
 def _is_for_kernels(operands: Operands[Tensor]) -> bool:
-    """Whether the ops take these tensors: of one type, which autocast makes them, and on a GPU the kernels' own."""
+    """Whether the ops take these tensors: all of one type, as after autocast, and on a GPU of a type of the kernels."""
     kind = operands.x.device.type
     if torch.is_autocast_enabled(kind):
         return kind == "cpu" or torch.get_autocast_dtype(kind) in _KERNEL_DTYPES

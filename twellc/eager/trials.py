@@ -1,4 +1,4 @@
-"""Trial runs of a module before `twellc.optimize` changes it, for two things that a trace does not show.
+"""Trial runs of a module before `twellc.optimize` changes it, for two facts that a trace does not show.
 
 `passes_hidden` tries whether the module's code takes an object in place of the hidden tensor, so that only the neurons
 that fire need be computed. `own_gradient` looks for a torch.autograd.Function in it, whose gradient the ops of a
@@ -24,11 +24,11 @@ from twellc.passes.graph.program import quiet_torch
 
 
 def passes_hidden(found: FoundBlock, *, training: bool) -> bool:
-    """Whether what stands for the hidden tensor reaches the down projection: some functions take only a tensor.
+    """Whether the placeholder of the hidden tensor reaches the down projection: some functions take only tensors.
 
     Args:
         found: A block that is written out, and not refused.
-        training: Whether in training mode.
+        training: Whether to run in training mode.
     """
     module, (up, down) = found.module, _projections(found)
     received: list[Hidden] = []
@@ -52,17 +52,17 @@ def passes_hidden(found: FoundBlock, *, training: bool) -> bool:
         with quiet_torch(), torch.no_grad(), _scripts_refuse_hidden(), as_it_was(module, runs=False):
             module.forward, up.forward, down.forward = forward, defer, receive
             traced(module, *found.inputs, training)
-    except Exception as error:  # of the module's code
+    except Exception as error:  # from the module's code
         LOG.debug("%s takes only a tensor between its projections: %s", found.path, first_line(error))
         return False
     return bool(received)
 
 
 def own_gradient(found: FoundBlock) -> str:
-    """Return the name of a torch.autograd.Function that a block in training calls; empty where it calls none.
+    """Return the name of a torch.autograd.Function that a block in training calls; an empty text without one.
 
-    A trace has its forward alone: the ops would compute another gradient. Those of torch, as of checkpoints, are known.
-    In a module with a block that is written out, only what is between the two projections matters.
+    A trace has its forward alone, so the ops would compute another gradient. Functions of torch itself, such as that of
+    checkpoints, are known. In a module with a block that is written out, only code between the two projections matters.
     """
     seen: set[Any] = set()
     waiting: list[Any] = []
@@ -76,8 +76,8 @@ def own_gradient(found: FoundBlock) -> str:
             named = {name: each if each is None else fake.from_tensor(each) for name, each in others.items()}
             result = found.module(fake.from_tensor(x), **named)
             waiting += [] if found.is_written_out else [result.grad_fn]
-    except Exception as error:  # of the module's code
-        LOG.debug("what has a gradient that is not torch's is not known: %s", first_line(error))
+    except Exception as error:  # from the module's code
+        LOG.debug("the trial for gradients other than torch's failed: %s", first_line(error))
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
@@ -98,7 +98,7 @@ def _projections(found: FoundBlock) -> list[Any]:
 
 @contextmanager
 def _scripts_refuse_hidden() -> Iterator[None]:
-    """Let functions of torch.jit.script refuse other things than tensors also in a trace, where they run as Python."""
+    """Let functions of torch.jit.script accept only tensors also in a trace, where they run as Python."""
     kind: Any = torch.jit.ScriptFunction
     call = kind.__call__
 
