@@ -1,4 +1,4 @@
-"""The user's data as batches of a model's inputs, read piece by piece: memory does not grow with the data."""
+"""The user's data as batches of a model's inputs, read piece by piece, so that memory does not grow with the data."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Batch:
 
     Attributes:
         inputs: The inputs by name.
-        counted: Which places of an input of token ids hold tokens of the data, bool [rows, places], by its name; the
+        counted: For an input of token ids, by name, the places that hold tokens of the data, bool [rows, places]; the
             others are padding. An input that is not named here has no padding.
-        source: The number of the data that it is from.
-        sequences: How many sequences it holds.
-        tokens: How many tokens; of inputs that are not tokens, 0.
-        read: How many bytes of all data have been read.
+        source: The index of the data that the batch is from.
+        sequences: The number of sequences.
+        tokens: The number of tokens; 0 for inputs that are not tokens.
+        read: The bytes of all data that have been read.
     """
 
     inputs: Sample
@@ -50,9 +50,9 @@ class Intake:
     """How a model takes data.
 
     Attributes:
-        limits: What its inputs keep to.
+        limits: The limits of its inputs.
         batch: Sequences in a run.
-        sequence: Tokens in a sequence at most; None takes 1024, or what the model takes at most.
+        sequence: Tokens in a sequence at most; None takes 1024, or the most that the model takes.
         pads_right: Whether it may get padding behind a sequence without a mask that says so.
         pad: The token id of padding in the user's arrays, if that is known.
         field: The field of an object, or the column of a table, that holds the text.
@@ -69,7 +69,7 @@ class Intake:
 
 
 def read_batches(data: Sequence[Path | Arrays], intake: Intake) -> Iterator[Batch]:
-    """Yield data as batches; those of one have no data of another.
+    """Yield data as batches; no batch mixes several items of the data.
 
     Args:
         data: Files, or inputs by name.
@@ -164,10 +164,10 @@ def _padded(
 
 
 def _check_range(where: str, ids: list[int], spec: InputSpec, vocabulary: int | None) -> None:
-    """Fail where the model has not these token ids; of a model whose vocabulary is not known, where its input has not.
+    """Fail if token ids are outside of the model's vocabulary, or of the range of its input if that is not known.
 
     Raises:
-        UserError: It has not.
+        UserError: One is.
     """
     largest = torch.iinfo(spec.dtype).max if vocabulary is None else vocabulary - 1
     if not 0 <= min(ids) <= max(ids) <= largest:
@@ -176,7 +176,7 @@ def _check_range(where: str, ids: list[int], spec: InputSpec, vocabulary: int | 
 
 
 def _sequences(path: Path, where: str, intake: Intake, length: int) -> Iterator[tuple[list[int], int, str]]:
-    """Yield sequences of at most `length` tokens, with the number of bytes read so far and what to call their place.
+    """Yield sequences of at most `length` tokens, each with the bytes read so far and its place for messages.
 
     A document is cut into sequences without overlap; where it is text, each gets the tokenizer's special tokens.
     """
@@ -263,13 +263,13 @@ def _symbols(dim: int | sympy.Expr) -> set[sympy.Expr]:
 
 
 def _without_most(limits: Limits, symbol: str) -> Limits:
-    """Return limits by which a dimension may be as large as it likes; an empty symbol stands for none."""
+    """Return limits without a largest size for one dimension; for none if the symbol is empty."""
     least, _ = limits.inputs.bounds.get(symbol, (1, None))
     return replace(limits, inputs=replace(limits.inputs, bounds={**limits.inputs.bounds, symbol: (least, None)}))
 
 
 def _right_padding(where: str, mask: Array, ids: Array | None) -> torch.Tensor:
-    """Return the mask of a model that takes none, since no token of it sees a later one: padding must come last."""
+    """Return the mask for a causal model that takes none as input: padding must come last."""
     if mask.dtype.kind not in "biu":
         what = "holds no whole numbers"
         raise UserError(f"{where}, array {_MASK}", what, got=str(mask.dtype), expected="1 for tokens, 0 for padding")
@@ -283,7 +283,7 @@ def _right_padding(where: str, mask: Array, ids: Array | None) -> torch.Tensor:
 
 
 def _without_padding(ids: torch.Tensor, pad: int | None) -> torch.Tensor:
-    """Return which places of [rows, places] are not padding at either end of their row."""
+    """Return the places, bool [rows, places], that are not padding at either end of a row."""
     if pad is None:
         return torch.ones(ids.shape, dtype=torch.bool)
     tokens = (ids != pad).int()

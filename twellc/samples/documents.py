@@ -1,4 +1,4 @@
-"""The documents in the user's files: texts, or token ids, of each kind of file, read piece by piece."""
+"""The documents in the user's files, as texts or token ids, read piece by piece."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _KINDS = {
 }
 _EXPECTED = "a text, or a .jsonl, .json, .csv, .tsv, .npz or .npy file"
 _AS_LINES = 'Write its texts to FILE.jsonl, one {"text": "…"} in each line.'
-# Files that are not texts, with what to do about them.
+# Files that are not texts, with advice for each.
 _REFUSED = {
     **dict.fromkeys((".gz", ".tgz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".tar", ".7z", ".rar"), "Unpack it first."),
     **dict.fromkeys((".parquet", ".arrow", ".feather", ".orc", ".avro", ".tfrecord", ".sqlite", ".db"), _AS_LINES),
@@ -56,7 +56,7 @@ def kind_of(path: Path, option: str = "--data") -> str:
         option: The option that names it, for messages.
 
     Raises:
-        UserError: There is no such file, it is empty, or of a kind that is not read.
+        UserError: The file is missing, empty, or of a kind that is not read.
     """
     where, suffix = f"{option} {path}", path.suffix.lower()
     if not path.is_file():
@@ -69,7 +69,7 @@ def kind_of(path: Path, option: str = "--data") -> str:
 
 
 def notes_on(paths: Iterable[Path]) -> list[str]:
-    """Return a note on the files that are read as texts and seem to hold markup or data."""
+    """Return notes on files that are read as texts and seem to hold markup or data."""
     marked = [path.name for path in paths if kind_of(path) == "text" and _seems_marked(path)]
     if not marked:
         return []
@@ -90,7 +90,7 @@ def _seems_marked(path: Path) -> bool:
 
 
 def read_documents(path: Path, field: str, option: str = "--data") -> Iterator[tuple[str, Document]]:
-    """Yield the documents of a file, each with what to call its place; of token ids in an array each row, or parts.
+    """Yield the documents of a file, each with its place for messages; of an array of token ids each row, or parts.
 
     Args:
         path: The file.
@@ -98,7 +98,7 @@ def read_documents(path: Path, field: str, option: str = "--data") -> Iterator[t
         option: The option that names the file, for messages.
 
     Raises:
-        UserError: It cannot be read as what it is, or has no text there.
+        UserError: The file cannot be read as its suffix says, or has no text there.
     """
     where = f"{option} {path}"
     match kind_of(path, option):
@@ -117,21 +117,21 @@ def read_documents(path: Path, field: str, option: str = "--data") -> Iterator[t
 
 
 def read_ids(path: Path, where: str, pad: int | None) -> Iterator[tuple[NDArray[Any], int]]:
-    """Yield token ids of an .npy file, and the bytes read so far: rows of a matrix, or a vector in parts.
+    """Yield token ids of an .npy file, with the bytes read so far: rows of a matrix, or a vector in parts.
 
     The file is not read as a whole.
 
     Args:
         path: The file.
-        where: What to call it in a message.
-        pad: The token that rows begin and end with where they are padded; None where they are not.
+        where: The name of the file in messages.
+        pad: The padding token at the beginning and end of rows; None without padding.
 
     Raises:
         UserError: It is damaged, or holds no token ids.
     """
     try:
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
-    except Exception as error:  # numpy raises what it likes for a damaged file
+    except Exception as error:  # numpy may raise anything for a damaged file
         raise UserError(where, f"cannot be read as an .npy file ({first_line(error)})") from error
     if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu" or ids.ndim not in (1, 2):
         expected = "integers: a vector, or a matrix with a sequence in each row"
@@ -178,7 +178,7 @@ def _pieces(path: Path, where: str) -> Iterator[tuple[str, int]]:
 
 
 def _documents_of_lines(path: Path, where: str, field: str) -> Iterator[tuple[str, Document]]:
-    """Yield the text, or else the `input_ids`, of each line; empty ones are left out."""
+    """Yield the text, or else the `input_ids`, of each line that is not empty."""
     read = 0
     with open_file(path) as file:
         for number, line in enumerate(file, 1):
@@ -232,7 +232,7 @@ def _content(place: str, record: object, field: str) -> str | list[int]:
 
 
 def _characters(place: str, what: str, content: str) -> str:
-    """Return a text, if there are characters for all of it: JSON can spell half of one, which no tokenizer takes."""
+    """Return a text, or fail if it holds half a character, which JSON can spell and no tokenizer takes."""
     try:
         content.encode()
     except UnicodeEncodeError as error:

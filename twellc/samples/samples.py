@@ -32,7 +32,7 @@ _LARGEST_WINDOW = 512
 
 @dataclass(frozen=True)
 class Limits:
-    """What samples have to keep to.
+    """The limits of samples.
 
     Attributes:
         inputs: The inputs of the model.
@@ -67,10 +67,10 @@ class Limits:
 
 
 def draw_samples(limits: Limits, integers: dict[str, tuple[int, int]], seed: int) -> list[Sample]:
-    """Make random inputs: at the smallest shapes, at the shapes that the model hints at, and at larger ones.
+    """Make random inputs: at the smallest shapes, at the shapes of the model's hints, and at larger ones.
 
     Args:
-        limits: What they keep to.
+        limits: Their limits.
         integers: Least and largest value of integer inputs; floats are drawn from a normal distribution.
         seed: Seed of the generator.
     """
@@ -120,7 +120,7 @@ def read_arrays(path: Path, limits: Limits) -> Sample:
 
 
 def as_sample(where: str, arrays: dict[str, Array], limits: Limits) -> Sample:
-    """Turn arrays into a sample; `where` is what a message calls them. See `read_arrays`."""
+    """Turn arrays into a sample; `where` names them in messages. See `read_arrays`."""
     specs = {spec.name: spec for spec in limits.inputs.specs}
     missing, unknown = sorted(specs.keys() - arrays.keys()), sorted(arrays.keys() - specs.keys())
     if missing or unknown:
@@ -138,7 +138,7 @@ def load_npz(path: Path, option: str = "--arrays") -> dict[str, Array]:
 
     Args:
         path: The file.
-        option: What the user gave it by.
+        option: The option that names it, for messages.
 
     Raises:
         UserError: It is not such a file.
@@ -154,7 +154,7 @@ def load_npz(path: Path, option: str = "--arrays") -> dict[str, Array]:
             arrays = {name: loaded[name] for name in loaded.files}
     except UserError:
         raise
-    except Exception as error:  # numpy, zipfile and zlib raise what they like for a damaged file
+    except Exception as error:  # numpy, zipfile and zlib may raise anything for a damaged file
         where = f"{option} {path}"
         expected = "arrays of numbers as numpy.savez writes them; pickled objects are never loaded"
         raise UserError(where, f"cannot be read as an .npz file ({first_line(error)})", expected=expected) from error
@@ -167,9 +167,9 @@ def load_npz(path: Path, option: str = "--arrays") -> dict[str, Array]:
 def _as_input(where: str, spec: InputSpec, array: Array, token_ids: int | None) -> torch.Tensor:
     where = f"{where}, array {spec.name}"
     if array.dtype == ml_dtypes.bfloat16 and spec.dtype.is_floating_point:
-        array = array.astype(np.float32)  # to numpy it is not a floating-point dtype
+        array = array.astype(np.float32)  # numpy does not know it as a floating-point dtype
     if array.dtype == np.dtype("V2") and spec.dtype == torch.bfloat16:
-        return to_torch(array.view(ml_dtypes.bfloat16))  # how numpy.savez stores what it does not know
+        return to_torch(array.view(ml_dtypes.bfloat16))  # numpy.savez stores bfloat16 as raw bytes
     kinds = "f" if spec.dtype.is_floating_point else "b" if spec.dtype == torch.bool else "iu"
     if array.dtype.kind not in kinds:
         meant = {"f": "a floating-point dtype", "b": "bool", "iu": "an integer dtype"}[kinds]
@@ -194,9 +194,9 @@ def _as_input(where: str, spec: InputSpec, array: Array, token_ids: int | None) 
 
 
 def places_of_tokens(sample: Sample) -> torch.Tensor | None:
-    """Return which places of outputs [batch, tokens, …] are not padding, bool [batch, tokens]; None if all are none.
+    """Return the places of outputs [batch, tokens, …] that are not padding, bool [batch, tokens]; None for all.
 
-    The mask of a decoder says it, if the model has one.
+    They follow from the mask of a decoder, if the model has one.
     """
     decoder = any(name.startswith("decoder_") for name in sample)
     mask = sample.get("decoder_attention_mask" if decoder else "attention_mask")
@@ -226,7 +226,7 @@ def _check_shapes(source: str, limits: Limits, sample: Sample) -> None:
                     raise UserError(where, f"has another size of dimension {axis}", got=_text(shape), expected=expected)
                 continue
             if len(dim.free_symbols) != 1:
-                continue  # the model itself refuses what does not fit
+                continue  # the model itself refuses a size that does not fit
             (symbol,) = map(str, dim.free_symbols)
             size, (low, high) = symbol_value(dim, shape[axis]), limits.ranges[symbol]
             if size is None or not low <= size <= high:
@@ -242,7 +242,7 @@ def _check_shapes(source: str, limits: Limits, sample: Sample) -> None:
 
 
 def _sizes(limits: Limits, spec: InputSpec, axis: int) -> str:
-    """Say which sizes a dimension takes, without the names of symbols."""
+    """Write the sizes that a dimension takes, without the names of symbols."""
     dim = spec.shape[axis]
     if isinstance(dim, int):
         return str(dim)
@@ -269,7 +269,7 @@ class Text:
     Attributes:
         samples: Its windows, [1, tokens] each, without overlap, in order.
         predicts_next: Whether the model predicts the next token, so that its logits have a likelihood for the text.
-        notes: What the user should know.
+        notes: Notes for the user.
     """
 
     samples: list[Sample]
@@ -287,11 +287,11 @@ def read_text(path: Path, model: Path, language_model: bool, limits: Limits) -> 
     Args:
         path: The text.
         model: The model.
-        language_model: Whether it is one.
-        limits: What samples keep to.
+        language_model: Whether the model is a language model.
+        limits: The limits of samples.
 
     Raises:
-        UserError: The text is missing, empty, too short or no UTF-8, or the model is none for text or has no tokenizer.
+        UserError: The text is missing, empty, too short or not UTF-8, or the model takes no text or has no tokenizer.
     """
     if not path.is_file():
         raise UserError(f"--text {path}", why_no_file(path), expected="a text in UTF-8")

@@ -35,8 +35,8 @@ class Tokenizer:
 
     Attributes:
         encode: Returns the ids of a text, without special tokens.
-        before, after: The special tokens that stand before and behind a text.
-        notes: What the user should know.
+        before, after: The special tokens before and behind a text.
+        notes: Notes for the user.
     """
 
     encode: Callable[[str], list[int]]
@@ -93,7 +93,7 @@ def has_tokenizer(model: Path) -> bool:
 def pretrained_tokenizer(model: Path) -> Any:
     """Load a tokenizer of transformers. Nothing is downloaded, and no code of the directory is run.
 
-    It is loaded from links to the plain files of the folder: transformers would wait for a pipe among them.
+    It is loaded from links to the plain files of the folder, as transformers would wait for a pipe among other files.
 
     Raises:
         UserError: It is damaged.
@@ -110,7 +110,7 @@ def pretrained_tokenizer(model: Path) -> Any:
             (folder / "config.json").write_text(json.dumps(config))
         try:
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # transformers raises what it likes for a damaged folder
+        except Exception as error:  # transformers may raise anything for a damaged folder
             raise _broken(model, error).renamed(str(folder), str(model)) from error
 
 
@@ -124,11 +124,11 @@ def token_ids(model: Path, tokenizer: Any, text: str, *, special: bool = False) 
         special: Whether special tokens are added.
 
     Raises:
-        UserError: The tokenizer is damaged: some damage shows no sooner.
+        UserError: The tokenizer is damaged; some damage shows only here.
     """
     try:
         return [int(token) for token in tokenizer(text, add_special_tokens=special)["input_ids"]]
-    except Exception as error:  # transformers raises what it likes
+    except Exception as error:  # transformers may raise anything
         raise _broken(model, error) from error
 
 

@@ -24,7 +24,7 @@ _LOG = logging.getLogger("twellc")
 def register() -> None:
     """Register the plugins in TensorRT, and converters of the `twell` ops in Torch-TensorRT.
 
-    Calling it again does nothing. A call of an op that the plugins do not take, such as one in float32, is left to
+    A second call does nothing. Calls of an op that the plugins do not take, such as those in float32, are left to
     torch; the logger `twellc` says why.
 
     Raises:

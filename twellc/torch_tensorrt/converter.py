@@ -1,4 +1,4 @@
-"""The converter of the `twell` ops in Torch-TensorRT: which calls the plugins take, and the layer of a call."""
+"""The converter of the `twell` ops in Torch-TensorRT: a check whether the plugins take a call, and its layer."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def _call(target: Any, args: Any, kwargs: Any) -> tuple[Operands[Any], BlockOpti
 
 
 def _fault(operands: Operands[Node], options: BlockOptions) -> str:
-    """Say why the plugins do not take a call; empty where they do."""
+    """Return why the plugins do not take a call; an empty text where they do."""
     if operands.scales():
         return "its weights are in FP8, which only plans of twellc compile take"
     if operands.thresholds is not None:
         return "it has a threshold for each neuron, which only plans of twellc compile take"
-    # Weights alone: what Torch-TensorRT's own lowering puts before a block may bear no value. All have one dtype.
+    # Only weights are checked: nodes from Torch-TensorRT's lowering before a block may lack `val`. All have one dtype.
     first, w_down = (weight.meta["val"] for weight in (operands.first[0], operands.w_down))
     dtype = dtype_name(first.dtype)
     if dtype not in library.DTYPES:

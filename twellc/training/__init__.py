@@ -1,4 +1,4 @@
-"""Training with sparse feed-forward blocks: where models come from that twellc compiles. See docs/training.md.
+"""Training of models with sparse feed-forward blocks, for twellc to compile. See docs/training.md.
 
     from twellc.training import L1Penalty
 

@@ -25,15 +25,14 @@ from twellc.training.relu import Blend
 class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Logs loss, density and dead neurons of each block; see `SparseTrainer`, which adds the L1 term to the loss.
 
-    Another Trainer's loss has to have `penalty(step)` in it, unless `l1` is 0.
+    Another Trainer must add `penalty(step)` to its loss, unless `l1` is 0.
 
-    Counts are summed over all processes. What is logged goes into the Trainer's own log, too, as means over blocks:
-    `density`, `dead`, `l1`. The Trainer stops with a `UserError`, before it saves anything, where loss or weights are
-    no longer finite.
+    Counts are summed over all processes. The means over blocks, `density`, `dead` and `l1`, go into the Trainer's own
+    log, too. Where loss or weights are no longer finite, the Trainer stops with a `UserError` before it saves anything.
 
     Attributes:
         penalty: The L1 term.
-        window: Counts for a profile in the last steps; None before these.
+        window: Counts for a profile in the last steps; None before these steps.
     """
 
     def __init__(
@@ -55,15 +54,15 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         Args:
             model: The model.
             l1: The coefficient of the L1 term.
-            l1_warm_up: Steps over which it grows to that.
-            blend: What `sparsify` has returned, to move on with each step.
-            reinitialise: Whether `reinitialise_dead` follows each step.
-            profile_steps: In how many of the last steps to count for a profile.
-            log: The file to log to.
-            began_with: The folder of the model that training began with: a run that goes on has to be of the same.
-            seed: Of what dead neurons are moved towards.
-            overwrite: Whether a run from the beginning replaces the log of another one. Else it is refused as the run
-                begins, as any other file always is; a run that goes on from a checkpoint goes on with its log.
+            l1_warm_up: Steps over which the coefficient grows to `l1`.
+            blend: The result of `sparsify`, to move on with each step.
+            reinitialise: Whether to call `reinitialise_dead` after each step.
+            profile_steps: The number of last steps to count for a profile.
+            log: The log file.
+            began_with: The folder of the model that training began with: a resumed run must have the same one.
+            seed: Seed of the random rows that dead neurons move towards.
+            overwrite: Whether a run from the beginning replaces the log of another run. Else the run fails as it
+                begins. A file that is not a log is never replaced; a run from a checkpoint goes on with its log.
 
         Raises:
             UserError: The model has no block in training, or a number is out of range.
@@ -83,19 +82,19 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._l1: list[Tensor] = []
         self._pending: LoggedStep | None = None
         self._last = 0
-        self.penalty = L1Penalty(model, l1, warm_up=l1_warm_up)  # last: from here on the blocks note their terms
+        self.penalty = L1Penalty(model, l1, warm_up=l1_warm_up)  # comes last: from here on the blocks note their terms
 
     def note(self, loss: Tensor, share: float) -> None:
-        """Note the loss of a forward without the L1 term, and which share of the step's loss its L1 term is."""
+        """Note the loss of a forward without the L1 term, and the share of the step's loss that its L1 term is."""
         assert self.penalty.value is not None
         self._losses.append(loss.detach().float())
         self._l1.append(self.penalty.value * share)
 
-    # ---- what the Trainer calls ----
+    # ---- called by the Trainer ----
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Begin the log, or go on with it, and so with the activations."""
-        take_counts(self._model)  # what was counted before belongs to no step
+        """Begin the log or go on with it, and set the activations for this step."""
+        take_counts(self._model)  # earlier counts belong to no step
         self.window = None
         self._fired, self._moved, self._losses, self._l1 = None, None, [], []
         self._last = state.global_step
@@ -105,13 +104,13 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._move(state.global_step)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Begin to count for a profile where the last steps begin."""
+        """Begin to count for a profile at the first of the last steps."""
         self._write()
         if self.window is None and state.global_step >= state.max_steps - self._profile_steps:
             self.window = FiringWindow(self._model)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Make sure that what the blocks note is taken."""
+        """Make sure that the loss has taken the terms that the blocks noted."""
         if self.penalty.value is not None:
             return
         if self.penalty.coefficient(state.max_steps) > 0:
@@ -120,16 +119,16 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self.penalty.close()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Bring dead neurons back, move the activations on, and make sure that nothing that is saved is NaN."""
+        """Bring dead neurons back, move the activations on, and fail before NaN is saved."""
         self.on_substep_end(args, state, control)
         if self._reinitialise:
             moved = reinitialise_dead(self._model, self._take(), step=state.global_step, seed=self._seed)
             self._moved = moved if self._moved is None else self._moved + moved
-        self._move(state.global_step)  # what is measured or saved now is what training goes on with
+        self._move(state.global_step)  # so that the measured or saved model is the one that training goes on with
         self._look(state, control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Make sure that nothing that is saved is NaN: the Trainer may save after each epoch."""
+        """Fail before NaN is saved: the Trainer may save after each epoch."""
         self._look(state, control)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
@@ -139,7 +138,7 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             self._pending = replace(self._pending, eval_loss=found)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Write a record of the steps since the last one, and tell the Trainer's log of it."""
+        """Write a record of the steps since the last one, also to the Trainer's log."""
         if logs is None or "loss" not in logs or self._fired is None:
             return
         steps = max(state.global_step - self._last, 1)
@@ -154,14 +153,14 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._last = state.global_step
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Bring the log to where the checkpoint is."""
+        """Write the log up to the step of the checkpoint."""
         self._write()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Finish the log, and count no more for a profile."""
+        """Finish the log, and stop counting for a profile."""
         self._write()
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            self._move(state.best_global_step)  # of which the weights are now
+            self._move(state.best_global_step)  # the Trainer has loaded the weights of that step
         if self.window is not None:
             self.window.close()
 
@@ -179,13 +178,13 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             self._blend.set_step(step)
 
     def _take(self) -> dict[str, Fired]:
-        """Return how often neurons fired since the last call, and add it to what the next record is of."""
+        """Return how often neurons fired since the last call, and add it to the counts of the next record."""
         fired, before = take_counts(self._model), self._fired
         self._fired = fired if before is None else {path: before[path].plus(each) for path, each in fired.items()}
         return fired
 
     def _look(self, state: Any, control: Any) -> None:
-        """Take the counts where something is logged, measured or saved next, and make sure that nothing is NaN."""
+        """Take the counts where logging, measuring or saving comes next, and fail on NaN."""
         saves = control.should_save or control.should_evaluate or control.should_training_stop
         if self._log is not None and saves:
             control.should_log = True  # a record for the loss on held-out data, for a resume, and for the last steps
@@ -194,7 +193,7 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             self._refuse_nan(state.global_step, saves, next(iter(fired.values())).counts.device)
 
     def _write(self) -> None:
-        """Write the record that waits for the loss on held-out data of its step."""
+        """Write the pending record, which waited for its step's loss on held-out data."""
         if self._pending is not None and self._writer is not None:
             self._writer.add(self._pending)
         self._pending = None
@@ -221,7 +220,7 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         )
 
     def _refuse_nan(self, step: int, saves: bool, device: torch.device) -> None:
-        """Fail, in all processes, if a loss or, where they may be saved next, a weight is NaN or infinite.
+        """Fail, in all processes, if a loss, or a weight that may be saved next, is NaN or infinite.
 
         Raises:
             UserError: One is.

@@ -1,4 +1,4 @@
-"""Which neurons fire in training: counted in each call, read on request."""
+"""Counts of the neurons that fire in training: each call counts, and requests read them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from twellc.training.ranks import summed
 
 @dataclass(frozen=True, eq=False)
 class Fired:
-    """How often the neurons of a block fired; on its device.
+    """How often the neurons of a block fired; on the block's device.
 
     Attributes:
         counts: For how many tokens each neuron fired, int64 [d_ff].
-        tokens: The tokens, int64 [].
+        tokens: The number of tokens, int64 [].
     """
 
     counts: Tensor
@@ -40,7 +40,7 @@ class Fired:
 
     @property
     def dead(self) -> Tensor:
-        """Which neurons never fired, bool [d_ff]; none where there was no token."""
+        """The neurons that never fired, bool [d_ff]; none without tokens."""
         return (self.counts == 0) & (self.tokens > 0)
 
     def plus(self, other: Fired) -> Fired:
@@ -49,7 +49,7 @@ class Fired:
 
 
 def take_counts(model: nn.Module) -> dict[str, Fired]:
-    """Return how often the neurons of each block fired since the last call, over all processes, and count from 0 again.
+    """Return how often neurons of each block fired since the last call, over all processes, and count from 0 again.
 
     Nothing waits for a GPU. With several processes all of them have to call this.
 
@@ -57,7 +57,7 @@ def take_counts(model: nn.Module) -> dict[str, Fired]:
         model: A model that `twellc.optimize(model, training=True)` has returned.
 
     Returns:
-        By path of the blocks, in the order of the model.
+        The counts by path of the block, in the order of the model.
 
     Raises:
         UserError: It has no such block.
@@ -72,9 +72,9 @@ def take_counts(model: nn.Module) -> dict[str, Fired]:
 
 
 class FiringWindow:
-    """Counts all that a profile holds while a model trains, until `close`: tiles and tokens, too.
+    """Counts all data of a profile, tiles and tokens too, while a model trains, until `close`.
 
-    That takes one more product with the gate weight in each call. Padding counts. Of blocks that read rows of tokens,
+    This takes one more product with the gate weight in each call. Padding counts. For blocks that read rows of tokens,
     as OPT's, sequences and positions are not counted.
     """
 
@@ -113,25 +113,25 @@ class FiringWindow:
         return self._counters[path]
 
     def close(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         for block in self._blocks.values():
             block.training.observer = None
 
     def profile(self, directory: str | os.PathLike[str], data: str) -> FiringProfile:
-        """Return what was counted, over all processes; all of them have to call this.
+        """Return the profile over all processes; all of them have to call this.
 
-        The weights moved while it was counted: keep the window to the last steps. A block that no token reached, as an
-        expert may be, is left out.
+        The weights moved during the counts: keep the window to the last steps. A block that no token reached, as may
+        happen to an expert, is left out.
 
         Args:
-            directory: Where the model was saved: the profile is of its files.
-            data: What to call the data.
+            directory: The folder of the saved model; the profile belongs to these files.
+            data: A name for the data.
 
         Raises:
             UserError: Nothing was counted, or activations were NaN.
         """
         folder = Path(directory)
-        # Of all blocks, in the same order in all processes: each may have reached other experts.
+        # All blocks, in the same order in all processes: each process may have reached other experts.
         counters = [self._counter(path, block.device) for path, block in self._blocks.items()]
         parts = [tensor for counter in counters for tensor in counter.counts.values()]
         wholes = iter(summed(parts))

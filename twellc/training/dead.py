@@ -18,17 +18,17 @@ from twellc.training.penalty import blocks_of, refuse_other_counts
 def reinitialise_dead(
     model: nn.Module, fired: Mapping[str, Fired], *, step: int, seed: int = 0, share: float = 0.1, std: float = 0.02
 ) -> Tensor:
-    """Move the gate rows of neurons that did not fire towards random ones: W <- (1 - share) W + share N(0, std^2).
+    """Move the gate rows of dead neurons towards random ones: W <- (1 - share) W + share N(0, std^2).
 
-    This is what «Sparser, Faster, Lighter Transformer Language Models» (arXiv 2603.23198, C.3) does after each step.
-    What is drawn depends on seed, step and block alone: it is the same in every process, also where FSDP2 shards the
-    weights, and in a run that goes on from a checkpoint. Nothing waits for a GPU.
+    «Sparser, Faster, Lighter Transformer Language Models» (arXiv 2603.23198, C.3) does this after each step. The random
+    rows depend on seed, step and block alone: they are the same in every process, also where FSDP2 shards the weights,
+    and in a run from a checkpoint. Nothing waits for a GPU.
 
     Args:
         model: A model that `twellc.optimize(model, training=True)` has returned.
-        fired: What `take_counts` has returned of the step.
+        fired: The result of `take_counts` for the step.
         step: The number of the step.
-        seed: Of what is drawn.
+        seed: Seed of the random rows.
         share: How far the rows move, 0 to 1.
         std: The standard deviation of the random rows.
 
@@ -57,7 +57,7 @@ def reinitialise_dead(
             got=str(list(fired[other[0]].counts.shape)),
             expected=str([blocks[other[0]].layer.d_ff]),
         )
-    weights = [block.gate_parameter() for block in blocks.values()]  # all are there before the first one moves
+    weights = [block.gate_parameter() for block in blocks.values()]  # any fault shows before the first one moves
     dead: list[Tensor] = []
     for place, ((path, block), weight) in enumerate(zip(blocks.items(), weights, strict=True)):
         neurons = fired[path].dead.to(weight.device)
@@ -83,7 +83,7 @@ def _move(weight: Tensor, where: Tensor, noise: Tensor, share: float) -> None:
 
 
 def _own(whole: Tensor, sharded: DTensor) -> Tensor:
-    """Return what a process holds of a sharded tensor, of the whole that each has: nothing is sent."""
+    """Return this process's part of a sharded tensor, cut from the whole, which each process has: nothing is sent."""
     spread = distribute_tensor(whole.contiguous(), sharded.device_mesh, sharded.placements, src_data_rank=None)
     local: Tensor = spread.to_local()
     return local

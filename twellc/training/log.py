@@ -1,7 +1,7 @@
-"""The log of a training run: what `twellc report --training` shows. docs/training.md documents the file.
+"""The log of a training run, which `twellc report --training` shows. docs/training.md documents the file.
 
-It has a JSON object in each line: first what is trained, then a record of each logging step. Importing this imports no
-torch.
+It has a JSON object in each line: the first describes the run, the others are records of logging steps. Importing this
+imports no torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EXPECTED, _FIX = "a log that twellc.training.SparsityCallback wrote", "Name ano
 
 @dataclass(frozen=True)
 class LoggedBlock(Record):
-    """A block: path of its module, and how many neurons it has."""
+    """A block: the path of its module, and the number of neurons."""
 
     module: str
     d_ff: Annotated[int, Range(1, LARGEST_SIZE)]
@@ -33,15 +33,15 @@ class LoggedBlock(Record):
 
 @dataclass(frozen=True)
 class LoggedRun(Record):
-    """What is trained: the first line.
+    """The first line: the model in training.
 
     Attributes:
-        format: What the file is.
-        version: Of its form.
+        format: The kind of the file.
+        version: The version of its form.
         twellc: The version of twellc.
         model: Name of the model that training began with.
-        sha256: That of its files; empty where it has none.
-        blocks: Its blocks in training, in the order of the model.
+        sha256: The SHA-256 of the model's files; empty where it has none.
+        blocks: The blocks in training, in the order of the model.
     """
 
     format: str
@@ -54,16 +54,16 @@ class LoggedRun(Record):
 
 @dataclass(frozen=True)
 class LoggedStep(Record):
-    """What happened since the record before.
+    """A record of the steps since the one before.
 
     Attributes:
         step: Steps of the optimizer so far.
         loss: Mean of the loss, without the L1 term; null where it is not known.
         l1: Mean over layers and tokens of the sum over neurons of |h|.
-        coefficient: What l1 was multiplied with in the last step.
+        coefficient: The coefficient of l1 in the last step.
         tokens: Tokens that the blocks saw, padding included.
-        density: Of each block, the share of the activations that were not zero.
-        dead: Of each block, the share of the neurons that never fired.
+        density: For each block, the share of the activations that were not zero.
+        dead: For each block, the share of the neurons that never fired.
         relu: How far activations have come on their way to ReLU, 0 to 1.
         reinitialised: Gate rows that were moved towards random ones, over all steps and blocks.
         eval_loss: Loss on held-out data, where it was measured.
@@ -83,7 +83,7 @@ class LoggedStep(Record):
 
 @dataclass(frozen=True)
 class TrainingLog:
-    """A log: what is trained, and what happened."""
+    """A log: the model in training, and the records."""
 
     run: LoggedRun
     steps: list[LoggedStep]
@@ -95,11 +95,11 @@ class TrainingLog:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], where: str = "") -> TrainingLog:
-        """Read a log; a last line that is not whole, of a run that was cut short as it wrote it, is left out.
+        """Read a log; leave out an incomplete last line, which a run that was cut short may leave.
 
         Args:
             path: The file.
-            where: What to call it in a message.
+            where: The name of the file in messages.
 
         Raises:
             UserError: It is not a log, or damaged, or of another version.
@@ -139,7 +139,7 @@ class TrainingLog:
 
 
 class LogWriter:
-    """Writes a log, line by line: a run may be cut short."""
+    """Writes a log line by line, as a run may be cut short."""
 
     def __init__(
         self, path: Path, model: str, sha256: str, blocks: Sequence[LoggedBlock], step: int, overwrite: bool = False
@@ -149,10 +149,10 @@ class LogWriter:
         Args:
             path: The file.
             model: Name of the model.
-            sha256: That of its files.
-            blocks: Its blocks.
-            step: The step that the run begins with. What is in the file from later steps is forgotten.
-            overwrite: Whether a run from step 0 on replaces the log of another one.
+            sha256: The SHA-256 of the model's files.
+            blocks: The blocks in training.
+            step: The step that the run begins with. Records of later steps in the file are dropped.
+            overwrite: Whether a run from step 0 on replaces the log of another run.
 
         Raises:
             UserError: The file cannot be written, is not a log, or is one of another model or, from step 0 on, of

@@ -16,21 +16,21 @@ from twellc.eager.optimization import (
 
 _REENTRY = (
     "Run the model in training mode, with gradients, and checkpoint activations without use_reentrant: "
-    'gradient_checkpointing_kwargs={"use_reentrant": False}. Put what is not trained into eval mode.'
+    'gradient_checkpointing_kwargs={"use_reentrant": False}. Put modules that are not trained into eval mode.'
 )
 _FIX_REFUSED = "Mend that, then call twellc.optimize(model, training=True); twellc.training.sparsify makes ReLU blocks."
 _FIX = "Call twellc.optimize(model, training=True) first; twellc.training.sparsify makes ReLU blocks."
 
 
 class L1Penalty:
-    """What is added to the loss: a coefficient times the mean over layers of the sum over neurons of |h|.
+    """The term to add to the loss: a coefficient times the mean over layers of the sum over neurons of |h|.
 
-    h is what the down projection reads. The sum is the mean over the tokens that a block has seen since the last call,
-    padding included; blocks that have seen none, as experts may, are left out. The coefficient grows from 0 to its full
+    h is the input of the down projection. The sum is a mean over the tokens that a block has seen since the last call,
+    padding included. Blocks without tokens, as experts may be, are left out. The coefficient grows from 0 to its full
     value over the steps of the warm-up.
 
     Attributes:
-        value: The mean over layers without the coefficient, as of the last call; on the device, without a gradient.
+        value: The mean over layers without the coefficient, from the last call; on the device, without a gradient.
     """
 
     def __init__(self, model: nn.Module, coefficient: float, *, warm_up: int = 0) -> None:
@@ -40,7 +40,7 @@ class L1Penalty:
             model: A model that `twellc.optimize(model, training=True)` has returned, before or after DDP or FSDP
                 wraps it.
             coefficient: The full coefficient; a good one for a sum over 5632 neurons is 2e-5.
-            warm_up: Steps until then.
+            warm_up: Steps until the coefficient is full.
 
         Raises:
             UserError: The model has no such block, or a number is out of range.
@@ -56,7 +56,7 @@ class L1Penalty:
             block.training.listen()
 
     def close(self) -> None:
-        """Let the blocks note their terms no longer."""
+        """Stop the blocks from noting terms."""
         self._is_closed = True
         for block in self._blocks.values():
             block.training.listen(asked=False)
@@ -65,22 +65,22 @@ class L1Penalty:
         """Return the coefficient of a step, from 0 on.
 
         Raises:
-            UserError: There is no such step.
+            UserError: The step is not an integer from 0 on.
         """
         refuse_other_counts(step=step)
         return self._coefficient * min(1.0, (step + 1) / (self._warm_up + 1))
 
     def __call__(self, step: int) -> Tensor:
-        """Return the term for a loss, and forget what was noted for it. Call it once after each forward.
+        """Return the term for a loss, and forget the noted values. Call it once after each forward.
 
         Args:
             step: The step of the optimizer, from 0 on.
 
         Returns:
-            A float32 scalar; of blocks in float64 a float64 one.
+            A float32 scalar; a float64 one for blocks in float64.
 
         Raises:
-            UserError: A block ran its original forward, or without gradients alone, or none has noted anything.
+            UserError: A block ran its original forward, or only without gradients, or no block has noted a term.
         """
         coefficient = self.coefficient(step)
         if self._is_closed:

@@ -14,13 +14,13 @@ _T = TypeVar("_T")
 
 
 def in_first(action: Callable[[], _T]) -> _T | None:
-    """Do what one process does for all of them, such as to begin a file; all of them have to call this.
+    """Run an action in the first process for all, such as to begin a file; all of them have to call this.
 
     Returns:
-        What it gave; None in the other processes.
+        The result of the action; None in the other processes.
 
     Raises:
-        UserError: It has failed, in all processes: none waits for one that has ended.
+        UserError: The action has failed. All processes raise this, so that none waits for one that has ended.
     """
     result: _T | None = None
     failed: list[UserError | None] = [None]

@@ -1,4 +1,4 @@
-"""Put a ReLU where SiLU or GELU was."""
+"""Replace SiLU or GELU by ReLU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from twellc.eager.tracing import as_it_was
 from twellc.eager.training_block import BlendedActivation
 from twellc.training.penalty import refuse_other_counts
 
-# GELU in its approximations, QuickGELU too, is as near as that.
+# Approximations of GELU, QuickGELU too, differ from it by no more than this.
 _NEAR = 0.025
 _RELU = "relu"
 
@@ -30,7 +30,7 @@ class Blend:
 
     Attributes:
         modules: Paths of the blocks that have got a ReLU.
-        steps: Over how many steps their activations become it; 0 where they are it at once.
+        steps: Over how many steps their activations become ReLU; 0: at once.
     """
 
     def __init__(
@@ -40,31 +40,30 @@ class Blend:
         steps: int,
         named: Sequence[tuple[Any, str, str]] = (),
     ) -> None:
-        """Take what moves.
+        """Make one.
 
         Args:
             modules: Paths of the blocks.
             activations: Their activations.
             steps: See `steps`.
-            named: Configurations that name the activation, the name of the field, and what it says of ReLU.
+            named: Configurations that name the activation, the name of the field, and its value for ReLU.
         """
         self.modules, self.steps = list(modules), steps
         self._activations = list(activations)
         self._named = [(config, field, getattr(config, field), relu) for config, field, relu in named]
 
     def share(self, step: int) -> float:
-        """Return how far they have come at a step, 0 to 1."""
+        """Return the share of ReLU at a step, 0 to 1."""
         return 1.0 if self.steps == 0 else min(1.0, step / self.steps)
 
     def set_step(self, step: int) -> None:
-        """Let the activations be what they are at a step, from 0 on; call this before it.
+        """Set the activations for a step, from 0 on; call this before the step.
 
-        The configuration of a Hugging Face model says so: on the way to ReLU it names an activation that transformers
-        does not have, such as "silu, 250/500 of the way to relu", so that what is saved then is not loaded as another
-        model.
+        On the way to ReLU the configuration of a Hugging Face model names an activation that transformers does not
+        have, such as "silu, 250/500 of the way to relu", so that a model saved then is not loaded as another one.
 
         Raises:
-            UserError: There is no such step.
+            UserError: The step is not an integer from 0 on.
         """
         refuse_other_counts(step=step)
         share = self.share(step)
@@ -83,10 +82,10 @@ def _set(owner: Any, name: str, value: Any, undo: ExitStack) -> None:
 
 
 def sparsify(model: nn.Module, *, steps: int = 0) -> Blend:
-    """Put a ReLU into the feed-forward blocks of a model in which SiLU or GELU was, in place.
+    """Replace SiLU or GELU by ReLU in the feed-forward blocks of a model, in place.
 
-    The model has to be trained on afterwards. A Hugging Face model's configuration says so, too: what is saved loads
-    with ReLU, and cannot be loaded before the activation is one. Call this before
+    The model has to be trained further. The configuration of a Hugging Face model is changed, too: a saved model loads
+    with ReLU, and cannot be loaded before the activation is a ReLU. Call this before
     `twellc.optimize(model, training=True)`.
 
     Args:
@@ -96,11 +95,11 @@ def sparsify(model: nn.Module, *, steps: int = 0) -> Blend:
             then blocks are computed densely. 0: at once.
 
     Returns:
-        Which blocks have got one, and how far they are: `set_step` moves them on.
+        The changed blocks with the state of their activations: `set_step` moves them on.
 
     Raises:
-        UserError: There is no such block, or the model's configuration cannot say what it is now. After this, and any
-            other error, the model is what it was.
+        UserError: No block has such an activation, or the model's configuration cannot name the new one. After this,
+            and any other error, the model is unchanged.
     """
     refuse_other_than_modules("sparsify", model)
     refuse_other_counts(steps=steps)
@@ -119,10 +118,10 @@ def sparsify(model: nn.Module, *, steps: int = 0) -> Blend:
 
 
 def _replace(model: nn.Module, blended: bool, undo: ExitStack) -> Iterator[tuple[str, nn.Module]]:
-    """Replace activations; yield the path of each, and what it was."""
+    """Replace activations; yield the path of each, and the original."""
     for path, module in list(model.named_modules()):
         candidates = [name for name, child in module.named_children() if _is_silu_or_gelu(child)]
-        # In eval mode torch's encoder layer goes by what its activation was when the layer was made.
+        # In eval mode torch's encoder layer uses the activation that it had when it was made.
         if len(candidates) != 1 or isinstance(module, nn.TransformerEncoderLayer):
             continue
         (name,) = candidates
@@ -132,7 +131,7 @@ def _replace(model: nn.Module, blended: bool, undo: ExitStack) -> Iterator[tuple
         module._modules[name] = replacement
         found = blocks_at(path, module)
         module._modules[name] = original
-        # In training an activation on its way is that of the gate alone, and nothing is squared behind it.
+        # In training an activation on its way to ReLU must be that of the gate alone, without a square behind it.
         taken = bool(found) and (not blended or all(block.activation == "relu" for block in found))
         if taken and len(blocks_at(path, module)) < len(found):
             module._modules[name] = replacement
@@ -140,7 +139,7 @@ def _replace(model: nn.Module, blended: bool, undo: ExitStack) -> Iterator[tuple
 
 
 def _is_silu_or_gelu(module: nn.Module) -> bool:
-    """Whether it computes one of them, or nearly."""
+    """Whether a module computes SiLU or GELU, or nearly."""
     if next(module.parameters(), None) is not None or list(module.children()) or isinstance(module, DropoutNd):
         return False
     z = torch.linspace(-6, 6, 97)
@@ -158,13 +157,13 @@ def _is_silu_or_gelu(module: nn.Module) -> bool:
 
 
 def _configure(model: Any, replaced: Sequence[tuple[str, nn.Module]]) -> list[tuple[Any, str, str]]:
-    """Find out how the configuration names ReLU, and check that the model it then describes is this one.
+    """Find out how the configuration names ReLU, and check that with it the configuration describes this model.
 
     Returns:
-        What `Blend` takes as `named`. The configuration stays as it is.
+        The argument `named` of `Blend`. The configuration stays as it is.
 
     Raises:
-        UserError: It is not.
+        UserError: It describes another one.
     """
     classes = activation_classes()
     known = dict(_configurations(model))
@@ -173,7 +172,7 @@ def _configure(model: Any, replaced: Sequence[tuple[str, nn.Module]]) -> list[tu
         for config in _above(path, known):
             for name, value in vars(config).items():
                 relu = value
-                if name == "feed_forward_proj" and isinstance(value, str):  # of T5: gated-gelu
+                if name == "feed_forward_proj" and isinstance(value, str):  # T5's, such as gated-gelu
                     relu = f"{value.rpartition('-')[0]}-{_RELU}".lstrip("-")
                 elif isinstance(value, str) and value in classes and type(classes[value]) is type(original):
                     relu = _RELU
@@ -200,7 +199,7 @@ def _configure(model: Any, replaced: Sequence[tuple[str, nn.Module]]) -> list[tu
 
 
 def _described(model: Any, named: Iterable[tuple[Any, str, str]]) -> dict[str, nn.Module]:
-    """Return the modules of a model that a copy of its configuration with these changes describes; none if it fails."""
+    """Return the modules of a model made from a copy of the configuration with these changes; none if that fails."""
     copies: dict[int, Any] = {}
     try:
         config = copy.deepcopy(model.config, copies)
@@ -222,7 +221,7 @@ def _configurations(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _above(path: str, known: dict[str, Any]) -> list[Any]:
-    """Return the configurations of a module and those above it; of one and the same only once."""
+    """Return the configurations of all modules above one, each once."""
     found: dict[int, Any] = {}
     while path:
         path = path.rpartition(".")[0]

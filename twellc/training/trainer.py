@@ -21,7 +21,7 @@ class SparseTrainerMixin:
         """Make the Trainer.
 
         Raises:
-            UserError: It would train on several GPUs in one process.
+            UserError: The Trainer would train on several GPUs in one process.
         """
         super().__init__(*arguments, **named)
         trainer: Any = self
@@ -30,7 +30,7 @@ class SparseTrainerMixin:
             raise UserError("Trainer", "blocks cannot train on several GPUs in one process", got=got, fix=fix)
         self._sparsity = sparsity
         trainer.add_callback(sparsity)
-        # Before those that pass on what is logged.
+        # Put before callbacks that report the log, so that these see its values.
         callbacks = trainer.callback_handler.callbacks
         callbacks.insert(1, callbacks.pop(callbacks.index(sparsity)))
 
@@ -47,7 +47,7 @@ class SparseTrainerMixin:
         return (loss, outputs) if return_outputs else loss
 
     def _is_scaled(self, items: torch.Tensor | int | None) -> bool:
-        """Whether the loss of a forward is its share of the step's loss already, as `Trainer.training_step` decides."""
+        """Whether the loss of a forward is a share of the step's loss already, as `Trainer.training_step` decides."""
         trainer: Any = self
         told: bool | None = getattr(trainer, "loss_is_scaled_for_ga", None)
         if told is not None:
