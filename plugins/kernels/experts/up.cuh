@@ -63,8 +63,8 @@ __device__ __forceinline__ uint32_t times_up(uint32_t gates, float2 u, bool relu
 //   kTiles: of kTile tokens. kMatrices: 2 with a gate.
 template <class Element, class Stored, int kMatrices, int kTiles, int kWarps>
 struct Up {
-    // Of 16 neurons. Two use the values read of x twice; with one token these are few, and with 64 registers do not
-    // suffice.
+    // Tiles of 16 neurons. Two of them use each value of x that was read twice. With one tile of tokens there are few
+    // such values, and with eight of them there are not enough registers.
     static constexpr int kRowTiles = kTiles == 2 || (kTiles == 4 && kMatrices == 1) ? 2 : 1;
     static constexpr int kHalves = 2 * kRowTiles;                            // of eight neurons
     static constexpr int kElements = 16 / static_cast<int>(sizeof(Stored));  // of one load
