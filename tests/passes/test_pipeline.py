@@ -28,11 +28,19 @@ class Everything(nn.Module):
         self.scale = nn.Parameter(torch.linspace(0.5, 2, 32))
         self.block = Gated(d_model=8, d_ff=32)
         self.narrow = nn.Parameter(torch.eye(8).to(torch.float8_e4m3fn), requires_grad=False)
+        self.experts = nn.ParameterList([torch.randn(2, 16, 8), torch.randn(2, 8, 16)])
+
+    def mixture(self, x: Tensor) -> Tensor:
+        weights, ids = x[:, :2].topk(1)
+        rows, (up, down) = x.repeat_interleave(1, 0), (each[ids.view(-1)] for each in self.experts)
+        hidden = torch.bmm(up, rows.unsqueeze(-1)).squeeze(-1).relu()
+        return (torch.bmm(down, hidden.unsqueeze(-1)).squeeze(-1) * weights.view(-1, 1)).view(-1, 1, 8).sum(1)
 
     def forward(self, x: Tensor) -> Tensor:
         z = nn.functional.conv1d(x.add_(1.0), self.up.weight * self.scale[:, None, None])
         y = torch.maximum(self.down(z * (z > 0).type_as(z) / 2), torch.tensor(0.5))
         seen = nn.functional.linear(y.transpose(1, 2), self.narrow.float() * 0.5) + self.block(y.transpose(1, 2))
+        seen = seen + self.mixture(seen.reshape(-1, 8)).view_as(seen)
         return nn.functional.scaled_dot_product_attention(seen[:, None], seen[:, None], seen[:, None])
 
 
@@ -47,8 +55,8 @@ def test_each_pass_is_seen(tmp_path: Path) -> None:
     graphs = dumped(Everything(), tmp_path)
     assert list(graphs) == [
         "traced", "decompose", "name_casts", "dequantize", "write_numbers", "merge_views", "name_relus", "fold_weights",
-        "fold_constants", "feature_last", "in_precision", "rewrite_ffn", "rewrite_attention", "rewrite_linear",
-        "rotate_in_caches",
+        "fold_constants", "feature_last", "in_precision", "rewrite_ffn", "rewrite_experts", "rewrite_attention",
+        "rewrite_linear", "rotate_in_caches",
     ]  # fmt: skip
     assert graphs.pop("rotate_in_caches") == graphs["rewrite_linear"]  # there is no cache
     texts = list(graphs.values())
@@ -57,6 +65,7 @@ def test_each_pass_is_seen(tmp_path: Path) -> None:
         "decompose": "aten.add.Tensor", "name_casts": "aten._to_copy.default",
         "write_numbers": "aten.full.default", "name_relus": "aten.relu.default",
         "feature_last": "aten.linear.default", "in_precision": "bf16", "rewrite_ffn": "twell.gated_mlp.default",
+        "rewrite_experts": "twell.experts.default",
         "rewrite_attention": "aten.matmul.default", "rewrite_linear": "twell.linear.default",
     }  # fmt: skip
     before = dict(zip(graphs, ["", *texts], strict=False))

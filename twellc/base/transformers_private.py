@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from twellc.base.threads import PROCESS_WIDE
+from twellc.base.torch_private import OpOverload
 
 # Names that must exist, with the features that need them.
 NEEDED: dict[str, str] = {
@@ -328,6 +329,14 @@ def experts_computed_as(config: Any, experts: Any, x: Tensor, ids: Tensor, weigh
 
 
 GROUPED_PRODUCT = "transformers.grouped_mm_fallback.default"
+
+
+def grouped_product_op() -> OpOverload:
+    """Return that op: it multiplies rows of each expert, which follow each other, with its matrix [in, out]."""
+    from transformers.integrations import moe  # noqa: F401  # registers it
+
+    op: OpOverload = torch.ops.transformers.grouped_mm_fallback.default
+    return op
 
 
 @contextmanager

@@ -161,7 +161,7 @@ class _Bench:
         self._errors = None
         if options.fp8_error is not None:
             self._errors = measure_errors(self._model, self._dtype, self._samples.values(), self._progress)
-        wanted = PassOptions(weights=wish_of(options, self._errors))
+        wanted = PassOptions(weights=wish_of(options, self._errors), experts=False)
         rewritten, advisor = rewrite(self._model, self._dtype, options, self._profiles, calibrated, wanted)
         self._notes += [*rewritten.notes, *advisor.notes(rewritten.layers)]
         if read := [f"{each.module}: {each.weights}" for each in rewritten.layers if each.weights is not None]:

@@ -57,7 +57,7 @@ class Seen:
 
 def with_all_neurons(rewritten: Rewritten, compression: int | None) -> ExportedProgram:
     """Return a program whose rewritten blocks have all neurons in the order of the model, for dense forms of them."""
-    blocks = find_ffn_blocks(rewritten.dense)
+    blocks = [block for block in find_ffn_blocks(rewritten.dense) if block.routing is None]
     rewrites = [
         (block, options_of(block, dataclasses.replace(layer, hot=0, compression=None), compression))
         for block, layer in zip(blocks, rewritten.layers, strict=True)

@@ -7,7 +7,7 @@ do on a GPU; the reference evaluator alone would round inside of them, at every 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -258,11 +258,12 @@ class PluginNode:
         first, last = self.weights.first[0], self.weights.w_down
         return first.dims[1], first.dims[0], last.dims[1]
 
-    def run(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """Return y, in the dtype of x and residual: both are in float64, or in that of the block."""
+    def run(self, x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+        """Return y, in the dtype of x and of a residual behind it: both are in float64, or in that of the block."""
+        residual = others[0] if others else None
         return _run_block(cast(self.weights.map(_load), x.dtype).of(x, residual), self.options)
 
-    def active(self, x: torch.Tensor) -> int:
+    def active(self, x: torch.Tensor, *_: torch.Tensor | None) -> int:
         """Return how many activations of the gate (of a plain block: of the hidden tensor) are not zero for x."""
         weight, bias = (None if each is None else _load(each).to(x.device) for each in self.weights.first)
         assert weight is not None
@@ -278,32 +279,99 @@ class PluginNode:
         return int(activate(z, self.options.activation, threshold).count_nonzero())
 
 
+@dataclass(frozen=True)
+class ExpertsNode:
+    """A node of experts on its own, with its weights in 16 bits; see `PluginNode`.
+
+    Attributes:
+        matrices: `up` and `down`, and `gate` if there is one.
+        activation, threshold: Those of the op.
+    """
+
+    matrices: Mapping[str, onnx.TensorProto]
+    activation: str
+    threshold: float
+    residual = False
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """d_model, d_ff and the width of the output."""
+        _, d_ff, d_model = self.matrices["up"].dims
+        return d_model, d_ff, self.matrices["down"].dims[2]
+
+    def run(self, x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+        """Return y [tokens, d_out], in float64 if x is, else in the dtype of the matrices.
+
+        Args:
+            x: [tokens, d_model].
+            others: The experts of each token, token by token, of which numbers below 0 count from the last one; and
+                their factors, likewise.
+        """
+        ids, weights = others
+        assert ids is not None and weights is not None
+        matrices = {name: _load(each) for name, each in self.matrices.items()}
+        dtype = torch.float64 if x.dtype == torch.float64 else matrices["up"].dtype
+        matrices = {name: each.to(dtype) for name, each in matrices.items()}
+        top = ids.numel() // max(len(x), 1)
+        ids = (ids + len(matrices["up"]) * (ids < 0)).reshape(len(x), top)
+        weights = weights.reshape(len(x), top).to(torch.float64 if dtype == torch.float64 else torch.float32)
+        given = {**matrices, "x": x.to(dtype), "ids": ids, "weights": weights}
+        given = {name: each.to(_fast_device(given["x"])) for name, each in given.items()}
+        y = experts_op.EXPERTS(**{"gate": None, **given}, activation=self.activation, threshold=self.threshold)
+        return y.to(x.device)  # type: ignore[no-any-return]
+
+    def active(self, x: torch.Tensor, *others: torch.Tensor | None) -> int:
+        """Return how many activations of the gate (without one: of the hidden tensor) are not zero; see `run`."""
+        ids = others[0]
+        assert ids is not None
+        first = _load(self.matrices.get("gate", self.matrices["up"]))
+        rows = x.to(first.dtype).repeat_interleave(ids.numel() // max(len(x), 1), 0)
+        active = 0
+        for expert, matrix in enumerate(first):
+            z = rows[(ids.reshape(-1) - expert) % len(first) == 0].float() @ matrix.float().T
+            active += int(activate(z.to(first.dtype), self.activation, self.threshold).count_nonzero())
+        return active
+
+
 def _load(stored: onnx.TensorProto) -> torch.Tensor:
     return to_torch(onnx.numpy_helper.to_array(stored))
 
 
-def plugin_nodes(model: onnx.ModelProto) -> list[PluginNode]:
-    """Return the feed-forward blocks among the `twell` nodes of a graph, in order.
+def plugin_nodes(model: onnx.ModelProto) -> list[PluginNode | ExpertsNode]:
+    """Return the feed-forward blocks and the experts among the `twell` nodes of a graph, in order.
 
     Raises:
         ValueError: One of them has weights that are not constants, or other fields than twellc gives it.
     """
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    read: dict[str, Callable[..., PluginNode | ExpertsNode]] = {EXPERTS_NAME: _experts_node}
+    read |= dict.fromkeys(BY_NODE, _block_node)
     nodes = []
     for node in model.graph.node:
-        if node.domain != PLUGIN_NAMESPACE or node.op_type not in BY_NODE:
+        if node.domain != PLUGIN_NAMESPACE or node.op_type not in read:
             continue
         fields = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
         try:
-            names, options = read_node(node.op_type, list(node.input), fields)
+            nodes.append(read[node.op_type](node, fields, constants))
+        except KeyError as error:
+            raise ValueError(f"{error.args[0]}, a weight of the plugin node {node.name}, is not a constant") from error
         except ValueError as error:
             raise ValueError(f"the plugin node {node.name} has not the fields and inputs of one") from error
-        weights = names.weights
-        computed = [name for name in weights.named().values() if name not in constants]
-        if computed:
-            raise ValueError(f"{computed[0]}, a weight of the plugin node {node.name}, is not a constant")
-        nodes.append(PluginNode(weights.map(constants.__getitem__), names.residual is not None, options))
     return nodes
+
+
+_Constants = dict[str, onnx.TensorProto]
+
+
+def _block_node(node: onnx.NodeProto, fields: dict[str, Any], constants: _Constants) -> PluginNode:
+    names, options = read_node(node.op_type, list(node.input), fields)
+    return PluginNode(names.weights.map(constants.__getitem__), names.residual is not None, options)
+
+
+def _experts_node(node: onnx.NodeProto, fields: dict[str, Any], constants: _Constants) -> ExpertsNode:
+    names, activation, threshold = read_experts(list(node.input), fields)
+    matrices = [(name, constants[names[name]]) for name in ("gate", "up", "down") if name in names]
+    return ExpertsNode(dict(matrices), activation, threshold)
 
 
 # Casts and what only moves or makes values; and what holds graphs, and computes nothing by itself.

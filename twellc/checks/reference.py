@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 
 from twellc.base.dtypes import DTYPES, torch_dtype
 from twellc.base.errors import UserError
-from twellc.checks.evaluator import OnnxEvaluator, PluginNode
+from twellc.checks.evaluator import ExpertsNode, OnnxEvaluator, PluginNode
 from twellc.checks.fp8 import (
     Fp8Block,
     Fp8Layer,
@@ -71,7 +71,7 @@ class CandidateGraph:
 
     path: Path
     model: onnx.ModelProto
-    nodes: list[PluginNode]
+    nodes: list[PluginNode | ExpertsNode]
     outputs: list[Outputs] | None = None
 
 
@@ -91,7 +91,7 @@ class BlockRuns:
     """
 
     ends: Ends
-    node: PluginNode
+    node: PluginNode | ExpertsNode
     plain: Outputs = field(default_factory=list)
     ours: Outputs = field(default_factory=list)
     exact: Outputs = field(default_factory=list)
@@ -102,21 +102,21 @@ class BlockRuns:
 
     @property
     def reads(self) -> list[str]:
-        """Names of x and of the residual, if there is one."""
-        return [self.ends.x] + ([] if self.ends.residual is None else [self.ends.residual])
+        """Names of x, and of the residual, if there is one; or of the experts of tokens, and their weights."""
+        return [self.ends.x, *([] if self.ends.residual is None else [self.ends.residual]), *self.ends.routing]
 
     def run_node(self, values: Sample) -> torch.Tensor:
         """Run the node on what the block reads, which stands in `values` by its name."""
-        x, *residual = (values[name] for name in self.reads)
-        return self.node.run(x, residual[0] if residual else None)
+        return self.node.run(*(values[name] for name in self.reads))
 
     def add_low(self, values: Sample, plain: torch.Tensor) -> None:
         """Run the node in low precision; `plain` is what the block gives."""
-        x = values[self.ends.x]
-        self.plain.append(plain.cpu())
-        self.ours.append(self.run_node(values).cpu())
-        self.active.append(self.node.active(x))
-        self.activations.append(x.numel() // self.node.widths[0] * self.node.widths[1])
+        y = self.run_node(values).cpu()
+        self.plain.append(plain.to(y.dtype).cpu())
+        self.ours.append(y)
+        self.active.append(self.node.active(*(values[name] for name in self.reads)))
+        rows = values[self.ends.routing[0]].numel() if self.ends.routing else y.numel() // y.shape[-1]
+        self.activations.append(rows * self.node.widths[1])
 
     def add_wide(self, values: Sample, exact: torch.Tensor) -> None:
         """Run the node in float64, for the same values; `exact` is what the block gives."""
@@ -320,6 +320,8 @@ def _with_own_norms(program: ExportedProgram, blocks: Sequence[FfnBlock]) -> Exp
 
 def _ends_of(block: FfnBlock) -> Ends:
     """Return what a block reads and computes, its norm included."""
+    if block.routing is not None:
+        return Ends(block.x.name, None, block.y.name, (block.routing.ids.name, block.routing.weights.name))
     residual = block.residual.other.name if block.residual else None
     return Ends((block.norm or block).x.name, residual, block.y.name)
 
@@ -371,7 +373,7 @@ class _Visitor:
         if writer is not None:
             self.y[writer] = value
             if self._splice:
-                value = self._blocks[writer].run_node(self.read)
+                value = self._blocks[writer].run_node(self.read).to(value.dtype)
             self._count()
         if name in self._names:
             if self._given is not None:

@@ -29,7 +29,8 @@ def print_layers(layers: list[Layer]) -> None:
         gain = "-" if layer.expectation is None else f"{layer.expectation.gain:.2f} x"
         gain, active = (gain, active) if layer.matched else ("", "")
         result = Text(became, "green") if layer.decision == "twell" else "dense"
-        cells = [layer.module, layer.variant, layer.activation, str(layer.d_model), neurons, result]
+        mixture = f", {layer.top} of {layer.experts} experts" if layer.experts else ""
+        cells = [layer.module, f"{layer.variant}{mixture}", layer.activation, str(layer.d_model), neurons, result]
         table.add_row(*cells, active, gain, layer.reason)
     console.print(table)
     count = sum(layer.decision == "twell" for layer in layers)

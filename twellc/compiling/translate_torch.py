@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from twellc.base.dtypes import torch_dtype
-from twellc.base.errors import first_few
+from twellc.base.errors import UserError, first_few
 from twellc.compiling.fp8 import measure_errors, read_samples, wish_of
 from twellc.compiling.result import Translation, annotate, check_matches
 from twellc.compiling.settings import settings_of
@@ -34,6 +34,7 @@ from twellc.options.decisions import DecisionOptions
 from twellc.options.source import LAST_LOGITS
 from twellc.passes.dump import NOWHERE, GraphDump
 from twellc.passes.graph.program import has_inner_graphs, largest_size, user_inputs, written_tensors
+from twellc.passes.match.linear import is_grouped
 from twellc.passes.match.shared_axis import Part
 from twellc.passes.pipeline import PassOptions, Rewritten, Stage, run_for_ranks, run_passes, run_until
 from twellc.passes.report import Earlier, Layer
@@ -87,6 +88,7 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
         program, layers = rewritten.program, rewritten.layers
         if calibrated is not None:
             calibrated.refuse_other_blocks(layers)
+        refuse_grouped_products(model, program, layers)
         warnings = [*check_matches(layers, options, has_calls=bool(called)), *state_warnings(program)]
         warnings += [*order_warnings(program), *sizes.warnings, *value_warnings(model.program)]
         progress("exporting to ONNX" if ranks == 1 else f"exporting rank {rank} of {ranks} to ONNX")
@@ -260,6 +262,31 @@ def inner_graph_notes(program: ExportedProgram) -> list[str]:
     """Point out the operations in whose graphs no pass looks."""
     operations = sorted({str(node.target) for node in program.graph.nodes if has_inner_graphs(node)})
     return [f"blocks within {operation} stay dense and are not listed" for operation in operations]
+
+
+def refuse_grouped_products(model: LoadedModel, program: ExportedProgram, layers: list[Layer]) -> None:
+    """Fail if experts stay dense whose products ONNX has no operator for.
+
+    Raises:
+        UserError: Some do.
+    """
+    product = next((node for node in program.graph.nodes if is_grouped(node)), None)
+    if product is None:
+        return
+    dense = [f"{layer.module}: {layer.reason}" for layer in layers if layer.experts and layer.decision != "twell"]
+    fix = "`twellc generate` runs the model, and vLLM serves it."
+    if model.cache is None:
+        fix = (
+            'Call model.set_experts_implementation("batched_mm"), for which ONNX has operators, export the model with'
+            " torch.export.save, and compile that archive: its experts are dense, too."
+        )
+    raise UserError(
+        str(model.path),
+        "mixtures of experts that stay dense cannot be compiled as they are",
+        got=first_few(dense, "; ") or f"the operation {product.target}",
+        expected="experts with ReLU or squared ReLU, which are rewritten",
+        fix=fix,
+    )
 
 
 def order_warnings(program: ExportedProgram) -> list[str]:

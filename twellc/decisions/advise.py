@@ -68,7 +68,9 @@ class Advisor:
         self._unknown: dict[tuple[Widths, tuple[Tokens, ...], bool], Choice] = {}
 
     def __call__(self, block: FfnBlock, neurons: Staying) -> Choice:
-        """Return the choice for a block with the neurons that stay."""
+        """Return the choice for a block with the neurons that stay. Experts are taken: no times of them are known."""
+        if block.routing is not None:
+            return Choice("twell", "matches", 0, None, None, self.run.get(block.module))
         widths = replace(_widths(block), d_ff=len(neurons.kept))
         tokens = tuple(self._tokens(block))
         fp8 = reads_fp8(block.weights)
@@ -127,7 +129,7 @@ class Advisor:
 
     def notes(self, layers: list[Layer]) -> list[str]:
         """Return notes for the user: the GPU of the decisions, and the sources of the figures."""
-        advised = [layer for layer in layers if layer.matched]
+        advised = [layer for layer in layers if layer.matched and not layer.experts]
         if not advised:
             return []
         notes = [self._target.note] if self._target.note else []

@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from twellc.base.torch_private import OpOverload
 from twellc.passes.match.activations import packet
+from twellc.passes.match.linear import is_grouped
 from twellc.passes.sizes.inputs import size_of
 from twellc.plugins.cache_op import APPEND, CACHE_MASK, CACHED_ATTENTION
 
@@ -21,14 +22,14 @@ aten = torch.ops.aten
 _LINEAR_TIME = frozenset(
     (aten.__and__, aten.__or__, aten._softmax, aten._to_copy, aten.all, aten.amax, aten.amin, aten.any,
      aten.arange, aten.argmax, aten.argmin, aten.cat, aten.clone, aten.constant_pad_nd, aten.contiguous,
-     aten.copy, aten.cumsum, aten.diff, aten.embedding, aten.empty, aten.empty_like, aten.flatten, aten.full,
-     aten.full_like, aten.gather, aten.group_norm, aten.index, aten.index_put, aten.index_select,
-     aten.layer_norm, aten.linspace, aten.log_softmax, aten.logsumexp, aten.masked_fill, aten.max, aten.mean,
-     aten.min, aten.native_layer_norm, aten.new_empty, aten.new_full, aten.new_ones, aten.new_zeros,
-     aten.one_hot, aten.ones, aten.ones_like, aten.pad, aten.repeat, aten.reshape, aten.rms_norm, aten.rsub,
-     aten.scalar_tensor, aten.scatter, aten.slice_scatter, aten.softmax, aten.sort, aten.stack, aten.sum,
-     aten.to, aten.topk, aten.tril, aten.triu, aten.var, aten.var_mean, aten.where, aten.zeros,
-     aten.zeros_like)
+     aten.copy, aten.cumsum, aten.diff, aten.embedding, aten.empty, aten.empty_like, aten.flatten,
+     aten.floor_divide, aten.full, aten.full_like, aten.gather, aten.group_norm, aten.histc, aten.index,
+     aten.index_put, aten.index_select, aten.layer_norm, aten.linspace, aten.log_softmax, aten.logsumexp,
+     aten.masked_fill, aten.max, aten.mean, aten.min, aten.native_layer_norm, aten.new_empty, aten.new_full,
+     aten.new_ones, aten.new_zeros, aten.one_hot, aten.ones, aten.ones_like, aten.pad, aten.repeat,
+     aten.repeat_interleave, aten.reshape, aten.rms_norm, aten.rsub, aten.scalar_tensor, aten.scatter,
+     aten.slice_scatter, aten.softmax, aten.sort, aten.stack, aten.sum, aten.to, aten.topk, aten.tril, aten.triu,
+     aten.var, aten.var_mean, aten.where, aten.zeros, aten.zeros_like)
 )  # fmt: skip
 _PRODUCTS = {aten.linear: 0, aten.matmul: 0, aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}  # places of x
 _CONVOLUTIONS = (aten.conv1d, aten.conv2d, aten.conv3d)
@@ -64,8 +65,8 @@ def cost_of(node: Node, sizes: Mapping[str, int]) -> Cost | None:
         result = _shapes(node, sizes)
         count = sum(math.prod(shape) for shape, _ in result)
         size = sum(math.prod(shape) * width for shape, width in result)
-        if op in _PRODUCTS:
-            return _of_product(node, _PRODUCTS[op], count, size, sizes)
+        if op in _PRODUCTS or is_grouped(node):
+            return _of_product(node, _PRODUCTS.get(op, 0), count, size, sizes)
         if op in _CONVOLUTIONS:
             ((weight, _),) = _shapes(node.args[1], sizes)
             columns = count // max(weight[0], 1) * math.prod(weight[1:])

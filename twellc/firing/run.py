@@ -171,7 +171,7 @@ def _traced(
     progress("looking for feed-forward blocks")
     found = run_until(model.program, PassOptions(torch_dtype(chosen), layers="all"), Stage.DECIDE)
     experts = [block for block in found.blocks if block.pre is not None]
-    blocks = [block for block, _ in found.chosen] + experts
+    blocks = [block for block, _ in found.chosen if block.pre is None] + experts
     if not blocks:
         raise _nothing_to_count(options, [f"{layer.module}: {layer.reason}" for layer in found.layers])
     notes = [*model.notes, *notes]

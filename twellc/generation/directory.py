@@ -86,7 +86,9 @@ def load_directory(
         errors = measure_errors(plain, choose_dtype(plain, precision)[0], samples, lambda _: None)
     by_lengths = chosen.type == "cuda" and attends_by_cudnn()
     attention = (CUDNN, OPERATOR) if by_lengths else (OPERATOR,)
-    wanted = PassOptions(layers=layers, attention=attention, weights=wish_of(options, errors), linear="twell")
+    wanted = PassOptions(
+        layers=layers, attention=attention, weights=wish_of(options, errors), linear="twell", experts=False
+    )
     with quiet_torch():
         rewritten = run_passes(loaded.program, wanted)
     names = [loaded.input_names[node.name] for node in user_inputs(loaded.program)]

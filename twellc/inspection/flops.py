@@ -17,6 +17,9 @@ down projections the sparse form needs the rows of the n = N (1 - (1 - d)^M) neu
 for neurons that fire independently and equally often; where they fire unequally, fewer. `gathered` is what the kernels
 read of these rows token by token, mostly from caches: not traffic to memory, and not in `bytes`.
 
+Of E experts, to t of which each token is sent, M t takes the place of M but for x and y, and of all experts' weights
+those count that tokens reach: E (1 - (1 - t / E)^M) experts, and E N (1 - (1 - d t / E)^M) neurons that fire.
+
 These are counts and do not predict time.
 """
 
@@ -94,8 +97,10 @@ class CostTable(Record):
 def dense_cost(layer: Layer, tokens: int) -> Cost:
     """Return the cost of a block, described as in a report, with dense products."""
     weights = _inputs(layer) * layer.d_model * layer.d_ff + layer.d_ff * layer.d_out
-    activations = tokens * (layer.d_model + layer.d_ff + layer.d_out)
-    return Cost(2 * tokens * weights, BYTES_PER_ELEMENT * (weights + activations))
+    rows = tokens * max(layer.top, 1)
+    activations = tokens * (layer.d_model + layer.d_out) + rows * layer.d_ff
+    read = round(_reached(layer, tokens, 1.0) * weights)
+    return Cost(2 * rows * weights, BYTES_PER_ELEMENT * (read + activations))
 
 
 def sparse_cost(layer: Layer, tokens: int, density: float) -> Cost:
@@ -108,13 +113,14 @@ def sparse_cost(layer: Layer, tokens: int, density: float) -> Cost:
     """
     d_model, d_ff, d_out = layer.d_model, layer.kept, layer.d_out
     neuron = (_inputs(layer) - 1) * d_model + d_out
-    active = tokens * density * d_ff
-    distinct = d_ff * -math.expm1(tokens * math.log1p(-density)) if density < 1 else d_ff
-    packed = _WORD * (active + tokens * -(-d_ff // TILE))
+    rows = tokens * max(layer.top, 1)
+    active = rows * density * d_ff
+    distinct = d_ff * _reached(layer, tokens, density)
+    packed = _WORD * (active + rows * -(-d_ff // TILE))
     of_weight = BYTES_PER_ELEMENT if layer.weights is None else layer.weights.bits // 8
-    read = of_weight * (d_model * d_ff + distinct * neuron)
+    read = of_weight * (_reached(layer, tokens, 1.0) * d_model * d_ff + distinct * neuron)
     return Cost(
-        flops=round(2 * tokens * d_model * d_ff + 2 * active * neuron),
+        flops=round(2 * rows * d_model * d_ff + 2 * active * neuron),
         bytes=round(BYTES_PER_ELEMENT * tokens * (d_model + d_out) + read + packed),
         gathered=round(of_weight * active * neuron),
     )
@@ -141,6 +147,13 @@ def count_costs(layers: list[Layer], tokens: int, density: float | None) -> Cost
     nothing = Cost(0, 0)
     total = FormCosts(sum((row.dense for row in rows), nothing), sum((row.sparse for row in rows), nothing))
     return CostTable(tokens, assumed, BYTES_PER_ELEMENT, rows, total)
+
+
+def _reached(layer: Layer, tokens: int, density: float) -> float:
+    """Return in how many experts a neuron of this density fires for any token; of a block, how likely it does."""
+    share = density * (layer.top / layer.experts if layer.experts else 1.0)
+    fires = -math.expm1(tokens * math.log1p(-share)) if share < 1 else 1.0
+    return max(layer.experts, 1) * fires
 
 
 def _inputs(layer: Layer) -> int:

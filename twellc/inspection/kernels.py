@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from twellc.base.records import Record
 from twellc.passes.report import Layer, reads_fp8
 from twellc.plugins.block import VARIANTS, BlockOptions, compression_of, problem_of, set_scales
-from twellc.plugins.library import ACTIVATIONS, GPUS, Problem, describe, load
+from twellc.plugins.library import (
+    ACTIVATIONS,
+    DTYPES,
+    GPUS,
+    ExpertsProblem,
+    ExpertStrides,
+    Problem,
+    describe,
+    load,
+)
+from twellc.plugins.library import VARIANTS as VARIANT_CODES
 
 
 @dataclass(frozen=True)
@@ -16,7 +26,7 @@ class BlockKernels(Record):
 
     Attributes:
         module: Path of the module that holds its weights.
-        route: The row of the table in `plugins/kernels/README.md`.
+        route: The row of the table in `plugins/kernels/README.md`; of experts, which have none, `experts`.
         launches: What is launched, in order: kernel, configuration, `|`, and how it is launched.
     """
 
@@ -48,11 +58,40 @@ def list_kernels(layers: list[Layer], tokens: int, gpu: str, compression: int | 
     """
     blocks = []
     for layer in layers:
-        problem = _problem_of(layer, tokens, compression)
-        if problem is not None and load().twell_validate(problem) is None:
-            route, *launches = describe(problem, GPUS[gpu]).splitlines()
-            blocks.append(BlockKernels(layer.module, route.removeprefix("route "), launches))
+        problem = _experts_of(layer, tokens) if layer.experts else _problem_of(layer, tokens, compression)
+        if problem is not None and _is_valid(problem):
+            launches = describe(problem, GPUS[gpu]).splitlines()
+            route = "experts" if layer.experts else launches.pop(0).removeprefix("route ")
+            blocks.append(BlockKernels(layer.module, route, launches))
     return KernelTable(gpu, tokens, blocks)
+
+
+def _is_valid(problem: Problem | ExpertsProblem) -> bool:
+    library = load()
+    validate = library.twell_experts_validate if isinstance(problem, ExpertsProblem) else library.twell_validate
+    return validate(problem) is None
+
+
+def _experts_of(layer: Layer, tokens: int) -> ExpertsProblem | None:
+    """Return what a call of experts computes; None where they stay dense."""
+    if layer.decision != "twell":
+        return None
+    rows = {"up": layer.d_model, "down": layer.d_out}
+    rows |= {"gate": layer.d_model} if layer.variant == "gated" else {}
+    return ExpertsProblem(
+        tokens=tokens,
+        top=layer.top,
+        experts=layer.experts,
+        d_model=layer.d_model,
+        d_ff=layer.d_ff,
+        d_out=layer.d_out,
+        dtype=DTYPES["bfloat16"],
+        weight_dtype=DTYPES["bfloat16"],
+        variant=VARIANT_CODES[layer.variant],
+        activation=ACTIVATIONS[layer.activation],
+        id_bytes=8,
+        **{name: ExpertStrides(layer.d_ff * row, row) for name, row in rows.items()},
+    )
 
 
 def _problem_of(layer: Layer, tokens: int, compression: int | None) -> Problem | None:

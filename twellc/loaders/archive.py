@@ -26,6 +26,7 @@ from torch.export import ExportedProgram
 from twellc.base.bounds import refuse_bomb, refuse_unfolding
 from twellc.base.errors import UnregisteredOperatorsError, UserError, first_line
 from twellc.base.torch_private import FakeTensor, PyTorchFileReader, pt2_package, serialize
+from twellc.base.transformers_private import GROUPED_PRODUCT, grouped_product_op
 from twellc.loaders.expressions import LARGEST_POWER, Extent, extent_of, is_size_expression
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.tracing import keep_tensor_outputs
@@ -65,6 +66,8 @@ def load_archive(path: Path, trust_model: bool) -> LoadedModel:
     try:
         with quiet_torch(), _on_the_cpu():
             _import_output_classes(path)
+            if GROUPED_PRODUCT.removesuffix(".default") in _targets(path):
+                grouped_product_op()
             # Not torch.export.load: after a failure that looks for pickles of older formats, which no scan saw.
             programs = pt2_package.load_pt2(path).exported_programs
     except Exception as error:  # any damage inside surfaces here, as whatever the deserializer stumbles over

@@ -34,7 +34,6 @@ from twellc.loaders.huggingface import (
     cache_argument,
     cached_length,
     open_directory,
-    refuse_experts,
 )
 from twellc.loaders.huggingface_inputs import text_config
 from twellc.loaders.loaded import LoadedModel
@@ -96,8 +95,6 @@ def load_with_cache(path: Path, options: CacheOptions, logits: str, dtype: _Prec
         _take_caches(model, taken, logits, options.length)
         _refuse_other_logits(model, sizes, trial)
         traced = _trace(path, model, sizes, options, precision, growing)
-        if not growing:
-            refuse_experts(path, traced, "Its experts would stay dense.")
     names = [f"{number // 2}.{('key', 'value')[number % 2]}" for number in range(len(sizes))]
     pairs = [
         CachePair(f"past_key_values.{name}", f"present.{name}", [-1, heads, options.length, width])

@@ -63,14 +63,7 @@ def load_directory(
         model, config, notes = open_directory(path)
         if cached:
             cached_length(model)
-        loaded = _trace(path, model, config, notes, padding, logits, sizes)
-    refuse_experts(
-        path,
-        loaded.program,
-        'Its experts would stay dense. Call model.set_experts_implementation("batched_mm"), for which'
-        " ONNX has operators, export the model with torch.export.save, and compile that archive.",
-    )
-    return loaded
+        return _trace(path, model, config, notes, padding, logits, sizes)
 
 
 def open_directory(
@@ -211,14 +204,6 @@ def cannot_be_run(where: str, model: Any, error: Exception) -> UserError:
     """Return what to say of a model that fails in any call, as where its configuration contradicts itself."""
     fix = "Check that the numbers in config.json belong together."
     return UserError(where, f"the model cannot be run ({first_line(error)})", got=type(model).__name__, fix=fix)
-
-
-def refuse_experts(path: Path, program: ExportedProgram, fix: str) -> None:
-    """Fail if a program computes experts in a way for which ONNX has no operator; `fix` says what to do."""
-    experts = next((node for node in program.graph.nodes if "grouped_mm" in str(node.target)), None)
-    if experts is not None:
-        what = "mixture-of-experts models cannot be compiled as they are"
-        raise UserError(str(path), what, got=f"the operation {experts.target}", fix=fix)
 
 
 def cache_argument(model: Any, where: str) -> str:

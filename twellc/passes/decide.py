@@ -17,7 +17,7 @@ from twellc.passes.match.linear import Weight, width
 from twellc.passes.neurons import Staying, all_of
 from twellc.passes.report import Choice, Layer, Linear, Repeated, Weights, reads_fp8
 from twellc.plugins.block import BlockOptions, compression_of
-from twellc.plugins.library import MAX_D_FF, MAX_PACKED_D_FF
+from twellc.plugins.library import MAX_D_FF, MAX_D_FF_OF_EXPERT, MAX_EXPERTS, MAX_EXPERTS_OF_TOKEN, MAX_PACKED_D_FF
 
 KERNEL_DTYPES = kernel_dtypes()
 # `--linear auto` takes linear layers where an optimization profile has at most so many tokens a call, as there the time
@@ -202,6 +202,8 @@ def _decide(
         d_model=block.d_model,
         d_ff=block.d_ff,
         d_out=block.d_out,
+        experts=0 if block.routing is None else block.routing.experts,
+        top=0 if block.routing is None else block.routing.top,
         matched=not refusal,
         decision=decision,
         reason=reason if weights is None else f"{reason}; {weights}",
@@ -222,6 +224,12 @@ def _limits(block: FfnBlock) -> str:
     if 0 in (block.d_model, block.d_ff, block.d_out):
         return "one of its widths is 0"
     most = MAX_D_FF if block.gate is None else MAX_PACKED_D_FF
+    if block.routing is not None:
+        if block.routing.experts > MAX_EXPERTS:
+            return f"there are {block.routing.experts} experts; the kernels take at most {MAX_EXPERTS}"
+        if block.routing.top > MAX_EXPERTS_OF_TOKEN:
+            return f"a token is sent to {block.routing.top} experts; the kernels take at most {MAX_EXPERTS_OF_TOKEN}"
+        most = MAX_D_FF_OF_EXPERT
     if block.d_ff > most:
         return f"d_ff is {block.d_ff}; the kernels take at most {most} neurons of a {block.variant} block"
     for name, size in (("d_model", block.d_model), ("the output width", block.d_out)):

@@ -167,6 +167,8 @@ def judge(block: FfnBlock, stored: Stored, wish: Wish) -> Weights | None:
     """Return in how many bits the weights of a block are read if TwELL runs it; None where nothing is to be said."""
     if block.refusal or block.dtype not in kernel_dtypes():
         return None
+    if block.routing is not None:
+        return Weights(16, "experts are not quantised") if wish.quantise else None
     found = _arranged(block, stored)
     known = [name for name, each in found.items() if each is not None]
     fault = "the model has only some of them in FP8" if len(known) < len(found) else _fault(found)

@@ -94,10 +94,12 @@ def staying(program: ExportedProgram, blocks: Sequence[FfnBlock], calibration: C
 
     Args:
         program: A canonical program.
-        blocks: All blocks found in it.
+        blocks: All blocks found in it; of experts all neurons stay.
         calibration: What is known of how often neurons fire; None if nothing is.
     """
-    return [all_of(block) if block.refusal else _staying(program, block, calibration) for block in blocks]
+    return [
+        all_of(block) if block.refusal or block.routing else _staying(program, block, calibration) for block in blocks
+    ]
 
 
 def order(
@@ -144,7 +146,7 @@ def share(
     """
     shared = {}
     for block, known, layer in zip(blocks, neurons, layers, strict=True):
-        if layer.decision != "twell":
+        if layer.decision != "twell" or block.routing is not None:
             continue
         if len(known.kept) < part.ranks:
             raise UserError(

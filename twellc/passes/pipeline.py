@@ -66,6 +66,7 @@ from twellc.passes.name_relus import name_relus
 from twellc.passes.neurons import Staying
 from twellc.passes.precision import in_precision
 from twellc.passes.report import Attention, Earlier, Layer, Linear, Weights, reads_fp8
+from twellc.passes.rewrite_experts import rewrite_experts
 from twellc.passes.rewrite_ffn import rewrite_ffn
 from twellc.passes.rewrite_linear import rewrite_linear
 from twellc.passes.rotate_in_caches import rotate_in_caches
@@ -109,6 +110,7 @@ class PassOptions:
         part: Which of several ranks the program is for, and how many there are.
         linear: Which linear layers outside of the blocks to rewrite, see `decide_linear`, and whether blocks take the
             norms before them.
+        experts: Whether mixtures of experts are looked for.
         earlier: What an earlier run has decided of blocks and linear layers, to do it again.
         calls: Returns the most rows of a tensor in a call of each optimization profile.
         dump: Receives the graph as traced, and after each pass.
@@ -124,6 +126,7 @@ class PassOptions:
     weights: Wish = Wish()  # noqa: RUF009
     part: Part = WHOLE
     linear: str = "auto"
+    experts: bool = True
     earlier: Earlier = Earlier()  # noqa: RUF009
     calls: Callable[[Node], Sequence[int]] = lambda x: ()
     dump: GraphDump = NOWHERE
@@ -245,7 +248,7 @@ def _dequantize(passed: Rewritten, options: PassOptions) -> Rewritten:
 
 
 def _find(passed: Rewritten, options: PassOptions) -> Rewritten:
-    blocks = find_ffn_blocks(passed.program)
+    blocks = [each for each in find_ffn_blocks(passed.program) if options.experts or each.routing is None]
     return replace(
         passed, blocks=[replace(each, weights=judge(each, _stored(passed), options.weights)) for each in blocks]
     )
@@ -285,7 +288,8 @@ def _share(passed: Rewritten, options: PassOptions) -> Rewritten:
 
 
 def _rewrite_ffn(passed: Rewritten, options: PassOptions) -> Rewritten:
-    rewrites = [(block, options_of(block, layer, options.compression)) for block, layer in passed.chosen]
+    chosen = [(block, layer) for block, layer in passed.chosen if block.routing is None]
+    rewrites = [(block, options_of(block, layer, options.compression)) for block, layer in chosen]
 
     def quantised(block: FfnBlock, order: torch.Tensor | None) -> dict[str, torch.Tensor]:
         return fp8_of(block, _stored(passed), lambda each: tensor_of(passed.program, each.name), order)
@@ -294,11 +298,16 @@ def _rewrite_ffn(passed: Rewritten, options: PassOptions) -> Rewritten:
     return replace(passed, dense=passed.program, program=program)
 
 
+def _rewrite_experts(passed: Rewritten, options: PassOptions) -> Rewritten:
+    experts = [block for block, _ in passed.chosen if block.routing is not None]
+    return replace(passed, program=rewrite_experts(passed.program, experts))
+
+
 def _split(passed: Rewritten, options: PassOptions) -> Rewritten:
     before = {node.name for node in passed.dense.graph.nodes}
     ops = [node.name for node in passed.program.graph.nodes if node.target in VARIANT_OF and node.name not in before]
     pairs = zip(passed.blocks, passed.layers, strict=True)
-    dense = [block for block, layer in pairs if layer.decision != "twell"]
+    dense = [block for block, layer in pairs if layer.decision != "twell" or block.routing is not None]
     program, notes = rank_program(passed.program, ops, dense, options.part)
     return replace(passed, program=program, notes=notes)
 
@@ -354,7 +363,7 @@ STEPS: dict[Stage, tuple[Step, ...]] = {
     Stage.DECIDE: (Step("decide", _decide, edits=False),),
     Stage.ORDER: (Step("order", _order, edits=False),),
     Stage.SHARE: (Step("share", _share, edits=False),),
-    Stage.FFN: (Step("rewrite_ffn", _rewrite_ffn),),
+    Stage.FFN: (Step("rewrite_ffn", _rewrite_ffn), Step("rewrite_experts", _rewrite_experts)),
     Stage.SPLIT: (Step("tensor_parallel", _split),),
     Stage.ATTENTION: (Step("rewrite_attention", _rewrite_attention),),
     Stage.FIND_LINEAR: (Step("find_linear", _find_linear, edits=False),),

@@ -28,6 +28,7 @@ from torch.fx.node import map_aggregate, map_arg
 
 from twellc.base.errors import UserError, first_line
 from twellc.base.torch_private import FakeTensor, OpOverload, pytree, schema_of
+from twellc.base.transformers_private import grouped_product_op
 from twellc.passes.fold_weights import is_view, sources_of
 from twellc.passes.graph.constants import fixed_nodes
 from twellc.passes.graph.program import (
@@ -45,7 +46,7 @@ from twellc.passes.graph.program import (
     user_inputs,
 )
 from twellc.passes.match.activations import arguments, compared_in, constant_number, is_squared_relu, packet
-from twellc.passes.match.linear import PRODUCTS, LinearReader, same_sizes
+from twellc.passes.match.linear import PRODUCTS, LinearReader, is_grouped, same_sizes
 from twellc.passes.match.norm import write_eps
 from twellc.plugins.experts_op import EXPERTS, FLOAT32
 from twellc.plugins.fp8 import E4M3
@@ -118,13 +119,14 @@ def lower(program: ExportedProgram, dtype: torch.dtype) -> ExportedProgram:
     for node in list(program.graph.nodes):
         if node.op != "call_function":
             continue
+        _name_grouped(node)
         op = packet(node)
         if node.target is EXPERTS:
             _cast_for_experts(node, dtype, caster)
             _infer_again(node, known)
             continue
         wanted = torch.float32 if op in _FLOAT32_OPS else None if _promotes(node) else _widest(node)
-        if op in _LOW_PRECISION_OPS and node in data:
+        if (op in _LOW_PRECISION_OPS or is_grouped(node)) and node in data:
             wanted = dtype
         if node in wide:
             wanted = torch.float32
@@ -205,6 +207,7 @@ def widen(program: ExportedProgram) -> ExportedProgram:
     caster, known = _Caster(program.graph), dict[str, Any]()
     for node in list(program.graph.nodes):
         if node.op == "call_function":
+            _name_grouped(node)
             if node.target is EXPERTS:
                 _cast_for_experts(node, torch.float64, caster)
             _replace_explicit_dtypes(node, explicit)
@@ -429,6 +432,14 @@ def _replace_explicit_dtypes(node: Node, replacement: dict[torch.dtype, torch.dt
         return replacement.get(argument, argument) if isinstance(argument, torch.dtype) else argument
 
     node.args, node.kwargs = map_aggregate((node.args, node.kwargs), replace)
+
+
+def _name_grouped(node: Node) -> None:
+    """Write torch's grouped product, which shapes are known of in bfloat16 alone, as the op of transformers."""
+    if packet(node) is aten._grouped_mm:
+        given = (*arguments(node), *node.kwargs.values())
+        if [each.meta["val"].dim() for each in given[:2]] == [2, 3] and not any(given[3:]):
+            node.target, node.args, node.kwargs = grouped_product_op(), given[:3], {}
 
 
 def _fit_numbers(node: Node) -> None:

@@ -66,7 +66,7 @@ def rank_program(
     Args:
         program: A program whose blocks are rewritten, each `twell` op with the neurons of this rank.
         ops: The names of these ops.
-        dense: The other blocks, as they were found.
+        dense: The other blocks, as they were found, and experts, which stay whole.
         part: Which rank.
 
     Raises:
@@ -149,6 +149,8 @@ def _share_dense(writer: _Writer, blocks: Sequence[FfnBlock]) -> list[str]:
     notes = []
     for block in blocks:
         try:
+            if block.routing is not None:
+                raise NotSharedError("it is a mixture of experts")
             if block.d_ff % writer.part.ranks:
                 raise NotSharedError(f"its {block.d_ff} neurons are not a multiple of {writer.part.ranks}")
             parts = [nodes.get(each.node.name) for each in (block.gate, block.up) if each is not None]

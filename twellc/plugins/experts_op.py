@@ -4,10 +4,10 @@
                               h = act(gate_e x[t]) * up_e x[t], or without a gate act(up_e x[t])
 
 Shapes: x [tokens, d_model], up and gate [experts, d_ff, d_model], down [experts, d_ff, d_out] (neuron by neuron: the
-transpose of `torch.nn.Linear`'s), ids [tokens, top] of int32 or int64, weights float32 [tokens, top], y
-[tokens, d_out]. An id that is not 0 to experts - 1 takes no part, whatever its weight is. Matrices may be strided: up
-and gate views of one tensor [experts, 2 * d_ff, d_model], for example; on a GPU their rows are contiguous, and start at
-multiples of 16 bytes.
+transpose of `torch.nn.Linear`'s), ids [tokens, top] of int32 or int64, weights [tokens, top] float32, or float64 as x
+may be, y [tokens, d_out]. An id that is not 0 to experts - 1 takes no part, whatever its weight is. Matrices may be
+strided: up and gate views of one tensor [experts, 2 * d_ff, d_model], for example; on a GPU their rows are contiguous,
+and start at multiples of 16 bytes.
 
 Activations are those of blocks (`twell.mlp` and `twell.gated_mlp`), as is what z, the pre-activation, is rounded to.
 Matrices share the dtype of x, or are float8_e4m3fn: then each has a scale, float32 of shape [] (one for all),
@@ -44,7 +44,7 @@ from twellc.plugins.meaning import (
 from twellc.plugins.torch_library import define
 
 _MATRICES = ("gate", "up", "down")
-# Tensors of that type, whatever type x has.
+# Tensors of that type, whatever type x has; weights may be float64 as x is.
 FLOAT32 = ("weights", *(f"{name}_scale" for name in _MATRICES), "thresholds")
 
 
@@ -108,7 +108,8 @@ def _check(call: _Call) -> None:
     scaled = call.up.dtype == E4M3
     of_matrices = (E4M3, "up") if scaled else (dtype, "x")
     for name, tensor in call.named().items():
-        others = (torch.float32 if name in FLOAT32 else tensor.dtype, "")
+        wide = name == "weights" and tensor.dtype == dtype == torch.float64
+        others = (torch.float32 if name in FLOAT32 and not wide else tensor.dtype, "")
         own = of_matrices if name in call.matrices else others
         check_tensor(name, tensor, shapes.get(name, tuple(tensor.shape)), *own)
     if call.ids.dtype not in (torch.int32, torch.int64):

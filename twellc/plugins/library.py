@@ -38,7 +38,7 @@ COMPRESSIONS = (1, 2, 4, 8)
 TILE = 256
 MAX_D_FF = 1 << 20  # of a plain block with 16-bit weights
 MAX_PACKED_D_FF = 65536  # of all else
-MAX_EXPERTS, MAX_EXPERTS_OF_TOKEN = 1024, 64
+MAX_EXPERTS, MAX_EXPERTS_OF_TOKEN, MAX_D_FF_OF_EXPERT = 1024, 64, 32768
 # Columns of x and y in training, and pairs that a block may keep.
 MAX_TRAIN_WIDTH = 65536
 MAX_PAIRS = 2**31 - 1
@@ -409,18 +409,20 @@ def limits() -> Limits:
     return found
 
 
-def describe(problem: Problem, device: Device | None = None) -> str:
-    """Return which kernels compute a block on a GPU, as `twell_describe` says it; None for the current GPU.
+def describe(problem: Problem | ExpertsProblem, device: Device | None = None) -> str:
+    """Return which kernels compute a block or experts on a GPU, as `twell_describe` says it; None for the current GPU.
 
-    The first line is `route NAME`, each other one a launch.
+    Of a block the first line is `route NAME`, each other one a launch.
 
     Raises:
         UserError: There are no kernels for the problem or the GPU; or as in `load`.
     """
     library = load()
-    function = functools.partial(library.twell_describe, problem, device)
+    of_experts = isinstance(problem, ExpertsProblem)
+    called = library.twell_experts_describe if of_experts else library.twell_describe
+    function = functools.partial(called, problem, device)
     if function(None, 0) == 0:
-        fault = library.twell_validate(problem)
+        fault = (library.twell_experts_validate if of_experts else library.twell_validate)(problem)
         message = fault.decode() if fault else "there is no GPU with compute capability 8.0 or later"
         raise UserError("twell_describe", message, fix="Name one of the GPUs in twellc.plugins.library.GPUS")
     return read_text(function)

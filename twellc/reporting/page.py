@@ -85,6 +85,8 @@ class _Member:
     @property
     def experts(self) -> int:
         """How many experts it is; 0 of a block that all tokens go through."""
+        if self.layer is not None and self.layer.experts:
+            return self.layer.experts
         return 0 if self.block is None or self.block.experts is None else len(self.block.experts)
 
 

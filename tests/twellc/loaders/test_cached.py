@@ -151,7 +151,6 @@ def test_what_is_known(llama: Path) -> None:
     assert [layer.module for layer in layers] == ["model.layers.0.mlp", "model.layers.1.mlp"]
 
 
-EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
 MAMBA = {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1}
 
 
@@ -161,13 +160,9 @@ MAMBA = {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, "mamb
         (models.t5, r"--kv-cache: .*, a T5ForConditionalGeneration: is not a causal language model"),
         (models.rwkv, r"--kv-cache: .*, a RwkvForCausalLM: its cache is not one of keys and values alone"),
         (functools.partial(FAMILIES["falcon"], alibi=True), "does not run over a cache"),
-        (
-            models.family("Qwen3Moe", **models.WIDE, **EXPERTS),
-            "mixture-of-experts models cannot be compiled as they are",
-        ),
         (models.family("Bamba", **models.WIDE, **MAMBA), "got layers of linear_attention"),
     ],
-    ids=["t5", "rwkv", "alibi", "mixture", "hybrid"],
+    ids=["t5", "rwkv", "alibi", "hybrid"],
 )
 def test_other_models(tmp_path: Path, make: Callable[[], Any], message: str) -> None:
     with pytest.raises(UserError, match=message):

@@ -193,10 +193,3 @@ def test_models_that_cannot_be_traced(case: str, tmp_path: Path, capsys: pytest.
     message = str(refusal.value)
     assert message.startswith(f"{tmp_path}: {reason}") and fix in message
     assert ("Mixture-of-experts models cannot be exported as they are." in message) == (case == "experts")
-
-
-def test_mixture_of_experts(tmp_path: Path) -> None:
-    """It can be traced, but its experts are an operation that ONNX does not have."""
-    models.save(models.mixtral(), tmp_path)
-    with pytest.raises(UserError, match=r"mixture-of-experts models cannot be compiled.*batched_mm"):
-        load_model(TracingOptions(tmp_path))

@@ -14,6 +14,8 @@ the ReLU family, its hidden tensor has another reader, gate and up read differen
 not a constant, a projection is broadcast, the hidden tensor is cast, scaled or normalised on its way, a projection
 is cast, scaled or added to before a ReLU, or its thresholds, one for each neuron, are computed or below 0. So is what
 seems to be a block of another shape (see `unread_ffn.py`). All else is not a block and is not reported.
+
+The experts of a layer are one block with a `routing`, whose projections have a matrix for each: see `experts.py`.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from torch.fx import Graph, Node
 
 from twellc.passes.graph.program import constants_of, tensor_of
 from twellc.passes.match.activations import EACH_NEURON, Activation, arguments, packet, parse_activation
+from twellc.passes.match.experts import ExpertsReader, Routing
 from twellc.passes.match.find_linear import is_read_by
 from twellc.passes.match.linear import (
     CASTS,
@@ -36,6 +39,7 @@ from twellc.passes.match.linear import (
     LinearReader,
     Weight,
     call_name,
+    is_grouped,
     operand,
     source_with_sizes,
     step,
@@ -69,9 +73,10 @@ class FfnBlock:
         dtype: Element type of the down projection's input.
         refusal: Why it cannot be rewritten; empty when it can.
         gate, up, down: Its projections; a plain block has no gate, and a refused one may lack up.
-        pre: Of experts, which are refused: what their ReLU is applied to, [rows, d_ff], with a row for each token and
-            expert that it is sent to; None of other blocks.
-        x: The node to read x from, with the same leading dimensions as `y`.
+        pre: Of experts: what their ReLU is applied to, [rows, d_ff], with a row for each token and expert that it is
+            sent to; None of other blocks.
+        x: The node to read x from, with the same leading dimensions as `y`; of experts as it is before a cast.
+        routing: Of experts that are read, how tokens reach them; None of other blocks.
         residual: What its result is added to, if the sum belongs to the block; a refused block has none.
         weights: In how many bits its weights are to be read, see `fp8.py`; None in those of its dtype.
         thresholds: Of fatrelu, a threshold for each neuron in the place of the one.
@@ -93,6 +98,7 @@ class FfnBlock:
     down: Linear
     x: Node
     pre: Node | None = None
+    routing: Routing | None = None
     residual: Residual | None = None
     weights: Weights | None = None
     thresholds: Weight | None = None
@@ -101,7 +107,9 @@ class FfnBlock:
 
     @property
     def y(self) -> Node:
-        """The node whose value the block computes: its down projection, or the sum with its residual."""
+        """The node whose value the block computes: its down projection, or the sum with a residual or over experts."""
+        if self.routing is not None:
+            return self.routing.y
         return self.down.node if self.residual is None else self.residual.sum
 
 
@@ -122,8 +130,10 @@ def find_blocks(graph: Graph, constants: dict[Node, str], values: Callable[[Weig
         constants: The names of its constant tensors.
         values: Returns the value of one.
     """
-    finder, forms = _Finder(constants), UnreadForms(graph, constants)
-    matched = {node: block for node in graph.nodes if (block := finder.match(node)) is not None}
+    finder, experts = _Finder(LinearReader(constants)), _ExpertsFinder(ExpertsReader(constants))
+    forms = UnreadForms(graph, constants)
+    both = ((node, finder.match(node) or experts.match(node)) for node in graph.nodes)
+    matched = {node: block for node, block in both if block is not None}
     reported = {node for block in matched.values() for part in (block.gate, block.up) if part for node in part.nodes}
     blocks: list[FfnBlock] = []
     names = _Names()
@@ -139,7 +149,7 @@ def find_blocks(graph: Graph, constants: dict[Node, str], values: Callable[[Weig
             continue
         if block.thresholds is not None and not block.refusal:
             block = replace(block, refusal=_fault_of(values(block.thresholds), block.rectifies))
-        residual = None if block.refusal else find_residual(block.x, block.down, constants)
+        residual = None if block.refusal or block.routing else find_residual(block.x, block.down, constants)
         if residual is not None and residual.sum not in sums:
             sums.add(residual.sum)
             block = replace(block, x=residual.x, residual=residual)
@@ -152,7 +162,7 @@ def with_norm(block: FfnBlock, fixed: Collection[Node]) -> FfnBlock:
 
     `fixed` are the nodes that are computed from constants alone.
     """
-    norm = None if block.refusal else read_norm(block.x, fixed)
+    norm = None if block.refusal or block.routing else read_norm(block.x, fixed)
     if norm is None or norm.x.meta["val"].dtype != block.dtype:
         return block
     own = {node for part in (block.gate, block.up) if part is not None for node in part.nodes}
@@ -200,7 +210,7 @@ def _refused(form: UnreadForm) -> FfnBlock:
         up=None if form.gated else form.up,
         down=form.down,
         x=form.up.x,
-        pre=form.activation.pre if packet(form.up.node) is aten._grouped_mm and form.activation.sparse else None,
+        pre=form.activation.pre if is_grouped(form.up.node) and form.activation.sparse else None,
     )
 
 
@@ -215,8 +225,8 @@ def _check_activation(activation: Activation, kind: str) -> None:
 
 
 class _Finder:
-    def __init__(self, constants: dict[Node, str]) -> None:
-        self._reader = LinearReader(constants)
+    def __init__(self, reader: LinearReader) -> None:
+        self._reader = reader
 
     def match(self, node: Node) -> FfnBlock | None:
         """Read `node` as the down projection of a block."""
@@ -383,6 +393,62 @@ class _Finder:
         if node is None:
             raise _RefusedError("the output has other leading dimensions than the input")
         return node
+
+
+class _ExpertsFinder(_Finder):
+    """Finds the experts of a layer."""
+
+    def __init__(self, reader: ExpertsReader) -> None:
+        super().__init__(reader)
+        self._experts = reader
+
+    def match(self, node: Node) -> FfnBlock | None:
+        """Read `node` as the sum over each token's experts."""
+        found = self._experts.experts(node)
+        if found is None:
+            return None
+        down, routing = found
+        hidden = strip(down.x)
+        parts = self._plain(hidden) or self._gated(hidden)
+        if parts is None:
+            return None
+        activation, gate, up, others = parts
+        if up is None:
+            return None
+        sources = {self._experts.tokens(part, down, routing) for part in (gate, up)}
+        x = sources.pop()
+        if x is None or sources:
+            return None
+        refusal = ""
+        try:
+            _check_activation(activation, "gate activation" if gate is not up else "activation")
+            if activation.bound is not None:
+                raise _RefusedError("a threshold for each neuron")
+            if hidden.meta["val"].dtype != down.node.meta["val"].dtype:
+                raise _RefusedError("the hidden tensor is cast before the down projection")
+            self._check_widths(gate, up, down)
+            inside = {*activation.nodes, *others, *up.nodes, *gate.nodes, *down.nodes}
+            _check_readers(inside, down, up.x)
+        except _RefusedError as reason:
+            refusal = str(reason)
+        plain = gate is up
+        return FfnBlock(
+            module=_module([gate, up, down]),
+            variant="plain" if plain else "gated",
+            activation=activation.name,
+            threshold=activation.threshold,
+            d_model=width(up.x),
+            d_ff=width(hidden),
+            d_out=width(down.node),
+            dtype=down.node.meta["val"].dtype,
+            refusal=refusal,
+            gate=None if plain else gate,
+            up=up,
+            down=down,
+            x=x,
+            pre=activation.pre if activation.sparse else None,
+            routing=routing,
+        )
 
 
 def _module(parts: list[Linear]) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from twellc.base.transformers_private import GROUPED_PRODUCT
 from twellc.passes.match.activations import arguments, packet
 
 aten = torch.ops.aten
@@ -216,6 +217,11 @@ def call_name(module: str, calls: Counter[str]) -> str:
     """Return the name of a module's next call in the graph: `mlp`, then `mlp#2`; `calls` counts them."""
     calls[module] += 1
     return module if calls[module] == 1 else f"{module}#{calls[module]}"
+
+
+def is_grouped(node: Node) -> bool:
+    """Whether `node` multiplies each of several groups of rows with a matrix of its own."""
+    return packet(node) is aten._grouped_mm or str(node.target) == GROUPED_PRODUCT
 
 
 def operand(node: Node, index: int = 0) -> Node:

@@ -57,11 +57,12 @@ DENSE_FP8 = "twell.dense_fp8"
 
 @dataclass(frozen=True)
 class Ends:
-    """Names of what a block reads and computes in a graph; it may have no residual."""
+    """Names of what a block reads and computes in a graph; it may have no residual. Experts have ids and weights."""
 
     x: str
     residual: str | None
     y: str
+    routing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

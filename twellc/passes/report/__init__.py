@@ -185,13 +185,15 @@ def reads_fp8(weights: Weights | None) -> bool:
 
 @dataclass(frozen=True)
 class Layer(Record):
-    """What became of a feed-forward block: a row of every report.
+    """What became of a feed-forward block, or of the experts of a layer: a row of every report.
 
     Attributes:
         module: Path of the module that holds its weights.
         variant: `gated` or `plain`.
         activation: relu, relu2, fatrelu or drelu; of a refused block any other name.
-        d_model, d_ff, d_out: Widths of input, hidden tensor and output.
+        d_model, d_ff, d_out: Widths of input, hidden tensor and output; d_ff is that of one expert.
+        experts: How many experts there are; 0 of a block that all tokens go through.
+        top: To how many of them each token is sent.
         matched: Whether it can be rewritten exactly.
         decision: `twell` or `dense`.
         reason: Why.
@@ -216,6 +218,8 @@ class Layer(Record):
     decision: Decision
     reason: str
     residual: bool
+    experts: Count = 0
+    top: Count = 0
     hot: Count = 0
     compression: Compression | None = field(default=None, metadata=OPTIONAL)
     expectation: Expectation | None = field(default=None, metadata=OPTIONAL)
