@@ -1,10 +1,10 @@
-"""The torch op that adds what the ranks of a tensor-parallel program have computed.
+"""The torch op that adds the results of the ranks of a tensor-parallel program.
 
     torch.ops.twell.all_reduce   y = the sum of the x of all ranks
 
-`ranks` says how many there are. Each of them is a process of torch.distributed's default group, which must be of that
-size: gloo on a CPU, NCCL on GPUs. Sums are those of that library, in the element type of x. In ONNX the op is the node
-DistCollective, see `twellc.export.onnx_export`.
+`ranks` is their number. Each is a process of torch.distributed's default group, which must be of that size: gloo on a
+CPU, NCCL on GPUs. Sums are those of that library, in the element type of x. In ONNX the op is the node DistCollective,
+see `twellc.export.onnx_export`.
 """
 
 from __future__ import annotations

@@ -3,13 +3,15 @@
     torch.ops.twell.attention   y[b, i, h] = sum over j of p[j] v[b, j, g],  p = softmax(scale * k[b, :, g] q[b, i, h])
 
 Shapes: q and y [batch, tokens, heads, width], k and v [batch, keys, kv_heads, width]; heads is a multiple of kv_heads,
-and head h uses g = h // (heads / kv_heads). All share one dtype. lengths, int32 [batch] or None, says how many leading
-keys of each sequence count; without it all do. A length below 1 counts as 1 and one above `keys` as `keys`, so every
-query has a result, also one in the padding. If causal, query i sees keys 0 to i only, and tokens must equal keys.
+and head h uses g = h // (heads / kv_heads). All share one dtype. lengths, int32 [batch] or None, is the number of
+leading keys of each sequence that count; without it all do. A length below 1 counts as 1 and one above `keys` as
+`keys`, so every query has a result, also one in the padding. If causal, query i sees keys 0 to i only, and tokens must
+equal keys.
 
 The CPU implementation is the meaning: float32 (float64 for float64 input), rounded once. The CUDA implementation is
-torch's own `scaled_dot_product_attention`, which rounds the weights, too, before they meet v. A NaN or an infinity in a
-query, or in a key or value that it sees, reaches its result; from a key that it does not see it may or may not.
+torch's own `scaled_dot_product_attention`, which also rounds the weights before the product with v. A NaN or an
+infinity in a query, or in a key or value that it sees, reaches its result; from a key that it does not see it may or
+may not.
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ from torch import Tensor
 from twellc.base.torch_private import OpOverload
 from twellc.plugins.torch_library import define
 
-# ---- what attention over a cache shares ----
+# ---- shared with attention over a cache ----
 
 
 def check_operands(heads_at: int, **operands: Tensor) -> None:
     """Fail if queries, keys and values, in this order, do not fit each other.
 
     Args:
-        heads_at: The dimension of the heads of keys and values, 1 or 2; that of their places is the other one.
+        heads_at: The dimension of the heads of keys and values, 1 or 2; the other one is that of their places.
         operands: The queries [batch, tokens, heads, width], the keys and the values.
     """
     q, keys, _ = operands.values()
@@ -79,7 +81,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float) -
 def attend_by_torch(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, *, causal: bool = False
 ) -> Tensor:
-    """Compute the same by torch's own attention; causal by its flag, as a mask keeps it from its fastest kernels."""
+    """Compute the same by torch's own attention; a causal call uses its flag, as masks exclude its fastest kernels."""
     y = torch.nn.functional.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),

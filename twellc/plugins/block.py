@@ -1,9 +1,9 @@
-"""What a feed-forward block is: its tensors, its options, and its two variants. Importing this imports no torch.
+"""The tensors, the options and the two variants of a feed-forward block. Importing this imports no torch.
 
     gated    y = residual + (act(x Wg^T + bg) * (x Wu^T + bu)) Wd + bd
     plain    y = residual +  act(x Wu^T + bu)                  Wd + bd
 
-With a norm, x stands for norm(x) on the right.
+With a norm, x on the right means norm(x).
 
 `Operands` and `BlockOptions` are two tables. The torch ops, the nodes in ONNX files, their evaluator and the calls of
 the C API take names, types, defaults and order from here. The sources of the TensorRT plugins and `twell.h` spell them
@@ -30,13 +30,13 @@ U = TypeVar("U")
 
 @dataclass(frozen=True)
 class Variant:
-    """One of the two forms of a block: its name, and what it is called elsewhere.
+    """One of the two forms of a block, with its names in other places.
 
     Attributes:
         name: `gated` or `plain`.
-        op: Its op in `torch.ops.twell`.
-        node: Its plugin, which is also the type of its node in ONNX.
-        code: Its number in `twell.h`.
+        op: The op in `torch.ops.twell`.
+        node: The plugin, which is also the type of the node in ONNX.
+        code: The number in `twell.h`.
     """
 
     name: str
@@ -51,18 +51,18 @@ class Variant:
 
     @functools.cached_property
     def scales(self) -> tuple[str, ...]:
-        """Its scales, in the order in which the op and the node take them: of each matrix one."""
+        """Its scales, one for each matrix, in the order in which the op and the node take them."""
         names = {each.name for each in self.tensors}
         return tuple(name for name in SCALES if name.removesuffix("_scale") in names)
 
     @functools.cached_property
     def by_name(self) -> tuple[str, ...]:
-        """Tensors that its op takes by name alone, in order: they came after the options."""
+        """Tensors that its op takes only by name, in order: they were added after the options."""
         return *self.scales, THRESHOLDS.name, *_NORM
 
     @functools.cached_property
     def arguments(self) -> tuple[str, ...]:
-        """Names of the arguments of its op that it takes by position, in order."""
+        """Names of the arguments that its op takes by position, in order."""
         return *(each.name for each in self.tensors), *_OPTIONS
 
     @functools.cached_property
@@ -87,11 +87,11 @@ class TensorField:
     """A row of the table of tensors.
 
     Attributes:
-        name: Its name.
-        shape: Names of its dimensions; what stands for those of x is `...`.
-        meaning: What it is.
-        flag: The attribute of a node that says whether it is there; empty where it always is.
-        gated_only: Whether plain blocks have none.
+        name: The name.
+        shape: Names of the dimensions; `...` are the leading ones of x.
+        meaning: The meaning.
+        flag: The attribute of a node that says whether the tensor is there; empty where it always is.
+        gated_only: Whether only gated blocks have it.
     """
 
     name: str
@@ -119,20 +119,20 @@ TENSORS = (
     TensorField("b_up", ("d_ff",), "its bias", "up_bias"),
     TensorField("w_down", ("d_ff", "d_out"), "the down projection, neuron by neuron: torch.nn.Linear's, transposed"),
     TensorField("b_down", ("d_out",), "its bias", "down_bias"),
-    TensorField("residual", ("...", "d_out"), "what is added to the result", "residual"),
+    TensorField("residual", ("...", "d_out"), "added to the result", "residual"),
 )
 
 
-# Of FP8 weights (docs/weights.md): what multiplies a matrix of TENSORS, as it is stored.
+# Scales of FP8 weights (docs/weights.md): each multiplies a matrix of TENSORS, as it is stored.
 SCALES = tuple(f"{each.name}_scale" for each in TENSORS if len(each.shape) == 2 and each.shape[0] == "d_ff")
 SCALES_FLAG = "scales"  # the attribute of a node that says whether they are there
-# Of fatrelu: what stands in the place of the option `threshold`. Float32, as z is compared with the model's numbers.
+# Of fatrelu, in place of the option `threshold`. Float32, as z is compared with the model's numbers.
 THRESHOLDS = TensorField("thresholds", ("d_ff",), "of fatrelu, one for each neuron; below 0 counts as 0", "thresholds")
-FLOAT32 = (*SCALES, THRESHOLDS.name)  # operands of that type, whatever the others have
-# Of a norm, which is one of the options.
+FLOAT32 = (*SCALES, THRESHOLDS.name)  # operands of that type, whatever type the others have
+# Tensors of the norm, which is one of the options.
 NORM_TENSORS = (
-    TensorField("norm_weight", ("d_model",), "what multiplies normalised inputs; ones without it", "norm_weight"),
-    TensorField("norm_bias", ("d_model",), "what is added to them, in a layer norm", "norm_bias"),
+    TensorField("norm_weight", ("d_model",), "multiplies normalised inputs; ones without it", "norm_weight"),
+    TensorField("norm_bias", ("d_model",), "added to normalised inputs, in a layer norm", "norm_bias"),
 )
 _NORM = tuple(each.name for each in NORM_TENSORS)
 _OPERANDS = (*(each.name for each in TENSORS), *FLOAT32, *_NORM)
@@ -141,9 +141,9 @@ _WEIGHTS = tuple(name for name in _OPERANDS if name not in ("x", "residual"))
 
 @dataclass(frozen=True, kw_only=True)
 class WeightOperands(Generic[T]):
-    """The weights and biases of a block, as tensors of torch, nodes of a graph, or whatever stands for them.
+    """The weights and biases of a block, as tensors of torch, nodes of a graph, or other handles.
 
-    `TENSORS` says what each is. Without `w_gate` the block is plain. FP8 weights have scales, see `SCALES`;
+    `TENSORS` gives the meaning of each. Without `w_gate` the block is plain. FP8 weights have scales, see `SCALES`;
     fatrelu may have `THRESHOLDS`, and a norm `NORM_TENSORS`.
     """
 
@@ -162,7 +162,7 @@ class WeightOperands(Generic[T]):
 
     @property
     def variant(self) -> Variant:
-        """Its form: the one place where gated and plain blocks are told apart."""
+        """The form of the block: no other place distinguishes gated and plain blocks."""
         return PLAIN if self.w_gate is None else GATED
 
     @property
@@ -172,7 +172,7 @@ class WeightOperands(Generic[T]):
 
     @property
     def norm(self) -> tuple[T | None, T | None]:
-        """The weight and the bias of its norm."""
+        """The weight and the bias of the norm."""
         return self.norm_weight, self.norm_bias
 
     def named(self) -> dict[str, T]:
@@ -184,15 +184,15 @@ class WeightOperands(Generic[T]):
         return {name: value for name in SCALES if (value := getattr(self, name)) is not None}
 
     def by_name(self) -> dict[str, T]:
-        """Return what a call of the op takes by name: scales, thresholds and those of a norm that are there."""
+        """Return the tensors that a call of the op takes by name, as far as there are any: scales, thresholds, norm."""
         return {name: value for name in (*FLOAT32, *_NORM) if (value := getattr(self, name)) is not None}
 
     def map(self, function: Callable[[T], U]) -> WeightOperands[U]:
-        """Return the same with something else in the place of each."""
+        """Return the same with each replaced by the function's result."""
         return WeightOperands(**{name: function(value) for name, value in self.named().items()})
 
     def of(self, x: T, residual: T | None = None) -> Operands[T]:
-        """Return them with what the block reads."""
+        """Return them together with the inputs of the block."""
         return Operands(**self.named(), x=x, residual=residual)
 
 
@@ -213,11 +213,11 @@ class Operands(WeightOperands[T]):
         return WeightOperands(**super().named())
 
     def arguments(self) -> list[T | None]:
-        """Return the arguments of the op: the tensors of its variant, None where there is none."""
+        """Return the arguments of the op: the tensors of its variant, None for absent ones."""
         return [getattr(self, each.name) for each in self.variant.tensors]
 
     def map(self, function: Callable[[T], U]) -> Operands[U]:
-        """Return the same with something else in the place of each."""
+        """Return the same with each replaced by the function's result."""
         return Operands(**{name: function(value) for name, value in self.named().items()})
 
 
@@ -229,14 +229,14 @@ class Option:
     """A row of the table of options.
 
     Attributes:
-        name: Its name: of the argument of the ops, the attribute of a node, the field of a plugin and the member of
+        name: The name of the ops' argument, the node's attribute, the plugin's field and the member of
             `twell_problem`.
         kind: str, float or int.
-        default: What it is where it is not given; None where it must be given.
-        meaning: What it is.
-        choices: The values that there are; empty where a range says it.
+        default: The value where it is not given; None where it must be given.
+        meaning: The meaning.
+        choices: The possible values; empty for a range.
         least: The least value.
-        most: The largest value: a number, or the name of a width; None where there is none.
+        most: The largest value: a number, or the name of a width; None for no limit.
     """
 
     name: str
@@ -248,12 +248,12 @@ class Option:
     most: float | str | None = None
 
     def fault(self, value: Any, choices: Sequence[str | int], widths: Mapping[str, int]) -> str:
-        """Say what the value must be; an empty text if it is that.
+        """Return a text of the values to expect; an empty one if the value is right.
 
         Args:
             value: The value.
-            choices: Those of the variant.
-            widths: d_ff and what else `most` may name.
+            choices: The choices of the variant.
+            widths: d_ff and other widths that `most` may name.
         """
         if choices:
             return "" if value in choices else f"one of {', '.join(map(str, choices))}"
@@ -270,18 +270,18 @@ def _option(meaning: str, default: Any = MISSING, **limits: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockOptions:
-    """How a block is computed. Each field is a row of the table `OPTIONS`, in the order in which the ops take them."""
+    """The options of a block. Each field is a row of the table `OPTIONS`, in the order in which the ops take them."""
 
     activation: str = _option(
-        "what is applied to the gate (of a plain block: to the up projection)", choices=tuple(library.ACTIVATIONS)
+        "applied to the gate (in a plain block to the up projection)", choices=tuple(library.ACTIVATIONS)
     )
-    threshold: float = _option("of fatrelu, which keeps what is above it; of others 0", 0.0)
+    threshold: float = _option("of fatrelu, which keeps values above it; 0 for others", 0.0)
     compression: int = _option(
         "the TwELL compression factor: speed and memory, never results", 8, choices=library.COMPRESSIONS
     )
     hot: int = _option("neurons, the first ones, that calls with many tokens compute densely", 0, most="d_ff")
-    norm: str = _option("what is done to each row of x first", "none", choices=tuple(library.NORMS))
-    eps: float = _option("what the norm adds to the mean of squares, or to the variance", 0.0)
+    norm: str = _option("applied to each row of x first", "none", choices=tuple(library.NORMS))
+    eps: float = _option("added by the norm to the mean of squares, or to the variance", 0.0)
 
     def named(self) -> dict[str, Any]:
         """Return them by name, in order."""
@@ -292,7 +292,7 @@ class BlockOptions:
         return list(self.named().values())
 
     def check(self, variant: Variant, d_ff: int) -> None:
-        """Raise ValueError if one of them has a value that it cannot have."""
+        """Raise ValueError if an option has an impossible value."""
         for each in OPTIONS:
             value = getattr(self, each.name)
             choices = variant.activations if each.name == "activation" else each.choices
@@ -331,7 +331,7 @@ def schema_of(variant: Variant) -> str:
 
 
 def call_of(variant: Variant, arguments: Sequence[Any], named: Mapping[str, Any]) -> tuple[Operands[Any], BlockOptions]:
-    """Return what a call of the variant's op was given: its arguments by position, and by name."""
+    """Return the operands and options of a call of the variant's op, from its arguments by position and by name."""
     given = {**dict(zip(variant.arguments, arguments, strict=False)), **named}
     options = {name: given.pop(name) for name in _OPTIONS if name in given}
     return Operands(**given), BlockOptions(**options)
@@ -340,7 +340,7 @@ def call_of(variant: Variant, arguments: Sequence[Any], named: Mapping[str, Any]
 def problem_of(
     variant: Variant, options: BlockOptions, dtype: str, *, tokens: int, d_model: int, d_ff: int, d_out: int
 ) -> library.Problem:
-    """Return what the C API is asked to compute; `dtype` is bfloat16 or float16."""
+    """Return the problem for the C API; `dtype` is bfloat16 or float16."""
     return library.Problem(
         tokens=tokens,
         d_model=d_model,
@@ -357,13 +357,13 @@ def problem_of(
 
 
 def set_scales(problem: library.Problem, gate_up: str, down: str) -> None:
-    """Say that weights are in FP8, and how many scales gate and up, and down have: of `library.SCALE_FORMS`."""
+    """Set FP8 weights in a problem, with the forms of the scales, of `library.SCALE_FORMS`: of gate and up, of down."""
     problem.weight_dtype = library.E4M3
     problem.gate_up_scale, problem.down_scale = library.SCALE_FORMS[gate_up], library.SCALE_FORMS[down]
 
 
 def tensors_of(operands: Operands[int], y: int) -> library.Tensors:
-    """Return the pointers that the C API takes, which calls the first projection of any block `gate`."""
+    """Return the pointers for the C API, which calls the first projection of any block `gate`."""
     pointers = operands.named()
     if operands.variant is PLAIN:
         pointers = {name.replace("_up", "_gate"): pointer for name, pointer in pointers.items()}

@@ -3,22 +3,22 @@
     torch.ops.twell.append_caches      the caches with new keys and values in them
     torch.ops.twell.append_caches_     the same in place, as a plan does it
     torch.ops.twell.cached_attention   attention of new queries over caches that hold their keys and values already
-    torch.ops.twell.cache_mask         which places of a cache each new query sees, as a mask
+    torch.ops.twell.cache_mask         a mask of the places of a cache that each new query sees
 
-Caches are [batch, kv_heads, length, width]. A call brings `tokens` tokens to each sequence b, of which the first
-counts[b] are real, 0 to `tokens`; before it starts[b] places of the caches were full. Both are int32 [batch], and all
+Caches are [batch, kv_heads, length, width]. A call brings `tokens` tokens to each sequence b. The first counts[b] of
+them are real, 0 to `tokens`; before the call starts[b] places of the caches were full. Both are int32 [batch], and all
 tensors of floats share one dtype.
 
-- Append: keys and values are [batch, tokens, kv_heads, width]; token i < counts[b] goes to place starts[b] + i. What
-  would stand behind the last place is left out: a host must not ask for it.
+- Append: keys and values are [batch, tokens, kv_heads, width]; token i < counts[b] goes to place starts[b] + i. Tokens
+  behind the last place are left out: a host must not ask for that.
 - Attention: q and the result are [batch, tokens, heads, width], heads is a multiple of kv_heads, and head h uses cache
   h // (heads / kv_heads). Sequence b has query_counts[b] queries, 1 to `tokens`, and key_counts[b] keys, up to `length`
-  and no fewer than queries, both int32. Its last query sees all of the keys, the one before it all but the last, and so
-  on. Results behind the last query are 0.
-- With cosines and sines, [batch, tokens, width], both rotate first, the new keys and the queries: each row x becomes
-  x * cosines + (-x2, x1) * sines, rounded once, where x1 and x2 are its halves.
-- The mask, bool [batch, 1, tokens, length], is of the same kind, from starts and counts; behind the last real query it
-  is that one's.
+  and no fewer than queries, both int32. Its last query sees all keys, the one before it all but the last, and so on.
+  Results behind the last query are 0.
+- With cosines and sines, [batch, tokens, width], append rotates the new keys first, and attention the queries: each row
+  x becomes x * cosines + (-x2, x1) * sines, rounded once, where x1 and x2 are its halves.
+- The mask, bool [batch, 1, tokens, length], follows the same rule, from starts and counts; rows behind the last real
+  query repeat its row.
 
 The CPU implementations are the meaning; attention is computed in float32 (float64 for float64), and rounded once. On a
 GPU appending is a kernel of libtwell_attention.so, and attention is cuDNN's, where these are at hand, else torch's own.
@@ -114,7 +114,7 @@ def _launch_write(
     if not (keys.is_contiguous() and values.is_contiguous()):
         raise ValueError("twell: caches must be contiguous")
     lib = library.load_attention()
-    if lib is None:  # as of a build without cuDNN's headers
+    if lib is None:  # in a build without cuDNN's headers
         write_by_torch((keys, values), (_rotated(new_keys, cosines, sines), new_values), starts, counts)
         return
     read = [each.contiguous() for each in (new_keys, new_values, starts, counts)]
@@ -133,10 +133,10 @@ def _launch_write(
 
 
 def write_by_torch(caches: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], starts: Tensor, counts: Tensor) -> None:
-    """Append in place by torch, waiting for nothing; new keys are rotated already.
+    """Append in place by torch, without waiting for the GPU; new keys are rotated already.
 
-    What is padding, or behind the last place, writes the last token that is neither again; where there is none, what is
-    there already.
+    Tokens of padding, or behind the last place, write the last other token again; without one they write the value that
+    is there already.
     """
     length, tokens = caches[0].shape[2], new[0].shape[1]
     starts, counts = starts[:, None].long(), counts[:, None].long()
@@ -150,7 +150,7 @@ def write_by_torch(caches: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], st
 
 
 def _copied(write: Any) -> Any:
-    """Return the op that returns new caches, of the one that writes in place."""
+    """Return a function that returns new caches, from one that writes in place."""
 
     def append(keys: Tensor, values: Tensor, *new: Tensor | None) -> tuple[Tensor, Tensor]:
         keys, values = (each.clone(memory_format=torch.contiguous_format) for each in (keys, values))
@@ -194,7 +194,7 @@ def _compute(
 
 
 def _visible(q: Tensor, keys: Tensor, query_counts: Tensor, key_counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which keys each query sees, bool [batch, tokens, keys], and which queries there are, [batch, tokens]."""
+    """Return the keys that each query sees, bool [batch, tokens, keys], and the real queries, [batch, tokens]."""
     tokens, length = q.shape[1], keys.shape[2]
     queries, step = query_counts[:, None], torch.arange(tokens, device=q.device)
     last = key_counts[:, None] - queries + torch.minimum(step, queries - 1)  # the last key of each query
@@ -202,11 +202,11 @@ def _visible(q: Tensor, keys: Tensor, query_counts: Tensor, key_counts: Tensor) 
 
 
 class _Plans:
-    """The cuDNN plans of a process: each is to be used by one at a time, and must outlive CUDA graphs made with it.
+    """The cuDNN plans of a process: only one thread may use each at a time, and it must outlive CUDA graphs with it.
 
     Attributes:
-        known: Each with its workspace in bytes; None where cuDNN has none.
-        lock: Held while a plan is looked for or used.
+        known: The plans by problem, each with its workspace in bytes; None where cuDNN has no plan.
+        lock: Held while a plan is made or used.
     """
 
     def __init__(self) -> None:
@@ -231,7 +231,7 @@ def _library_with_cudnn() -> ctypes.CDLL | None:
     try:
         load_cudnn()
         return library.load_attention()
-    except UserError:  # torch has its own attention: a library of another version is not an error
+    except UserError:  # a library of another version is not an error here, as torch has its own attention
         return None
 
 
@@ -321,7 +321,7 @@ APPEND_IN_PLACE: OpOverload = define(
     _launch_write,
     _infer_write,
 )
-# Of each op that returns caches, behind its other results: what writes them in place, and returns those.
+# For each op that returns caches behind its other results: the op that writes them in place, and returns the others.
 IN_PLACE: dict[OpOverload, OpOverload] = {APPEND: APPEND_IN_PLACE}
 _ATTENTION = f"Tensor q, Tensor keys, Tensor values, Tensor query_counts, Tensor key_counts, float scale, {_ANGLES}"
 CACHED_ATTENTION: OpOverload = define(f"cached_attention({_ATTENTION}) -> Tensor", _compute, _launch, _infer)

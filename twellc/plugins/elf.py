@@ -1,4 +1,4 @@
-"""What a shared library holds, without opening it: one that is cut off ends the process that opens it, with SIGBUS."""
+"""Facts about a shared library without opening it: a truncated one ends the process that opens it, with SIGBUS."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MACHINE_CODE = 2
 
 
 def expected_size(path: Path) -> int | None:
-    """Return how long an ELF file must be to hold its segments and tables; None for a file of another kind."""
+    """Return the size that an ELF file needs for its segments and tables; None for a file of another kind."""
     with path.open("rb") as stream:
         header = stream.read(_HEADER_SIZE)
         if len(header) < _HEADER_SIZE or not header.startswith(_MAGIC):
@@ -31,9 +31,9 @@ def expected_size(path: Path) -> int | None:
 
 
 def machine_code(path: Path) -> set[tuple[int, int]]:
-    """Return the compute capabilities that a library holds machine code for, not only PTX: CUDA's fat binaries say it.
+    """Return the compute capabilities with machine code, not only PTX, in a library, from CUDA's fat binaries.
 
-    A fat binary is its header, with the length of both, and parts, each a header and machine code or PTX.
+    A fat binary has a header, with its own length and that of the rest, and parts of a header and machine code or PTX.
     """
     data, found, start = path.read_bytes(), set(), -1
     while (start := data.find(_FATBIN_MAGIC, start + 1)) >= 0:

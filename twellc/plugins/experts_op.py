@@ -5,11 +5,11 @@
 
 Shapes: x [tokens, d_model], up and gate [experts, d_ff, d_model], down [experts, d_ff, d_out] (neuron by neuron: the
 transpose of `torch.nn.Linear`'s), ids [tokens, top] of int32 or int64, weights [tokens, top] float32, or float64 as x
-may be, y [tokens, d_out]. An id that is not 0 to experts - 1 takes no part, whatever its weight is. Matrices may be
-strided: up and gate views of one tensor [experts, 2 * d_ff, d_model], for example; on a GPU their rows are contiguous,
-and start at multiples of 16 bytes.
+may be, y [tokens, d_out]. An id outside of 0 to experts - 1 adds nothing, whatever its weight is. Matrices may be
+strided, for example up and gate as views of one tensor [experts, 2 * d_ff, d_model]; on a GPU their rows are
+contiguous, and start at multiples of 16 bytes.
 
-Activations are those of blocks (`twell.mlp` and `twell.gated_mlp`), as is what z, the pre-activation, is rounded to.
+Activations, and the rounding of the pre-activation z, are those of blocks (`twell.mlp` and `twell.gated_mlp`).
 Matrices share the dtype of x, or are float8_e4m3fn: then each has a scale, float32 of shape [] (one for all),
 [experts, 1, 1], [experts, d_ff, 1] or, of down alone, [experts, 1, d_out]. fatrelu with threshold 0 may have
 `thresholds`, float32 [experts, d_ff].
@@ -44,7 +44,7 @@ from twellc.plugins.meaning import (
 from twellc.plugins.torch_library import define
 
 _MATRICES = ("gate", "up", "down")
-# Tensors of that type, whatever type x has; weights may be float64 as x is.
+# Tensors in float32, whatever type x has; weights may be float64 as x is.
 FLOAT32 = ("weights", *(f"{name}_scale" for name in _MATRICES), "thresholds")
 
 
@@ -146,7 +146,7 @@ def _check_scales(call: _Call, *, scaled: bool) -> None:
 
 
 def _scale_form(scale: Tensor, matrix: Tensor, *, is_down: bool) -> str | None:
-    """Return which of `library.SCALE_FORMS` a scale has; None if it has none."""
+    """Return the form of a scale, of `library.SCALE_FORMS`; None if it has none of these."""
     experts, rows, columns = matrix.shape
     shape = tuple(scale.shape)
     if shape == ():
@@ -168,7 +168,7 @@ def _compute(*arguments: object, **named: object) -> Tensor:
     sizes, dtype = call.sizes, call.x.dtype
     wide = torch.float64 if call.up.dtype == E4M3 else math_dtype(dtype)
     x = call.x.to(wide)
-    # NOTE: a row for each pair of a token and its expert, so that the order of sums is that of ids, whoever computes.
+    # NOTE: a row for each pair of a token and its expert, so that sums are always in the order of ids.
     pairs = x.new_zeros(sizes.tokens * sizes.top, sizes.d_out)
     of_pairs = call.ids.reshape(-1)
     for expert in sorted({id_ for id_ in of_pairs.tolist() if 0 <= id_ < sizes.experts}):
@@ -218,7 +218,7 @@ def _launch(*arguments: object, **named: object) -> Tensor:
             )
     problem = _problem(call)
     check_problem(problem)
-    # Kept until the kernels are launched.
+    # Kept alive until the kernels are launched.
     read = {name: tensor if name in _MATRICES else as_read(tensor) for name, tensor in call.named().items()}
     tensors = library.ExpertsTensors(**{name: tensor.data_ptr() for name, tensor in read.items()}, y=y.data_ptr())
     lib = library.load()
@@ -228,7 +228,7 @@ def _launch(*arguments: object, **named: object) -> Tensor:
 
 
 def _problem(call: _Call) -> library.ExpertsProblem:
-    """Return what the C API is asked to compute."""
+    """Return the problem for the C API."""
     sizes = call.sizes
     code = library.DTYPES[dtype_name(call.x.dtype)]
     forms = {}

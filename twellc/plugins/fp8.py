@@ -1,4 +1,4 @@
-"""A matrix in FP8: E4M3 and scales, and how it becomes one. docs/weights.md says what weights in FP8 mean."""
+"""Matrices in FP8, that is E4M3 with scales, and their quantisation. docs/weights.md gives the meaning."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
 BLOCK = 128  # rows, and columns, of a block that shares a scale
 _SHARED_AXIS = {"tensor": None, "row": 1, "column": 0}  # the axis that a scale is shared along; None: both
-# What is in float32 at a time: at most this part of a tensor, and this many elements.
+# Elements in float32 at a time: at most this part of a tensor, and this many.
 _PARTS, _MOST_ELEMENTS = 16, 1 << 24
 
 
@@ -24,7 +24,7 @@ class Fp8(NamedTuple):
 
     Attributes:
         values: float8_e4m3fn [rows, columns].
-        scale: What multiplies them, float32: [], [rows, 1], [1, columns], or one for each block of 128 x 128,
+        scale: The factors of the values, float32: [], [rows, 1], [1, columns], or one for each block of 128 x 128,
             [rows / 128, columns / 128], rounded up.
     """
 
@@ -33,13 +33,13 @@ class Fp8(NamedTuple):
 
     @classmethod
     def quantize(cls, weight: Tensor, form: str, where: str = "a weight") -> Fp8:
-        """Round a matrix to E4M3. Beside it, this takes a byte an element, and as much again for parts in float32.
+        """Round a matrix to E4M3. It takes a byte an element besides the matrix, and as much again for float32 parts.
 
         Args:
             weight: Of any floating type, [rows, columns].
-            form: What shares a scale: `row`, `column` or `tensor`. The largest magnitude of that becomes 448, E4M3's
+            form: The part that shares a scale: `row`, `column` or `tensor`. Its largest magnitude becomes 448, E4M3's
                 largest number; all zeros have the scale 1.
-            where: What the message of an error calls the matrix.
+            where: The name of the matrix in messages.
 
         Raises:
             UserError: A weight is NaN or infinite.
@@ -55,7 +55,7 @@ class Fp8(NamedTuple):
 
     @property
     def form(self) -> str | None:
-        """What shares a scale: `tensor`, `row`, `column` or `block`; None where scales have none of these shapes."""
+        """The part that shares a scale: `tensor`, `row`, `column` or `block`; None for other shapes of scales."""
         if self.values.dim() != 2:
             return None
         rows, columns = self.values.shape
@@ -70,7 +70,7 @@ class Fp8(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What notes for the user call it."""
+        """The name of this form in notes for the user."""
         return "E4M3" + f" with scales for blocks of {BLOCK} x {BLOCK}" * (self.form == "block")
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
@@ -108,7 +108,7 @@ def refuse_infinite(where: str, dequantized: Tensor) -> None:
 
 
 def _parts(tensor: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yield the parts of a tensor that are worked on at once: the axis that is cut, a begin, a length."""
+    """Yield the parts of a tensor to process one at a time: the axis to cut, the beginning, the length."""
     axis = max(range(tensor.dim()), key=tensor.shape.__getitem__)
     length = tensor.shape[axis]
     most = min(tensor.numel() // _PARTS, _MOST_ELEMENTS)
@@ -118,12 +118,12 @@ def _parts(tensor: Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 def _shared(scales: Tensor, part: tuple[int, int, int]) -> Tensor:
-    """Return the scales of a part: all of them where they are shared along the axis that is cut."""
+    """Return the scales of a part: all of them where they are shared along the cut axis."""
     return scales.narrow(*part) if scales.dim() and scales.shape[part[0]] > 1 else scales
 
 
 def _largest(tensor: Tensor, axis: int | None) -> Tensor:
-    """Return the largest magnitudes in float32, [] or 1 long along the axis that shares one; NaN where one is."""
+    """Return the largest magnitudes in float32, [] or 1 long along the axis that shares one; NaN where there is one."""
     shape = [1 if i == axis % tensor.dim() else size for i, size in enumerate(tensor.shape)] if axis is not None else []
     largest = tensor.new_zeros(shape, dtype=torch.float32)
     for part in _parts(tensor):
@@ -134,7 +134,7 @@ def _largest(tensor: Tensor, axis: int | None) -> Tensor:
 
 
 def _rounded(tensor: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-    # Not below float32's least normal number: GPUs may take what is below for 0.
+    # Not below float32's least normal number: GPUs may flush smaller ones to 0.
     scale = (largest / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
     scale = torch.where(largest == 0, torch.ones_like(scale), scale)
     values = torch.empty_like(tensor, dtype=E4M3, requires_grad=False)

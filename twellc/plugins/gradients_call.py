@@ -1,4 +1,4 @@
-"""What the two ops of a training step are given, and what they give."""
+"""The arguments and the results of the two ops of a training step."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import Tensor
 
 from twellc.plugins.block import OPTIONS, TENSORS, BlockOptions, Operands
 
-# Places for pairs, for each token on average, by default: the width of the reference's format.
+# By default, room for this many pairs of each token, on average: the width of the reference's format.
 DEFAULT_PAIRS = 128
 
 
 class Kept(NamedTuple):
-    """What a forward leaves for the backward, see docs/format.md. All are empty on a CPU, which computes again.
+    """The tensors that a forward keeps for the backward, see docs/format.md; empty on a CPU, which computes again.
 
     Attributes:
-        row_begin: int64 [tokens + 2]: where each token's pairs begin, counted as if there were no limit; the
-            last one says how many tokens, the first ones, have found place for all of theirs.
+        row_begin: int64 [tokens + 2]: where each token's pairs begin, counted as if there were no limit; the last one
+            is the number of leading tokens with room for all their pairs.
         pairs: int32 [tokens * pairs]: the neuron and the bits of g of each pair, a word of TwELL.
-        ups: int16 [tokens * pairs]: the bits of its u, of dReLU after the ReLU; empty in a plain block.
-        hot: int16 [tokens, hot or 2 hot]: the bits of z of the hot neurons, then those of their u in a gated block;
-            where all neurons are hot, z of all tokens, then u of all tokens.
+        ups: int16 [tokens * pairs]: the bits of each pair's u, for dReLU after the ReLU; empty in a plain block.
+        hot: int16 [tokens, hot or 2 hot]: the bits of z of the hot neurons, then those of u in a gated block; where all
+            neurons are hot, z of all tokens, then u of all tokens.
     """
 
     row_begin: Tensor
@@ -38,7 +38,7 @@ KEPT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int16)
 
 
 class Gradients(NamedTuple):
-    """What a backward gives; those that are not wanted are empty."""
+    """The results of a backward; those that are not wanted are empty."""
 
     x: Tensor
     w_gate: Tensor
@@ -51,13 +51,13 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """How a training step computes a block; changes speed and memory, no result but for rounding.
+    """How a training step computes a block; it changes speed and memory, and results only by rounding.
 
     Attributes:
-        order: int32 [d_ff], all neurons, those first that are active most often; None for the order that they have.
-        hot: How many of them, the first ones, are computed and kept densely: 0 to d_ff, where not d_ff a multiple of 8.
-        pairs: Places for pairs of a token and another active neuron, for each token on average. Tokens that find none
-            are computed anew, one by one, which takes long: give enough of them.
+        order: int32 [d_ff], all neurons, those first that are active most often; None keeps their order.
+        hot: How many of the first ones are computed and kept densely: d_ff, or a multiple of 8 below it.
+        pairs: Room for pairs of a token and another active neuron, for each token on average. Tokens without room are
+            computed anew, one by one, which takes long: give enough.
     """
 
     order: Tensor | None = None
@@ -88,7 +88,7 @@ class Call:
         return self.operands.w_up.shape[0]
 
     def arguments(self) -> list[Any]:
-        """Return the arguments of the op, of which `call_of` makes the same again."""
+        """Return the arguments of the op, from which `call_of` makes the same call again."""
         tensors, options = self.operands.named(), self.options.named()
         return [
             *(tensors.get(each.name) for each in TENSORS),
@@ -97,12 +97,12 @@ class Call:
         ]
 
 
-# The step says how many neurons are hot. What it computes comes behind the norm.
+# `hot` is in the step, and the norm is computed before it.
 _OPTIONS = tuple(each for each in OPTIONS if each.name not in {*(each.name for each in fields(Step)), "norm", "eps"})
 
 
 def call_of(arguments: Sequence[Any]) -> Call:
-    """Return the call of which these are the arguments."""
+    """Return the call with these arguments."""
     names = [[each.name for each in rows] for rows in (TENSORS, _OPTIONS, fields(Step))]
     values = iter(arguments)
     tensors, options, step = (dict(zip(each, itertools.islice(values, len(each)), strict=True)) for each in names)

@@ -1,4 +1,4 @@
-"""Both directions of a training step in dense torch operations: their meaning, and what a CPU computes."""
+"""Both directions of a training step in dense torch operations: their meaning, and their CPU implementation."""
 
 from __future__ import annotations
 

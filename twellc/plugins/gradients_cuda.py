@@ -21,14 +21,14 @@ from twellc.plugins.meaning import as_read, check_on_gpu, check_problem, check_s
 
 @dataclass(frozen=True)
 class _Run:
-    """A call with its tensors as the kernels read them, x and what is like it [tokens, width].
+    """A call with its tensors as the kernels read them, x and the like as [tokens, width].
 
     Attributes:
         call: The call.
         operands: The tensors.
         widths: d_model, d_ff and d_out.
-        hot_rows: int32 [hot]: which rows of the weights they have; None: the first ones.
-        cold_rows: int32 [cold]; None: all rows.
+        hot_rows: int32 [hot]: the rows of the hot neurons in the weights; None: the first ones.
+        cold_rows: int32 [cold]: those of the others; None: all rows.
     """
 
     call: Call
@@ -48,7 +48,7 @@ class _Run:
 
     @property
     def cold(self) -> int:
-        """How many are not."""
+        """How many neurons are not."""
         return self.call.d_ff - self.hot
 
     @property
@@ -61,30 +61,30 @@ class _Run:
         return "gate" if self.gated else "up"
 
     def problem(self, d_ff: int) -> library.Problem:
-        """Return the problem of `d_ff` of the neurons."""
+        """Return the problem for `d_ff` of the neurons."""
         widths = {**self.widths, "d_ff": d_ff}
         dtype = dtype_name(self.x.dtype)
         return problem_of(self.operands.variant, self.call.options, dtype, tokens=self.call.tokens, **widths)
 
     @property
     def hot_projections(self) -> list[str]:
-        """The names of what x is multiplied by, in the order of the products' columns."""
+        """The names of the projections that read x, in the order of the products' columns."""
         return ["gate", "up"] if self.gated else ["up"]
 
     @property
     def apart(self) -> bool:
-        """Whether each projection of the hot neurons is a product for itself: where all are hot, nothing is copied."""
+        """Whether each projection of the hot neurons is a separate product; where all are hot, nothing is copied."""
         return self.cold == 0
 
     def projected(self, kept: Tensor) -> list[Tensor]:
-        """Return the parts of what lies as `Kept.hot` does: z [tokens, hot], and u in a gated block."""
+        """Split a tensor with the layout of `Kept.hot`: into z [tokens, hot], and u in a gated block."""
         count = len(self.hot_projections)
         return list(kept.view(count, -1, self.hot) if self.apart else kept.chunk(count, dim=1))
 
     def hot_weights(self) -> tuple[list[Tensor], Tensor]:
-        """Return the matrices that x is multiplied by, and the hot rows of w_down.
+        """Return the matrices to multiply x by, and the hot rows of w_down.
 
-        Those are the projections, or one matrix of the hot rows of each, one projection after the other.
+        The matrices are the projections, or one matrix with the hot rows of one projection after the other.
         """
         names, weights = self.hot_projections, self.operands.named()
         if self.apart:
@@ -101,7 +101,7 @@ class _Run:
         return [first], down
 
     def hot_biases(self) -> list[Tensor | None]:
-        """Return what is added to the products with `hot_weights`."""
+        """Return the biases for the products with `hot_weights`."""
         given = self.operands.named()
         biases = [given.get(f"b_{name}") for name in self.hot_projections]
         if self.apart:
@@ -133,7 +133,7 @@ def _run_hot(run: _Run, tensors: library.TrainHot) -> None:
 
 
 def _pointers(**tensors: Tensor | None) -> dict[str, int]:
-    """Return the addresses of those that are there, by name."""
+    """Return the addresses of the tensors that are there, by name."""
     return {name: each.data_ptr() for name, each in tensors.items() if each is not None}
 
 
@@ -166,7 +166,7 @@ def _run_of(call: Call) -> _Run:
 
 
 def _capacity(call: Call) -> int:
-    """Return for how many pairs there is place."""
+    """Return the number of pairs that have room."""
     cold = call.d_ff - call.step.hot
     return min(call.tokens * min(call.step.pairs, cold), library.MAX_PAIRS)
 
@@ -189,7 +189,7 @@ def _pairs(run: _Run, kept: Kept) -> library.TrainPairs:
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor, Tensor, Kept]:
-    """Return y, the L1 term, the tokens for which each neuron is active, and what the backward needs."""
+    """Return y, the L1 term, the tokens for which each neuron is active, and the tensors for the backward."""
     run = _run_of(call)
     with torch.cuda.device(run.x.device):
         return _forward(run)
@@ -216,7 +216,7 @@ def _forward(run: _Run) -> tuple[Tensor, Tensor, Tensor, Kept]:
 
 
 def _forward_hot(run: _Run, kept: Tensor, parts: Tensor, counts: Tensor) -> Tensor:
-    """Return what the hot neurons add to y, with b_down if there are no others."""
+    """Return the hot neurons' part of y, with b_down if there are no others."""
     x, kept = run.x, kept.view(run.x.dtype)
     (weights, down), b_down = run.hot_weights(), run.operands.b_down
     parts_of_x = run.projected(kept)
@@ -236,7 +236,7 @@ def _forward_cold(run: _Run, kept: Kept, hot_y: Tensor | None, y: Tensor, row_l1
     """Write y and each token's sum of |h| of the sparse neurons, and count how often each of these is active."""
     lib, problem, named = library.load(), run.problem(run.cold), run.operands.named()
     if run.cold_rows is not None:
-        # The gate's rows are read in order, by tensor cores; those of other weights one by one, where they are.
+        # Tensor cores read the gate's rows in order; rows of other weights are read one by one, in place.
         weight, bias = run.operands.first
         named[f"w_{run.first}"] = weight.new_empty(run.cold, weight.shape[1])
         _copy_rows([_copy(weight, named[f"w_{run.first}"], run.cold, from_rows=run.cold_rows)])
@@ -274,7 +274,7 @@ def _backward(run: _Run, dy: Tensor, dl1: Tensor, kept: Kept, wanted: Sequence[s
 
 
 def _backward_hot(run: _Run, dy: Tensor, dl1: Tensor, kept: Tensor, found: dict[str, Tensor]) -> Tensor | None:
-    """Write the hot rows of the weights' gradients, and return what the hot neurons add to dx."""
+    """Write the hot rows of the weights' gradients, and return the hot neurons' part of dx."""
     x, (weights, down) = run.x, run.hot_weights()
     dh = dy @ down.t()
     h, kept = torch.empty_like(dh), kept.view(x.dtype)
@@ -312,7 +312,7 @@ def _put(values: Tensor, part: Tensor, rows: Tensor | None) -> None:
 def _backward_cold(
     run: _Run, dy: Tensor, dl1: Tensor, kept: Kept, hot_dx: Tensor | None, found: dict[str, Tensor]
 ) -> None:
-    """Write dx, and the rows of the sparse neurons of the weights' gradients."""
+    """Write dx, and the sparse neurons' rows of the weights' gradients."""
     lib, problem = library.load(), run.problem(run.cold)
     weights = {name: each for name, each in found.items() if name not in ("x", "b_down")}
     if not run.gated:

@@ -1,4 +1,4 @@
-"""Pairs as the hybrid format of the reference has them, and back, bit by bit.
+"""Convert pairs to the hybrid format of the reference, and back, bit by bit.
 
 The reference (SakanaAI/sparser-faster-llms, «Sparser, Faster, Lighter Transformer Language Models», arXiv 2603.23198)
 keeps ELLPACK rows of a fixed width, and rows with more non-zeros densely beside them. docs/format.md compares the two.
@@ -23,12 +23,12 @@ class Hybrid:
     Attributes:
         columns: int32 [tokens, width]: the neurons of each token in ascending order.
         g: [tokens, width], in the element type: their activated gates.
-        u: Likewise, of a gated block: their up values.
-        counts: int32 [tokens]: how many pairs a token has, also where they are more than `width`.
-        tail_of_row: int32 [tokens]: the row of the tail that a token with more has, else -1.
+        u: Likewise, in a gated block: their up values.
+        counts: int32 [tokens]: how many pairs a token has, also if more than `width`.
+        tail_of_row: int32 [tokens]: the row of the tail for a token with more, else -1.
         row_of_tail: int32 [tail]: the token of each row of the tail.
         tail_g: [tail, d_ff].
-        tail_u: Likewise, of a gated block.
+        tail_u: Likewise, in a gated block.
     """
 
     columns: Tensor
@@ -45,13 +45,13 @@ def to_hybrid(kept: Kept, dtype: torch.dtype, d_ff: int, width: int = WIDTH) -> 
     """Return the pairs that a forward has kept in the hybrid format.
 
     Args:
-        kept: What it has kept; its hot neurons are not pairs, and are left out.
+        kept: The kept tensors; hot neurons are not pairs, and are left out.
         dtype: The element type.
-        d_ff: How many neurons the pairs are of: those of the block that are not hot.
-        width: Pairs that a token has outside of the tail.
+        d_ff: The number of neurons with pairs: those of the block that are not hot.
+        width: Pairs of a token outside of the tail.
 
     Raises:
-        ValueError: Nothing is kept as pairs, or tokens have found no place for theirs.
+        ValueError: Nothing is kept as pairs, or some tokens had no room for their pairs.
     """
     if not kept.row_begin.numel():
         raise ValueError("twell: no pairs were kept: all neurons are hot, or this is a CPU")
@@ -86,7 +86,7 @@ def to_hybrid(kept: Kept, dtype: torch.dtype, d_ff: int, width: int = WIDTH) -> 
 
 
 def from_hybrid(hybrid: Hybrid, capacity: int) -> Kept:
-    """Return the pairs of the hybrid format as a forward keeps them, with place for `capacity` of them.
+    """Return the pairs of the hybrid format as a forward keeps them, with room for `capacity` of them.
 
     Raises:
         ValueError: There are more.
@@ -111,7 +111,7 @@ def from_hybrid(hybrid: Hybrid, capacity: int) -> Kept:
     )
     u = None if hybrid.u is None else hybrid.u[row, slot]
     store(begin[row] + slot, hybrid.columns[row, slot], hybrid.g[row, slot], u)
-    # What is not +0 is a pair: the bits, as NaN is none, and -0 cannot come out of an activation.
+    # Values other than +0 are pairs. Bits are compared, so that NaN is a pair, too; activations never give -0.
     is_pair = hybrid.tail_g.view(torch.int16) != 0
     row, column = is_pair.nonzero().unbind(1)
     slot = (is_pair.cumsum(1) - 1)[row, column]

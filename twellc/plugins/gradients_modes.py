@@ -1,4 +1,4 @@
-"""What else torch may do as an op is called: autocast, derivatives in forward mode, and `torch.func`."""
+"""Other modes of torch in a call of an op: autocast, derivatives in forward mode, and `torch.func`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def is_transformed() -> bool:
 
 
 def refuse_forward_mode(tensors: Iterable[object]) -> None:
-    """Raise NotImplementedError if one of these has a tangent, which a result would not have."""
+    """Raise NotImplementedError if one of these has a tangent, as results would have none."""
     if is_forward_mode() and any(
         isinstance(each, Tensor) and forward_ad.unpack_dual(each).tangent is not None for each in tensors
     ):
@@ -50,7 +50,7 @@ def refuse_forward_mode(tensors: Iterable[object]) -> None:
 
 
 def refuse_torch_func() -> None:
-    """Raise NotImplementedError if what autograd records is for `torch.func`."""
+    """Raise NotImplementedError if autograd records for `torch.func`."""
     if are_functorch_transforms_active():
         raise NotImplementedError(_NO_TORCH_FUNC)
 
@@ -74,7 +74,7 @@ def _casting(op: OpOverload, device: str, key: DispatchKey) -> Callable[..., Any
         given = {**dict(zip(names, arguments, strict=False)), **named}
         dtype = torch.get_autocast_dtype(device)
         residual = given.get("residual")
-        # Added in its own type: what a dense block adds to the result of its last projection.
+        # A residual keeps its type, as a dense block adds it to the result of the last projection.
         is_wider = residual is not None and residual.dtype == torch.float32
         cast = {
             name: value.to(dtype)

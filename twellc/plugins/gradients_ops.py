@@ -1,6 +1,6 @@
-"""Two torch ops for training, and the gradients of `gated_mlp` and `mlp`, which are made of them.
+"""Two torch ops for training, and the gradients of `gated_mlp` and `mlp`, which use them.
 
-    torch.ops.twell.train_forward    y, the L1 term, how often each neuron fires, and what the backward needs
+    torch.ops.twell.train_forward    y, the L1 term, how often each neuron fires, and tensors for the backward
     torch.ops.twell.train_backward   the gradients of x, weights and biases
 
 The L1 term is the sum over the neurons of |h|, mean over the tokens, in float32. With dh = dy Wd[n] + (dl1 / tokens)
@@ -9,9 +9,9 @@ sign(h), the gradients of a token and one of its active neurons n are
     gated   du = dh g    dg = dh u    dz = dg act'(z)        plain   dz = dh act'(z)
 
 and those of x, weights and biases follow as in a dense block (the equations: «Sparser, Faster, Lighter Transformer
-Language Models», arXiv 2603.23198). act' is 1, or 2 z for relu2; of dReLU, du is 0 also where u is. An inactive neuron
-has none, though dense products, of a CPU and of hot neurons, give NaN where x or dy is not finite. Rounding passes
-gradients on as they are. There are no second derivatives.
+Language Models», arXiv 2603.23198). act' is 1, or 2 z for relu2; for dReLU, du is 0 also where u is 0. An inactive
+neuron has no gradients, but dense products, on a CPU and of hot neurons, give NaN where x or dy is not finite. Rounding
+passes gradients on unchanged. There are no second derivatives.
 """
 
 from __future__ import annotations
@@ -98,13 +98,13 @@ TRAIN_BACKWARD: OpOverload = define(
 )
 
 
-# ---- what is differentiable ----
+# ---- differentiable functions ----
 
 
 class _TrainStep(torch.autograd.Function):
     """`train_forward` with `train_backward` as its gradient.
 
-    Written out, as what `torch.library.register_autograd` makes takes the host a millisecond a block.
+    It is written out, as the function of `torch.library.register_autograd` takes the host a millisecond a block.
     """
 
     @staticmethod
@@ -159,7 +159,7 @@ register_autocast(LIBRARY, TRAIN_FORWARD)
 
 
 def register_gradients(op: OpOverload, variant: Variant) -> None:
-    """Make an op of a block differentiable: where autograd records, it is computed by `train_forward`."""
+    """Make an op of a block differentiable: where autograd records, `train_forward` computes it."""
 
     def call(*arguments: Any, **named: Any) -> Tensor:
         given = (*arguments, *named.values())

@@ -1,6 +1,6 @@
 """Find and load the native libraries, and call their C API.
 
-`plugins/include/twell/twell.h` and `attention.h` document the functions; the structures here mirror their structures.
+`plugins/include/twell/twell.h` and `attention.h` document the functions; the structures here mirror those there.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from twellc.base.version import __version__
 from twellc.plugins.elf import expected_size
 
 PLUGIN_NAMESPACE = "twell"
-# In what TensorRT prints where it does not find the plugins, only this names twellc.
+# In TensorRT's message about missing plugins, only this names twellc.
 PLUGIN_VERSION = "twellc-3"
 BLOCK_NAMES = ("TwellGatedMlp", "TwellMlp")
 LINEAR_NAME, EXPERTS_NAME = "TwellLinear", "TwellExperts"
 PLUGIN_NAMES = (*BLOCK_NAMES, LINEAR_NAME, EXPERTS_NAME)
-# In a separate library, which is not built everywhere.
+# Plugins in a separate library, which is not built everywhere.
 ATTENTION_NAMES = ("TwellAttention", "TwellCachedAttention", "TwellAppendCaches")
 ATTENTION_NAME, CACHED_ATTENTION_NAME, APPEND_NAME = ATTENTION_NAMES
 
 DTYPES = CODES
 E4M3 = 2  # `weight_dtype` of weights that have scales
-SCALE_FORMS = {"tensor": 0, "row": 1, "column": 2, "expert": 3}  # the last one of experts alone
+SCALE_FORMS = {"tensor": 0, "row": 1, "column": 2, "expert": 3}  # the last one for experts alone
 VARIANTS = {"gated": 0, "plain": 1}
 ACTIVATIONS = {"relu": 0, "relu2": 1, "fatrelu": 2, "drelu": 3}
 NORMS = {"none": 0, "rms": 1, "layer": 2}
 COMPRESSIONS = (1, 2, 4, 8)
 TILE = 256
-MAX_D_FF = 1 << 20  # of a plain block with 16-bit weights
-MAX_PACKED_D_FF = 65536  # of all else
+MAX_D_FF = 1 << 20  # for plain blocks with 16-bit weights
+MAX_PACKED_D_FF = 65536  # for all others
 MAX_EXPERTS, MAX_EXPERTS_OF_TOKEN, MAX_D_FF_OF_EXPERT = 1024, 64, 32768
 # Columns of x and y in training, and pairs that a block may keep.
 MAX_TRAIN_WIDTH = 65536
@@ -57,12 +57,12 @@ _I32, _I64, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 
 
 def _each(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
-    """Return the fields of these names, all of one type."""
+    """Return fields with these names, all of one type."""
     return tuple((name, kind) for name in names.split())
 
 
 class _Sized(ctypes.Structure):
-    """A structure that begins with its size, which is filled in; made by keyword."""
+    """A structure that begins with its size, which the constructor fills in; other fields are keywords."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**{"struct_bytes": ctypes.sizeof(self), **fields})
@@ -73,7 +73,7 @@ _SIZE_OF_POINTERS = _each(ctypes.c_uint32, "struct_bytes reserved")
 
 
 class Problem(_Sized):
-    """Mirror of `twell_problem`; weights have the type of x if none is said."""
+    """Mirror of `twell_problem`; by default weights have the type of x."""
 
     _fields_ = (
         *_SIZE,
@@ -263,7 +263,7 @@ GPUS = {
 
 
 def gpu_named(driver_name: str) -> str | None:
-    """Return which of GPUS a driver's name, such as `NVIDIA H100 80GB HBM3`, is of; None where it is none of them."""
+    """Return the key in GPUS for a driver's name, such as `NVIDIA H100 80GB HBM3`; None without one."""
     words = set(re.split(r"[\s-]+", driver_name.upper()))
     found = [name for name in GPUS if words.issuperset(name.upper().split("-"))]
     return max(found, key=len, default=None)
@@ -273,7 +273,7 @@ def library_path() -> Path:
     """Return the path of `libtwell_plugins.so`: $TWELLC_LIBRARY if set, else the one that was built with this package.
 
     Raises:
-        UserError: There is no such file, or it is cut off.
+        UserError: The file is missing or truncated.
     """
     override = os.environ.get(_ENVIRONMENT_VARIABLE)
     path = Path(override) if override else Path(__file__).resolve().parent / "lib" / "libtwell_plugins.so"
@@ -284,7 +284,7 @@ def rtx_shim_path() -> Path:
     """Return the path of `libtensorrt_rtx.so`, beside the plugin library.
 
     Raises:
-        UserError: There is no such file, or it is cut off.
+        UserError: The file is missing or truncated.
     """
     return _whole(library_path().with_name("libtensorrt_rtx.so"))
 
@@ -293,7 +293,7 @@ def attention_library_path() -> Path | None:
     """Return the path of `libtwell_attention.so`, beside the plugin library; None where it was not built.
 
     Raises:
-        UserError: The plugin library is missing, or one of the two is cut off.
+        UserError: The plugin library is missing, or one of the two is truncated.
     """
     path = library_path().with_name("libtwell_attention.so")
     return _whole(path) if path.exists() else None
@@ -373,11 +373,11 @@ def load_attention() -> ctypes.CDLL | None:
 
 
 def _open(path: Path, version: str, functions: dict[str, tuple[Any, ...]]) -> ctypes.CDLL:
-    """Load a library, whose function `version` must say that of this package, and declare its functions.
+    """Load a library, check that its function `version` returns this package's, and declare its functions.
 
     Args:
         path: The library.
-        version: Name of that function.
+        version: Name of this function.
         functions: By name, the types of the result and of the arguments.
     """
     try:
@@ -399,7 +399,7 @@ def _open(path: Path, version: str, functions: dict[str, tuple[Any, ...]]) -> ct
 
 @functools.cache
 def limits() -> Limits:
-    """Return the numbers at which other kernels take over, as the library has them.
+    """Return the numbers at which other kernels take over, from the library.
 
     Raises:
         UserError: As in `load`.
@@ -410,9 +410,9 @@ def limits() -> Limits:
 
 
 def describe(problem: Problem | ExpertsProblem, device: Device | None = None) -> str:
-    """Return which kernels compute a block or experts on a GPU, as `twell_describe` says it; None for the current GPU.
+    """Return the text of `twell_describe` about the kernels of a block or experts on a GPU; None for the current GPU.
 
-    Of a block the first line is `route NAME`, each other one a launch.
+    For a block the first line is `route NAME`, each other line a launch.
 
     Raises:
         UserError: There are no kernels for the problem or the GPU; or as in `load`.
@@ -429,7 +429,7 @@ def describe(problem: Problem | ExpertsProblem, device: Device | None = None) ->
 
 
 def read_text(function: Callable[[ctypes.Array[ctypes.c_char] | None, int], int]) -> str:
-    """Return what a function of the C API writes that takes a buffer and its size, and returns the size it needs."""
+    """Return the text of a function of the C API that takes a buffer with its size, and returns the needed size."""
     size = function(None, 0)
     buffer = ctypes.create_string_buffer(max(size, 1))
     function(buffer, size)

@@ -1,10 +1,10 @@
-"""What a linear layer with its norm and its residual is: its tensors and options. Importing this imports no torch.
+"""The tensors and options of a linear layer with its norm and residual. Importing this imports no torch.
 
     y = residual + norm(x) W^T + b, norm one of none, rms and layer
 
-Several weights that read the same x, such as those of queries, keys and values, stand in W one below the other, and
-`splits` says how many rows each has: every one of them has an output. With `choose` the output is int64 [...] instead:
-the index of the largest element of y, as it would be rounded.
+Several weights that read the same x, such as those of queries, keys and values, are stacked in W, and `splits` holds
+their numbers of rows: each has an output. With `choose` the output is int64 [...] instead: the index of the largest
+element of y after rounding.
 
 `TENSORS` and `LinearOptions` are two tables, as those of `block.py`: the torch op, the node in ONNX files, its
 evaluator and the calls of the C API take names, types, defaults and order from here.
@@ -28,11 +28,11 @@ TENSORS = (
     TensorField("x", ("...", "in"), "the input"),
     TensorField("weight", ("out", "in"), "the weight: torch.nn.Linear's"),
     TensorField("bias", ("out",), "its bias", "bias"),
-    TensorField("norm_weight", ("in",), "what multiplies normalised inputs; ones where there is none", "norm_weight"),
-    TensorField("norm_bias", ("in",), "what is added to them, in a layer norm", "norm_bias"),
-    TensorField("residual", ("...", "out"), "what is added to the result", "residual"),
-    # docs/weights.md; of shape [] it is one for all outputs.
-    TensorField("weight_scale", ("out", "1"), "what multiplies a weight in FP8", SCALES_FLAG),
+    TensorField("norm_weight", ("in",), "multiplies normalised inputs; ones without it", "norm_weight"),
+    TensorField("norm_bias", ("in",), "added to normalised inputs, in a layer norm", "norm_bias"),
+    TensorField("residual", ("...", "out"), "added to the result", "residual"),
+    # See docs/weights.md; shape [] means one for all outputs.
+    TensorField("weight_scale", ("out", "1"), "multiplies a weight in FP8", SCALES_FLAG),
 )
 # Attributes of a node, and their types.
 ATTRIBUTES: dict[str, type] = {"norm": str, "eps": float, "splits": list, "choose": int} | {
@@ -42,7 +42,7 @@ ATTRIBUTES: dict[str, type] = {"norm": str, "eps": float, "splits": list, "choos
 
 @dataclass(frozen=True, kw_only=True)
 class LinearOperands(Generic[T]):
-    """All that a layer reads, as tensors of torch, nodes of a graph, or whatever stands for them. See `TENSORS`."""
+    """The tensors of a layer, as tensors of torch, nodes of a graph, or other handles. See `TENSORS`."""
 
     x: T
     weight: T
@@ -57,22 +57,22 @@ class LinearOperands(Generic[T]):
         return {each.name: value for each in TENSORS if (value := getattr(self, each.name)) is not None}
 
     def arguments(self) -> list[T | None]:
-        """Return those that the op takes by position, None where there is none."""
+        """Return those that the op takes by position, None for absent ones."""
         return [getattr(self, each.name) for each in TENSORS[:-1]]
 
     def map(self, function: Callable[[T], U]) -> LinearOperands[U]:
-        """Return the same with something else in the place of each."""
+        """Return the same with each replaced by the function's result."""
         return LinearOperands(**{name: function(value) for name, value in self.named().items()})
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearOptions:
-    """How a layer is computed, in the order in which the op takes it.
+    """The options of a layer, in the order in which the op takes them.
 
     Attributes:
-        norm: What is done to x first.
-        eps: What the norm adds to the mean of squares, or to the variance.
-        splits: The widths of the outputs, which `out` is the sum of; empty for one output.
+        norm: The norm of x.
+        eps: The number that the norm adds to the mean of squares, or to the variance.
+        splits: The widths of the outputs, with the sum `out`; empty for one output.
         choose: Whether the output is the index of the largest element of each row of y, as `torch.argmax` finds it.
     """
 
@@ -82,7 +82,7 @@ class LinearOptions:
     choose: bool = False
 
     def check(self, operands: LinearOperands[Any], out: int) -> None:
-        """Raise ValueError if one of them has a value that it cannot have beside these operands."""
+        """Raise ValueError if an option has an impossible value for these operands."""
         widths, most = self.widths(out), library.MAX_SPLITS
         expected = {
             "norm": "" if self.norm in library.NORMS else f"one of {', '.join(library.NORMS)}",
@@ -99,14 +99,14 @@ class LinearOptions:
             raise ValueError("twell: residual has no meaning with several outputs")
 
     def problem(self, dtype: str, *, tokens: int, inner: int, out: int, scale: str | None) -> library.LinearProblem:
-        """Return what the C API is asked to compute.
+        """Return the problem for the C API.
 
         Args:
             dtype: bfloat16 or float16.
             tokens: Rows of x.
             inner: Columns of x.
             out: Rows of the weight.
-            scale: How many scales the weight has, of `library.SCALE_FORMS`; None: it is of `dtype`.
+            scale: The form of the weight's scales, of `library.SCALE_FORMS`; None: the weight is of `dtype`.
         """
         code = library.DTYPES[dtype]
         return library.LinearProblem(
@@ -135,7 +135,7 @@ SCHEMA = f"linear({_TENSORS}, {_SETTINGS}) -> Tensor[]"
 
 
 def call_of(arguments: Sequence[Any], named: Mapping[str, Any]) -> tuple[LinearOperands[Any], LinearOptions]:
-    """Return what a call of the op was given: its arguments by position, and by name."""
+    """Return the operands and options of a call of the op, from its arguments by position and by name."""
     given = {**dict(zip(ARGUMENTS, arguments, strict=False)), **named}
     options = {name: given.pop(name) for name in _OPTIONS if name in given}
     if "splits" in options:

@@ -9,16 +9,16 @@ Shapes: x [..., in], weight [out, in] (`torch.nn.Linear`'s), bias [out], norm_we
     rms     x / sqrt(mean(x^2) + eps) * norm_weight
     layer   (x - mean(x)) / sqrt(var(x) + eps) * norm_weight + norm_bias
 
-over the last dimension, with ones and zeros where these are None. `splits` are the widths of the outputs, of which
-there is then one for each piece of the weight's rows; with more than one there can be no residual. With `choose` the
-output is int64 [...] instead, `y.argmax(-1)`: of equals the first one, and the first NaN where there is one. All
-tensors share one dtype; or the weight is float8_e4m3fn, and `weight_scale`, float32 [] or [out, 1], is what multiplies
-it: see docs/weights.md.
+over the last dimension, with ones and zeros where these are None. `splits` are the widths of the outputs: there is one
+output for each piece of the weight's rows; with more than one there can be no residual. With `choose` the output is
+int64 [...] instead, `y.argmax(-1)`: of equals the first one, and the first NaN where there is one. All tensors share
+one dtype; or the weight is float8_e4m3fn, and `weight_scale`, float32 [] or [out, 1], multiplies it: see
+docs/weights.md.
 
-The CPU implementation is the semantics: it computes in float32 (float64 for float64), and rounds y once. What the norm
-gives is not rounded in it; dense models, and the kernels, may round that once to the element type, and a weight in
-FP8 times its scale as well; with such a weight, what the norm gives may be rounded to FP8, too. So a
-result of theirs may be off by no more than what dense rounding gives. A NaN in a row of x reaches all of that row of y.
+The CPU implementation is the semantics: it computes in float32 (float64 for float64), and rounds y once, but not the
+result of the norm. Dense models and the kernels may round this result once to the element type, and a weight in FP8
+times its scale as well; with such a weight, they may also round the result of the norm to FP8. So their results differ
+by no more than dense rounding. A NaN in a row of x reaches all of that row of y.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _infer(operands: LinearOperands[Tensor], options: LinearOptions) -> list[Ten
 def _launch(operands: LinearOperands[Tensor], options: LinearOptions) -> list[Tensor]:
     """Run the layer on the GPU: through the C API on the current stream, or by torch's own operations.
 
-    Those take many tokens with weights of 16 bits.
+    Torch computes calls of many tokens with weights of 16 bits.
     """
     results = _infer(operands, options)
     check_on_gpu(operands.named())
@@ -115,8 +115,8 @@ def _launch(operands: LinearOperands[Tensor], options: LinearOptions) -> list[Te
     check_problem(problem)
     if tokens > library.FEW_TOKENS_LINEAR and scale is None:
         return _by_torch(operands, options)
-    read = operands.map(as_read)  # kept until the kernels are launched
-    # NOTE: a kernel reads weights before launches before it have ended, so no copy that was just made.
+    read = operands.map(as_read)  # kept alive until the kernels are launched
+    # NOTE: a kernel reads weights before earlier launches have ended, so they must not be fresh copies.
     weights = ("weight", "norm_weight", "norm_bias")
     if any(getattr(read, name) is not getattr(operands, name) for name in weights):
         return _by_torch(operands, options)

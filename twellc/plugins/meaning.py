@@ -1,4 +1,4 @@
-"""What a block computes, in dense torch operations: the meaning of the `twell` ops, and what they demand of a call."""
+"""The meaning of the `twell` ops, in dense torch operations, and the checks of their calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from twellc.plugins.fp8 import E4M3, Fp8
 def activate(z: Tensor, activation: str, threshold: float | Tensor) -> Tensor:
     """Apply a TwELL gate activation to pre-activations [..., d_ff]; NaN is kept.
 
-    `threshold` is that of fatrelu, or float32 [d_ff]: of each neuron one, of which those below 0 and NaN count as 0.
+    `threshold` is that of fatrelu, or float32 [d_ff], one for each neuron; values below 0 and NaN count as 0.
     """
     if activation == "fatrelu":
         if isinstance(threshold, Tensor):
@@ -40,13 +40,13 @@ def activate(z: Tensor, activation: str, threshold: float | Tensor) -> Tensor:
 
 
 def check_matrix(name: str, weight: Tensor) -> None:
-    """Raise ValueError if a weight is no matrix."""
+    """Raise ValueError if a weight is not a matrix."""
     if weight.dim() != 2:
         raise ValueError(f"twell: {name} must have two dimensions, got {tuple(weight.shape)}")
 
 
 def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, like: str = "") -> None:
-    """Raise ValueError for another shape, TypeError for another dtype, which is that of what `like` names."""
+    """Raise ValueError for another shape, TypeError for another dtype; `like` names the tensor that sets the dtype."""
     if tuple(tensor.shape) != shape:
         raise ValueError(f"twell: {name} must have shape {shape}, got {tuple(tensor.shape)}")
     if tensor.dtype != dtype:
@@ -85,13 +85,13 @@ def check_call(operands: Operands[Tensor], options: BlockOptions) -> None:
 
 
 def check_floating(dtype: torch.dtype) -> None:
-    """Raise TypeError if x would not be of floating-point numbers."""
+    """Raise TypeError for a dtype of x that is not floating-point."""
     if not dtype.is_floating_point:
         raise TypeError(f"twell: x must be of a floating-point dtype, got {dtype}")
 
 
 def check_norm(norm: str, weight: object, bias: object) -> None:
-    """Raise ValueError if there is a weight or a bias of a norm that has none."""
+    """Raise ValueError for a weight or a bias that the norm does not have."""
     if norm == "none" and weight is not None:
         raise ValueError("twell: norm_weight has no meaning without a norm")
     if norm != "layer" and bias is not None:
@@ -173,14 +173,14 @@ def dequantize(operands: Operands[Tensor], dtype: torch.dtype = torch.float64) -
 
 
 def cast(weights: WeightOperands[Tensor], dtype: torch.dtype) -> WeightOperands[Tensor]:
-    """Return weights in another type, but what keeps its own: FP8, and what is float32 in every block."""
+    """Return weights in another type, except FP8 weights, and operands that are float32 in every block."""
     named = weights.named()
     kept = {name for name, each in named.items() if name in FLOAT32 or each.dtype == E4M3}
     return WeightOperands(**{name: each if name in kept else each.to(dtype) for name, each in named.items()})
 
 
 def scale_kinds(operands: Operands[Tensor]) -> tuple[str, str] | None:
-    """Return how many scales gate and up, and down have, as `set_scales` takes it; None if weights have none."""
+    """Return the forms of the scales of gate and up, and of down, for `set_scales`; None if weights have no scales."""
     scales = operands.scales()
     if not scales:
         return None
@@ -201,14 +201,14 @@ def project(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def rectified(up: Tensor, options: BlockOptions) -> Tensor:
-    """Return what multiplies the gate: what up projects, of dReLU after its ReLU."""
+    """Return the factor of the gate: the up projection, for dReLU after its ReLU."""
     return torch.relu(up) if options.activation == "drelu" else up
 
 
 def combined(
     z: Tensor, up: Tensor | None, options: BlockOptions, thresholds: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return g, u and h of pre-activations z and of what up projects: the names of `hidden_of`."""
+    """Return g, u and h, named as in `hidden_of`, from the pre-activations z and the up projection."""
     g = activate(z, options.activation, options.threshold if thresholds is None else thresholds)
     g = g.to(math_dtype(z.dtype))
     if up is None:
@@ -218,9 +218,9 @@ def combined(
 
 
 def hidden_of(operands: Operands[Tensor], options: BlockOptions) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Return z, g, u and h of all neurons, [..., d_ff]: the meaning of the names is in plugins/kernels/README.md.
+    """Return z, g, u and h of all neurons, [..., d_ff]; plugins/kernels/README.md defines the names.
 
-    z has the element type, the others that of sums; u, of dReLU after its ReLU, is None in a plain block.
+    z has the element type, the others that of sums; u, for dReLU after its ReLU, is None in a plain block.
     """
     x = norm_of(operands, options)
     z = project(x, *operands.first).to(operands.x.dtype)
@@ -229,7 +229,7 @@ def hidden_of(operands: Operands[Tensor], options: BlockOptions) -> tuple[Tensor
 
 
 def output_of(h: Tensor, operands: Operands[Tensor]) -> Tensor:
-    """Return y of h, rounded to the element type."""
+    """Return y from h, rounded to the element type."""
     y = project(h, operands.w_down.t(), operands.b_down)
     return (y if operands.residual is None else operands.residual.to(y.dtype) + y).to(operands.x.dtype)
 
@@ -264,7 +264,7 @@ def check_status(status: int) -> None:
 
 
 def launch(function: Callable[..., int], workspace_bytes: int, *arguments: ctypes.Structure | int) -> None:
-    """Call a function of the C API that takes a workspace and a stream: those of the current GPU."""
+    """Call a function of the C API with a workspace and the stream of the current GPU."""
     workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device="cuda")
     stream = torch.cuda.current_stream().cuda_stream
     check_status(function(*arguments, workspace.data_ptr(), workspace_bytes, stream))

@@ -9,14 +9,14 @@
     twell::TwellCachedAttention(q, keys, values, query_counts, key_counts, [cosines, sines])
     twell::TwellAppendCaches(keys, values, new_keys, new_values, starts, counts, [cosines, sines])  -> keys, values
 
-What is in brackets is left out of the inputs where it is absent; the attributes `gate_bias`, `up_bias`, `down_bias`,
-`bias`, `norm_weight`, `norm_bias`, `residual`, `gate`, `scales`, `thresholds`, `lengths` and `rotated` say what is
-there; `scales` are those of FP8 weights, one for each matrix, `thresholds` those of fatrelu, one for each neuron. The
-other attributes of a block and of a linear layer are its options, see `block.py` and `linear.py`; the `splits` of a
-node name each output, also where there is one. Experts are those of the op in `experts_op.py`. The lengths
-must be 1 to the number of keys: a graph that cannot promise that clamps them before, since the plugin has no kernel of
-its own to do it. Nodes over caches mean what the ops of the same names in `cache_op.py` do; the caches that
-TwellAppendCaches gives back are the memory of those that it takes.
+Inputs in brackets are left out where they are absent. The attributes `gate_bias`, `up_bias`, `down_bias`, `bias`,
+`norm_weight`, `norm_bias`, `residual`, `gate`, `scales`, `thresholds`, `lengths` and `rotated` show which are there.
+`scales` are those of FP8 weights, one for each matrix, `thresholds` those of fatrelu, one for each neuron. The other
+attributes of a block and of a linear layer are the options, see `block.py` and `linear.py`; the `splits` of a node give
+the width of each output, also of a single one. Experts are those of the op in `experts_op.py`. The lengths must be 1 to
+the number of keys: a graph that cannot promise this clamps them before, since the plugin has no kernel for it. Nodes
+over caches have the meaning of the ops of the same names in `cache_op.py`; TwellAppendCaches writes its inputs in
+place, and its outputs share their memory.
 
 TensorRT's parser finds the plugin by the node's type and its attributes `plugin_version` and `plugin_namespace`.
 """
@@ -43,7 +43,7 @@ T = TypeVar("T")
 ATTENTION, CACHED_ATTENTION, APPEND = ATTENTION_NAME, CACHED_ATTENTION_NAME, APPEND_NAME
 IDENTITY = {"plugin_version": PLUGIN_VERSION, "plugin_namespace": PLUGIN_NAMESPACE}
 _BY_NAME = (THRESHOLDS, *NORM_TENSORS)  # tensors of a block behind its scales
-# Attributes and their types: of the node of each block, and of attention.
+# Attributes and their types, by node.
 ATTRIBUTES: dict[str, dict[str, type]] = {
     **{
         name: {
@@ -60,7 +60,7 @@ ATTRIBUTES: dict[str, dict[str, type]] = {
     CACHED_ATTENTION: {"scale": float, "rotated": int},
     APPEND: {"rotated": int},
 }
-# The tensors of experts, named and ordered as by their op, each with the attributes that all say that it is there.
+# The tensors of experts, named and ordered as in the op, each with the attributes that it needs to be there.
 _OF_EXPERTS: dict[str, tuple[str, ...]] = {
     "x": (),
     "up": (),
@@ -94,7 +94,7 @@ def read_node(op_type: str, inputs: Sequence[T], attributes: Mapping[str, Any]) 
     variant = BY_NODE[op_type]
     try:
         present = [each.name for each in variant.tensors if not each.flag or attributes[each.flag]]
-        # Graphs of before there were any lack these attributes.
+        # Graphs from before there were scales lack these attributes.
         present += variant.scales if attributes.get(SCALES_FLAG, 0) else ()
         present += [each.name for each in _BY_NAME if attributes.get(each.flag, 0)]
         operands = Operands(**dict(zip(present, inputs, strict=True)))
@@ -109,7 +109,7 @@ def read_options(attributes: Mapping[str, Any]) -> BlockOptions:
     Raises:
         KeyError: One is missing.
     """
-    given = {"norm": "none", "eps": 0.0, **attributes}  # graphs of before there were norms lack these
+    given = {"norm": "none", "eps": 0.0, **attributes}  # graphs from before there were norms lack these
     return BlockOptions(**{each.name: each.kind(_text(given[each.name])) for each in OPTIONS})
 
 
@@ -141,7 +141,7 @@ def read_linear(inputs: Sequence[T], attributes: Mapping[str, Any]) -> tuple[Lin
         operands = LinearOperands(**dict(zip(present, inputs, strict=True)))
         splits = tuple(map(int, attributes["splits"]))
         norm, eps = str(_text(attributes["norm"])), float(attributes["eps"])
-        choose = bool(attributes.get("choose", 0))  # which older graphs lack
+        choose = bool(attributes.get("choose", 0))  # older graphs lack it
         options = LinearOptions(norm=norm, eps=eps, splits=splits if len(splits) > 1 else (), choose=choose)
         return operands, options
     except (KeyError, ValueError) as error:
@@ -153,8 +153,8 @@ def experts_attributes(given: Collection[str], activation: str, threshold: float
 
     Args:
         given: Names of the tensors that the op is given; they are the node's inputs, in the op's order.
-        activation: That of the op.
-        threshold: Likewise.
+        activation: The activation of the op.
+        threshold: The threshold of the op.
     """
     flags = {"gate": "gate", SCALES_FLAG: "up_scale", THRESHOLDS.flag: "thresholds"}
     there = {flag: int(name in given) for flag, name in flags.items()}
@@ -162,7 +162,7 @@ def experts_attributes(given: Collection[str], activation: str, threshold: float
 
 
 def read_experts(inputs: Sequence[T], attributes: Mapping[str, Any]) -> tuple[dict[str, T], str, float]:
-    """Return what a node of experts is of: the op's tensors by name, its activation and its threshold.
+    """Return the op's tensors by name, its activation and its threshold, from a node of experts.
 
     Raises:
         ValueError: It has not the inputs and attributes of one.

@@ -1,4 +1,4 @@
-"""The `twell` torch ops: what a rewritten program calls.
+"""The `twell` torch ops, which a rewritten program calls.
 
     torch.ops.twell.gated_mlp   y = residual + (act(x Wg^T + bg) * (x Wu^T + bu)) Wd + bd
     torch.ops.twell.mlp         y = residual +  act(x Wu^T + bu)                  Wd + bd
@@ -15,12 +15,12 @@ the plugin library, so it takes bfloat16 and float16 only.
 
 `activation` is one of relu, relu2 (relu squared), fatrelu (z where z > threshold, else 0) and, for gated blocks, drelu
 (relu of both gate and up). fatrelu may have `thresholds`, float32 [d_ff], one for each neuron, in the place of the one
-threshold (JumpReLU); z is compared in float32, and what is below 0, or NaN, counts as 0. `compression` is the TwELL
+threshold (JumpReLU); z is compared in float32, and a threshold below 0, or NaN, counts as 0. `compression` is the TwELL
 compression factor; it changes speed and memory, never results.
-`norm` and `eps` say what is done to each row of x first, as of `twell.linear` (`linear_op.py`), with `norm_weight` and
+`norm` and `eps` normalise each row of x first, as in `twell.linear` (`linear_op.py`), with `norm_weight` and
 `norm_bias` [d_model]; the residual is not normalised.
 `hot`, 0 to d_ff, is a hint about speed, where the neurons that are active most often come first: calls with many
-tokens compute that many, the first ones, as a dense product. Results stay the same within rounding.
+tokens compute the first `hot` neurons as a dense product. Results stay the same within rounding.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ def _compute(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What is known of a call by its options, shapes and types: working it out takes longer than a launch.
+    """Facts about calls with the same options, shapes and types: working them out takes longer than a launch.
 
     Attributes:
-        problem: What the C API is asked to compute.
-        workspace_bytes: The memory that this takes.
-        expanded: The scales of gate and up that are one for all, and have to stand there for each neuron.
+        problem: The problem for the C API.
+        workspace_bytes: The size of the workspace.
+        expanded: The scales of gate and up that are a single number, and must be repeated for each neuron.
     """
 
     problem: library.Problem
@@ -117,9 +117,9 @@ def _launch(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
                 _PREPARED.clear()
             _PREPARED[key] = prepared
         given = named | {name: named[name].expand(len(operands.w_up), 1) for name in prepared.expanded}
-        read = {name: as_read(each) for name, each in given.items()}  # kept until the kernels are launched
+        read = {name: as_read(each) for name, each in given.items()}  # kept alive until the kernels are launched
         copies = {name for name, each in given.items() if read[name] is not each}
-        # NOTE: with a norm, kernels read weights before launches before have ended, so no copies that were just made.
+        # NOTE: with a norm, kernels read weights before earlier launches have ended: these must not be fresh copies.
         if options.norm != "none" and copies - {"x", "residual"}:
             return _launch(*without_norm(operands, options))
         y = x.new_empty((*x.shape[:-1], operands.w_down.shape[1]))
@@ -136,7 +136,7 @@ def _infer(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
 
 
 def _implementation(variant: Variant, run: Callable[[Operands[Tensor], BlockOptions], Tensor]) -> Callable[..., Tensor]:
-    """Return what torch calls with the arguments of an op."""
+    """Return the function that torch calls with the arguments of an op."""
 
     def call(*arguments: Any, **named: Any) -> Tensor:
         return run(*call_of(variant, arguments, named))

@@ -14,7 +14,7 @@ from twellc.base.files import digest
 from twellc.plugins.elf import expected_size
 
 OPTION = "--plugin-library"
-# What TensorRT looks for in a plugin library: creators, of IPluginV3 or the older IPluginV2, and a way to its logger.
+# Functions that TensorRT looks for in a plugin library: for creators, of IPluginV3 or IPluginV2, and for its logger.
 _ENTRY_POINTS = (("getCreators", "getPluginCreators"), ("setLoggerFinder",))
 
 
@@ -23,9 +23,9 @@ class OtherLibrary:
     """A plugin library that was registered.
 
     Attributes:
-        file: Its file name.
-        sha256: Its SHA-256.
-        names: The plugins that it brought, sorted.
+        file: The file name.
+        sha256: The SHA-256 of the file.
+        names: The plugins in it, sorted.
     """
 
     file: str
@@ -34,10 +34,10 @@ class OtherLibrary:
 
 
 def check_libraries(paths: tuple[Path, ...]) -> None:
-    """Fail if a file is not a whole shared library; no file is opened as one.
+    """Fail if a file is not a whole shared library, without opening it as one.
 
     Raises:
-        UserError: There is no such file, it is of another kind or cut off, or it is given twice.
+        UserError: A file is missing, of another kind, truncated, or given twice.
     """
     for index, path in enumerate(paths):
         where = f"{OPTION} {path}"
@@ -53,7 +53,7 @@ def check_libraries(paths: tuple[Path, ...]) -> None:
 
 
 def register_libraries(module: ModuleType, version: str, paths: list[Path]) -> list[OtherLibrary]:
-    """Register plugin libraries in a TensorRT, which runs code of theirs.
+    """Register plugin libraries in a TensorRT, which runs their code.
 
     Args:
         module: The Python module of the TensorRT.
@@ -66,7 +66,7 @@ def register_libraries(module: ModuleType, version: str, paths: list[Path]) -> l
     return [_register(module, version, path.resolve()) for path in paths]
 
 
-@functools.cache  # TensorRT takes a library once
+@functools.cache  # TensorRT takes a library only once
 def _register(module: ModuleType, version: str, path: Path) -> OtherLibrary:
     where = f"{OPTION} {path}"
     registry: Any = getattr(module, "get_plugin_registry")()  # noqa: B009  a module of any TensorRT
@@ -75,7 +75,7 @@ def _register(module: ModuleType, version: str, path: Path) -> OtherLibrary:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise UserError(where, f"cannot be loaded ({error})", fix="Install what it needs.") from error
-    if _creators(registry) == before:  # else it has registered them itself, as it was opened
+    if _creators(registry) == before:  # else the library has registered them itself as it was opened
         for names in _ENTRY_POINTS:
             if not any(hasattr(library, name) for name in names):
                 raise UserError(where, f"is not a library of TensorRT plugins: it has no function {names[0]}")

@@ -1,4 +1,4 @@
-"""Register the plugins in the TensorRTs of a process, and find out on which of a machine that works.
+"""Register the plugins in the TensorRTs of a process, and check for each on a machine whether that works.
 
 Importing this imports neither torch nor a TensorRT.
 """
@@ -30,15 +30,15 @@ from twellc.plugins.library import (
     rtx_shim_path,
 )
 
-# The Python modules of each TensorRT. The second is there alone where only its wheels are, without NVIDIA's
-# meta-package; the first imports the second.
+# The Python modules of each TensorRT. The second is alone where NVIDIA's meta-package is not installed; the first
+# imports the second.
 MODULES = (
     ("tensorrt", "tensorrt_bindings"),
     ("tensorrt_lean", "tensorrt_lean_bindings"),
     ("tensorrt_dispatch", "tensorrt_dispatch_bindings"),
     ("tensorrt_rtx", "tensorrt_rtx_bindings"),
 )
-# What a machine without any of them may have: the libraries that trtexec and Triton use.
+# Libraries that trtexec and Triton use; a machine without the modules may have these.
 LIBRARIES = (
     *(f"libnvinfer{kind}.so.{major}" for major in (11, 10) for kind in ("", "_lean", "_dispatch")),
     "libtensorrt_rtx.so.1",
@@ -56,9 +56,9 @@ class Registration:
     """The plugins in one TensorRT.
 
     Attributes:
-        host: Its Python module or library.
+        host: The Python module or library.
         version: Its version; empty if it could not be loaded.
-        state: `registered`, `already registered`, or why it failed.
+        state: `registered`, `already registered`, or the reason of a failure.
         good: Whether it has the plugins.
     """
 
@@ -71,8 +71,8 @@ class Registration:
 def register(module: ModuleType | None = None) -> list[Registration]:
     """Register the plugins in TensorRT; does nothing where they are registered already.
 
-    With the attention plugin, where its library was built, comes cuDNN, where it is installed in this Python: the
-    plugin takes the one that is in the process.
+    Where the library of the attention plugins was built, this loads cuDNN first, if this Python has it: the plugins use
+    the cuDNN in the process.
 
     Args:
         module: A TensorRT, such as the module `tensorrt`. Without it, every TensorRT that is imported.
@@ -91,7 +91,7 @@ def register(module: ModuleType | None = None) -> list[Registration]:
 
 
 def how_to_register(plan: str, module: str, names: list[str], others: list[str]) -> dict[str, str]:
-    """Return what makes the plugins known before a plan is opened, by kind of host, and what TensorRT says without.
+    """Return how to register the plugins before a plan is opened, by kind of host, and TensorRT's message without them.
 
     Args:
         plan: File name of the plan.
@@ -102,7 +102,7 @@ def how_to_register(plan: str, module: str, names: list[str], others: list[str])
     own = ["libtwell_plugins.so"] if names else []
     ours = [*own, *(["libtwell_attention.so"] if {*ATTENTION_NAMES} & {*names} else [])]
     libraries = [*ours, *others]
-    # Those of twellc register themselves.
+    # The libraries of twellc register their plugins themselves.
     opened = [", ".join(f'dlopen("{each}", RTLD_NOW)' for each in ours) + ", once TensorRT is loaded"] if ours else []
     loaded = [f'getPluginRegistry()->loadLibrary("{each}")' for each in others]
     quote = "'" if len(libraries) > 1 else ""  # a shell ends a command at a semicolon
@@ -142,7 +142,7 @@ def _register_in(module: ModuleType) -> Registration:
         raise UserError(f"{module.__name__} {version}", "has no plugin registry")
     host = f"{module.__name__} {version}"
     is_new = _add_library(registry, host, library_path(), PLUGIN_NAMES)
-    load()  # says so if it is the library of another version
+    load()  # fails for a library of another version
     attention = attention_library_path()
     if attention is not None:
         load_cudnn()
@@ -157,7 +157,7 @@ def _add_library(registry: Any, host: str, path: Path, names: tuple[str, ...]) -
     """Add the plugins of a library to a registry; return whether they were missing."""
     if _has_plugins(registry, names):
         return False
-    # None says nothing: it is returned, too, where the plugins got in on another way.
+    # A result of None means nothing: it also comes where the plugins were registered in another way.
     registry.load_library(str(path))
     if not _has_plugins(registry, names):
         try:
@@ -177,7 +177,7 @@ def _has_plugins(registry: Any, names: tuple[str, ...]) -> bool:
 def load_cudnn() -> None:
     """Load the cuDNN that is installed in this Python, such as torch's, unless another one is to be used.
 
-    Without it nothing fails yet: a plan with attention says so when it is opened.
+    Nothing fails here without cuDNN; a plan with attention fails when it is opened.
     """
     if os.environ.get("TWELLC_CUDNN"):
         return
@@ -194,7 +194,7 @@ def load_cudnn() -> None:
 
 
 def _load_rtx_shim() -> None:
-    """Load the shim that makes `libtensorrt_rtx.so` resolve to the library that is loaded already.
+    """Load the shim that makes `libtensorrt_rtx.so` resolve to the loaded library.
 
     TensorRT-RTX's parser opens that name at its first plugin node, while the wheel ships `libtensorrt_rtx.so.1` only;
     without the shim the process would end there.
@@ -210,10 +210,10 @@ def _load_rtx_shim() -> None:
 
 
 def check_installed() -> list[Registration]:
-    """Register in every TensorRT that is installed, each in a separate process, and say what happened.
+    """Register in every installed TensorRT, each in a separate process, and return the results.
 
-    A Python module is registered in with `register`. A library that the dynamic linker finds by its name is registered
-    in as trtexec and Triton do it: by opening the plugin library beside it.
+    In a Python module `register` does it. In a library that the dynamic linker finds by its name it happens as in
+    trtexec and Triton: by opening the plugin library.
     """
     modules = [[name for name in names if importlib.util.find_spec(name) is not None] for names in MODULES]
     candidates = [names[0] for names in modules if names] + list(LIBRARIES)
@@ -242,7 +242,7 @@ def _check_apart(host: str) -> Registration | None:
 
 
 def answer() -> None:
-    """Register in the TensorRT that the command line names, print what happened as JSON, and end the process.
+    """Register in the TensorRT that the command line names, print the result as JSON, and end the process.
 
     The answer goes to a copy of standard output: a TensorRT may write to the original.
     """
@@ -250,12 +250,12 @@ def answer() -> None:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         found = _check_one(sys.argv[1])
         output.write(json.dumps(found and asdict(found)) + "\n")
-    # A lean TensorRT without a GPU may not survive its own end, after all has been said.
+    # A lean TensorRT without a GPU may crash as it ends, though the answer is printed.
     os._exit(0)
 
 
 def _check_one(host: str) -> Registration | None:
-    """Register in one TensorRT, of a module's or a library's name; None if there is no such library."""
+    """Register in one TensorRT, given the name of a module or library; None for a library that is not found."""
     if host not in LIBRARIES:
         try:
             return register(importlib.import_module(host))[0]

@@ -15,10 +15,10 @@ def define(schema: str, cpu: _Function, cuda: _Function, infer: _Function, *, by
     """Define an op, and return it.
 
     Args:
-        schema: Its schema, as `torch.library` reads it.
-        cpu: Computes it on a CPU: its meaning.
-        cuda: Computes it on a GPU.
-        infer: Gives shapes and dtypes of its results, for tracing.
+        schema: The schema, as `torch.library` reads it.
+        cpu: Computes the op on a CPU, which defines its meaning.
+        cuda: Computes the op on a GPU.
+        infer: Gives shapes and dtypes of the results, for tracing.
         by_device: Whether these depend on the device.
     """
     name = schema.partition("(")[0]

@@ -1,13 +1,13 @@
-"""A block in training: what is counted, and how the next steps compute it.
+"""A block in training: its counts, and how the next steps compute it.
 
     state = TrainingState(d_ff, device)
     y, l1 = train_block(operands, options, state)
 
-Which neurons are computed densely follows from how often each was active in calls before. A block begins dense. Now
-and then a few small kernels choose anew on the device; the host reads what they chose `_DELAY` calls later, when it has
-long been there, so that nothing waits, and so that the same run chooses the same at the same step. Where a call finds
-more pairs than there is place for, which is slow, the block is dense for a while, longer each time. What calls keep for
-their backward changes only where none of them waits for it.
+A block begins dense. Then the counts of active tokens decide which neurons are computed densely. Now and then a few
+small kernels choose anew on the device; the host reads their choice `_DELAY` calls later, long after it is there, so
+that nothing waits, and so that the same run makes the same choice at the same step. After a call with more pairs than
+there is room for, which is slow, the block is dense for a while, longer each time. The form of the tensors that calls
+keep for the backward changes only while no call waits for its backward.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from twellc.plugins.block import BlockOptions, Operands
 from twellc.plugins.gradients_call import Call, Step
 from twellc.plugins.gradients_ops import TRAIN_FORWARD
 
-# What a step costs, in the time that the dense products of a training step take for a neuron and a token: measured on
-# an H100 (benchmarks/LOG.md). Other GPUs are taken to be alike, as products and gathers grow with the same widths.
+# Costs of a pair, and of the gate for a neuron and a token, in units of the dense products of a training step for a
+# neuron and a token: measured on an H100 (benchmarks/LOG.md). Other GPUs are taken to be alike, as products and gathers
+# grow with the same widths.
 _PAIR_COST = 77.0
 _GATE_COST = 0.11
-# What a call costs beside that: as much as the dense products take for this number of tokens.
+# Further costs of a call: as much as the dense products for this number of tokens.
 _CALL_TOKENS = 700
 # A call is computed sparsely if that takes at most this part of the dense time.
 _MOST_COST = 0.95
 # Hot neurons come in whole tiles of a product.
 _TILE = 128
-# Place for pairs, against what calls before have needed: a text may be denser than the one before.
+# Room for pairs, as a multiple of the need of earlier calls and an addend: a text may be denser than the one before.
 _SPARE_FACTOR, _SPARE_PAIRS = 3, 64
-# Calls at which to look at what was counted: these, then every _INTERVAL-th. The first look is for the second one.
+# Calls at which to look at the counts: these, then every _INTERVAL-th. The first look only prepares the second.
 _FIRST_CALLS = (2, 4, 8)
 _INTERVAL = 16
 _DELAY = 2
-# Calls for which a block is dense after one that found too little place: at first, and at most; it doubles each time.
+# Calls for which a block is dense after one with too little room: at first, and at most; the number doubles each time.
 _REST, _MOST_REST = 32, 1024
 
 
 class _Reading:
-    """Numbers that are on their way from the device to the host.
+    """Numbers on their way from the device to the host.
 
     Attributes:
         call: The number of the call that sent them.
@@ -59,7 +60,7 @@ class _Reading:
             self._event.record(torch.cuda.current_stream(numbers.device))
 
     def take(self) -> list[int]:
-        """Return them; where calls after have begun, this does not wait."""
+        """Return the numbers; once later calls have begun, this does not wait."""
         if self._event is not None:
             self._event.synchronize()
         found: list[int] = self._numbers.tolist()
@@ -73,8 +74,8 @@ def choose(rates: Tensor) -> tuple[Tensor, Tensor]:
         rates: float64 [d_ff]: for which share of the tokens each is active.
 
     Returns:
-        The order, int32 [d_ff], and int64 [3], both on the device of `rates`: the hot neurons, the pairs, and what that
-        costs for each token, in thousandths of the dense cost.
+        The order, int32 [d_ff], and int64 [3], both on the device of `rates`: the hot neurons, the pairs, and the cost
+        of this choice for each token, in thousandths of the dense cost.
     """
     d_ff = rates.shape[0]
     rates, order = torch.sort(rates, descending=True, stable=True)
@@ -89,7 +90,7 @@ def choose(rates: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class TrainingState:
-    """What a block in training has counted, and how it is computed.
+    """The counts of a block in training, and the way it is computed.
 
     Attributes:
         counts: int64 [d_ff], on the device: for how many tokens each neuron was active since `reset`.
@@ -102,10 +103,10 @@ class TrainingState:
         self.counts = torch.zeros(d_ff, dtype=torch.int64, device=device)
         self.tokens = torch.zeros((), dtype=torch.int64, device=device)
         self.step = self._chosen = self._dense = Step(hot=d_ff, pairs=0)
-        self._cost = 1.0  # of what is chosen, for each token
+        self._cost = 1.0  # of the present choice, for each token
         self._recent = torch.zeros_like(self.counts)
         self._recent_tokens = torch.zeros_like(self.tokens)
-        self._rates: Tensor | None = None  # when it was last looked
+        self._rates: Tensor | None = None  # at the last look
         self._calls = 0
         self._choice: tuple[_Reading, Tensor] | None = None
         self._listed: list[tuple[_Reading, int]] = []
@@ -123,7 +124,7 @@ class TrainingState:
             self._calls += 1
             self._read()
             self._unfinished = [each for each in self._unfinished if (node := each()) and not node.is_done]
-            # Activation checkpointing computes calls a second time, which has to keep what the first one kept.
+            # Activation checkpointing computes calls a second time, and must keep tensors of the same form as before.
             if not self._unfinished:
                 self._change()
         self.step = self.step_of(tokens)
@@ -135,12 +136,12 @@ class TrainingState:
         return self._chosen if pays and not self._is_resting else self._dense
 
     def began(self, node: Any) -> None:
-        """Note the node of autograd that has kept what the backward of a call needs; None where there is none."""
+        """Note the node of autograd that keeps the tensors for the backward of a call; None without one."""
         if node is not None:
             self._unfinished.append(weakref.ref(node))
 
     def _read(self) -> None:
-        """Read whether calls found place for all pairs: be dense for a while from the next change on if not."""
+        """Read whether calls had room for all pairs; if not, be dense for a while from the next change on."""
         while self._listed and self._is_due(self._listed[0][0]):
             reading, expected = self._listed.pop(0)
             if reading.take()[0] < expected:
@@ -148,7 +149,7 @@ class TrainingState:
                 self._listed.clear()
 
     def _change(self) -> None:
-        """Do as was chosen."""
+        """Adopt the latest choice."""
         if self._choice is not None and self._is_due(self._choice[0]):
             (hot, pairs, cost), order = self._choice[0].take(), self._choice[1]
             self._chosen, self._cost, self._choice = Step(order=order, hot=hot, pairs=pairs), cost / 1000, None
@@ -158,7 +159,7 @@ class TrainingState:
         return self._calls > reading.call + _DELAY
 
     def count(self, counts: Tensor, tokens: int, row_begin: Tensor) -> None:
-        """Count what the call has found, and now and then choose anew.
+        """Add the counts of a call, and now and then choose anew.
 
         Args:
             counts: int32 [d_ff]: for how many tokens each neuron was active.
@@ -175,7 +176,7 @@ class TrainingState:
         if self._choice is None and (self._calls in _FIRST_CALLS or self._calls % _INTERVAL == 0):
             rates = self._recent.double() / self._recent_tokens.clamp(min=1)
             if self._rates is not None:
-                # Neurons that come and go are as active as they were when they were most.
+                # Neurons with varying activity count with the larger of the last two rates.
                 order, numbers = choose(torch.maximum(rates, self._rates))
                 self._choice = _Reading(self._calls, numbers), order
             self._rates = rates
@@ -191,12 +192,12 @@ def _is_captured(tensor: Tensor) -> bool:
 
 
 def train_block(operands: Operands[Tensor], options: BlockOptions, state: TrainingState) -> tuple[Tensor, Tensor]:
-    """Compute a block whose gradients are wanted.
+    """Compute a block for which gradients are wanted.
 
     Args:
         operands: Its tensors, as `torch.ops.twell.gated_mlp` and `mlp` take them.
-        options: Its activation and threshold; `hot` is not looked at.
-        state: Its own, where neurons that fire are counted.
+        options: Its activation and threshold; `hot` is ignored.
+        state: The state of this block, which counts the neurons that fire.
 
     Returns:
         y [..., d_out], and the L1 term: the sum over neurons of |h|, mean over tokens, float32. Both are

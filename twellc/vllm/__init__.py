@@ -15,19 +15,19 @@ import logging
 from twellc.base.modules import Extra
 
 ARCHITECTURE = "TwellForCausalLM"
-# Before the names of vLLM's own classes.
+# The prefix to names of vLLM's own classes.
 PREFIX = "Twell"
-# What config.json of a SparseLM names; there is no other class for it.
+# The class that config.json of a SparseLM names; nobody else defines it.
 SPARSELM = "SparseLlamaForCausalLM"
 VLLM = Extra("twellc.vllm", "vllm", "vLLM", "vllm", tested=((0, 26), (0, 32)))
-# Below vLLM's own logger, so that its log shows these messages.
+# A child of vLLM's own logger, so that its log shows these messages.
 LOG = logging.getLogger("vllm.twellc")
 
 
 def register() -> None:
     """Make the model classes known to vLLM, and SparseLM's configuration to transformers.
 
-    Calling it again does nothing.
+    A second call does nothing.
 
     Raises:
         UserError: vLLM is not installed, or cannot be imported.
@@ -43,7 +43,7 @@ def register() -> None:
             registry.register_model(f"{PREFIX}{name}", f"twellc.vllm.native:{PREFIX}{name}")
         for name in (ARCHITECTURE, SPARSELM):
             registry.register_model(name, f"twellc.vllm.model:{ARCHITECTURE}")
-        # What vLLM sets in its configuration for a model goes by the name of its class, too.
+        # vLLM also looks up settings for a model by the name of the class.
         settings = VLLM.load("model_executor.models.config").MODELS_CONFIG_MAP
         settings.update({f"{PREFIX}{name}": settings[name] for name in own if name in settings})
     register_configuration()

@@ -1,14 +1,14 @@
-"""Find the blocks of a Hugging Face model, and put layers of vLLM in their place that call the `twell` ops.
+"""Find the blocks of a Hugging Face model, and replace them by layers of vLLM that call the `twell` ops.
 
-A block's projections become parallel linear layers of vLLM, which load, keep and share out the weights as always. What
-they compute changes:
+A block's projections become parallel linear layers of vLLM, which load, keep and shard the weights as always. Only
+their results change:
 
     x ─ up ─ x ─ nothing ─ x ─ down ─ y          up and gate return x; down calls the op, with the weights of all three
 
-Where vLLM has layers in E4M3, they load bytes and scales as these are in the checkpoint, and the op reads them so: what
-vLLM's own methods make of them after loading is left out. Layers of 16 bits may be quantised once they are loaded.
+Where vLLM has layers in E4M3, they load bytes and scales as these are in the checkpoint, and the op reads them so,
+without the changes of vLLM's own methods after loading. Layers of 16 bits may be quantised once they are loaded.
 
-So the bias of `down` on one rank, and the sum over ranks behind it, stay vLLM's own. A module that is one block calls
+So vLLM still adds the bias of `down` on one rank, and sums over the ranks behind it. A module that is one block calls
 `down` alone. In a plain block that is written out in a larger module, as in OPT, the activation's module does nothing.
 """
 
@@ -38,7 +38,7 @@ _SCALE = "weight_scale"
 
 
 def find(model: nn.Module) -> Iterator[FoundBlock]:
-    """Yield the blocks of a model whose linear layers are torch's own; those that stay as they are say why."""
+    """Yield the blocks of a model with torch's own linear layers, with a reason for each that stays as it is."""
     for each in find_blocks(model, ranks=(3,)):
         reason = ""
         if each.block.thresholds is not None:
@@ -51,7 +51,7 @@ def find(model: nn.Module) -> Iterator[FoundBlock]:
 
 
 def _foreign(found: FoundBlock) -> str:
-    """Say which projection is not a `torch.nn.Linear`; empty where all are."""
+    """Return which projection is not a `torch.nn.Linear`; an empty text where all are."""
     for operand in found.weights.named().values() if found.weights else ():
         linear = found.module.get_submodule(operand.layer)
         if type(linear) is not nn.Linear:
@@ -60,7 +60,7 @@ def _foreign(found: FoundBlock) -> str:
 
 
 def activation_of(found: FoundBlock) -> str:
-    """Return the child that computes all between the projections of a block that is written out; or nothing."""
+    """Return the child that computes all between the projections of a block that is written out; or an empty text."""
     block, up = found.block, found.block.up
     if not found.is_written_out or found.weights is None or block.gate is not None or up is None:
         return ""
@@ -69,7 +69,7 @@ def activation_of(found: FoundBlock) -> str:
     if child not in functions_of(found.module) or any(len(part.weight.node.users) > 1 for part in (up, block.down)):
         return ""
     if any(_child_of(node) != child and step(node) is None for node in between(block)):
-        return ""  # what changes x in place, for example
+        return ""  # other code runs there, such as a change of x in place
     nodes = [node for node in result.graph.nodes if _child_of(node) == child]
     outer = {strip(each) for node in nodes for each in node.all_input_nodes if _child_of(each) != child}
     return child if outer == {strip(up.node)} and _readers(up.node) == {child} else ""
@@ -90,7 +90,7 @@ def _child_of(node: Node) -> str:
 
 
 class _OfBlock(UnquantizedLinearMethod):
-    """Of a projection of a block that the op computes.
+    """The method of a projection in a block that the op computes.
 
     Args:
         quantised: Whether to quantise the weight once it is loaded.
@@ -99,11 +99,11 @@ class _OfBlock(UnquantizedLinearMethod):
     def __init__(self, quantised: bool) -> None:
         super().__init__()
         self._quantised = quantised
-        self.supports_pre_processed_weights = not quantised  # another process's, as vLLM's cache of weights has them
+        self.supports_pre_processed_weights = not quantised  # those of another process, from vLLM's cache of weights
 
 
 class _PassInput(_OfBlock):
-    """Of a projection whose weight the op reads: it returns x."""
+    """The method of a projection whose weight the op reads: it returns x."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Leave the weight [d_ff, d_model] where it is; on a CPU vLLM would pack it and drop it."""
@@ -116,11 +116,11 @@ class _PassInput(_OfBlock):
 
 
 class CallsOp(_OfBlock):
-    """Of a down projection: it computes its block.
+    """The method of a down projection: it computes the block.
 
     Args:
-        weights: The layer of each weight, bias and scale, and which rows of it the op reads.
-        options: How the block is computed.
+        weights: The layer of each weight, bias and scale, and the view of it that the op reads.
+        options: The options of the op.
         quantised: See `_OfBlock`.
     """
 
@@ -129,7 +129,7 @@ class CallsOp(_OfBlock):
         self._weights, self._options = weights, options
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Store the weight [d_out, d_ff] with other strides: its transpose, which the op reads, is contiguous."""
+        """Give the weight [d_out, d_ff] other strides: its transpose, which the op reads, becomes contiguous."""
         if self._quantised:
             _quantize(layer, "column")
         if not layer.weight.t().is_contiguous():
@@ -142,7 +142,7 @@ class CallsOp(_OfBlock):
 
 
 def _quantize(layer: Any, form: str) -> None:
-    """Let a layer have its weight, of 16 bits, in FP8, also where it is loaded again; `form` is what a neuron is."""
+    """Quantise a layer's weight of 16 bits to FP8, also when it is loaded again; `form` says what a neuron is in it."""
 
     def quantized() -> Fp8:
         found = Fp8.quantize(wide.data, form, f"layer {layer.prefix}")
@@ -150,7 +150,7 @@ def _quantize(layer: Any, form: str) -> None:
         return found
 
     def load(parameter: nn.Parameter, *given: Any, **named: Any) -> None:
-        """Take other weights of 16 bits, as trainers send them: the layer's own loader finds its part of them."""
+        """Load other weights of 16 bits, as trainers send them; the layer's own loader finds its part."""
         wide.data = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
         wide.weight_loader(wide, *given, **named)
         matrix = quantized()
@@ -167,20 +167,20 @@ def _quantize(layer: Any, form: str) -> None:
 def _read(layer: Any, operand: Operand) -> Tensor:
     held: Tensor = getattr(layer, operand.path[-1])
     if operand.path[-1] == _SCALE and held.dim() == 1:
-        # Of a tensor one in a vector, of outputs of ModelOpt one each.
+        # A vector holds one scale for the tensor, or with ModelOpt one for each output.
         return held.reshape(()) if len(held) == 1 else operand.view(held[:, None])
     return operand.view(held)
 
 
 class TwellBlock(nn.Module):
-    """Stands for a module that is one block, and keeps its submodules under their names."""
+    """Replaces a module that is one block, and keeps its submodules under their names."""
 
     down: Any
 
     def __init__(self, module: nn.Module, down: Any) -> None:
         super().__init__()
         self._modules.update(module._modules)
-        vars(self)["down"] = down  # no second name of its parameters
+        vars(self)["down"] = down  # not as a submodule, which would give its parameters a second name
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute y [..., d_out] of x [..., d_model]."""
@@ -193,8 +193,8 @@ def parallel(found: FoundBlock, prefix: str, quant_config: Any) -> dict[str, Lin
 
     Args:
         found: The block.
-        prefix: The path of its module in vLLM's model.
-        quant_config: What vLLM quantises layers by, or None.
+        prefix: The path of the module in vLLM's model.
+        quant_config: vLLM's configuration of quantisation, or None.
     """
     assert found.weights is not None
     down = found.weights.w_down.layer
@@ -208,7 +208,7 @@ def parallel(found: FoundBlock, prefix: str, quant_config: Any) -> dict[str, Lin
 
 
 def in_fp8(layer: Any) -> bool:
-    """Whether a layer that is not loaded yet gets E4M3 with a scale for the tensor, or for each output."""
+    """Whether a layer, before loading, is in E4M3 with a scale for the tensor, or for each output."""
     weight, scale = getattr(layer, "weight", None), getattr(layer, _SCALE, None)
     if weight is None or scale is None or (weight.dtype, scale.dtype) != (E4M3, torch.float32):
         return False
@@ -220,9 +220,9 @@ def compute_by_op(found: FoundBlock, layers: dict[str, LinearBase], options: Blo
 
     Args:
         found: The block.
-        layers: Its layers, by their paths.
-        options: How it is computed.
-        quantised: Whether to quantise the weights, of 16 bits, once they are loaded: a scale for each neuron.
+        layers: The layers, by their paths.
+        options: The options of the op.
+        quantised: Whether to quantise the weights of 16 bits once they are loaded, with a scale for each neuron.
     """
     assert found.weights is not None
     for layer in layers.values():
@@ -237,10 +237,10 @@ def compute_by_op(found: FoundBlock, layers: dict[str, LinearBase], options: Blo
 
 
 def put(model: nn.Module, found: FoundBlock, layers: dict[str, LinearBase]) -> None:
-    """Put layers in the place of a block's projections.
+    """Replace a block's projections by layers.
 
     Args:
-        model: Where the block is.
+        model: The model with the block.
         found: The block.
         layers: See `parallel`.
     """

@@ -1,16 +1,16 @@
 """Experts in vLLM, computed by the op `twell::experts`.
 
-vLLM keeps the routed experts of a layer in one module. A method computes them: `apply` gets tokens and what the router
-chose. Ours takes the place of vLLM's before weights are loaded, and reads them where vLLM puts them:
+vLLM keeps the routed experts of a layer in one module. A method computes them: `apply` gets tokens and the router's
+choices. Ours replaces vLLM's before weights are loaded, and reads them where vLLM puts them:
 
     w13_weight [experts, d_ff, d_model]     up
     w2_weight  [experts, d_model, d_ff]     down, stored neuron by neuron once it is loaded, in the same memory
 
-Router, latent projections, shared experts and the sum over ranks stay vLLM's. Each rank has its share of all experts'
-neurons, or its share of the experts; then `expert_map` gives the number of an expert on this rank, or -1.
+Router, latent projections, shared experts and the sum over ranks stay vLLM's. Each rank has a share of all experts'
+neurons, or a share of the experts; then `expert_map` gives the number of an expert on this rank, or -1.
 
-NOTE: a module of our own in the place of vLLM's would run on CPUs, too, where vLLM makes no experts without a gate. It
-would have to do what vLLM's router, loader and groups of ranks do, release after release.
+NOTE: our own module in place of vLLM's would run on CPUs, too, where vLLM makes no experts without a gate. It would
+have to repeat vLLM's router, loader and groups of ranks, release after release.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8MoEMetho
 from twellc.plugins.experts_op import EXPERTS
 from twellc.plugins.library import MAX_EXPERTS, MAX_EXPERTS_OF_TOKEN
 
-# By vLLM's names. Those of the op with a gate, vLLM has none.
+# Activations by vLLM's names. For activations of the op with a gate, vLLM has none.
 _ACTIVATIONS = {"relu2_no_mul": "relu2"}
 # The kernels load 16 bytes of a row at a time.
 _VECTOR = 16
@@ -38,22 +38,22 @@ class TwellExpertsMethod(FusedMoEMethodBase):
     """Computes routed experts by the op.
 
     Args:
-        own: vLLM's method, which has made the weights.
+        own: vLLM's method, which has created the weights.
     """
 
-    supports_pre_processed_weights = True  # another process's, as vLLM's cache of weights has them
+    supports_pre_processed_weights = True  # those of another process, from vLLM's cache of weights
 
     def __init__(self, own: FusedMoEMethodBase) -> None:
         super().__init__(own.moe)
 
     def create_weights(self, *_: Any, **__: Any) -> None:
-        """Do nothing: vLLM's own method has made them."""
+        """Do nothing, as vLLM's own method has created them."""
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
-        """Return None: no kernel of vLLM's is called."""
+        """Return None, as no kernel of vLLM is called."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Store the weights of down projections neuron by neuron; nothing else is to be done with any."""
+        """Store the weights of down projections neuron by neuron; leave all others."""
         if layer.w2_weight.is_contiguous():
             layer.w2_weight.data = _by_neuron(layer.w2_weight.data)
 
@@ -66,7 +66,7 @@ class TwellExpertsMethod(FusedMoEMethodBase):
         shared_experts: Any,
         shared_experts_input: Tensor | None,
     ) -> Tensor:
-        """Return the sum over each token's experts, [tokens, d_model]; of those on other ranks nothing."""
+        """Return the sum over each token's experts on this rank, [tokens, d_model]."""
         ids = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids]
         neurons = layer.moe_config.intermediate_size_per_partition_unpadded
         up, down = layer.w13_weight[:, :neurons], layer.w2_weight.mT[:, :neurons]
@@ -79,7 +79,7 @@ class TwellExpertsMethod(FusedMoEMethodBase):
 
 
 class TwellModelOptExpertsMethod(TwellExpertsMethod):
-    """The same for ModelOpt's E4M3, with a scale for each expert; vLLM loads these scales by the name of this class."""
+    """The same for ModelOpt's E4M3, with a scale for each expert; vLLM loads these by the name of this class."""
 
     def _scales(self, layer: Any) -> dict[str, Tensor]:
         up, down = layer.w13_weight_scale, layer.w2_weight_scale
@@ -93,7 +93,7 @@ _METHODS: dict[type, type[TwellExpertsMethod]] = {
 
 
 def _by_neuron(weight: Tensor) -> Tensor:
-    """Store [experts, d_out, d_ff] so that its transpose is contiguous, in the memory that it has."""
+    """Store [experts, d_out, d_ff] so that its transpose is contiguous, in the same memory."""
     experts, d_out, d_ff = weight.shape
     stored = weight.view(experts, d_ff, d_out)
     for matrix, place in zip(weight, stored, strict=True):
@@ -111,12 +111,12 @@ def find_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def put_experts(experts: Any) -> None:
     """Let the op compute routed experts."""
     own = experts.quant_method
-    del experts.quant_method  # of weights of 16 bits a submodule, which ours is not
+    del experts.quant_method  # for weights of 16 bits it is a submodule, and ours is not
     experts.quant_method = _METHODS[type(own)](own)
 
 
 def refusal_of_experts(experts: Any) -> str:
-    """Say why the op cannot compute routed experts; empty where it can."""
+    """Return why the op cannot compute routed experts; an empty text where it can."""
     config, own = experts.moe_config, experts.quant_method
     parallel, activation = config.moe_parallel_config, experts.activation.value
     if activation not in _ACTIVATIONS:

@@ -24,15 +24,14 @@ from twellc.vllm.taking import Candidate, take
 class TwellForCausalLM(TransformersForCausalLM):
     """A causal language model of transformers, served by vLLM.
 
-    Its ReLU blocks, of 16 bits or of E4M3, are run by the `twell` ops; vLLM's log says how many, and why others are
-    not. Those of 16 bits are quantised if `--additional-config` says so. All else is what `TransformersForCausalLM`
-    does.
+    The `twell` ops run its ReLU blocks, of 16 bits or of E4M3; vLLM's log says how many, and why not others. Blocks of
+    16 bits are quantised if `--additional-config` says so. All else is inherited from `TransformersForCausalLM`.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         register_model()
         config = vllm_config.model_config.hf_config
-        # By transformers' own name vLLM finds how checkpoints name their weights.
+        # vLLM finds the weights' names in checkpoints by transformers' own name of the class.
         own = causal_lm_classes().get(config.model_type)
         if vllm_config.model_config.is_moe or any(name.startswith("mamba_") for name in vars(config)):
             _refuse(config.model_type, own)
@@ -40,7 +39,7 @@ class TwellForCausalLM(TransformersForCausalLM):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
 
     def recursive_replace(self) -> None:
-        """Put the ops in their places, before vLLM replaces all other layers."""
+        """Put the ops in place, before vLLM replaces all other layers."""
         take(self._candidates, (), get_current_vllm_config())
         super().recursive_replace()
 
@@ -51,7 +50,7 @@ class TwellForCausalLM(TransformersForCausalLM):
             yield Candidate(found, layers, partial(blocks.put, self.model, found), ranks)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load a checkpoint; that of a SparseLM may name and transpose its weights in its own way."""
+        """Load a checkpoint; a SparseLM's may have other names and transposed weights."""
         if self.config.model_type == sparselm.MODEL_TYPE:
             weights = sparselm.as_linears(weights, self.config.hidden_size, self.config.intermediate_size)
         loaded: set[str] = super().load_weights(weights)
@@ -59,7 +58,7 @@ class TwellForCausalLM(TransformersForCausalLM):
 
 
 def _refuse(model_type: str, own: str | None) -> None:
-    """Raise a UserError: vLLM's class over transformers keeps no experts apart, and no states of Mamba."""
+    """Raise a UserError: vLLM's class over transformers supports neither separate experts nor states of Mamba."""
     fix = "Serve it without --hf-overrides."
     if own in ModelRegistry.models:
         fix = f'Take vLLM\'s own class: --hf-overrides \'{{"architectures": ["{PREFIX}{own}"]}}\'.'
@@ -68,7 +67,7 @@ def _refuse(model_type: str, own: str | None) -> None:
 
 @contextmanager
 def _changed(config: Any, **values: Any) -> Iterator[None]:
-    """Let some of a configuration's values be others meanwhile."""
+    """Change some values of a configuration within this context."""
     before = {name: getattr(config, name) for name in values}
     try:
         for name, value in values.items():

@@ -1,10 +1,10 @@
 """vLLM's own model classes, with the `twell` ops in them: each is here under its name with `Twell` before it.
 
-A class is made when it is asked for. Its model is vLLM's own but for the layers of blocks and experts, which call the
-ops; all else, such as what loads the weights, is inherited.
+A class is made when it is looked up. Its model is vLLM's own but for the layers of blocks and experts, which call the
+ops; all else, such as the loading of weights, is inherited.
 
-A block is found where a module of vLLM's calls a column parallel layer, an activation and a row parallel layer after
-each other, in all of its forward or in a part, as in OPT. The matcher sees these in a stand-in of three layers.
+A block is found where a module of vLLM calls a column parallel layer, an activation and a row parallel layer after each
+other, in all of the forward or in a part, as in OPT. The matcher sees these in a stand-in of three layers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FIRST = (ColumnParallelLinear, MergedColumnParallelLinear)
 
 
 class _WithOps(nn.Module):
-    """Mixed into a model class of vLLM's."""
+    """Mixed into a model class of vLLM."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -43,7 +43,7 @@ class _WithOps(nn.Module):
 
 
 def __getattr__(name: str) -> type:
-    """Make the class of a name: vLLM's, with the ops."""
+    """Make the class for a name: vLLM's, with the ops."""
     own = ModelRegistry.models.get(name.removeprefix(PREFIX))
     if own is None or not name.startswith(PREFIX):
         raise AttributeError(name)
@@ -53,7 +53,7 @@ def __getattr__(name: str) -> type:
 
 
 class _Chain(NamedTuple):
-    """The children of a module that are a block: their names."""
+    """The names of the children of a module that form a block."""
 
     up: str
     activation: str
@@ -85,7 +85,7 @@ def _leave_out(module: nn.Module, activation: str, _: object) -> None:
 
 
 class _StandIn(nn.Module):
-    """Computes what the layers of a block compute, on this rank, for the matcher; its weights are on no device."""
+    """Computes the same as the layers of a block on this rank, for the matcher; its weights are on no device."""
 
     def __init__(self, up: Any, activation: nn.Module, down: Any, dtype: torch.dtype) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class _StandIn(nn.Module):
         d_ff = up.output_size_per_partition
         self.up = nn.Linear(up.input_size, d_ff, bias=up.bias is not None, **made)
         self.down = nn.Linear(down.input_size_per_partition, down.output_size, bias=down.bias is not None, **made)
-        # What the kernels of vLLM's activations compute, in torch. In a tuple, so that it is no submodule.
+        # The meaning of vLLM's activation, in torch. In a tuple, so that it does not become a submodule.
         self._activation: tuple[Callable[[Tensor], Tensor]] = (getattr(activation, "forward_native", activation),)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -105,24 +105,24 @@ class _StandIn(nn.Module):
 
 
 class _Leaves(Tracer):
-    """Traces a forward without those of its children."""
+    """Traces a forward without the forwards of the children."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
 
 
 def _chains(path: str, module: nn.Module) -> list[_Chain]:
-    """Return the blocks that a module of vLLM's computes."""
+    """Return the blocks that a module of vLLM computes."""
     children = dict(module.named_children())
     kinds = {type(child) for child in children.values()}
     if RowParallelLinear not in kinds or kinds.isdisjoint(_FIRST):
         return []
-    # Other modules in the place of its children: what vLLM may fuse with a layer depends on that.
+    # Other modules replace the children, as vLLM's code may fuse layers depending on their classes.
     skeleton = copy.copy(module)
     vars(skeleton)["_modules"] = {name: nn.Module() for name in children}
     try:
         nodes = list(_Leaves().trace(skeleton).nodes)
-    except Exception as error:  # of code that cannot be traced
+    except Exception as error:  # from code that cannot be traced
         LOG.debug("%s is not traced: %s", path, first_line(error))
         return []
     called = [node.target for node in nodes if node.op == "call_module"]
@@ -139,7 +139,7 @@ def _chain(module: nn.Module, last: Node) -> _Chain | None:
         return None
     chain = _Chain(str(first.target), str(hidden.target), str(last.target))
     up, down = (getattr(module, name) for name in (chain.up, chain.down))
-    readers = [user for user in first.users if user not in (z, hidden) and user.users]  # of a bias that comes beside
+    readers = [user for user in first.users if user not in (z, hidden) and user.users]  # such as of a returned bias
     is_block = (
         (type(up) in _FIRST and type(down) is RowParallelLinear and chain.activation in functions_of(module))
         and (not readers and len(z.users) == len(hidden.users) == 1)
@@ -149,6 +149,6 @@ def _chain(module: nn.Module, last: Node) -> _Chain | None:
 
 
 def _only_input(node: Node) -> Node | None:
-    """Return what the call of a module is given, if that is one value."""
+    """Return the argument of a module's call, if there is only one."""
     (x,) = node.args if len(node.args) == 1 and not node.kwargs else (None,)
     return x if node.op == "call_module" and isinstance(x, Node) else None

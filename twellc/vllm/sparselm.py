@@ -1,4 +1,4 @@
-"""SparseLM in vLLM: the configuration and the model that transformers has no classes for."""
+"""SparseLM in vLLM: the classes of configuration and model that transformers lacks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from twellc.loaders.sparselm import MODEL_TYPE
 
 
 class SparseLlamaConfig(LlamaConfig):
-    """A Llama's configuration, whose activation is ReLU whatever config.json says."""
+    """A Llama's configuration with ReLU as its activation, whatever config.json says."""
 
     model_type = MODEL_TYPE
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Make it of what config.json holds."""
+        """Make it from the content of config.json."""
         return super().from_dict({**config_dict, "hidden_act": "relu"}, **kwargs)
 
 

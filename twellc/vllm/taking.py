@@ -1,4 +1,4 @@
-"""Which blocks and experts of a model in vLLM the ops run, and what the log says of these and of others."""
+"""Choose the blocks and experts of a model in vLLM that the ops run, and log these and the others."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from twellc.plugins.block import BlockOptions, problem_of
 from twellc.vllm import LOG, blocks
 from twellc.vllm.experts import put_experts, refusal_of_experts
 
-# Of the GPU's compute capability, that the kernels need.
+# The least compute capability that the kernels need.
 _CAPABILITY = (8, 0)
 Layers = dict[str, LinearBase]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A block of a model, and how it comes to be run by the op.
+    """A block of a model, and the way to let the op run it.
 
     Attributes:
-        found: The block; of whole weights if it is shared out among `ranks`.
-        layers: Gives vLLM's layers of its projections, by their paths.
-        put: Puts these layers in its place.
-        ranks: Among how many ranks its neurons are still to be shared out.
+        found: The block; with whole weights if it is still to be sharded among `ranks`.
+        layers: Gives vLLM's layers for the projections, by their paths.
+        put: Puts these layers in place of the block.
+        ranks: The number of ranks among which its neurons are still to be sharded.
     """
 
     found: FoundBlock
@@ -47,15 +47,15 @@ class Candidate:
 
 
 def take(find: Callable[[], Iterable[Candidate]], experts: Iterable[tuple[str, Any]], config: VllmConfig) -> None:
-    """Let the ops run the blocks and experts that they can; log which these are, and why others stay.
+    """Let the ops run the blocks and experts that they can; log these, and why others stay.
 
     Args:
         find: Finds the blocks of a model whose weights are not loaded yet.
-        experts: Paths and modules of its experts.
-        config: vLLM's configuration, whose additional settings come to name what is taken.
+        experts: Paths and modules of the experts.
+        config: vLLM's configuration; its additional settings will name the blocks that the ops run.
 
     Raises:
-        UserError: These settings say something of twellc that it does not know.
+        UserError: These settings have a value for twellc that it does not know.
     """
     quantise = _wanted_weights(config.additional_config) == FP8_BLOCKS
     unfit = _unfit(config)
@@ -80,7 +80,7 @@ def take(find: Callable[[], Iterable[Candidate]], experts: Iterable[tuple[str, A
                 LOG.info("%d of them read FP8 weights", scaled)
         taken |= those
     if taken:
-        # vLLM keeps compiled code by its configuration, and does not see which modules a model has.
+        # vLLM caches compiled code by its configuration, and does not see which modules a model has.
         config.additional_config["twellc_blocks"] = {"version": __version__, "blocks": taken}
     elif not any(refused for _, refused in kinds.values()):
         LOG.warning("no feed-forward block was found that twellc can run")
@@ -90,7 +90,7 @@ Taken = tuple[dict[str, dict[str, Any]], Mapping[str, list[str]]]
 
 
 def _take_blocks(candidates: list[Candidate], config: VllmConfig, quantise: bool) -> Taken:
-    """Take blocks, quantised if asked; return what is taken, and by their reasons the others."""
+    """Take blocks, quantised if asked; return the taken ones, and the others by reason."""
     dtype = config.model_config.dtype
     decisions = decide([replace(each.found.block, dtype=dtype) for each in candidates], "all")
     taken: dict[str, Any] = {}
@@ -116,7 +116,7 @@ def _take_blocks(candidates: list[Candidate], config: VllmConfig, quantise: bool
 
 
 def _take_experts(experts: Iterable[tuple[str, Any]]) -> Taken:
-    """Take the experts of layers; return which, and by their reasons the others."""
+    """Take the experts of layers; return the taken ones, and the others by reason."""
     taken: dict[str, Any] = {}
     refused: dict[str, list[str]] = {}
     for path, module in experts:
@@ -130,10 +130,10 @@ def _take_experts(experts: Iterable[tuple[str, Any]]) -> Taken:
 
 
 def _wanted_weights(settings: dict[str, Any]) -> str:
-    """Return in which type the weights of blocks are to be read, of what `--additional-config` says.
+    """Return the type of the weights of blocks that `--additional-config` asks for.
 
     Raises:
-        UserError: It says something else of twellc.
+        UserError: It has another value for twellc.
     """
     given = settings.get("twellc", {})
     wanted = given.get("weights", KEEP) if isinstance(given, dict) and given.keys() <= {"weights"} else None
@@ -146,7 +146,7 @@ def _wanted_weights(settings: dict[str, Any]) -> str:
 
 
 def _unfit(config: VllmConfig) -> str:
-    """Say why no block of the model can be run by the ops; empty where blocks can be."""
+    """Return why the ops can run no block of the model; an empty text where they can."""
     if config.lora_config is not None:
         return "LoRA is switched on, which needs the results of each layer"
     if vllm.envs.VLLM_BATCH_INVARIANT:
@@ -162,7 +162,7 @@ def _unfit(config: VllmConfig) -> str:
 
 
 def _misfit(candidate: Candidate, options: BlockOptions, dtype: torch.dtype) -> str:
-    """Say why the share of one rank cannot be computed by the op; empty where it can."""
+    """Return why the op cannot compute the share of one rank; an empty text where it can."""
     ranks, block, weights = candidate.ranks, candidate.found.block, candidate.found.weights
     assert weights is not None
     if block.d_ff % ranks:
