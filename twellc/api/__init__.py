@@ -74,7 +74,7 @@ def rewrite(
         options: The fields of `twellc.options.source.TracingOptions`, and `ExampleKeywords`; as texts, too.
 
     Returns:
-        The program before and after, and what became of each block and of linear layers outside of them.
+        The program before and after, with the decision for each block and for linear layers outside of blocks.
         `result.program.module()` runs it.
 
     Raises:
@@ -127,7 +127,7 @@ def compile(model: Model, output: str | os.PathLike[str] | None = None, **option
 
 
 def inspect(model: Model, **options: Unpack[InspectKeywords]) -> Inspection:
-    """Show the feed-forward blocks of a model or a plan, and what becomes of each, as `twellc inspect` does.
+    """Show the feed-forward blocks of a model or a plan, with the decision for each, as `twellc inspect` does.
 
     Args:
         model: As in `compile`, or a plan with its manifest, or a rewritten ONNX file.
@@ -232,11 +232,11 @@ def bench(
 
     Args:
         model: As in `compile`, but no ONNX file.
-        done: Receives after each shape what has been found so far.
+        done: Receives the results so far after each shape.
         options: The other fields of `twellc.BenchOptions`, and `RunKeywords`; as texts, too.
 
     Raises:
-        UserError: There is no GPU, the model or its inputs cannot be read, or none of its blocks is rewritten.
+        UserError: No GPU is found, the model or the inputs cannot be read, or no block is rewritten.
     """
     with uninterrupted():  # native modules do not survive an interrupt while they are imported
         from twellc.benchmarking.bench import bench_model
@@ -254,14 +254,14 @@ def report(
     training: TrainingLog | str | os.PathLike[str] | None = None,
     overwrite: bool = False,
 ) -> str:
-    """Make a page of HTML about a model's sparsity and what became of its blocks, as `twellc report` does.
+    """Make a page of HTML about a model's sparsity and the decisions for its blocks, as `twellc report` does.
 
     Args:
         output: Where the page goes; None only returns it.
-        profile: Which neurons fire.
-        decisions: What became of the blocks: what `compile` or `inspect` returns, or a file as `--decisions` takes it.
-        bench: What was measured: what `bench` returns, or the file with its JSON.
-        training: How the model was trained: the log that `twellc.training.SparsityCallback` writes.
+        profile: A firing profile, or its file.
+        decisions: The decisions for the blocks: a result of `compile` or `inspect`, or a file as for `--decisions`.
+        bench: The measurements: a result of `bench`, or the file with its JSON.
+        training: The log of the training, as `twellc.training.SparsityCallback` writes it, or its file.
         overwrite: Whether the page may replace an existing file.
 
     Returns:

@@ -15,7 +15,7 @@ def choose_device(name: Any) -> torch.device:
     """Return the device of a name or a `torch.device`, a GPU with its number; `auto` is a GPU where torch sees one.
 
     Raises:
-        UserError: There is no such device.
+        UserError: The device is of another kind, or torch does not see it.
     """
     where = f"--device {name}"
     if name == "auto":

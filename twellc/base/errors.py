@@ -8,14 +8,14 @@ from typing import Any, Self
 
 
 class UserError(Exception):
-    """A mistake in what the user gave: one message, exit status 2.
+    """A mistake in the user's input: one message, exit status 2.
 
     Args:
         where: The file, option, layer or tensor that the message is about.
-        what: What is wrong with it.
+        what: The fault.
         got: The offending value, if there is one to show.
-        expected: What would have been accepted.
-        fix: What to do about it.
+        expected: The values that are accepted.
+        fix: A remedy.
     """
 
     def __init__(self, where: str, what: str, *, got: str = "", expected: str = "", fix: str = "") -> None:

@@ -259,7 +259,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def why_no_file(path: Path) -> str:
-    """Say why there is no plain file at a path."""
+    """Return the reason why a path is not a plain file."""
     if path.is_dir():
         return "is a folder"
     if path.exists():

@@ -25,7 +25,7 @@ def import_modules(names: Iterable[str]) -> None:
                 importlib.import_module(name)
         except Exception as error:  # a module's code may raise anything
             where, what = f"--import {name}", f"cannot be imported ({first_line(error)})"
-            fix = "Name the folder that it stands in by PYTHONPATH." if isinstance(error, ImportError) else ""
+            fix = "Add its folder to PYTHONPATH." if isinstance(error, ImportError) else ""
             raise UserError(where, what, expected="the name of a module, such as torchvision", fix=fix) from error
 
 

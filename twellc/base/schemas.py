@@ -16,7 +16,7 @@ def schema_of(kinds: dict[str, type[Any]], name: str, strict: bool = False) -> d
 
     Args:
         kinds: The records by their titles; the JSON is one of them.
-        name: What to call the schema.
+        name: The name of the schema.
         strict: Whether keys without a field are refused; a later version may have more.
     """
     defined: dict[str, Any] = {}

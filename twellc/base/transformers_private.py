@@ -175,7 +175,7 @@ class OwnAttention(Changed):
     """
 
     def __init__(self, model: torch.nn.Module, attention: Callable[..., Any], masks: Masks) -> None:
-        """Find out what to change in a model of transformers."""
+        """Find the changes for a model of transformers."""
         from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
         AttentionInterface.register(_OURS, attention)

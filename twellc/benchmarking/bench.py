@@ -96,8 +96,8 @@ def bench_model(
         done: Receives the results so far after each shape.
 
     Raises:
-        UserError: There is no GPU, or no TensorRT to build the requested plans; the model or its inputs cannot be read;
-            or no block is rewritten.
+        UserError: No GPU is found, or no TensorRT for the requested plans; the model or the inputs cannot be read; or
+            no block is rewritten.
     """
     import_modules(options.import_modules)
     refuse_samples(options, {"--arrays": options.arrays, "--text": options.text}, only_to_measure=False)

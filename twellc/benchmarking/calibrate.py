@@ -258,7 +258,7 @@ def calibrate(path: Path, overwrite: bool, progress: Callable[[str], None]) -> G
         The measured times.
 
     Raises:
-        UserError: There is no GPU, or its memory holds none of the sizes, or the file cannot be written.
+        UserError: No GPU is found, or its memory holds none of the sizes, or the file cannot be written.
     """
     timing.refuse_without_gpu("--measure-gpu", "Run it on a machine with the GPU that plans are for.")
     OutputFiles(overwrite).check("--output", path)

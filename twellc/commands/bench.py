@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.option(
     "--measure-gpu",
     is_flag=True,
-    help="Measure no model, but what blocks of many sizes take on the GPU at hand, for --target-gpu of compile and "
+    help="Measure blocks of many sizes on the GPU at hand, instead of a model, for --target-gpu of compile and "
     "inspect; takes less than four minutes.",
 )
 @click.option("-o", "--output", type=OutputPath(), metavar="FILE", help="With --measure-gpu: the data file to write.")
@@ -50,7 +50,7 @@ def bench(
     FP8. Each shape is shown as soon as it is measured.
 
     Results are compared with float64 first; a contestant that is too far off is named and left out.
-    Exit status 2: the input is bad, or there is no GPU.
+    Exit status 2: the input is bad, or no GPU is found.
     """
     if measure_gpu:
         taken = ("measure_gpu", "model", "output", "overwrite")

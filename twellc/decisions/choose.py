@@ -59,7 +59,7 @@ def choose(
         model: Times on the target GPU.
         widths: The block.
         rates: How often each neuron fires, as a share of the tokens, in the order of the model: [d_ff].
-        profiles: Rows of its calls.
+        profiles: Rows of the calls.
         row_spread: How unequal rows are: standard deviation of the logarithm of their non-zeros.
         assumed: Whether the rates are a guess.
         splits: Whether the kernels split calls of this dtype.

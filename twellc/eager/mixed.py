@@ -62,7 +62,7 @@ class TakenBlock:
     inner: str = ""
 
     def path(self, module: str) -> str:
-        """Return its path, given that of its submodule."""
+        """Return the block's path, given that of its submodule."""
         return ".".join(filter(None, (module, self.inner)))
 
 

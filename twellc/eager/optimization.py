@@ -7,7 +7,7 @@ two linear layers: while the module's forward runs, the first one defers the hid
 second one calls the op.
 
 The op reads w_down [d_ff, d_out] neuron by neuron, while `torch.nn.Linear` has weight [d_out, d_ff]. So such a weight
-gets other strides, with a contiguous transpose: its shape and values stay, and there is no second copy. Copies of the
+gets other strides, with a contiguous transpose; shape and values stay, without a second copy. Copies of the
 parameter, also those of `.to()` or `copy.deepcopy`, keep these strides; a parameter that loses them, as by
 `load_state_dict(assign=True)`, is transposed in each call. For training the strides do not change, as optimizers, FSDP
 and `save_pretrained` want contiguous parameters.
@@ -273,7 +273,7 @@ class TrainedBlock:
             raise UserError(
                 f"layer {self.layer.module}",
                 "its gate weight is not where it was in twellc.optimize",
-                fix="Call twellc.optimize(model, training=True) once the model is what it shall be, and shard it by "
+                fix="Call twellc.optimize(model, training=True) on the model in its final form, and shard it by "
                 "FSDP2 (torch.distributed.fsdp.fully_shard), not by FullyShardedDataParallel.",
             )
         return parameter

@@ -119,7 +119,7 @@ def taken(kind: type[Any], name: str, value: Any) -> Any:
         value: The given value.
 
     Raises:
-        TypeError: There is no such field.
+        TypeError: No field has this name.
         UserError: The value is not a possible one, or a text cannot be parsed.
     """
     found = next((each for each in fields(kind) if each.name == name), None)

@@ -147,10 +147,10 @@ def refuse_tracing(options: TracingOptions, target: str) -> None:
 
 
 def refuse_missing(path: Path, expected: str) -> None:
-    """Fail if there is no such file or folder; a name of Hugging Face's hub, such as `org/name`, is not a path.
+    """Fail if a file or folder is missing; a name of Hugging Face's hub, such as `org/name`, is not a path.
 
     Raises:
-        UserError: There is none.
+        UserError: It is missing.
     """
     if path.exists():
         return

@@ -50,7 +50,7 @@ class Intake:
     """How a model takes data.
 
     Attributes:
-        limits: The limits of its inputs.
+        limits: The limits of the inputs.
         batch: Sequences in a run.
         sequence: Tokens in a sequence at most; None takes 1024, or the most that the model takes.
         pads_right: Whether it may get padding behind a sequence without a mask that says so.
