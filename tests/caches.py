@@ -48,7 +48,19 @@ SQUARED: dict[str, Callable[..., Any]] = {
     "jais2": functools.partial(models.jais2, **_TOKENS),
     "arcee": functools.partial(models.arcee, **_TOKENS),
     "persimmon": functools.partial(models.persimmon, **_TOKENS),
+    "nemotron-h": functools.partial(models.nemotron_h, layers_block_type=["mlp", "attention"] * 2),
 }
+
+
+def _routed_by_groups(**changes: Any) -> Any:
+    """Make a Nemotron-H of experts and attention: the best experts of the best groups, by scores with a bias."""
+    routing = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
+    layers = ["moe", "attention", "mlp"]
+    model = models.nemotron_h(layers_block_type=layers, moe_latent_size=16, **routing, **changes)
+    model.model.layers[0].mixer.gate.e_score_correction_bias.copy_(torch.linspace(-0.4, 0.4, 8))
+    return model
+
+
 # Those that torch alone decodes in tests, and a few of the others.
 IN_TORCH: dict[str, Callable[..., Any]] = {
     **{name: make for name, make in FAMILIES.items() if name not in ("gpt2", "phi3", "hunyuan", "gpt-neox-japanese")},
@@ -58,6 +70,7 @@ IN_TORCH: dict[str, Callable[..., Any]] = {
     ),
     "falcon-alibi": functools.partial(FAMILIES["falcon"], alibi=True),
     "mixtral": family("Mixtral", **_WIDE, num_local_experts=4),
+    "nemotron-h-experts": _routed_by_groups,
     # Values are narrower than keys.
     "deepseek-v2": family(
         "DeepseekV2",

@@ -3,7 +3,8 @@
     input_ids    int64 [batch, tokens]      the next tokens of each sequence, padded on the right
     write_index  int64 [batch]              how many tokens of each sequence are in the caches already
     token_count  int64 [batch]              how many of `tokens` are real, 0 to `tokens`: the rest is padding
-    past_key_values.N.key, .value           [batch, kv_heads, length, head_dim], of layer N
+    past_key_values.N.key, .value           [batch, kv_heads, length, head_dim], of layer N of the model;
+                                            layers without a state, as feed-forward blocks alone, have none
     logits       [batch, vocabulary]        behind the last real token of each sequence, or
                  [batch, tokens, vocabulary]    behind each token: the attribute `logits` says which
     next_tokens  int64 [batch]              or in their place the likeliest token behind each sequence

@@ -11,7 +11,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -377,8 +377,11 @@ class LayerState(Protocol):
         """Return how many keys the queries of new tokens attend to."""
 
 
-def cache_over(states: Sequence[LayerState] | Callable[[], LayerState]) -> Any:
-    """Return a cache of transformers over a state for each layer, or one that makes as many as a model asks for."""
+def cache_over(states: Mapping[int, LayerState] | Callable[[], LayerState]) -> Any:
+    """Return a cache of transformers over the states of layers by number, or one that makes what a model asks for.
+
+    Layers without a state, as those of feed-forward blocks alone, have numbers, too. They must cache nothing.
+    """
     from transformers import Cache
     from transformers.cache_utils import CacheLayerMixin
 
@@ -410,7 +413,8 @@ def cache_over(states: Sequence[LayerState] | Callable[[], LayerState]) -> Any:
     if callable(states):
         make: Any = lambda: Layer(states())  # noqa: E731
         return Cache(layer_class_to_replicate=make)
-    return Cache(layers=[Layer(state) for state in states])
+    asked = next(iter(states.values()))  # models ask layer 0 how long the cache is, whatever it is
+    return Cache(layers=[Layer(states.get(number, asked)) for number in range(max(states) + 1)])
 
 
 # ---- generation ----

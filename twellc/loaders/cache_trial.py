@@ -1,7 +1,9 @@
 """Try a model over a cache of ours before it is used: it must compute what it computes by itself.
 
-    from the start          two texts of three tokens; without a cache the model sees the whole text, once with the
-                            positions that a cache gives it, which change no bit of what it computes
+    from the start          two texts of three tokens, the last of which is a call of its own over the cache: a layer
+                            that caches nothing must not need the tokens before it; without a cache the model sees the
+                            whole text, once with the positions that a cache gives it, which change no bit of what it
+                            computes
     at a place of a cache   a token behind keys and values that are made up; by itself, the model has a cache that holds
                             these, and knows its length
 
@@ -23,7 +25,7 @@ from torch import Tensor
 from twellc.base.dtypes import dtype_name
 from twellc.base.errors import UserError, first_line
 from twellc.base.transformers_private import cache_over
-from twellc.loaders.huggingface import ATTENTION_MODELS, WITHOUT_A_CACHE_OF_OURS, cannot_be_run
+from twellc.loaders.huggingface import ATTENTION_MODELS, cannot_be_run, other_ways
 from twellc.loaders.huggingface_inputs import text_config
 
 # Numbers of a configuration that are not places: widths, counts and token ids.
@@ -123,7 +125,7 @@ class CacheTrial:
         """Return the logits behind the last tokens, at a place behind keys and values that are made up."""
         layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
         behind = _Behind(MadeUpKeys(place + 1), place)
-        given: dict[str, Any] = {self.argument: cache_over([behind] * layers), "use_cache": True}
+        given: dict[str, Any] = {self.argument: cache_over(dict.fromkeys(range(layers), behind)), "use_cache": True}
         ids = self.ids[:, -1:]
         logits: Tensor = self.model(input_ids=ids, position_ids=torch.full_like(ids, place), **given).logits[:, -1]
         return logits
@@ -169,13 +171,13 @@ class CacheTrial:
     def _refusal(self, got: str) -> UserError:
         what = "the model computes other logits over a cache than without one"
         expected = "masks and positions that transformers can be given for it"
-        return UserError(self.where, what, got=got, expected=expected, fix=WITHOUT_A_CACHE_OF_OURS)
+        return UserError(self.where, what, got=got, expected=expected, fix=other_ways(self.model))
 
 
 def other_state(where: str, model: Any, reason: str) -> UserError:
     """Return what to say of a model that cannot be run over a cache."""
     what = f"the model does not run over a cache of keys and values alone ({reason})"
-    return UserError(where, what, got=type(model).__name__, expected=ATTENTION_MODELS, fix=WITHOUT_A_CACHE_OF_OURS)
+    return UserError(where, what, got=type(model).__name__, expected=ATTENTION_MODELS, fix=other_ways(model))
 
 
 def _error(expected: Tensor, found: Tensor) -> float:

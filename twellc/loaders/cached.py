@@ -11,6 +11,7 @@ and returns the whole caches; masks and attention over them are in `attention.py
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,10 +31,10 @@ from twellc.loaders.attention import CacheStep, cached_attention
 from twellc.loaders.cache_trial import CacheTrial, MadeUpKeys, other_state
 from twellc.loaders.checkpoint import end_tokens
 from twellc.loaders.huggingface import (
-    WITHOUT_A_CACHE_OF_OURS,
     cache_argument,
     cached_length,
     open_directory,
+    other_ways,
 )
 from twellc.loaders.huggingface_inputs import text_config
 from twellc.loaders.loaded import LoadedModel
@@ -45,8 +46,8 @@ from twellc.plugins.cache_op import APPEND
 _TRACED_BATCH, _TRACED_TOKENS, _TRACED_ASKED, _TRACED_LENGTH, LARGEST_BATCH = 2, 3, 4, 5, 65536
 
 
-# What layers cache of a token: [heads, width] of the key of the first, of its value, of the key of the second, …
-_Sizes = list[tuple[int, int]]
+# What layers cache of a token, by number: [heads, width] of keys, and of values. Layers without a state are not there.
+_Sizes = dict[int, tuple[tuple[int, int], tuple[int, int]]]
 # A precision by its name or as torch has it; or what returns one, given that of the model.
 _Precision = torch.dtype | str | Callable[[torch.dtype], torch.dtype] | None
 
@@ -92,13 +93,13 @@ def load_with_cache(path: Path, options: CacheOptions, logits: str, dtype: _Prec
         trial = CacheTrial(where, model, options.length, taken)
         sizes = _probe(where, model, taken)
         precision: torch.dtype = model.dtype
-        _take_caches(model, taken, logits, options.length)
+        _take_caches(model, taken, list(sizes), logits, options.length)
         _refuse_other_logits(model, sizes, trial)
         traced = _trace(path, model, sizes, options, precision, growing)
-    names = [f"{number // 2}.{('key', 'value')[number % 2]}" for number in range(len(sizes))]
     pairs = [
-        CachePair(f"past_key_values.{name}", f"present.{name}", [-1, heads, options.length, width])
-        for name, (heads, width) in zip(names, sizes, strict=True)
+        CachePair(f"past_key_values.{layer}.{part}", f"present.{layer}.{part}", [-1, heads, options.length, width])
+        for layer, of_layer in sizes.items()
+        for part, (heads, width) in zip(("key", "value"), of_layer, strict=True)
     ]
     inputs = [
         INPUT_IDS,
@@ -115,9 +116,9 @@ def load_with_cache(path: Path, options: CacheOptions, logits: str, dtype: _Prec
         prefill_chunk=options.chunk,
         logits=logits,
         pairs=pairs,
-        layers=len(sizes) // 2,
-        kv_heads=sizes[0][0],
-        head_dim=sizes[0][1],
+        layers=len(sizes),
+        kv_heads=pairs[0].shape[1],
+        head_dim=pairs[0].shape[3],
         dtype=option_of(dtype_name(precision)),
         vocabulary=trial.logits.shape[-1],
         end_tokens=end_tokens(path, model.config),
@@ -181,8 +182,8 @@ def _refuse_infinite_weights(model: Any) -> None:
 # ---- tracing ----
 
 
-def _take_caches(model: Any, cache_name: str, logits: str, longest: int) -> None:
-    """Let the model's forward take caches of at most `longest` places and return them, as the program is to do.
+def _take_caches(model: Any, cache_name: str, layers: list[int], logits: str, longest: int) -> None:
+    """Let the model's forward take caches of `layers`, of at most `longest` places, and return them.
 
     It is replaced rather than wrapped: modules keep their paths, which profiles and reports name.
     """
@@ -210,12 +211,12 @@ def _take_caches(model: Any, cache_name: str, logits: str, longest: int) -> None
         positions = write_index[:, None] + places
         length = past_key_values[0].shape[2]
         pairs = zip(past_key_values[::2], past_key_values[1::2], strict=True)
-        layers = [_Appending(*pair, starts, counts, made_up) for pair in pairs]
+        states = {layer: _Appending(*pair, starts, counts, made_up) for layer, pair in zip(layers, pairs, strict=True)}
         optional: dict[str, Any] = {"use_cache": True, "return_dict": True}
         if logits == ASKED:  # ALiBi is computed of a mask: every key that there is may be seen
             optional["attention_mask"] = input_ids.new_ones(input_ids.shape[0], length)
         given = {name: value for name, value in optional.items() if name in taken}
-        given |= {"input_ids": input_ids, "position_ids": positions, cache_name: cache_over(layers)}
+        given |= {"input_ids": input_ids, "position_ids": positions, cache_name: cache_over(states)}
         with cached_attention(model, CacheStep(starts, counts, positions, length, longest)):
             found = forward(**given).logits
         if logits != ALL_LOGITS and head is None:
@@ -223,7 +224,7 @@ def _take_caches(model: Any, cache_name: str, logits: str, longest: int) -> None
         asked.clear()
         found = found.argmax(-1) if chooses else found
         kept = found if logits in (ALL_LOGITS, ASKED) else found[:, 0]
-        return [kept, *(tensor for layer in layers for tensor in (layer.keys, layer.values))]
+        return [kept, *(tensor for state in states.values() for tensor in (state.keys, state.values))]
 
     model.forward = step
 
@@ -233,25 +234,27 @@ def _refuse_other_logits(model: Any, sizes: _Sizes, trial: CacheTrial) -> None:
 
     def whole(ids: Tensor) -> Tensor:
         rows, tokens = ids.shape
-        counts = torch.full((rows,), tokens)
-        return at_ends(ids, 0 * counts, counts, _empty_caches(sizes, rows, min(trial.longest, 2 * tokens), model.dtype))
+        caches = _empty_caches(sizes, rows, min(trial.longest, 2 * tokens), model.dtype)
+        for start, end in itertools.pairwise(sorted({0, tokens - 1, tokens})):
+            logits, *caches = call(ids[:, start:end], torch.full((rows,), start), caches)
+        return logits
 
     def at_places(ids: Tensor, places: Tensor, made_up: MadeUpKeys) -> Tensor:
         shapes = _empty_caches(sizes, 1, 1, model.dtype)
         caches = [made_up.of(number % 2, new).expand(len(ids), -1, -1, -1) for number, new in enumerate(shapes)]
-        return at_ends(ids, places, torch.ones_like(places), caches, made_up)
+        return call(ids, places, caches, made_up)[0]
 
-    def at_ends(
-        ids: Tensor, starts: Tensor, counts: Tensor, caches: list[Tensor], made_up: MadeUpKeys | None = None
-    ) -> Tensor:
-        logits: Tensor = model.forward(ids, starts, counts, caches, made_up=made_up, chooses=False)[0]
-        return logits if logits.dim() == 2 else logits[:, -1]
+    def call(ids: Tensor, starts: Tensor, caches: list[Tensor], made_up: MadeUpKeys | None = None) -> list[Tensor]:
+        counts = torch.full_like(starts, ids.shape[1])
+        logits, *after = model.forward(ids, starts, counts, caches, made_up=made_up, chooses=False)
+        return [logits if logits.dim() == 2 else logits[:, -1], *after]
 
     trial.refuse_others(whole, at_places)
 
 
 def _empty_caches(sizes: _Sizes, batch: int, length: int, dtype: torch.dtype) -> list[Tensor]:
-    return [torch.zeros(batch, heads, length, width, dtype=dtype) for heads, width in sizes]
+    of_all = itertools.chain.from_iterable(sizes.values())
+    return [torch.zeros(batch, heads, length, width, dtype=dtype) for heads, width in of_all]
 
 
 def _row_by_row(hidden: Tensor, places: Tensor) -> Tensor:
@@ -289,10 +292,10 @@ class _Recording:
     """Notes the sizes of what a layer wants to cache, and caches nothing: a `LayerState`."""
 
     reported = 0
-    sizes: _Sizes | None = None
+    sizes: tuple[tuple[int, int], tuple[int, int]] | None = None
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        self.sizes = [(each.shape[1], each.shape[3]) for each in (keys, values)]
+        self.sizes = ((keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]))
         return keys, values
 
     def length(self, tokens: Any) -> Any:
@@ -300,7 +303,9 @@ class _Recording:
 
 
 def _probe(where: str, model: Any, cache_name: str) -> _Sizes:
-    """Return what each layer caches of a token, by a run on shapes alone.
+    """Return what the layers that cache keys and values cache of a token, by a run on shapes alone.
+
+    A layer that caches nothing has no state: `_refuse_other_logits` finds out where that is not so.
 
     Raises:
         UserError: It keeps another state than keys and values, or cannot be run.
@@ -320,12 +325,13 @@ def _probe(where: str, model: Any, cache_name: str) -> _Sizes:
             torch.func.functional_call(model, dict(model.named_buffers()), (), given)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         what = f"torch.export cannot trace the model, where values decide what is computed ({first_line(error)})"
-        raise UserError(where, what, got=type(model).__name__, fix=WITHOUT_A_CACHE_OF_OURS) from error
+        raise UserError(where, what, got=type(model).__name__, fix=other_ways(model, compiles=False)) from error
     except Exception as error:  # transformers raises what it likes for a cache that does not fit
         raise other_state(where, model, first_line(error)) from error
-    if not layers or any(layer.sizes is None for layer in layers):
-        raise other_state(where, model, "it caches no keys and values of some layers")
-    return [size for layer in layers for size in layer.sizes or ()]
+    sizes = {number: layer.sizes for number, layer in enumerate(layers) if layer.sizes is not None}
+    if not sizes:
+        raise other_state(where, model, "it caches no keys and values")
+    return sizes
 
 
 def _trace(
@@ -352,5 +358,5 @@ def _trace(
     if growing:
         kwargs[LOGIT_PLACES] = torch.zeros(_TRACED_BATCH, _TRACED_ASKED, dtype=torch.int64)
         shapes[LOGIT_PLACES] = {0: batch, 1: torch.export.Dim("asked", min=1, max=most)}
-    fix = WITHOUT_A_CACHE_OF_OURS if growing else "Compile it without a cache."
+    fix = other_ways(model, compiles=False) if growing else "Compile it without a cache."
     return trace(str(path), model, (), kwargs, shapes, fix, fix)

@@ -28,11 +28,9 @@ from twellc.loaders.tracing import keep_tensor_outputs, trace
 from twellc.options.source import GREEDY_LOGITS, PADDINGS, NoChoiceError, refuse_choices
 from twellc.passes.sizes.conditions import failing_assertions
 
-ATTENTION_MODELS = "a decoder of attention layers, such as LlamaForCausalLM"
-WITHOUT_A_CACHE_OF_OURS = (
-    "Call twellc.optimize(model), and transformers' own generate; or serve it by vLLM. `twellc profile` takes it, too."
-)
+ATTENTION_MODELS = "a decoder of attention layers and layers without a state, such as LlamaForCausalLM"
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+_LAYERS_WITHOUT_STATE = {"mlp", "moe"}  # feed-forward blocks that are layers by themselves, as in Nemotron-H
 
 
 def load_directory(
@@ -214,21 +212,29 @@ def cache_argument(model: Any, where: str) -> str:
         where: What to call it in messages.
 
     Raises:
-        UserError: It is another kind of model, has layers that are not attention, or takes no positions or cache.
+        UserError: It is another kind of model, has layers with another state, or takes no positions or cache.
     """
     if not is_causal(model) or type(model).__name__ not in causal_lm_classes().values():
         expected = "a class of transformers that generates text, such as LlamaForCausalLM"
         raise UserError(where, "is not a causal language model", expected=expected)
     config, taken = model.config.get_text_config(decoder=True), inspect.signature(model.forward).parameters
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS)
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS - _LAYERS_WITHOUT_STATE)
     others = [f"layers of {kind}" for kind in kinds]
     others += [f"no {each}" for each in ("input_ids", "position_ids") if each not in taken]
     argument = next((each for each in ("cache", "past_key_values") if each in taken), None)
     if argument is None or others:
         what = "its cache is not one of keys and values alone, at positions that can be given"
-        fix = WITHOUT_A_CACHE_OF_OURS
-        raise UserError(where, what, got=first_few(others), expected=ATTENTION_MODELS, fix=fix)
+        raise UserError(where, what, got=first_few(others), expected=ATTENTION_MODELS, fix=other_ways(model))
     return argument
+
+
+def other_ways(model: Any, compiles: bool = True) -> str:
+    """Return what runs a model that takes no cache of ours; `compiles` where torch.export may trace it without one."""
+    without = " `twellc compile` may take it without a cache." if compiles else ""
+    return (
+        "Call twellc.optimize(model), and transformers' own generate; or serve it by vLLM, as"
+        f" Twell{type(model).__name__} if vLLM has that class (docs/serve.md). `twellc profile` takes it, too.{without}"
+    )
 
 
 def cached_length(model: Any) -> int:

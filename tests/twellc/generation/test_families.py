@@ -38,6 +38,7 @@ Pair = tuple[CausalModel, Any]
         "falcon-alibi",
         "deepseek-v2",
         "mixtral",
+        "nemotron-h-experts",
     ),
 )
 def test_tokens_are_those_of_transformers(name: str, family: Family) -> None:

@@ -58,7 +58,9 @@ def check_steps(loaded: LoadedModel, own: object, tmp_path: Path | None = None, 
         assert_same(feed(calling(evaluator.run, loaded.cache, len(tokens), torch.float32), tokens, taken), expected)
 
 
-@pytest.mark.parametrize("family", mostly_slow(FAMILIES | SQUARED, "llama", "phi3-window", "falcon", "gemma2"))
+@pytest.mark.parametrize(
+    "family", mostly_slow(FAMILIES | SQUARED, "llama", "phi3-window", "falcon", "gemma2", "nemotron-h")
+)
 def test_families(tmp_path: Path, family: str) -> None:
     model = (FAMILIES | SQUARED)[family]()
     check_steps(load(models.save(model, tmp_path / "model", torch.float32)), model, tmp_path)
@@ -151,6 +153,25 @@ def test_what_is_known(llama: Path) -> None:
     assert [layer.module for layer in layers] == ["model.layers.0.mlp", "model.layers.1.mlp"]
 
 
+def test_layers_without_state_take_no_place(tmp_path: Path) -> None:
+    """Those with a cache keep their numbers in the model."""
+    cache = load(models.save(SQUARED["nemotron-h"](), tmp_path / "model", torch.float32)).cache
+    assert cache is not None
+    assert cache.layers == 2
+    assert [pair.input for pair in cache.pairs] == [
+        f"past_key_values.{layer}.{part}" for layer in (1, 3) for part in ("key", "value")
+    ]
+
+
+def test_a_layer_that_caches_nothing_and_has_a_state(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    own = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: own(self, x.cumsum(1)))
+    with pytest.raises(UserError, match="computes other logits over a cache than without one"):
+        load(llama)
+
+
 MAMBA = {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1}
 
 
@@ -160,7 +181,10 @@ MAMBA = {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, "mamb
         (models.t5, r"--kv-cache: .*, a T5ForConditionalGeneration: is not a causal language model"),
         (models.rwkv, r"--kv-cache: .*, a RwkvForCausalLM: its cache is not one of keys and values alone"),
         (functools.partial(FAMILIES["falcon"], alibi=True), "does not run over a cache"),
-        (models.family("Bamba", **models.WIDE, **MAMBA), "got layers of linear_attention"),
+        (
+            models.family("Bamba", **models.WIDE, **MAMBA),
+            "got layers of linear_attention; .*as TwellBambaForCausalLM",
+        ),
     ],
     ids=["t5", "rwkv", "alibi", "hybrid"],
 )
