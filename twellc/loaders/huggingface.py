@@ -217,9 +217,8 @@ def cache_argument(model: Any, where: str) -> str:
     if not is_causal(model) or type(model).__name__ not in causal_lm_classes().values():
         expected = "a class of transformers that generates text, such as LlamaForCausalLM"
         raise UserError(where, "is not a causal language model", expected=expected)
-    config, taken = model.config.get_text_config(decoder=True), inspect.signature(model.forward).parameters
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS - _LAYERS_WITHOUT_STATE)
-    others = [f"layers of {kind}" for kind in kinds]
+    taken = inspect.signature(model.forward).parameters
+    others = [f"layers of {kind}" for kind in _kinds_with_another_state(model)]
     others += [f"no {each}" for each in ("input_ids", "position_ids") if each not in taken]
     argument = next((each for each in ("cache", "past_key_values") if each in taken), None)
     if argument is None or others:
@@ -232,9 +231,19 @@ def other_ways(model: Any, compiles: bool = True) -> str:
     """Return what runs a model that takes no cache of ours; `compiles` where torch.export may trace it without one."""
     without = " `twellc compile` may take it without a cache." if compiles else ""
     return (
-        "Call twellc.optimize(model), and transformers' own generate; or serve it by vLLM, as"
-        f" Twell{type(model).__name__} if vLLM has that class (docs/serve.md). `twellc profile` takes it, too.{without}"
+        f"Call twellc.optimize(model), and transformers' own generate. {_served(model)}"
+        f" `twellc profile` takes it, too.{without}"
     )
+
+
+def _served(model: Any) -> str:
+    return f"vLLM serves it, as Twell{type(model).__name__} if it has that class (docs/serve.md)."
+
+
+def _kinds_with_another_state(model: Any) -> list[str]:
+    """Return which kinds of layers keep something else than keys and values, as Mamba, linear attention or `conv`."""
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    return sorted(set(kinds) - _ATTENTION_LAYERS - _LAYERS_WITHOUT_STATE)
 
 
 def cached_length(model: Any) -> int:
@@ -308,6 +317,8 @@ def _trace_inputs(path: Path, model: Any, inputs: dict[str, Input]) -> ExportedP
     if any("expert" in f"{name} {type(module).__name__}".lower() for name, module in model.named_modules()):
         fix = f"Mixture-of-experts models cannot be exported as they are. {fix}"
     fix_sizes = f"Compile it for one size, such as {_at_one_size(inputs)}." if dynamic else ""
+    if _kinds_with_another_state(model):
+        fix, fix_sizes = (f"{text} {_served(model)}".strip() for text in (fix, fix_sizes))
     try:
         with traced_attention(model, padded="attention_mask" in inputs, longest=longest_text(model)):
             return trace(str(path), model, (), examples, shapes, fix, fix_sizes)

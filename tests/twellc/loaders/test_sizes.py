@@ -111,6 +111,19 @@ def test_compile_and_check_at_one_size(cli: Cli, canine: Path, tmp_path: Path) -
     failed(result, "does not take every size: dimension 1 of input_ids cannot vary")
 
 
+@pytest.mark.slow
+def test_mamba_at_one_size(tmp_path: Path) -> None:
+    """Of more tokens than a chunk has, which are no multiple of it."""
+    model = models.nemotron_h(layers_block_type=["mamba", "attention", "mlp"])
+    folder = save(model, tmp_path)
+    message = r"dimension 1 of input_ids cannot vary\. Compile it for one size, .* vLLM .* TwellNemotronHForCausalLM"
+    with pytest.raises(UserError, match=message):
+        load_model(TracingOptions(folder))
+    program = load_model(TracingOptions(folder), sizes=(("input_ids", (0, 40)),)).program
+    ids = torch.randint(2, 96, (3, 40))
+    torch.testing.assert_close(Runner(program)({"input_ids": ids})[0], model(ids, use_cache=False).logits)
+
+
 def test_models_that_take_every_size_are_not_fixed(llama: Path) -> None:
     model = load_model(TracingOptions(llama), sizes=(("input_ids", (1, 8)),))
     assert "sizes" not in model.settings and set(model.dimension_names.values()) == {"batch", "sequence"}
