@@ -107,7 +107,7 @@ class LLM:
         max_num_batched_tokens: int | None = None,
         **others: Any,
     ) -> None:
-        idle = refuse_others("twellc.LLM", ENGINE, tuple(LLM.__init__.__kwdefaults__ or ()), others)
+        idle = refuse_others("twellc.LLM", ENGINE, tuple(type(self).__init__.__kwdefaults__ or ()), others)
         precision: Any = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
         if isinstance(precision, str):
             precision = _DTYPES.get(precision, precision)
