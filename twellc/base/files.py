@@ -23,8 +23,8 @@ from twellc.base.errors import UserError
 
 # Signals that ask a program to end: Ctrl-C, kill, and a terminal that closes.
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# In the hidden folder `.twellc-…` beside the output NAME there are `staged/NAME` and `scratch/NAME/…`, and at the end
-# `replaced/NAME`, an existing file until all outputs are in their places.
+# The hidden folder `.twellc-…` beside the output NAME holds `staged/NAME` and `scratch/NAME/…`, and at the end
+# `replaced/NAME`, the file that was there, until all outputs are in their places.
 _STAGING = ".twellc-"
 _STAGED, _SCRATCH, _REPLACED = "staged", "scratch", "replaced"
 
@@ -268,7 +268,7 @@ def why_no_file(path: Path) -> str:
 
 
 def open_file(path: Path) -> BufferedReader:
-    """Open a plain file to read. A pipe would be waited for, and a device may do anything.
+    """Open a plain file to read; opening a pipe would wait, and a device may do anything.
 
     Raises:
         UserError: There is none at the path.

@@ -21,8 +21,8 @@ from twellc.passes.block_profile import hot_first
 from twellc.passes.report import Choice, Expectation, ExpectedTime
 from twellc.plugins.library import COMPRESSIONS, TILE
 
-# Of the best gain, this share is enough for fewer hot neurons. A dense block, which needs no plugin, stays unless TwELL
-# is this much faster.
+# Fewer hot neurons are chosen if they reach this share of the best gain. A dense block, which needs no plugin, stays
+# unless TwELL is this much faster.
 _WORTH_IT = 0.99
 _LEAST_GAIN = 1.03
 # The share of a row's tiles that may hold more non-zeros than slots.

@@ -41,8 +41,8 @@ NAME = "twellc"
 # CPU implementation, so experts there stay as they are, with their strides.
 DEVICES = frozenset({"cuda"})
 # Tokens of an expert, on average. With more of them nearly every neuron fires for one of them, and the dense grouped
-# product of transformers is faster: on an H200, with Nemotron 3 Nano's sizes, it takes 1.01 to 1.22 times as long at 24
-# tokens, 0.67 times at 96.
+# product of transformers is faster: on an H200, with Nemotron 3 Nano's sizes, it takes 1.01 to 1.22 times as long as
+# the op at 24 tokens, 0.67 times at 96.
 _MOST_TOKENS = 24
 _TAKEN = "_twellc_experts"
 

@@ -96,8 +96,8 @@ class CompileOptions(TracingOptions, DecisionOptions, WeightOptions):
     def requested_profiles(self) -> list[tuple[str, ShapeRange]]:
         """The shape ranges of inputs.
 
-        A model with a cache has one for prompts, and three for a token of each sequence: for any number of sequences,
-        for few and for one, each faster than the one before it.
+        A model with a cache has one for prompts, and up to three for a token of each sequence: for any number of
+        sequences, for few and for one, each faster than the one before it.
         """
         cache = self.cache
         if cache is None:

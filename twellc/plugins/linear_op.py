@@ -11,7 +11,7 @@ Shapes: x [..., in], weight [out, in] (`torch.nn.Linear`'s), bias [out], norm_we
 
 over the last dimension, with ones and zeros where these are None. `splits` are the widths of the outputs: there is one
 output for each piece of the weight's rows; with more than one there can be no residual. With `choose` the output is
-int64 [...] instead, `y.argmax(-1)`: of equals the first one, and the first NaN where there is one. All tensors share
+int64 [...] instead, `y.argmax(-1)`: the first of equal ones, and the first NaN where there is one. All tensors share
 one dtype; or the weight is float8_e4m3fn, and `weight_scale`, float32 [] or [out, 1], multiplies it: see
 docs/weights.md.
 

@@ -212,7 +212,7 @@ def _load_rtx_shim() -> None:
 def check_installed() -> list[Registration]:
     """Register in every installed TensorRT, each in a separate process, and return the results.
 
-    In a Python module `register` does it. In a library that the dynamic linker finds by its name it happens as in
+    `register` does this for a Python module. A library that the dynamic linker finds by its name gets the plugins as in
     trtexec and Triton: by opening the plugin library.
     """
     modules = [[name for name in names if importlib.util.find_spec(name) is not None] for names in MODULES]
