@@ -13,9 +13,11 @@ from tests import models
 from tests.models import Written, calls, canonicalize, export, run
 from tests.tolerance import assert_as_accurate, assert_same
 from twellc.eager.experts import hidden_of, up_of
+from twellc.passes.fp8 import Wish
 from twellc.passes.match.activations import packet
 from twellc.passes.match.find_ffn import FfnBlock, find_ffn_blocks
-from twellc.passes.pipeline import PassOptions, Rewritten, run_passes
+from twellc.passes.match.shared_axis import Part
+from twellc.passes.pipeline import PassOptions, Rewritten, run_for_ranks, run_passes
 from twellc.passes.rewrite_experts import rewrite_experts
 
 FORMS = ("grouped_mm", "batched_mm")
@@ -131,6 +133,32 @@ def test_numbers_of_no_expert(form: str, number: int, meant: int | None) -> None
     assert_same(run(program, x, ids, weights)[0], expected)
     done = in_bf16(program).program
     assert torch.equal(run(done, x, ids, weights)[0], run(done, x, others, factors)[0])
+
+
+def test_ranks_and_bits() -> None:
+    """Each rank computes experts whole, with weights in 16 bits, beside its share of a block."""
+    layer = made(*KINDS["relu2"][:-1])
+    module = Written(
+        lambda self, *given: self.ffn(self.experts(*given)),
+        experts=layer,
+        ffn=models.Plain(d_model=24, d_ff=32).bfloat16(),
+    )
+    x, ids, weights = drawn(layer, 1, 1, torch.bfloat16)  # sizes that are all 1 are no vectors
+    options = PassOptions(torch.bfloat16, weights=Wish(True), part=Part(0, 2))
+    program = export(module, x, ids, weights)
+    for rank in run_for_ranks(program, options):
+        assert calls(rank.program)["experts"] == calls(rank.program)["mlp"] == 1
+        assert any("stays whole on every rank: it is a mixture of experts" in note for note in rank.notes)
+        reasons = [row.reason for row in rank.layers]
+        assert reasons == [
+            "matches; weights in 16 bits, experts are not quantised",
+            "matches; weights in 8 bits, quantised",
+        ]
+    whole = run_passes(program, PassOptions(torch.bfloat16)).program
+    wide = torch.nn.functional.linear(truth_of(layer, x, ids, weights), module.ffn.up.weight.double()).relu()
+    truth = torch.nn.functional.linear(wide, module.ffn.down.weight.double())
+    with torch.no_grad():
+        assert_as_accurate(run(whole, x, ids, weights)[0], module(x, ids, weights), truth)
 
 
 def block_of(layer: Any, form: str) -> tuple[ExportedProgram, FfnBlock]:

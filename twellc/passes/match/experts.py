@@ -247,7 +247,7 @@ def _is_inverse(node: Node | None, sort: Node) -> bool:
     """Whether `node` puts sorted rows back: it holds at each place of the order that place's number."""
     if node is None or packet(node) is not aten.index_put or any(arguments(node)[3:]):
         return False
-    places, numbers = arguments(node)[1:3]
+    places, numbers = arguments(node)[1], _flat(arguments(node)[2])
     counts = len(places) == 1 and packet(numbers) is aten.arange and len(arguments(numbers)) == 1
     return counts and _is_order(places[0], sort) and same_sizes(*_shapes(numbers, node))
 
