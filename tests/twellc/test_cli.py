@@ -80,7 +80,7 @@ def test_compile_to_a_plan(cli: Cli, archive: Path, tmp_path: Path) -> None:
     assert run["tokens"] == 6 and 0.3 < run["density"] < 0.7 and run["inputs"] == "random numbers"
     facts = {"variant": "gated", "activation": "relu", "d_model": 16, "d_ff": 320, "d_out": 16, "matched": True}
     facts |= {"decision": "twell", "reason": "matches", "residual": True, "hot": 0, "short_run": run}
-    facts["norm"] = "none"
+    facts |= {"norm": "none", "experts": 0, "top": 0}
     assert manifest["layers"] == [{"module": "ffn", **facts}]
     assert manifest["plugins"]["names"] == ["TwellGatedMlp"]
     assert manifest["onnx"] == {"file": "m.onnx", "sha256": sha256(graph)}
@@ -171,6 +171,7 @@ def test_dump_graphs(cli: Cli, archive: Path, linear: Path, tmp_path: Path) -> N
         "feature_last",
         "in_precision",
         "rewrite_ffn",
+        "rewrite_experts",
         "rewrite_attention",
         "rewrite_linear",
         "rotate_in_caches",
@@ -180,7 +181,7 @@ def test_dump_graphs(cli: Cli, archive: Path, linear: Path, tmp_path: Path) -> N
     assert sorted(files_in(folder)) == [f"{number:02}-{name}.txt" for number, name in enumerate(names)]
     assert "torch.ops.aten.relu" in (folder / "10-in_precision.txt").read_text()
     assert "torch.ops.twell.gated_mlp" in (folder / "11-rewrite_ffn.txt").read_text()
-    assert "twell::TwellGatedMlp" in (folder / "16-optimize_exactly.txt").read_text()
+    assert "twell::TwellGatedMlp" in (folder / "17-optimize_exactly.txt").read_text()
     assert cli("compile", linear, *arguments).exit_code == 0
     assert "bfloat16" not in (folder / "09-feature_last.txt").read_text()
     assert "bfloat16" in (folder / "10-in_precision.txt").read_text()
