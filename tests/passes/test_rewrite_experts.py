@@ -135,6 +135,32 @@ def test_numbers_of_no_expert(form: str, number: int, meant: int | None) -> None
     assert torch.equal(run(done, x, ids, weights)[0], run(done, x, others, factors)[0])
 
 
+def with_zeros(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Compute experts as transformers 5.12 does: rows of numbers that are no expert's are set to 0."""
+    layer, top = module.experts, ids.shape[1]
+    numbers, order = ids.reshape(-1).sort()
+    none = (numbers >= layer.num_experts).unsqueeze(-1)
+    ends = torch.histc(numbers.float(), layer.num_experts, 0, layer.num_experts - 1).cumsum(0, dtype=torch.int32)
+    rows = x[order // top].masked_fill(none, 0.0)
+    hidden = torch._grouped_mm(rows, layer.up_proj.mT, offs=ends).relu().square()
+    y = torch._grouped_mm(hidden, layer.down_proj.mT, offs=ends) * weights.reshape(-1)[order].unsqueeze(-1)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(order.size(0))
+    return y.masked_fill(none, 0.0)[back].view(-1, top, 24).sum(1).to(x.dtype)
+
+
+def test_other_releases() -> None:
+    layer = made(*KINDS["relu2"][:-1])
+    x, ids, weights = drawn(layer, 9, 2, torch.bfloat16)
+    module = Written(with_zeros, experts=layer)
+    done = in_bf16(export(module, x, ids, weights))
+    assert calls(done.program) == {"experts": 1}
+    ids[3, 1] = 6
+    truth = truth_of(layer, x, ids.clamp(max=5), weights * (ids < 6))
+    with torch.no_grad():
+        assert_as_accurate(run(done.program, x, ids, weights)[0], module(x, ids, weights), truth)
+
+
 def test_ranks_and_bits() -> None:
     """Each rank computes experts whole, with weights in 16 bits, beside its share of a block."""
     layer = made(*KINDS["relu2"][:-1])

@@ -9,6 +9,8 @@ by expert (`grouped_mm`), so that those of an expert follow each other:
 
     y = sum over a token's experts of (product * weights), for which sorted rows are put back into the order of tokens
 
+Some releases set sorted rows of numbers that are no expert's to 0, before and behind the products.
+
 x is [tokens, d_model], ids and weights are [tokens, top], W is [experts, out, in] or [experts, in, out], y is
 [tokens, d_out]. What stands between two products is read as in any feed-forward block, see `find_ffn.py`.
 """
@@ -92,7 +94,7 @@ class ExpertsReader(LinearReader):
             return None
         shape = operand(node).meta["val"].shape
         product, inverse = _picked(_before_cast(operand(node)))
-        product = _flat(product)
+        product, left_out = _unmasked(_flat(product))
         if packet(product) is not aten.mul or len(shape) != 3 or not isinstance(shape[1], int):
             return None
         for given, factor in (arguments(product), arguments(product)[::-1]):
@@ -112,6 +114,8 @@ class ExpertsReader(LinearReader):
         if not all(_is(each.meta["val"].numel(), count) for each in (rows.ids, weights)):
             return None
         experts = int(down.weight.node.meta["val"].shape[0])
+        if left_out not in (None, (rows.sort, experts)):
+            return None
         wraps = rows.sort is None and not _is_choice(rows.ids, experts)
         return down, Routing(experts, top, rows.ids, _flat(weights), _cast_of(node, down.node), wraps)
 
@@ -124,8 +128,10 @@ class ExpertsReader(LinearReader):
             is_repeated = packet(up.x) is aten.repeat_interleave and arguments(up.x)[1:] == (top, 0)
             x = operand(up.x) if is_repeated else None
         else:
-            picked, places = _picked(up.x)
-            x = picked if _is_token(places, rows.sort, top) else None
+            source, left_out = _unmasked(up.x)
+            picked, places = _picked(source)
+            is_row = _is_token(places, rows.sort, top) and left_out in (None, (rows.sort, routing.experts))
+            x = picked if is_row else None
         if x is None:
             return None
         sizes = [*routing.y.meta["val"].shape[:1], width(up.x)]
@@ -213,6 +219,15 @@ def _picked(node: Node) -> tuple[Node, Node | None]:
     return (operand(node), index) if value.dim() == 1 and value.dtype != torch.bool else (node, None)
 
 
+def _unmasked(node: Node) -> tuple[Node, tuple[Node, int] | None]:
+    """Read `node` as sorted rows with 0 in those of no expert, as some releases write; also return what says which."""
+    mask = _flat(operand(node, 1)) if packet(node) is aten.masked_fill and arguments(node)[2] == 0 else None
+    if mask is None or packet(mask) is not aten.ge or operand(mask).target is not operator.getitem:
+        return node, None
+    sort, place = arguments(operand(mask))
+    return (_flat(operand(node)), (sort, arguments(mask)[1])) if place == 0 else (node, None)
+
+
 def _sorted_rows(ends: object, experts: int) -> _Rows | None:
     """Read where the rows of each expert end: cumsum(histc(numbers, experts, 0, experts - 1), 0)."""
     if not isinstance(ends, Node) or packet(ends) is not aten.cumsum or arguments(ends)[1] != 0:
@@ -253,7 +268,9 @@ def _is_inverse(node: Node | None, sort: Node) -> bool:
 
 
 def _is_choice(node: Node, experts: int) -> bool:
-    """Whether `node` holds places of no more than so many numbers, as of the largest."""
+    """Whether `node` holds places of no more than so many numbers, as of the largest, or is clamped to such."""
+    if packet(node) is aten.clamp:
+        return arguments(node)[1:] == (0, experts - 1)
     if node.target is not operator.getitem or packet(operand(node)) is not aten.topk:
         return False
     scores = operand(operand(node)).meta["val"].shape
