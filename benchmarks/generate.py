@@ -69,6 +69,7 @@ from twellc.generation.choice import Prompt
 from twellc.generation.directory import load_directory
 from twellc.generation.plan import load_plan
 from twellc.generation.steps import Decoder
+from twellc.options.commands import LLMOptions
 
 FP8_LINEAR = f"{FP8} all linear"
 TWELL_COMPILED_FP8, PLAN_TWELL_FP8 = f"{TWELL_COMPILED} FP8", f"{PLAN_TWELL} FP8"
@@ -190,7 +191,10 @@ def make_contestants(model: Any, cache: int, labels: set[str], prefill: bool) ->
 def _program(model: Any, cache: int, compiled: bool, weights: str) -> Backend:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        return load_directory(Path(folder), session.DEVICE, None, cache, compiled, "all", weights)[0]
+        options = LLMOptions(
+            device=session.DEVICE, max_model_len=cache, compiled=compiled, layers="all", weights=weights
+        )
+        return load_directory(Path(folder), options)[0]
 
 
 def _open_plan(path: Path) -> Backend:

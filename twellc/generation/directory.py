@@ -23,8 +23,9 @@ from twellc.generation.program import ProgramCalls
 from twellc.loaders.cached import LARGEST_BATCH, NO_LIMIT, load_with_cache
 from twellc.loaders.model import load_model
 from twellc.loaders.precision import choose_dtype
+from twellc.options.commands import LLMOptions
 from twellc.options.source import CacheOptions, TracingOptions
-from twellc.options.weights import KEEP, refuse_samples
+from twellc.options.weights import refuse_samples
 from twellc.passes.attention import CUDNN, OPERATOR
 from twellc.passes.graph.device import on_device
 from twellc.passes.graph.program import quiet_torch, user_inputs
@@ -39,29 +40,12 @@ _CHUNKS = {"cpu": 256}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def load_directory(
-    path: Path,
-    device: str | torch.device | None = "auto",
-    dtype: str | None = None,
-    length: int | None = None,
-    compiled: bool = False,
-    layers: str = "auto",
-    weights: str = KEEP,
-    fp8_error: float | None = None,
-    text: Path | None = None,
-) -> tuple[PlanBackend, KeyValueCache, list[str]]:
+def load_directory(path: Path, options: LLMOptions) -> tuple[PlanBackend, KeyValueCache, list[str]]:
     """Load a Hugging Face directory, its blocks and the linear layers outside of them by the `twell` ops.
 
     Args:
         path: The directory.
-        device: `auto`, `cpu`, `cuda` or `cuda:N`; `auto` and None are the GPU where torch sees one.
-        dtype: `bf16`, `fp16` or `fp32`; None is that of the weights, on a GPU bf16 for float32.
-        length: How many places the cache of a row has; None makes them as they are needed.
-        compiled: Whether torch.compile compiles prompts and decoding.
-        layers: Which blocks the `twell` ops compute, see `decide`.
-        weights: In how many bits, likewise; `fp8` means the linear layers, too.
-        fp8_error: The largest relative error of a block in FP8.
-        text: What that is measured on.
+        options: How it is run; tokenizer and chunks of prompts are not for here.
 
     Returns:
         What computes it, what is known of its cache, and what the user should know.
@@ -69,33 +53,33 @@ def load_directory(
     Raises:
         UserError: There is no causal language model, no such device, or see `load_with_cache`.
     """
-    options = refuse_other_weights(weights, fp8_error)
-    refuse_samples(options, {"--text": text})
-    chosen = choose_device("auto" if device is None else device)
-    in_dtype, notes = _precision_for(dtype, chosen)
+    refuse_other_weights(options.weights, options.fp8_error)
+    refuse_samples(options, {"--text": options.text})
+    chosen, length = choose_device(options.device), options.max_model_len
+    in_dtype, notes = _precision_for(options.dtype, chosen)
     sizes = CacheOptions(NO_LIMIT if length is None else length, LARGEST_BATCH, _CHUNKS.get(chosen.type))
     loaded = load_with_cache(path, sizes, ASKED, in_dtype)
     cache = loaded.cache
     assert cache is not None
     errors = None
-    if text is not None:  # a model with a cache has other inputs than a text; its blocks are those of one without
+    if options.text is not None:  # a model with a cache has other inputs than a text; its blocks are those without
         plain = load_model(TracingOptions(path))
         limits = Limits(program_inputs(plain.program), None, plain.vocabulary)
-        samples = read_text(text, path, plain.language_model, limits).samples
+        samples = read_text(options.text, path, plain.language_model, limits).samples
         precision = cache.dtype if cache.dtype in DTYPES else None
         errors = measure_errors(plain, choose_dtype(plain, precision)[0], samples, lambda _: None)
     by_lengths = chosen.type == "cuda" and attends_by_cudnn()
     attention = (CUDNN, OPERATOR) if by_lengths else (OPERATOR,)
     wanted = PassOptions(
-        layers=layers, attention=attention, weights=wish_of(options, errors), linear="twell", experts=False
+        layers=options.layers, attention=attention, weights=wish_of(options, errors), linear="twell", experts=False
     )
     with quiet_torch():
         rewritten = run_passes(loaded.program, wanted)
     names = [loaded.input_names[node.name] for node in user_inputs(loaded.program)]
     notes = [*loaded.notes, *notes, *rewritten.notes]
-    said, of_blocks = _said(rewritten, layers, chosen)
-    name = f"torch on {_device_name(chosen)}, {said} by the twell ops{', compiled' * compiled}"
-    calls = ProgramCalls(on_device(rewritten.program, chosen, {}), names, chosen, compiled)
+    said, of_blocks = _said(rewritten, options.layers, chosen)
+    name = f"torch on {_device_name(chosen)}, {said} by the twell ops{', compiled' * options.compiled}"
+    calls = ProgramCalls(on_device(rewritten.program, chosen, {}), names, chosen, options.compiled)
     return PlanBackend(name, cache, calls, growing=length is None), cache, [*notes, *of_blocks]
 
 

@@ -31,6 +31,7 @@ from twellc.generation.steps import Step
 from twellc.generation.text import Answer, Messages, load_codec
 from twellc.generation.vllm_names import CALL, ENGINE, PROMPT, refuse_others
 from twellc.loaders.checkpoint import pad_token
+from twellc.options.commands import LLMOptions
 from twellc.options.source import refuse_missing
 from twellc.options.weights import KEEP
 
@@ -121,15 +122,22 @@ class LLM:
         refuse_missing(path, "a Hugging Face directory, or a plan")
         settings: Any = GenerationConfig
         plain_config: Any = PreTrainedConfig
+        options = LLMOptions(
+            device="auto" if device is None else str(device),
+            dtype=precision,
+            max_model_len=max_model_len,
+            compiled=compiled,
+            layers=layers,
+            weights=weights,
+            fp8_error=fp8_error,
+            text=None if text is None else Path(text),
+        )
         if path.is_dir():
-            measured = None if text is None else Path(text)
-            options = (path, device, precision, max_model_len, compiled, layers, weights, fp8_error, measured)
-            backend, cache, notes = load_directory(*options)
+            backend, cache, notes = load_directory(path, options)
             folder = path
         else:
-            quantises = {"weights": weights != KEEP, "fp8_error": fp8_error is not None, "text": text is not None}
-            _refuse_of_a_plan(dtype=precision, compiled=compiled, layers=layers != "auto", **quantises)
-            backend, cache = load_plan(path, device)
+            _refuse_of_a_plan(options)
+            backend, cache = load_plan(path, options.device)
             notes = []
             folder = path.with_name(cache.text or path.name)
             if max_model_len is not None and max_model_len != backend.longest:
@@ -486,10 +494,10 @@ def _refuse_other_kinds(
             raise UserError(name, "is not what twellc.LLM takes", got=repr(value)[:80], expected=expected)
 
 
-def _refuse_of_a_plan(**given: Any) -> None:
+def _refuse_of_a_plan(options: LLMOptions) -> None:
     """Fail if options are given that a plan has no choice of."""
-    for name, value in given.items():
-        if value:
+    for name in ("dtype", "compiled", "layers", "weights", "fp8_error", "text"):
+        if getattr(options, name) != getattr(LLMOptions(), name):
             raise UserError(name, "is of directories alone: a plan is what it was compiled to be", fix="Leave it out.")
 
 

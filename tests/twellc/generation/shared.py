@@ -13,10 +13,12 @@ from twellc.generation.model import CausalModel
 from twellc.generation.plan import PlanBackend
 from twellc.loaders.cached import load_with_cache
 from twellc.loaders.loaded import LoadedModel
+from twellc.options.commands import LLMOptions
 from twellc.options.source import CacheOptions
 from twellc.passes.graph.execution import Runner
 
 LENGTHS = (7, 12, 1)
+CPU = LLMOptions(device="cpu")
 
 
 def prompts(*lengths: int) -> tuple[Tensor, Tensor]:
@@ -27,7 +29,7 @@ def prompts(*lengths: int) -> tuple[Tensor, Tensor]:
 
 def made(folder: Path, model: Any, chunk: int = 1 << 20) -> CausalModel:
     """Return the model under test, and give transformers' own the same settings."""
-    backend, *_ = load_directory(folder, "cpu")
+    backend, *_ = load_directory(folder, CPU)
     backend.chunk = chunk
     settings = GenerationConfig(pad_token_id=0, eos_token_id=2)
     model.generation_config = settings

@@ -1,6 +1,7 @@
 """A directory as the program of its plan, run by torch."""
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from twellc.generation.directory import load_directory
 from twellc.generation.plan import PlanBackend
 from twellc.generation.program import by_torch, in_place
 from twellc.loaders.cached import load_with_cache
+from twellc.options.commands import LLMOptions
 from twellc.options.source import CacheOptions
 from twellc.passes.fp8 import Wish
 from twellc.passes.pipeline import PassOptions, run_passes
@@ -51,7 +53,7 @@ def test_families(family: str, device: str, tmp_path: Path) -> None:
     """Several rows and one, to the last of 144 places: as accurate as the model in bfloat16 without a cache."""
     model = ALL[family](**{"n_positions" if family == "gpt2" else "max_position_embeddings": LENGTH})
     folder = models.save(model, tmp_path / "model", torch.bfloat16)
-    backend, _, notes = load_directory(folder, device)
+    backend, _, notes = load_directory(folder, LLMOptions(device=device))
     ids = torch.randint(2, 96, (len(PROMPTS), LENGTH))
     with torch.no_grad():
         plain = model(input_ids=ids, use_cache=False).logits
@@ -77,7 +79,7 @@ def test_answers(family: Family) -> None:
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
         assert [answer.outputs[0].token_ids for answer in answers] == expected[:, length:].tolist()
     with pytest.raises(UserError, match="max_model_len: is out of range for this model's cache; got 601"):
-        load_directory(folder, "cpu", length=601)
+        load_directory(folder, LLMOptions(device="cpu", max_model_len=601))
 
 
 def test_experts_that_cannot_be_traced(family: Family) -> None:
@@ -85,7 +87,7 @@ def test_experts_that_cannot_be_traced(family: Family) -> None:
     folder, _ = family("JetMoe", num_local_experts=4, kv_channels=8)
     message = r"torch\.export cannot trace the model, where values decide .* Call twellc\.optimize\(model\)"
     with pytest.raises(UserError, match=message):
-        load_directory(folder, "cpu")
+        load_directory(folder, LLMOptions(device="cpu"))
 
 
 @pytest.mark.parametrize("weights", ["keep", "fp8"])
@@ -115,8 +117,8 @@ def test_compiled(device: str, bytelm: Path, monkeypatch: pytest.MonkeyPatch) ->
     """With FP8 weights: what torch.compile makes of the program writes caches in place, too."""
     if device == "cpu":
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    given = (bytelm, device, "bf16", 40)
-    eager, compiled = (load_directory(*given, each, weights="fp8")[0] for each in (False, True))
+    options = LLMOptions(device=device, dtype="bf16", max_model_len=40, weights="fp8")
+    eager, compiled = (load_directory(bytelm, replace(options, compiled=each))[0] for each in (False, True))
     linear = " and 9 linear layers (8 in FP8)" if device == "cuda" else ""
     assert f"4 feed-forward blocks (4 in FP8){linear} by the twell ops" in compiled.name
     for rows in (1, 3):
@@ -129,7 +131,7 @@ def test_compiled(device: str, bytelm: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_step_replayed_is_the_same(tmp_path: Path) -> None:
     """A thousand times, bit for bit."""
     folder = models.save(ALL["llama"](hidden_size=256, num_attention_heads=4), tmp_path / "model", torch.bfloat16)
-    backend, *_ = load_directory(folder, "cuda")
+    backend, *_ = load_directory(folder, LLMOptions(device="cuda"))
     ids = torch.randint(2, 96, (3, 16)).cuda()
     backend.begin(3, 16)
     backend.fill(ids[:, :15], 0)

@@ -3,6 +3,7 @@
 import functools
 import gc
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import DynamicCache, GenerationConfig
 from tests import models
 from tests.caches import IN_TORCH, mostly_slow
 from tests.twellc.generation.conftest import Family
-from tests.twellc.generation.shared import LENGTHS, by_a_plan, generate_alone, made, prompts
+from tests.twellc.generation.shared import CPU, LENGTHS, by_a_plan, generate_alone, made, prompts
 from twellc.base.errors import UserError
 from twellc.generation.directory import load_directory
 from twellc.generation.model import CausalModel
@@ -71,7 +72,7 @@ def test_a_cache_is_gone_when_there_is_a_larger_one(family: Family) -> None:
     gc.collect()
     gc.disable()
     try:
-        backend, *_ = load_directory(folder, "cpu")
+        backend, *_ = load_directory(folder, CPU)
         backend.begin(2, 10)
         keys = weakref.ref(backend._memory[0])
         assert keys() is not None
@@ -85,7 +86,7 @@ def test_every_size_is_compiled(family: Family, monkeypatch: pytest.MonkeyPatch)
     """torch stops after eight sizes of one function, here after two; prompts and steps go on."""
     folder, model = family("llama")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    backend, *_ = load_directory(folder, "cpu", compiled=True)
+    backend, *_ = load_directory(folder, replace(CPU, compiled=True))
     ours = CausalModel(backend, model.config, GenerationConfig(pad_token_id=0, eos_token_id=2))
     with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
         for batch, width in ((1, 3), (2, 5), (3, 9)):
@@ -188,7 +189,7 @@ def test_other_logits_over_a_cache(name: str, family: Family) -> None:
     folder, _ = family(name, **(windows if name == "GPTNeo" else {"is_decoder": True}))
     message = r"computes other logits over a cache than without one; got \w+, off by"
     with pytest.raises(UserError, match=f"the model {message}"):
-        load_directory(folder, "cpu")
+        load_directory(folder, CPU)
     with pytest.raises(UserError, match=f"--kv-cache: .* {message}"):
         load_with_cache(folder, CacheOptions(32), "last", torch.float32)
 
@@ -197,7 +198,7 @@ def test_positions_that_do_not_begin_at_0(family: Family) -> None:
     """XLM-RoBERTa's begin behind that of padding; in bfloat16 rounding could explain by how much it is off."""
     folder, _ = family("XLMRoberta", is_decoder=True)
     with pytest.raises(UserError, match=r"got XLMRobertaForCausalLM, off by \d+\.\d% at positions from 0 on"):
-        load_directory(folder, "cpu", "bf16")
+        load_directory(folder, replace(CPU, dtype="bf16"))
 
 
 def llama4(**changes: Any) -> Any:
@@ -218,7 +219,7 @@ def test_one_number_for_the_length_of_all_rows(dtype: torch.dtype, tmp_path: Pat
         r"computes other logits over a cache than without one; got Llama4ForCausalLM, (off by|which asks how long)"
     )
     with pytest.raises(UserError, match=message):
-        load_directory(folder, "cpu")
+        load_directory(folder, CPU)
     with pytest.raises(UserError, match=message):
         load_with_cache(folder, CacheOptions(32), "last", dtype)
 
@@ -237,7 +238,7 @@ def test_a_window_of_its_own_behind_thousands_of_places(window: int, family: Fam
     options = {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4}
     folder, _ = family("GPTNeo", **options, window_size=window, max_position_embeddings=4096)
     with pytest.raises(UserError, match=r"computes other logits over a cache than without one; got \w+, off by .* of "):
-        load_directory(folder, "cpu")
+        load_directory(folder, CPU)
 
 
 def test_models_that_compute_nothing(family: Family, tmp_path: Path) -> None:
@@ -246,12 +247,12 @@ def test_models_that_compute_nothing(family: Family, tmp_path: Path) -> None:
         model.model.layers[1].mlp.up_proj.weight[3] = torch.nan
     models.save(model, tmp_path, torch.float32)
     with pytest.raises(UserError, match=r"the model computes logits that are NaN; got LlamaForCausalLM in float32"):
-        load_directory(tmp_path, "cpu")
+        load_directory(tmp_path, CPU)
     with pytest.raises(UserError, match=f"--kv-cache: {tmp_path}: the model computes logits that are NaN; .* bfloat16"):
         load_with_cache(tmp_path, CacheOptions(32), "last", torch.bfloat16)
     folder, _ = family("llama", num_key_value_heads=3)  # of 4 heads
     with pytest.raises(UserError, match=r"the model cannot be run \(.*\); got LlamaForCausalLM\. Check that"):
-        load_directory(folder, "cpu")
+        load_directory(folder, CPU)
 
 
 def test_one_cache_serves_calls_of_several_sizes(pair: Pair) -> None:

@@ -19,6 +19,7 @@ from twellc.generation.directory import load_directory
 from twellc.generation.llm import LLM
 from twellc.generation.model import CausalModel
 from twellc.generation.sampling import SamplingParams
+from twellc.options.commands import LLMOptions
 from twellc.plugins import library
 from twellc.plugins.cache_op import attends_by_cudnn
 
@@ -37,7 +38,7 @@ def pair(family: Family) -> tuple[CausalModel, Any]:
 
 
 def loaded(folder: Path, dtype: str = "fp32", layers: str = "none", **options: Any) -> CausalModel:
-    backend, *_ = load_directory(folder, "cuda", dtype, layers=layers, **options)
+    backend, *_ = load_directory(folder, LLMOptions(device="cuda", dtype=dtype, layers=layers, **options))
     config: Any = PreTrainedConfig
     settings = GenerationConfig(pad_token_id=0, eos_token_id=2)
     return CausalModel(backend, config(vocab_size=backend.vocabulary), settings)

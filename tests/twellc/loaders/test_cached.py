@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from tests import models
-from tests.caches import FAMILIES, SQUARED, calling, feed, mostly_slow, steps, transformers_own
+from tests.caches import FAMILIES, IN_TORCH, SQUARED, calling, feed, mostly_slow, steps, transformers_own
 from tests.tolerance import assert_as_accurate, assert_same
 from tests.twellc.loaders.test_checkpoint import sparselm
 from twellc.base.errors import UserError
@@ -161,6 +161,13 @@ def test_layers_without_state_take_no_place(tmp_path: Path) -> None:
     assert [pair.input for pair in cache.pairs] == [
         f"past_key_values.{layer}.{part}" for layer in (1, 3) for part in ("key", "value")
     ]
+
+
+def test_experts_reach_the_passes(tmp_path: Path) -> None:
+    """Chosen by groups, with a bias, in a latent space, as the best ones without a look at values."""
+    folder = models.save(IN_TORCH["nemotron-h-experts"](), tmp_path / "model", torch.bfloat16)
+    layers = run_passes(load(folder, None).program, PassOptions()).layers
+    assert ("model.layers.0.mixer.experts", "twell") in [(layer.module, layer.decision) for layer in layers]
 
 
 def test_a_layer_that_caches_nothing_and_has_a_state(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

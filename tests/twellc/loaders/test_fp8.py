@@ -22,6 +22,7 @@ from twellc.loaders.cached import load_with_cache
 from twellc.loaders.huggingface import open_directory
 from twellc.loaders.model import load_model
 from twellc.loaders.precision import choose_dtype
+from twellc.options.commands import LLMOptions
 from twellc.options.source import CacheOptions, TracingOptions
 from twellc.plugins.fp8 import E4M3, Fp8
 
@@ -141,9 +142,9 @@ def test_blocks_keep_their_bytes(form: str, folder: Path) -> None:
 
 def test_generation_runs_blocks_in_fp8(folder: Path) -> None:
     write(folder, "FP8_DYNAMIC")
-    backend, _, notes = load_directory(folder, "cpu")
+    backend, _, notes = load_directory(folder, LLMOptions(device="cpu"))
     assert "2 feed-forward blocks (2 in FP8) by the twell ops" in backend.name
-    backend, _, notes = load_directory(folder, "cpu", layers="layers.1")
+    backend, _, notes = load_directory(folder, LLMOptions(device="cpu", layers="layers.1"))
     assert "1 feed-forward blocks (1 in FP8) by the twell ops" in backend.name
     assert any("dequantised" in note for note in notes), notes
 
@@ -281,7 +282,7 @@ def test_weights_that_overflow_float16(folder: Path, linear: str) -> None:
     with pytest.raises(UserError, match=rf"{GATE}\.weight: its values overflow float16"):
         twellc.inspect(folder, linear=linear, dtype="fp16")
     with pytest.raises(UserError, match=rf"{GATE}\.weight: its weights in E4M3 times their scales overflow float16"):
-        load_directory(folder, "cpu", "fp16")
+        load_directory(folder, LLMOptions(device="cpu", dtype="fp16"))
 
 
 def test_layers_whose_weight_the_model_looks_at(tmp_path: Path) -> None:
