@@ -1,5 +1,6 @@
 """What `twellc inspect` counts, against counts of real computations."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.models import Gated, Plain, Residual, export
 from tests.onnx_graphs import gated
 from tests.twellc.checks.runs import changed, twell_nodes
 from tests.twellc.test_cli import failed
+from twellc.commands.blocks import print_layers
 from twellc.decisions import targets
 from twellc.inspection.flops import Cost, count_costs, dense_cost, sparse_cost
 from twellc.inspection.kernels import list_kernels
@@ -92,6 +94,24 @@ def test_rows_of_several_tokens() -> None:
     bytes_without_rows = 2 * (8 * (D_MODEL + D_OUT) + D_MODEL * D_FF) + 4 * 8 * (60 + 3)
     rows = (sparse_cost(layer("plain"), 8, 0.1).bytes - bytes_without_rows) / (2 * D_OUT)
     assert rows == pytest.approx(float(drawn), rel=0.01)
+
+
+@pytest.mark.parametrize("variant", ["gated", "plain"])
+def test_experts(variant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One token reads two experts, and is computed by them; many tokens read each of the eight. A row names both."""
+    mixture, one = layer(variant, experts=8, top=2), layer(variant)
+    for cost in (dense_cost, functools.partial(sparse_cost, density=0.25)):
+        found, single = cost(mixture, tokens=1), cost(one, tokens=1)
+        assert (found.flops, found.gathered) == (2 * single.flops, 2 * single.gathered)
+        assert found.bytes == 2 * single.bytes - 2 * (D_MODEL + D_OUT)  # x and y are there once
+        many, of_block = cost(mixture, tokens=10_000), cost(one, tokens=20_000)
+        weights = (1 + (variant == "gated")) * D_MODEL * D_FF + D_FF * D_OUT
+        assert many.bytes == of_block.bytes + 2 * 7 * weights - 2 * 10_000 * (D_MODEL + D_OUT)
+        assert many.flops == of_block.flops
+    (kernels,) = list_kernels([mixture], 16, "H100").blocks
+    assert kernels.route == "experts" and kernels.launches[-1].startswith("experts_add")
+    print_layers([mixture])
+    assert "2 of 8" in capsys.readouterr().out
 
 
 def test_totals_and_blocks_left_dense() -> None:
