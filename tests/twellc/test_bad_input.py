@@ -342,7 +342,7 @@ def run_plugins(library: Path) -> subprocess.CompletedProcess[str]:
 # What the tests write as the plan.
 NOTHING = hashlib.sha256(b"").hexdigest()
 LAYER = {"module": "m", "variant": "gated", "activation": "relu", "matched": True, "decision": "twell", "reason": ""}
-LAYER |= {"d_model": 16, "d_ff": 40, "d_out": 16, "residual": False, "hot": 0, "norm": "none"}
+LAYER |= {"d_model": 16, "d_ff": 40, "d_out": 16, "residual": False, "hot": 0, "norm": "none", "experts": 0, "top": 0}
 NEURONS = {"kept": 8, "unable": 0, "dead": 0, "rate_bound": 0.1, "density": 0.1, "reason": ""}
 SETTINGS = {"dtype": "bf16", "layers": "auto", "compression": 8, "attention_forms": ["matmul"]}
 
