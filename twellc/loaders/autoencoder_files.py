@@ -152,7 +152,7 @@ EXPECTED = (
 
 
 def _reader_of(path: Path) -> Callable[[Path], _Stored] | None:
-    """Return the function that reads what is at a path, told by its content; None for anything else."""
+    """Return the function that reads a path, chosen by content; None for anything else."""
     if path.is_dir():
         names = {each.name for each in path.iterdir() if each.is_file()}
         if {_CONFIG, _WEIGHTS} <= names:
@@ -270,7 +270,7 @@ def _kept_by(file: Path) -> int:
 
 
 def _turned(matrix: Tensor) -> Tensor:
-    """Return a matrix with its axes exchanged; what is none is refused later, as it is."""
+    """Return a matrix with its axes exchanged; other tensors are refused later, as they are."""
     return matrix.t() if matrix.dim() == 2 else matrix
 
 

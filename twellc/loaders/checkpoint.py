@@ -23,7 +23,7 @@ from twellc.loaders.quantization import refuse_settings, take_matrices
 _WEIGHTS, _INDEX, _ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 _EXPORT = "Export it with torch.export.save and compile that archive."
 _MERGE = "merge it with merge_and_unload() of peft, and save what that returns with save_pretrained"
-# Keys of a configuration that choose implementations, which may be native code of a hub, or name what is to be fetched.
+# Keys of a configuration that choose implementations, which may be native code of a hub, or name files to fetch.
 _CHOICES = {
     "attn_implementation", "_attn_implementation", "_attn_implementation_internal", "_attn_implementation_autoset",
     "experts_implementation", "_experts_implementation", "_experts_implementation_internal", "use_kernels",
@@ -139,7 +139,7 @@ def end_tokens(path: Path, config: Any) -> list[int]:
         config: Its configuration, of transformers.
 
     Raises:
-        UserError: Neither an integer nor a list of integers stands there.
+        UserError: There is neither an integer nor a list of integers.
     """
     settings = read_generation_config(path)
     source = "generation_config.json" if "eos_token_id" in settings else "config.json"
@@ -155,7 +155,7 @@ def pad_token(path: Path) -> int | None:
     """Return the token that pads texts, as generation_config.json of a directory has it, else its config.json.
 
     Raises:
-        UserError: One of these is damaged, or no integer stands there.
+        UserError: One of these is damaged, or has no integer there.
     """
     for name in ("generation_config.json", "config.json"):
         found = read_json(path / name).get("pad_token_id") if (path / name).is_file() else None
@@ -190,7 +190,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _refuse_nesting(value: Any) -> None:
-    """Fail with a ValueError for JSON that is nested more deeply than what is read walks down."""
+    """Fail with a ValueError for JSON that is nested more deeply than its readers walk down."""
     level = [value]
     for _ in range(_DEEPEST):
         inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]

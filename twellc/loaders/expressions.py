@@ -1,7 +1,7 @@
 """Tell expressions over sizes, as torch.export writes them into an archive, from code.
 
 Loading an archive, and tracing it again, evaluates them as Python. So each is parsed here, never evaluated, and taken
-only if all of it stands in this grammar:
+only if this grammar has all of it:
 
     expression  number | True | False | size | name of a size | function(expression, …) | arithmetic and comparisons
                 | expression if expression else expression
@@ -197,7 +197,7 @@ def _is_option(keyword: ast.keyword) -> bool:
 
 
 def _dotted(node: ast.expr) -> str:
-    """Return `f` or `module.f` where that is what stands there, else an empty string."""
+    """Return `f` or `module.f` for a node of that form, else an empty string."""
     match node:
         case ast.Name(id=name):
             return name

@@ -117,7 +117,7 @@ def class_of(path: Path, config: dict[str, Any]) -> Any:
 
 
 def configuration_of(path: Path, model_class: Any, config: dict[str, Any]) -> Any:
-    """Return the configuration of a class of transformers that the config.json of a directory stands for.
+    """Return the configuration that the config.json of a directory describes, of a class of transformers.
 
     Raises:
         UserError: transformers does not take it.
@@ -139,7 +139,7 @@ def _make_model(
     matrices: dict[str, Matrix],
     in_dtype: Callable[[torch.dtype], torch.dtype] | None,
 ) -> tuple[Any, list[str]]:
-    """Make a model of its configuration and its tensors; and say which of these were left out, and dequantised."""
+    """Make a model from a configuration and tensors; and say which tensors were left out, and dequantised."""
     # As transformers finds the dtype "auto".
     stored = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
     own = config.dtype if isinstance(config.dtype, torch.dtype) else stored

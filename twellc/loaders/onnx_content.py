@@ -1,4 +1,4 @@
-"""What an ONNX file may hold: all of it is carried into the rewritten graph, or the file is refused by what is not.
+"""What an ONNX file may hold: all of it is carried into the rewritten graph, or the file is refused.
 
 Sparse tensors become dense ones where they stand, as initializers, of graphs in nodes too, and in Constant nodes.
 """
@@ -19,7 +19,7 @@ from onnx import AttributeProto
 from twellc.base.bounds import refuse_unfolding
 from twellc.base.errors import UserError, first_few, first_line
 
-# A weight of which one of a hundred is not zero is stored in about this part of its bytes.
+# A weight with one non-zero in a hundred takes about this part of its bytes.
 _MOST_OF_SPARSE = 32
 _MOST_CALLS, _DEEPEST_CALLS = 100_000, 64
 _ATTRIBUTES = {

@@ -1,4 +1,4 @@
-"""Sparse autoencoders in files of libraries that are not read: how they are told, so that a refusal can name them."""
+"""Sparse autoencoders in files of libraries that are not read: recognised, so that a refusal can name them."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ def refuse_overflow(path: Path, matrices: Mapping[str, Matrix], dtype: torch.dty
 def stand_ins(matrices: Mapping[str, Matrix], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return what transformers is given in the place of matrices, to see where it puts each of them.
 
-    Element [i, j] is number 2 i + j of a short random vector: next to no memory, and what is transposed, permuted,
-    merged or cut on its way is another matrix.
+    Element [i, j] is number 2 i + j of a short random vector: next to no memory, and a matrix that is
+    transposed, permuted, merged or cut on its way is another one.
     """
     made = {}
     for seed, (name, each) in enumerate(matrices.items()):

@@ -1,4 +1,4 @@
-"""Which methods of quantisation are read, and what is said of all others. docs/add-a-weight-type.md adds one."""
+"""The methods of quantisation that are read, and the refusals of all others. docs/add-a-weight-type.md adds one."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def take_matrices(path: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, 
 
 
 def _refuse_others(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fail for weights that are integers or floats of a byte, and for what stands beside quantised weights."""
+    """Fail for weights that are integers or floats of a byte, and for tensors beside quantised weights."""
     for name, tensor in tensors.items():
         last = name.rpartition(".")[2]
         small = tensor.is_floating_point() and tensor.element_size() == 1

@@ -149,7 +149,7 @@ def keep_tensor_outputs(path: Path, program: ExportedProgram) -> tuple[list[str]
 def output_names(program: ExportedProgram) -> list[str]:
     """Return a name for each result of a program: keys and fields of what it returns, else `output` or numbered ones.
 
-    What stands within something else is behind that one's name, with its key, field or number:
+    An inner result has the name of the outer one before its key, field or number:
     `text_model_output.pooler_output`, `hidden.0`.
     """
     spec = program.call_spec.out_spec
@@ -162,7 +162,7 @@ def output_names(program: ExportedProgram) -> list[str]:
 
 
 def paths_of(spec: pytree.TreeSpec) -> list[tuple[str | int, ...]]:
-    """Return where each leaf of a structure stands in it: by keys, names of fields, and numbers."""
+    """Return the place of each leaf in a structure: keys, names of fields, and numbers."""
     leaves = pytree.tree_flatten_with_path(pytree.tree_unflatten(range(spec.num_leaves), spec))[0]
     return [tuple(map(_part, path)) for path, _ in leaves]
 
@@ -176,6 +176,6 @@ def _part(key: Any) -> str | int:
 
 
 def _name_of(path: tuple[str | int, ...]) -> str:
-    """Return the name of a result by where it stands; empty if that begins with a number, or a part says nothing."""
+    """Return the name of a result by its place; empty if that begins with a number, or a part says nothing."""
     named = bool(path) and not isinstance(path[0], int) and "" not in path
     return ".".join(map(str, path)) if named else ""

@@ -60,7 +60,7 @@ def untraceable(name: str, error: Exception, inputs: Mapping[str, Any], fix: str
         return UserError(name, f"the model does not take every size: {'; '.join(demands)}", fix=fix_sizes)
     advice = [text for kind, words, text in _ADVICE if isinstance(error, kind) and words.search(str(error))][:1]
     lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()]
-    # Which dimension it is, and why, stands in the second line.
+    # The second line names the dimension, and why.
     reason = lines[1] if lines[1:] and lines[0].startswith("Constraints violated") else first_line(error)
     return UserError(
         name, f"torch.export cannot trace the model ({reason})", fix=" ".join(advice or filter(None, [fix]))

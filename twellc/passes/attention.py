@@ -141,7 +141,7 @@ def rewrite_attention(program: ExportedProgram, forms: tuple[str, ...]) -> tuple
         kv_heads, reason = int(block.k.meta["val"].shape[1]), "; ".join(filter(None, refusals))
         found.append(Attention(each.module, int(heads), kv_heads, int(width), mask, form, reason))
     if any(block.form != AS_WRITTEN for block in found):
-        # Views copy what is not laid out for them: they were traced with the layouts of torch's own attention.
+        # Views copy tensors of other layouts: they were traced with the layouts of torch's own attention.
         for node in program.graph.nodes:
             if node.target in (aten.view.default, aten._unsafe_view.default):
                 node.target = aten.reshape.default
@@ -277,7 +277,7 @@ def _checked(block: _Block) -> _Block:
 
 
 def _behind(node: Any, *operators: object) -> Node:
-    """Return what stands behind operators that keep a tensor's size."""
+    """Return the first node behind operators that keep a tensor's size."""
     while packet(node) in operators and _same_shape(arguments(node)[0], node):
         node = arguments(node)[0]
     assert isinstance(node, Node)
@@ -289,7 +289,7 @@ def _same_shape(left: Node, right: Node) -> bool:
 
 
 def _is_between(node: object) -> bool:
-    """Whether a product of two activations stands behind what may stand between the products of attention."""
+    """Whether a product of two activations comes behind operators that attention may have between its products."""
     pending = [node]
     for place in pending:
         if not isinstance(place, Node) or len(pending) > 32:
@@ -370,7 +370,7 @@ class _Writer:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._made: dict[str, Node] = {}  # by what is called with what
+        self._made: dict[str, Node] = {}  # by operation and operands
         self._sizes: dict[object, Node] = {}
 
     def write(self, block: _Block, form: str) -> Node:
@@ -414,7 +414,7 @@ class _Writer:
         return self._at_least_one(counts), self._call(aten.minimum.default, known, most)
 
     def _call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
-        """Return an operation, which is written once: blocks share what is made of the same, such as masks."""
+        """Return an operation, which is written once: blocks share equal ones, such as masks."""
         key = f"{op} {args} {kwargs}"
         if key not in self._made:
             self._made[key] = add_call(self._graph, op, *args, like=self._like, **kwargs)

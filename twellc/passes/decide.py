@@ -25,12 +25,12 @@ KERNEL_DTYPES = kernel_dtypes()
 FEW_TOKENS, MANY_TOKENS = 16, 512
 
 
-# Says what is best for a block that can be rewritten, of which these neurons stay.
+# Says what is best for a block that can be rewritten and keeps these neurons.
 Advise = Callable[[FfnBlock, Staying], Choice]
 
 
 def repeat(decided: Mapping[str, Repeated]) -> Advise:
-    """Return what advises as it was decided before, by module; blocks of which nothing is said are taken."""
+    """Return advice as it was decided before, by module; other blocks are taken."""
     choices = {module: Choice(**vars(each), expectation=None) for module, each in decided.items()}
     unknown = Choice("twell", "matches", 0, None, None)
     return lambda block, neurons: choices.get(block.module, unknown)
@@ -50,7 +50,7 @@ def decide(
         layers: `auto`, `all`, `none`, or a regular expression that is searched in the module paths.
         advise: Decides for `auto`; None takes every match. What it expects of other blocks is noted, too.
         staying: Of each block the neurons that stay if TwELL runs it; None where all do, and nothing is known of them.
-        decided: Paths of other blocks, of which is decided already: `layers` may match these alone.
+        decided: Paths of other blocks that are decided already: `layers` may match these alone.
 
     Raises:
         UserError: `layers` is not a regular expression, or matches none of the blocks.
@@ -98,7 +98,7 @@ def decide_linear(
         calls: Returns the most rows of a tensor in a call of each optimization profile.
         ranks: How many ranks share the program.
         taken: See `left_alone`.
-        weights: Says in how many bits the weights are read if TwELL runs it; None where nothing is to be said.
+        weights: Says in how many bits the weights are read if TwELL runs it; None if there is nothing to report.
     """
     result = []
     for each in found:

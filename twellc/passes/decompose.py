@@ -137,7 +137,7 @@ class _Inliner:
 
     def __init__(self, program: ExportedProgram) -> None:
         self._program = program
-        self._traced: dict[str, Graph] = {}  # by operation, with what is known of its operands
+        self._traced: dict[str, Graph] = {}  # by operation, and facts about its operands
         self._sizes: dict[object, Node] = {}
         first = next(node for node in program.graph.nodes if node.op != "placeholder")
         with program.graph.inserting_before(first):
@@ -192,7 +192,7 @@ class _Inliner:
         return self._traced[key]
 
 
-# ---- what is refused ----
+# ---- refusals ----
 
 
 _PRODUCTS = (aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.default, aten.addmm.default)

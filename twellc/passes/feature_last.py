@@ -66,7 +66,7 @@ def feature_last(program: ExportedProgram) -> ExportedProgram:
 
 
 def _chained(products: dict[Node, Product], axes: dict[Node, int]) -> set[str]:
-    """Return the names of the products that feed another, those others, and what stands between them."""
+    """Return the names of the products that feed another, those others, and the nodes between them."""
     ends = [node for node, product in products.items() if axes.get(product.x) == product.x_axis]
     needed: set[str] = set()
     pending = [*ends, *(products[end].x for end in ends)]
@@ -103,7 +103,7 @@ class _Rewriter:
                 with self._program.graph.inserting_after(twin):
                     twin = self._call(aten.permute.default, twin, order, like=node)
             replace_node(self._program, node, twin, where=lambda user: user.name not in self._twins)
-        # What is permuted lies in memory in another order, of which a view may need a copy.
+        # Permuted tensors lie in memory in another order, which a view may have to copy.
         for view in self._program.graph.find_nodes(op="call_function", target=aten.view.default):
             view.target = aten.reshape.default
         return finish(self._program)

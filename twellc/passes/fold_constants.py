@@ -72,12 +72,12 @@ def fold_constants_in(constants: Constants) -> None:
     _Folder(constants).run()
 
 
-# ---- what is read ----
+# ---- what the pass reads ----
 
 
 @dataclass(frozen=True)
 class _Product:
-    """A product of which dimension `axis` of x becomes dimension `axis` of its result."""
+    """A product that keeps dimension `axis` of x as dimension `axis` of its result."""
 
     node: Node
     x: Node
@@ -151,7 +151,7 @@ class _Hidden:
 
     @property
     def projections(self) -> list[tuple[_Chain, _Product]]:
-        """Its projections, and what is between them and their activations."""
+        """Its projections, and the nodes between them and their activations."""
         return [(chain, chain.product) for chain in self.chains if chain.product is not None]
 
     @property
@@ -181,7 +181,7 @@ class _Folder:
         self._reader = LinearReader(constants.names)
         self._made: dict[str, list[tuple[Tensor, Node]]] = {}  # by name: what a second call of a module reads again
         self._erased: set[Node] = set()
-        self._fixed = set(constants.names)  # and what is computed from constants alone
+        self._fixed = set(constants.names)  # and nodes computed from constants alone
         for node in constants.graph.nodes:
             if is_pure(node) and self._fixed.issuperset(node.all_input_nodes):
                 self._fixed.add(node)
@@ -191,7 +191,7 @@ class _Folder:
             self._apply(hidden)
 
     def plans(self) -> Iterator[_Hidden]:
-        """Yield what is to be done, also while it is."""
+        """Yield each fold, also while it is done."""
         for node in list(self._constants.graph.nodes):
             hidden = self._plan(node) if node.op == "call_function" and node.users else None
             if hidden is not None:

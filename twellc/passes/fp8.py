@@ -42,7 +42,7 @@ QUANTISED = "quantised"  # why weights are read in FP8 that the model has in 16
 KEPT = Weights(8, "as the model has them")
 
 
-# Returns what is known of a constant in FP8, in the shape of the constant; None if nothing is.
+# Returns a constant in FP8, in its shape; None if the model does not have it so.
 Stored = Callable[[Weight], Fp8 | None]
 
 
@@ -164,7 +164,7 @@ def said_dequantised(names: Sequence[str]) -> list[str]:
 
 
 def judge(block: FfnBlock, stored: Stored, wish: Wish) -> Weights | None:
-    """Return in how many bits the weights of a block are read if TwELL runs it; None where nothing is to be said."""
+    """Return in how many bits the weights of a block are read if TwELL runs it; None if there is nothing to report."""
     if block.refusal or block.dtype not in kernel_dtypes():
         return None
     if block.routing is not None:
@@ -221,7 +221,7 @@ def fp8_of(
 
     Args:
         block: A block that is to be read in FP8, see `judge`.
-        stored: What is known of its FP8 weights; if not all is, or not in the right form, they are quantised.
+        stored: Its FP8 weights in the model; if some are missing or of another form, all are quantised.
         tensor: Returns a constant of the program.
         order: The neurons to keep in their new order, int64 [kept]; None keeps all where they are.
 
@@ -268,7 +268,7 @@ def both_forms(
 
 
 def _arranged(block: FfnBlock, stored: Stored) -> dict[str, Fp8 | None]:
-    """Return what is known of the matrices of a block in FP8, as the op reads them; None where nothing is."""
+    """Return the FP8 matrices of a block, as the op reads them; None if the model has none."""
 
     def arrange(weight: Weight, role: TensorField) -> Fp8 | None:
         found = stored(weight)

@@ -5,7 +5,7 @@
     after, 2 are hot     3   5 | 0   2 | 1   4         the hot ones first; those that never fired last, or removed
 
 **Moving** them changes no term of any sum, so it is exact. What a neuron is in w_gate, w_up, their biases and w_down
-moves together. Only a block of which some neurons are hot is touched, since the kernels take the first ones as hot. All
+moves together. Only blocks with some hot neurons are touched, since the kernels take the first ones as hot. All
 others keep the order of the model: wholly sorted, the first tiles would hold most of the non-zeros, and overflow. A
 block whose weights are also read elsewhere keeps its order: it would need a copy of them.
 
@@ -52,14 +52,14 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True, eq=False)
 class Staying:
-    """Which neurons of a block stay if TwELL runs it, and what is known of them.
+    """Which neurons of a block stay if TwELL runs it, and facts about them.
 
     Attributes:
         kept: Those that stay, in the order of the model, int64 [kept].
         rates: How often each of them fires, as a share of the tokens, float64 [kept]; None where nothing is known.
         rows: How many tokens had 0, 1, 2, … neurons firing, int64; None likewise.
         movable: Whether they may change places.
-        report: What is said of them; None where nothing is.
+        report: The report on them; None without one.
     """
 
     kept: Counts
@@ -161,9 +161,9 @@ def share(
 
 
 def of_a_rank(known: Staying, ranks: int) -> Staying:
-    """Return what is known of the neurons of the rank that has the fewest; others have much the same.
+    """Return the neurons of the rank that has the fewest; others have much the same.
 
-    Where there are fewer neurons than ranks, which `share` refuses, it is what is known of all.
+    Where there are fewer neurons than ranks, which `share` refuses, these are all neurons.
     """
     if len(known.kept) < ranks:
         return known

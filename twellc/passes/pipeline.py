@@ -1,4 +1,4 @@
-"""The passes in their order: the one list, of which `compile`, `inspect`, `profile`, `check` and `optimize` run a part.
+"""The passes in their order: `compile`, `inspect`, `profile`, `check` and `optimize` each run a part of this one list.
 
 Each stage has its steps, in `STEPS`; a step is added there, and every command that comes to its stage runs it.
 
@@ -208,7 +208,7 @@ class Rewritten:
 
 
 class Pass(Protocol):
-    """A pass over a program, of which it makes a new one, or gives back what it finds nothing to do in."""
+    """A pass over a program: returns a new one, or the same if it finds nothing to do."""
 
     __name__: str
 
@@ -417,7 +417,7 @@ def run_passes(program: ExportedProgram, options: PassOptions) -> Rewritten:
 
 
 def run_for_ranks(start: ExportedProgram | Rewritten, options: PassOptions) -> Iterator[Rewritten]:
-    """Yield what `run_passes` makes for each rank, of which `options.part` says how many there are; see `run_until`.
+    """Yield the result of `run_passes` for each rank; `options.part` says how many there are. See `run_until`.
 
     Graphs are dumped for the first one.
 

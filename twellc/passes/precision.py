@@ -270,7 +270,7 @@ def _cast_for_experts(node: Node, dtype: torch.dtype, caster: _Caster) -> None:
 def _kept_by_experts(program: ExportedProgram) -> set[str]:
     """Return the names of the constants that experts read in FP8, or in float32 whatever type x has.
 
-    They may be read by what is computed from them alone, such as views.
+    Nodes computed from them alone, such as views, may read them.
     """
     names, calls = constants_of(program), program.graph.find_nodes(op="call_function", target=EXPERTS)
     fixed = fixed_nodes(program.graph, names)
@@ -321,7 +321,7 @@ def _weights(program: ExportedProgram, data: set[Node]) -> set[str]:
 
 
 def _thresholds(program: ExportedProgram) -> dict[Node, str]:
-    """Return the constants that something is only compared with, also by what is computed from them alone."""
+    """Return the constants that are only compared with, also through nodes computed from them alone."""
     constants = constants_of(program)
     fixed = fixed_nodes(program.graph, constants)
 

@@ -43,7 +43,7 @@ def rewrite_experts(program: ExportedProgram, blocks: Sequence[FfnBlock]) -> Exp
         gate = None if block.gate is None else weights.rows(block.gate)
         y = nodes[routing.y.name]
         with rewritten.graph.inserting_before(y):
-            like = nodes[block.down.node.name]  # what is of the module of the experts
+            like = nodes[block.down.node.name]  # a node of the experts' module
             x = _cast(nodes[block.x.name], block.dtype, like)
             ids, factors = (_by_token(nodes[each.name], routing.top, like) for each in (routing.ids, routing.weights))
             if routing.wraps:

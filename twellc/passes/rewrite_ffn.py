@@ -4,7 +4,7 @@
                 └─ linear(Wu, bu) ────────┘
     after    x ─ twell.gated_mlp(Wg [d_ff, d_model], bg, Wu [d_ff, d_model], bu, Wd' [d_ff, d_out], bd, residual) ─ y
 
-A block with a residual takes in the Add behind y, and stands in its place; one with a norm reads what that reads.
+A block with a residual takes in the Add behind y, and takes its place; one with a norm reads what that reads.
 Wd' is Wd transposed, a new parameter: the kernels read the weights of one neuron as one row. A parameter that nothing
 reads any more is dropped from the program. Where neurons are moved or removed (see `neurons.py`), all weights and the
 biases of gate and up are new parameters. So are matrices and scales of blocks that are read in FP8.

@@ -10,10 +10,10 @@
 
 W [out, in] and b [out] are new parameters where several products are joined, a weight is stored [in, out], or is to be
 read in FP8; else the model's own. So are a norm's weight and bias that are computed from others, as Gemma's
-1 + w, or are in another dtype: they are rounded once to that of x. What stands between a norm and a product comes
+1 + w, or are in another dtype: they are rounded once to that of x. Nodes between a norm and a product come
 before the norm then.
 
-A parameter that nothing reads any more is dropped from the program. `find_linear.py` says what is left as it is.
+A parameter that nothing reads any more is dropped from the program. `find_linear.py` says which layers stay.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ A rotation is x * cos + cat(-x2, x1) * sin, where x1 and x2 are the halves of th
 of its own, which take longer than the rest of attention over a short cache.
 
 Left as it is: a rotation of a part of the width or of neighbours, as in GPT-NeoX and GPT-J; in float32, as in Olmo2;
-with a norm behind it, as in NanoChat; none, as in OPT; of a width that is no multiple of 16.
+with a norm behind it, as in NanoChat; none, as in OPT; of a width that is not a multiple of 16.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from twellc.plugins.cache_op import APPEND, CACHED_ATTENTION
 
 aten = torch.ops.aten
 
-_WIDTHS, _VALUES = 16, 8  # the kernels take their multiples, as widths of what is rotated and of values
+_WIDTHS, _VALUES = 16, 8  # the kernels take their multiples, as widths of rotated parts and of values
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def _rotation(node: Node) -> _Rotation | None:
 
 
 def _exchanged(node: object) -> Node | None:
-    """Return what is transposed to [.., 2, 1, ..]; None where nothing is."""
+    """Return the tensor that is transposed to [.., 2, 1, ..]; None without one."""
     if not isinstance(node, Node) or packet(node) is not aten.transpose:
         return None
     source: Node = arguments(node)[0]

@@ -108,7 +108,7 @@ def _all_reduces(program: ExportedProgram) -> list[Node]:
     return [node for node in program.graph.nodes if node.target is ALL_REDUCE]
 
 
-# ---- what is shared ----
+# ---- shared parts ----
 
 
 def _share_attention(writer: _Writer) -> list[str]:

@@ -51,7 +51,7 @@ def write_numbers(program: ExportedProgram) -> ExportedProgram:
 
 
 def _numbers(program: ExportedProgram) -> Iterator[tuple[Node, float, set[Node]]]:
-    """Yield the constants of one number, the number, and what is to read that instead."""
+    """Yield the constants of one number, the number, and the nodes to read that instead."""
     kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
     for node, name in constants_of(program).items():
         value = node.meta["val"]

@@ -1,4 +1,4 @@
-"""The constants of a graph, whether it is that of a program or stands for one of ONNX: their values, and new ones."""
+"""The constants of a graph, of a program or in the place of an ONNX graph: their values, and new ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Constants(Protocol):
     names: dict[Node, str]
 
     def value(self, node: Node) -> Tensor:
-        """Return the value of a constant, or of what is computed from constants alone."""
+        """Return the value of a constant, or of a node computed from constants alone."""
 
     def add(self, name: str, tensor: Tensor, like: list[Node]) -> Node:
         """Add a constant called `name` (made unique) that is made of others."""
@@ -102,7 +102,7 @@ def _bytes_of(node: Node) -> int:
 
 
 def fixed_nodes(graph: Graph, constants: Iterable[Node]) -> set[Node]:
-    """Return the constants of a graph, and what is computed from these alone."""
+    """Return the constants of a graph, and the nodes computed from these alone."""
     fixed = set(constants)
     for node in graph.nodes:
         if is_pure(node) and node.all_input_nodes and fixed.issuperset(node.all_input_nodes):

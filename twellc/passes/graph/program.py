@@ -93,7 +93,7 @@ def tensor_of(program: ExportedProgram, name: str) -> torch.Tensor:
 
 
 def free_name(name: str, taken: Container[str], mark: str = "_") -> str:
-    """Return `name`, or with a mark and the least number from 2 on behind it what is not taken."""
+    """Return `name`; if it is taken, with a mark and the least free number from 2 on behind it."""
     numbered = itertools.chain([name], (f"{name}{mark}{number}" for number in itertools.count(2)))
     return next(each for each in numbered if each not in taken)
 
@@ -137,7 +137,7 @@ def infer(node: Node, *others: Any) -> None:
 
     Args:
         node: The node.
-        others: Values of the same graph, of which one is needed where the node has no tensor among its operands.
+        others: Values of the same graph; one is needed if the node has no tensor among its operands.
     """
     args, kwargs = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
     leaves = pytree.tree_leaves((args, kwargs, others))

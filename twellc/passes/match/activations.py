@@ -14,7 +14,7 @@ from torch.fx import Node
 
 aten = torch.ops.aten
 
-# Activations of feed-forward blocks whose zeros TwELL cannot use: named, so that a refusal can say what stands there.
+# Activations of feed-forward blocks whose zeros TwELL cannot use: named, so that a refusal can name them.
 _OTHER = frozenset(
     (aten.silu, aten.gelu, aten.leaky_relu, aten.elu, aten.selu, aten.celu, aten.hardswish, aten.mish, aten.softplus,
      aten.sigmoid, aten.prelu, aten.relu6, aten.rrelu)

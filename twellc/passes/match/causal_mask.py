@@ -118,7 +118,7 @@ def _range(_: _Reader, node: Node) -> _Value:
 
 
 def _of_integers(function: Callable[[Any, Any], Any]) -> Callable[[_Reader, Node], _Value]:
-    """Return what reads a function of two integers, of which the second is taken `alpha` times."""
+    """Return a reader of a function of two integers that takes the second `alpha` times."""
 
     def read(reader: _Reader, node: Node) -> _Value:
         values = reader.integers([*arguments(node)[:2], node.kwargs.get("alpha", 1)])

@@ -12,7 +12,7 @@ by expert (`grouped_mm`), so that those of an expert follow each other:
 Some releases set sorted rows of numbers that are no expert's to 0, before and behind the products.
 
 x is [tokens, d_model], ids and weights are [tokens, top], W is [experts, out, in] or [experts, in, out], y is
-[tokens, d_out]. What stands between two products is read as in any feed-forward block, see `find_ffn.py`.
+[tokens, d_out]. Nodes between two products are read as in any feed-forward block, see `find_ffn.py`.
 """
 
 from __future__ import annotations

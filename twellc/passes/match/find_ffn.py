@@ -4,7 +4,7 @@
                 └─ linear(Wu, bu) ───────┘                                 hidden [..., d_ff]
     plain    x ─── linear(Wu, bu) ─ act ───────── linear(Wd, bd) ─ y
 
-`linear` stands for any product with a constant weight (see `linear.py`), packed gate and up weights included. The order
+`linear` is any product with a constant weight (see `linear.py`), packed gate and up weights included. The order
 of mul's operands is free. Between the nodes there may be operations that change no value and keep rows apart:
 clone, contiguous, alias, dropout in eval, views of the leading dimensions.
 `residual.py` finds what the result is added to, `norm.py` what x comes from.
@@ -463,7 +463,7 @@ def _module(parts: list[Linear]) -> str:
 
 
 def _path(part: Linear) -> list[str]:
-    """Return the module of a projection; its weight if that stands at the root of the model."""
+    """Return the module of a projection; its weight if that is at the root of the model."""
     *path, name = part.weight.name.split(".")
     return path or [name.partition("_folded")[0]]
 

@@ -7,7 +7,7 @@
     x ─ linear(Wo, bo) ─ add ─ sum           x [..., in], other and sum [..., out]
                other ─────┘
 
-`linear` stands for any product with a constant weight (see `linear.py`). Those that read the same x are one layer with
+`linear` is any product with a constant weight (see `linear.py`). Those that read the same x are one layer with
 several outputs; so are the parts of one that is sliced, if these are all of it, one beside the other. `norm.py` says
 what a norm is: it belongs to a layer if nothing but such layers reads it, directly, through views, or where rows are
 selected: selecting comes first then, as for the logits behind the last token. `residual.py` finds what the result of a
@@ -62,7 +62,7 @@ class FoundLinear:
         x: The node to read x from, with the same leading dimensions as the outputs.
         modules: The paths of the modules that hold the weights, one for each product; see `call_name`.
         norm: The norm before them; None where there is none that belongs to them.
-        way: What stands between that norm and x, the last one first: views, and what selects rows.
+        way: Nodes between that norm and x, the last one first: views, and what selects rows.
         residual: What the result is added to, if the sum belongs to them.
         choice: The argmax of their one output, if it belongs to them: all that they compute then.
     """
@@ -203,7 +203,7 @@ class _Finder:
 
 
 def _module(linear: Linear) -> str:
-    """Return the path of the module that holds the weight; the weight's name if that stands at the root."""
+    """Return the path of the module that holds the weight; the weight's name if that is at the root."""
     return linear.weight.name.rpartition(".")[0] or linear.weight.name
 
 
@@ -249,9 +249,9 @@ def _are_taken(outputs: Sequence[Node]) -> bool:
 
 
 def _origin(x: Node) -> object:
-    """Return what is the same for nodes with the same values."""
+    """Return a key that is equal for nodes with equal values."""
     node = strip(x)
-    if packet(node) in CASTS:  # each reader may have a cast of its own
+    if packet(node) in CASTS:  # each reader may have a separate cast
         return strip(operand(node)), node.meta["val"].dtype
     return node
 

@@ -202,7 +202,7 @@ class LinearReader:
         return self.weight(argument)
 
     def vector(self, argument: object) -> Weight | None:
-        """Resolve a constant vector that stands for each row the same."""
+        """Resolve a constant vector that is the same for each row."""
         if not isinstance(argument, Node):
             return None
         node = strip(argument)
@@ -220,7 +220,7 @@ def call_name(module: str, calls: Counter[str]) -> str:
 
 
 def is_grouped(node: Node) -> bool:
-    """Whether `node` multiplies each of several groups of rows with a matrix of its own."""
+    """Whether `node` multiplies each of several groups of rows with a separate matrix."""
     return packet(node) is aten._grouped_mm or str(node.target) == GROUPED_PRODUCT
 
 

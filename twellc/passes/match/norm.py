@@ -36,7 +36,7 @@ class Norm:
         node: Its result, before it is cast.
         x: What is normalised, of the shape of `node`, in the dtype that it has before it is widened.
         eps: What is added to the mean of squares, or to the variance.
-        weight, bias: What multiplies the quotient, and what is added, computed from constants alone: a number for each
+        weight, bias: The factor of the quotient, and the term added, computed from constants alone: a number for each
             feature, [d] or [1, ..., d].
     """
 
@@ -159,7 +159,7 @@ def _is_over_last(node: Node) -> bool:
 
 
 def _without(node: Node, op: Any, fixed: Collection[Node]) -> tuple[Node, Node | None]:
-    """Return a node without what is computed from constants alone and multiplied with it or added, and that."""
+    """Return a node without a factor or term computed from constants alone, and that."""
     if packet(node) is op and len(arguments(node)) == 2 and not node.kwargs:
         for x, constant in (arguments(node), arguments(node)[::-1]):
             if constant in fixed and isinstance(x, Node) and _is_vector(constant, node):

@@ -71,7 +71,7 @@ WHOLE = Part()
 
 @dataclass(frozen=True)
 class Cut:
-    """An operand of a node that has the shared axis whole: of which axis of it a rank needs a part."""
+    """An operand of a node that has the shared axis whole, and the axis that a rank needs a part of."""
 
     user: Node
     operand: Node

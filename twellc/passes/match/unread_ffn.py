@@ -3,7 +3,7 @@
     … ─ product(W1) ─ a … b ─ ReLU ─ c … d ─ product(W2) ─ …
 
 A product is any of the matrix products with a constant, whichever dimension it sums over; of convolutions those with a
-kernel of size 1. The ReLU reads nothing but what is computed from one such product and constants. Behind it there may
+kernel of size 1. The ReLU reads only nodes computed from one such product and constants. Behind it there may
 be what moves, cuts, scales, shifts or normalises its numbers, or changes them one by one; but no sum with what the
 model computes, as of a residual, no reduction, as in pooling, and no other product, as in attention.
 """
@@ -59,7 +59,7 @@ class UnreadForms:
 
     def __init__(self, graph: Graph, constants: dict[Node, str]) -> None:
         self._names = constants
-        self._fixed = set(constants)  # and what is computed from constants alone
+        self._fixed = set(constants)  # and nodes computed from constants alone
         for node in graph.nodes:
             if node.op == "call_function" and self._fixed.issuperset(node.all_input_nodes):
                 self._fixed.add(node)

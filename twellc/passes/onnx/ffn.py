@@ -226,7 +226,7 @@ def _plain_nodes(
 def fp8_weights(found: OnnxBlocks) -> list[tuple[WeightOperands[torch.Tensor], WeightOperands[torch.Tensor]] | None]:
     """Return for each block that is rewritten its FP8 weights, and as the model has them.
 
-    None stands for one whose weights are read in 16 bits.
+    None is a block whose weights are read in 16 bits.
     """
     (_, shadow), blocks = _open(found.model)
     result: list[tuple[WeightOperands[torch.Tensor], WeightOperands[torch.Tensor]] | None] = []

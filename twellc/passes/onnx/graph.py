@@ -4,7 +4,7 @@
 
 One matcher thus serves both kinds of graph. Only operators that occur in blocks are translated; any other becomes a
 node that computes something unknown from its inputs. Nothing runs: the ATen graph has shapes and dtypes, and each of
-its nodes knows the ONNX tensor that it stands for. Named and unknown dimensions become large prime numbers, one for
+its nodes knows its ONNX tensor. Named and unknown dimensions become large prime numbers, one for
 each, so that equal sizes mean equal dimensions.
 """
 
@@ -189,7 +189,7 @@ class Shadow:
     Attributes:
         graph: Its nodes, with shapes and dtypes in `meta["val"]` where they are known.
         names: Names for reports of the placeholders that hold constants.
-        tensors: The ONNX tensor that each node stands for; one that the passes have made may stand for none.
+        tensors: The ONNX tensor of each node; a node that the passes have made may have none.
         computed: The constants that the graph computes, or that are folded from some: rounded where it does not round.
     """
 

@@ -241,7 +241,7 @@ class Layer(Record):
 
 
 def missing_blocks(layers: Sequence[Layer], widths: Mapping[str, int]) -> list[str]:
-    """Return those modules of `widths`, d_ff by module, of which there is no layer with that d_ff."""
+    """Return those modules of `widths`, d_ff by module, that have no layer with that d_ff."""
     own = {layer.module: layer.d_ff for layer in layers}
     return [module for module, d_ff in widths.items() if own.get(module) != d_ff]
 

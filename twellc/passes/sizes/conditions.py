@@ -238,7 +238,7 @@ def verdict(condition: sympy.Basic, ranges: SizeRanges) -> Verdict:
 
 
 def holds_at(condition: sympy.Basic, symbols: Sequence[Any], axes: Sequence[Sequence[int]]) -> Held | None:
-    """Return for which sizes of symbols a condition holds, an axis for each symbol; None where that cannot be said."""
+    """Return for which sizes of symbols a condition holds, an axis for each symbol; None if that is unknown."""
     largest = {symbol: max(axis) for symbol, axis in zip(symbols, axes, strict=True)}
     dtype = np.int64 if _fits(condition, largest) else object
     grid = np.meshgrid(*(np.array(axis, dtype=dtype) for axis in axes), indexing="ij", sparse=True)
@@ -312,7 +312,7 @@ def _fits(condition: sympy.Basic, largest: Mapping[Any, int]) -> bool:
 
 
 class _OnArrays(PythonReferenceAnalysis):  # type: ignore[misc]
-    """Computes a condition on arrays of sizes; what is divided by 0 is some number."""
+    """Computes a condition on arrays of sizes; quotients by 0 are some number."""
 
     not_, minimum, maximum = map(staticmethod, (np.logical_not, np.minimum, np.maximum))
 
@@ -331,7 +331,7 @@ def _holds_by_bounds(condition: sympy.Basic, box: dict[Any, tuple[int, int | Non
     ranges = {symbol: ValueRanges(low, int_oo if high is None else high) for symbol, (low, high) in box.items()}
     forms = [condition]
     if isinstance(condition, sympy.core.relational.Relational):
-        # Factors that both sides have, and what stands on both, make bounds of each side alone too wide.
+        # Factors and terms that both sides have make bounds of each side alone too wide.
         forms.append(condition.func(sympy.factor(condition.lhs - condition.rhs), 0))
     for form in forms:
         try:

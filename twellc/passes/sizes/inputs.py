@@ -31,7 +31,7 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """The inputs of a model, and what is known of their symbolic dimensions.
+    """The inputs of a model, and facts about their symbolic dimensions.
 
     Attributes:
         specs: The inputs in order.

@@ -35,7 +35,7 @@ class SizeRelation(Record):
     Attributes:
         expression: The relation in Python, over the names in `sizes`, such as `d0 == d1 + d2`: integers, arithmetic,
             comparisons, `and`, `or`, `not`, `if`, min, max, abs, float, int and math's floor, ceil and trunc.
-        sizes: Which dimension each name stands for, such as `attention_mask[1]`.
+        sizes: The dimension of each name, such as `attention_mask[1]`.
         text: The relation in words.
     """
 
