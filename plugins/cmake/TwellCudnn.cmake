@@ -46,7 +46,9 @@ function(twell_find_cudnn_headers result)
         return()
     endif()
 
-    # A cuDNN that torch brought comes after an installed one, and before a download.
+    # A cuDNN that torch brought comes after an installed one, and before a download. One that was downloaded stays, so
+    # that a second build in a fresh environment compiles nothing anew.
+    set(wheels "${CMAKE_BINARY_DIR}/wheels")
     find_package(Python 3.9 QUIET REQUIRED COMPONENTS Interpreter)
     execute_process(COMMAND "${Python_EXECUTABLE}" -c "import sysconfig; print(sysconfig.get_path('purelib'))"
                     OUTPUT_VARIABLE packages OUTPUT_STRIP_TRAILING_WHITESPACE)
@@ -54,12 +56,12 @@ function(twell_find_cudnn_headers result)
     if(CUDNN_ROOT)
         list(PREPEND system "${CUDNN_ROOT}/include")
     endif()
-    _twell_find_versioned(cudnn_version.h CUDNN ${TWELL_OLDEST_CUDNN} cudnn ${system} "${packages}/nvidia/cudnn/include"
-                          "${packages}/nvidia/cudnn_jit/include")
+    set(downloaded "${wheels}/cudnn/nvidia/cudnn_jit/include")
+    _twell_find_versioned(cudnn_version.h CUDNN ${TWELL_OLDEST_CUDNN} cudnn ${system} "${downloaded}"
+                          "${packages}/nvidia/cudnn/include" "${packages}/nvidia/cudnn_jit/include")
     _twell_find_versioned(
         cudnn_frontend_version.h CUDNN_FRONTEND ${TWELL_OLDEST_CUDNN_FRONTEND} frontend ${system} "${packages}/include")
 
-    set(wheels "${CMAKE_BINARY_DIR}/wheels")
     set(fault "")
     if(NOT frontend)
         twell_try_to_install_wheels("${wheels}/cudnn_frontend" "the headers of cuDNN's front end" fault
@@ -68,7 +70,7 @@ function(twell_find_cudnn_headers result)
     endif()
     if(NOT fault AND NOT cudnn)
         twell_try_to_install_wheels("${wheels}/cudnn" "the headers of cuDNN" fault ${TWELL_CUDNN_WHEEL})
-        set(cudnn "${wheels}/cudnn/nvidia/cudnn_jit/include")
+        set(cudnn "${downloaded}")
     endif()
     if(fault)
         message(STATUS "Without the attention plugin: there are no headers of cuDNN 9 (set CUDNN_ROOT), and they "
