@@ -15,7 +15,7 @@ from twellc.plugins.library import (
     ExpertStrides,
     Problem,
     describe,
-    load,
+    fault_of,
 )
 from twellc.plugins.library import VARIANTS as VARIANT_CODES
 
@@ -59,17 +59,11 @@ def list_kernels(layers: list[Layer], tokens: int, gpu: str, compression: int | 
     blocks = []
     for layer in layers:
         problem = _experts_of(layer, tokens) if layer.experts else _problem_of(layer, tokens, compression)
-        if problem is not None and _is_valid(problem):
+        if problem is not None and not fault_of(problem):
             launches = describe(problem, GPUS[gpu]).splitlines()
             route = "experts" if layer.experts else launches.pop(0).removeprefix("route ")
             blocks.append(BlockKernels(layer.module, route, launches))
     return KernelTable(gpu, tokens, blocks)
-
-
-def _is_valid(problem: Problem | ExpertsProblem) -> bool:
-    library = load()
-    validate = library.twell_experts_validate if isinstance(problem, ExpertsProblem) else library.twell_validate
-    return validate(problem) is None
 
 
 def _experts_of(layer: Layer, tokens: int) -> ExpertsProblem | None:

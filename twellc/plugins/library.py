@@ -409,6 +409,22 @@ def limits() -> Limits:
     return found
 
 
+def fault_of(problem: Problem | LinearProblem | ExpertsProblem) -> str:
+    """Return why the library refuses a problem; an empty text where it does not.
+
+    Raises:
+        UserError: As in `load`.
+    """
+    library = load()
+    validate = {
+        Problem: library.twell_validate,
+        LinearProblem: library.twell_linear_validate,
+        ExpertsProblem: library.twell_experts_validate,
+    }
+    fault: bytes | None = validate[type(problem)](problem)
+    return "" if fault is None else fault.decode()
+
+
 def describe(problem: Problem | ExpertsProblem, device: Device | None = None) -> str:
     """Return the text of `twell_describe` about the kernels of a block or experts on a GPU; None for the current GPU.
 
@@ -422,8 +438,7 @@ def describe(problem: Problem | ExpertsProblem, device: Device | None = None) ->
     called = library.twell_experts_describe if of_experts else library.twell_describe
     function = functools.partial(called, problem, device)
     if function(None, 0) == 0:
-        fault = (library.twell_experts_validate if of_experts else library.twell_validate)(problem)
-        message = fault.decode() if fault else "there is no GPU with compute capability 8.0 or later"
+        message = fault_of(problem) or "there is no GPU with compute capability 8.0 or later"
         raise UserError("twell_describe", message, fix="Name one of the GPUs in twellc.plugins.library.GPUS")
     return read_text(function)
 

@@ -246,15 +246,9 @@ def check_on_gpu(tensors: Mapping[str, Tensor]) -> None:
 
 def check_problem(problem: library.Problem | library.LinearProblem | library.ExpertsProblem) -> None:
     """Raise ValueError if the library refuses a problem."""
-    lib = library.load()
-    validate = {
-        library.Problem: lib.twell_validate,
-        library.LinearProblem: lib.twell_linear_validate,
-        library.ExpertsProblem: lib.twell_experts_validate,
-    }
-    fault = validate[type(problem)](problem)
+    fault = library.fault_of(problem)
     if fault:
-        raise ValueError(f"twell: {fault.decode()}")
+        raise ValueError(f"twell: {fault}")
 
 
 def check_status(status: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -49,8 +48,7 @@ def _fault(operands: Operands[Node], options: BlockOptions) -> str:
     if not all(isinstance(width, int) for width in (d_ff, d_model, d_out)):
         return "the shapes of its weights are dynamic"
     problem = problem_of(operands.variant, options, dtype, tokens=1, d_model=d_model, d_ff=d_ff, d_out=d_out)
-    fault: bytes | None = library.load().twell_validate(ctypes.byref(problem))
-    return "" if fault is None else fault.decode()
+    return library.fault_of(problem)
 
 
 def convert(ctx: Any, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:

@@ -173,5 +173,4 @@ def _misfit(candidate: Candidate, options: BlockOptions, dtype: torch.dtype) -> 
         return ""
     widths = {"d_model": block.d_model, "d_ff": block.d_ff // ranks, "d_out": block.d_out}
     problem = problem_of(weights.variant, options, dtype_name(dtype), tokens=1, **widths)
-    fault: bytes | None = library.load().twell_validate(problem)
-    return "" if fault is None else fault.decode()
+    return library.fault_of(problem)
