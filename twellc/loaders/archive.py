@@ -65,9 +65,7 @@ def load_archive(path: Path, trust_model: bool) -> LoadedModel:
     _refuse_damage(path)
     try:
         with quiet_torch(), _on_the_cpu():
-            _import_output_classes(path)
-            if GROUPED_PRODUCT.removesuffix(".default") in _targets(path):
-                grouped_product_op()
+            _import_from_transformers(path)
             # Not torch.export.load: after a failure that looks for pickles of older formats, which no scan saw.
             programs = pt2_package.load_pt2(path).exported_programs
     except Exception as error:  # any damage inside surfaces here, as whatever the deserializer stumbles over
@@ -157,13 +155,16 @@ def _unregistered(path: Path) -> list[str]:
     return list(dict.fromkeys(missing))
 
 
-def _import_output_classes(path: Path) -> None:
-    """Import the modules of transformers, and no others, that define the classes of the archive's results."""
+def _import_from_transformers(path: Path) -> None:
+    """Import the modules of transformers, and no others, with the classes of the archive's results and its op."""
     archive = PyTorchFileReader(str(path))
     for record in archive.get_all_records():
         if record.startswith("models/"):
-            for module in sorted(set(_OUTPUT_CLASS.findall(archive.get_record(record)))):
+            text = archive.get_record(record)
+            for module in sorted(set(_OUTPUT_CLASS.findall(text))):
                 importlib.import_module(module.decode())
+            if GROUPED_PRODUCT.encode() in text:
+                grouped_product_op()
 
 
 def _forget_ranges_of_expressions(program: ExportedProgram) -> None:
