@@ -54,8 +54,8 @@ def translate_to_file(options: CompileOptions, onnx_path: Path, progress: Callab
 
 
 def _plugins_of(model: onnx_ir.Model) -> list[str]:
-    nodes = [node for node in RecursiveGraphIterator(model.graph) if node.domain == PLUGIN_NAMESPACE]
-    return [name for name in (*PLUGIN_NAMES, *ATTENTION_NAMES) if any(node.op_type == name for node in nodes)]
+    used = {node.op_type for node in RecursiveGraphIterator(model.graph) if node.domain == PLUGIN_NAMESPACE}
+    return [name for name in (*PLUGIN_NAMES, *ATTENTION_NAMES) if name in used]
 
 
 def translate_any(options: CompileOptions, progress: Callable[[str], None]) -> Translation:
