@@ -17,16 +17,13 @@ using nvinfer1::PluginFieldCollection;
 using nvinfer1::PluginFieldType;
 using nvinfer1::TensorRTPhase;
 
-constexpr char const* kActivation = "activation";
-constexpr char const* kThreshold = "threshold";
 constexpr char const* kGate = "gate";
-constexpr char const* kScales = "scales";
-constexpr char const* kThresholds = "thresholds";
 constexpr int32_t kSchemaVersion = 1;
 
 std::vector<PluginField> field_names() {
-    return {known_field(kActivation, PluginFieldType::kCHAR), known_field(kThreshold, PluginFieldType::kFLOAT32),
-            known_integer(kGate), known_integer(kScales), known_integer(kThresholds)};
+    return {known_field(field::kActivation, PluginFieldType::kCHAR),
+            known_field(field::kThreshold, PluginFieldType::kFLOAT32), known_integer(kGate),
+            known_integer(field::kScales), known_integer(field::kThresholds)};
 }
 
 ExpertsOptions read_fields(PluginFieldCollection const* collection, TensorRTPhase phase) {
@@ -38,8 +35,8 @@ ExpertsOptions read_fields(PluginFieldCollection const* collection, TensorRTPhas
     options.gate = fields.flag(kGate);
     options.activation = read_activation(options.gate ? TWELL_GATED : TWELL_PLAIN, fields, phase);
     options.threshold = read_threshold(options.activation, fields, phase);
-    options.scales = fields.flag(kScales);
-    options.thresholds = fields.flag(kThresholds);
+    options.scales = fields.flag(field::kScales);
+    options.thresholds = fields.flag(field::kThresholds);
     check_thresholds(options.thresholds, options.activation, options.threshold);
     fields.reject_rest(field_names());
     return options;
@@ -178,11 +175,11 @@ void ExpertsPlugin::launch(twell_experts_problem const& problem, void const* con
 
 std::unique_ptr<PlanFields> ExpertsPlugin::plan_fields() const {
     auto fields = std::make_unique<PlanFields>(kSchemaVersion);
-    fields->add(kActivation, options_.activation);
-    fields->add(kThreshold, options_.threshold);
+    fields->add(field::kActivation, options_.activation);
+    fields->add(field::kThreshold, options_.threshold);
     fields->add(kGate, options_.gate);
-    fields->add(kScales, options_.scales);
-    fields->add(kThresholds, options_.thresholds);
+    fields->add(field::kScales, options_.scales);
+    fields->add(field::kThresholds, options_.thresholds);
     return fields;
 }
 

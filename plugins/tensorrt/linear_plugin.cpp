@@ -16,8 +16,6 @@ using nvinfer1::PluginFieldCollection;
 using nvinfer1::PluginFieldType;
 using nvinfer1::TensorRTPhase;
 
-constexpr char const* kNorm = "norm";
-constexpr char const* kEps = "eps";
 constexpr char const* kSplits = "splits";
 constexpr char const* kChoose = "choose";  // which older graphs and plans lack
 constexpr int32_t kSchemaVersion = 1;
@@ -27,8 +25,8 @@ constexpr std::array<char const*, kLinearRoles> kFlags = {nullptr,     nullptr, 
                                                           "norm_bias", "residual", "scales"};
 
 std::vector<PluginField> field_names() {
-    std::vector<PluginField> fields{known_field(kNorm, PluginFieldType::kCHAR),
-                                    known_field(kEps, PluginFieldType::kFLOAT32), known_integer(kSplits),
+    std::vector<PluginField> fields{known_field(field::kNorm, PluginFieldType::kCHAR),
+                                    known_field(field::kEps, PluginFieldType::kFLOAT32), known_integer(kSplits),
                                     known_integer(kChoose)};
     std::transform(kFlags.begin() + kLinearBias, kFlags.end(), std::back_inserter(fields), known_integer);
     return fields;
@@ -154,8 +152,8 @@ void LinearPlugin::launch(twell_linear_problem const& problem, void const* const
 
 std::unique_ptr<PlanFields> LinearPlugin::plan_fields() const {
     auto fields = std::make_unique<PlanFields>(kSchemaVersion);
-    fields->add(kNorm, options_.norm);
-    fields->add(kEps, options_.eps);
+    fields->add(field::kNorm, options_.norm);
+    fields->add(field::kEps, options_.eps);
     fields->add(kSplits, options_.splits);
     fields->add(kChoose, options_.choose);
     for (size_t i = kLinearBias; i < kLinearRoles; ++i) {

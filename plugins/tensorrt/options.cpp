@@ -14,19 +14,12 @@ using nvinfer1::PluginFieldCollection;
 using nvinfer1::PluginFieldType;
 using nvinfer1::TensorRTPhase;
 
-constexpr char const* kActivation = "activation";
-constexpr char const* kThreshold = "threshold";
 constexpr char const* kCompression = "compression";
 constexpr char const* kHot = "hot";
 constexpr char const* kGateBias = "gate_bias";
 constexpr char const* kUpBias = "up_bias";
 constexpr char const* kDownBias = "down_bias";
 constexpr char const* kResidualField = "residual";
-// May be left out, in a plan, too: then there are none. Plans of before there were any have none.
-constexpr char const* kScales = "scales";
-constexpr char const* kThresholds = "thresholds";
-constexpr char const* kNorm = "norm";
-constexpr char const* kEps = "eps";
 constexpr char const* kNormWeight = "norm_weight";
 constexpr char const* kNormBias = "norm_bias";
 constexpr int32_t kSchemaVersion = 3;
@@ -64,11 +57,11 @@ Options read_fields(twell_variant variant, PluginFieldCollection const* collecti
     }
     options.b_down = fields.flag(kDownBias);
     options.residual = fields.flag(kResidualField);
-    options.scales = fields.newer_flag(kScales);
-    options.thresholds = fields.newer_flag(kThresholds);
+    options.scales = fields.newer_flag(field::kScales);
+    options.thresholds = fields.newer_flag(field::kThresholds);
     check_thresholds(options.thresholds, options.activation, options.threshold);
-    options.norm = fields.has(kNorm) ? read_norm(fields, phase) : TWELL_NORM_NONE;
-    options.eps = fields.has(kEps) ? read_eps(fields) : 0.0F;
+    options.norm = fields.has(field::kNorm) ? read_norm(fields, phase) : TWELL_NORM_NONE;
+    options.eps = fields.has(field::kEps) ? read_eps(fields) : 0.0F;
     options.norm_weight = fields.newer_flag(kNormWeight);
     options.norm_bias = fields.newer_flag(kNormBias);
     check_norm_inputs(options.norm, options.norm_weight, options.norm_bias);
@@ -85,62 +78,62 @@ int32_t read_activation(twell_variant variant, FieldReader& fields, TensorRTPhas
         for (size_t i = 0; i < count; ++i) {
             codes.push_back(kActivations[i].value);
         }
-        return fields.integer(kActivation, codes);
+        return fields.integer(field::kActivation, codes);
     }
     std::vector<std::string> names;
     for (size_t i = 0; i < count; ++i) {
         names.emplace_back(kActivations[i].name);
     }
-    std::string const name = fields.text(kActivation, one_of(names));
+    std::string const name = fields.text(field::kActivation, one_of(names));
     auto const found = std::find(names.begin(), names.end(), name);
     if (found == names.end()) {
-        refuse(kActivation, "'" + printable(name) + "'", one_of(names));
+        refuse(field::kActivation, "'" + printable(name) + "'", one_of(names));
     }
     return kActivations[found - names.begin()].value;
 }
 
 float read_threshold(int32_t activation, FieldReader& fields, TensorRTPhase phase) {
     // Only a plan must say it: at build time leaving it out means 0.
-    if (phase == TensorRTPhase::kBUILD && !fields.has(kThreshold)) {
+    if (phase == TensorRTPhase::kBUILD && !fields.has(field::kThreshold)) {
         return 0.0F;
     }
     char const* const allowed =
         activation == TWELL_FATRELU ? "finite and at least 0" : "0, because only fatrelu takes a threshold";
-    float const value = fields.number(kThreshold, allowed);
+    float const value = fields.number(field::kThreshold, allowed);
     bool const good = activation == TWELL_FATRELU ? std::isfinite(value) && value >= 0.0F : value == 0.0F;
     if (!good) {
         char got[32];
         std::snprintf(got, sizeof(got), "%g", static_cast<double>(value));  // std::to_string makes 1e-7 a 0
-        refuse(kThreshold, got, allowed);
+        refuse(field::kThreshold, got, allowed);
     }
     return value;
 }
 
 int32_t read_norm(FieldReader& fields, TensorRTPhase phase) {
     if (phase == TensorRTPhase::kRUNTIME) {
-        return fields.integer(kNorm, {TWELL_NORM_NONE, TWELL_NORM_RMS, TWELL_NORM_LAYER});
+        return fields.integer(field::kNorm, {TWELL_NORM_NONE, TWELL_NORM_RMS, TWELL_NORM_LAYER});
     }
     std::vector<std::string> const names(std::begin(kNorms), std::end(kNorms));
-    std::string const name = fields.text(kNorm, one_of(names));
+    std::string const name = fields.text(field::kNorm, one_of(names));
     auto const found = std::find(names.begin(), names.end(), name);
     if (found == names.end()) {
-        refuse(kNorm, "'" + printable(name) + "'", one_of(names));
+        refuse(field::kNorm, "'" + printable(name) + "'", one_of(names));
     }
     return static_cast<int32_t>(found - names.begin());
 }
 
 float read_eps(FieldReader& fields) {
     char const* const allowed = "finite and at least 0";
-    float const eps = fields.number(kEps, allowed);
+    float const eps = fields.number(field::kEps, allowed);
     if (!std::isfinite(eps) || eps < 0.0F) {
-        refuse(kEps, std::to_string(eps), allowed);
+        refuse(field::kEps, std::to_string(eps), allowed);
     }
     return eps;
 }
 
 void check_thresholds(bool thresholds, int32_t activation, float threshold) {
     if (thresholds && (activation != TWELL_FATRELU || threshold != 0.0F)) {
-        refuse(kThresholds, "1", "0, because only fatrelu with threshold 0 takes thresholds");
+        refuse(field::kThresholds, "1", "0, because only fatrelu with threshold 0 takes thresholds");
     }
 }
 
@@ -154,17 +147,17 @@ void check_norm_inputs(int32_t norm, bool weight, bool bias) {
 }
 
 std::vector<PluginField> field_names(twell_variant variant) {
-    std::vector<PluginField> fields{known_field(kActivation, PluginFieldType::kCHAR),
-                                    known_field(kThreshold, PluginFieldType::kFLOAT32),
+    std::vector<PluginField> fields{known_field(field::kActivation, PluginFieldType::kCHAR),
+                                    known_field(field::kThreshold, PluginFieldType::kFLOAT32),
                                     known_integer(kCompression),
                                     known_integer(kHot),
                                     known_integer(kUpBias),
                                     known_integer(kDownBias),
                                     known_integer(kResidualField),
-                                    known_integer(kScales),
-                                    known_integer(kThresholds),
-                                    known_field(kNorm, PluginFieldType::kCHAR),
-                                    known_field(kEps, PluginFieldType::kFLOAT32),
+                                    known_integer(field::kScales),
+                                    known_integer(field::kThresholds),
+                                    known_field(field::kNorm, PluginFieldType::kCHAR),
+                                    known_field(field::kEps, PluginFieldType::kFLOAT32),
                                     known_integer(kNormWeight),
                                     known_integer(kNormBias)};
     if (variant == TWELL_GATED) {
@@ -180,8 +173,8 @@ Options read_options(twell_variant variant, PluginFieldCollection const* collect
 
 std::unique_ptr<PlanFields> plan_fields_of(twell_variant variant, Options const& options) {
     auto fields = std::make_unique<PlanFields>(kSchemaVersion);
-    fields->add(kActivation, options.activation);
-    fields->add(kThreshold, options.threshold);
+    fields->add(field::kActivation, options.activation);
+    fields->add(field::kThreshold, options.threshold);
     fields->add(kCompression, options.compression);
     fields->add(kHot, options.hot);
     if (variant == TWELL_GATED) {
@@ -193,14 +186,14 @@ std::unique_ptr<PlanFields> plan_fields_of(twell_variant variant, Options const&
     fields->add(kDownBias, options.b_down);
     fields->add(kResidualField, options.residual);
     if (options.scales) {  // else as before there were any: older libraries read such plans, too
-        fields->add(kScales, true);
+        fields->add(field::kScales, true);
     }
     if (options.thresholds) {
-        fields->add(kThresholds, true);
+        fields->add(field::kThresholds, true);
     }
     if (options.norm != TWELL_NORM_NONE) {
-        fields->add(kNorm, options.norm);
-        fields->add(kEps, options.eps);
+        fields->add(field::kNorm, options.norm);
+        fields->add(field::kEps, options.eps);
         fields->add(kNormWeight, options.norm_weight);
         fields->add(kNormBias, options.norm_bias);
     }

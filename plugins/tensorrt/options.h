@@ -12,6 +12,17 @@
 
 namespace twell {
 
+// Names of fields that several plugins have.
+namespace field {
+constexpr char const* kActivation = "activation";
+constexpr char const* kThreshold = "threshold";
+// In blocks these may be left out, in a plan, too: then there are none. Older plans lack them.
+constexpr char const* kScales = "scales";
+constexpr char const* kThresholds = "thresholds";
+constexpr char const* kNorm = "norm";
+constexpr char const* kEps = "eps";
+}  // namespace field
+
 struct Options {
     int32_t activation = TWELL_RELU;  // twell_activation
     float threshold = 0.0F;           // TWELL_FATRELU only
