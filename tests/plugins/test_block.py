@@ -174,13 +174,14 @@ def test_the_first_projection_is_the_gate_of_the_c_api() -> None:
 
 
 def constants() -> dict[str, str]:
-    """Return the names of fields in options.cpp, by their constants."""
-    return dict(re.findall(r'constexpr char const\* (k\w+) = "(\w+)";', without_comments(TENSORRT / "options.cpp")))
+    """Return the names of a block's fields, by their constants: some plugins share those of options.h."""
+    text = "".join(without_comments(TENSORRT / name) for name in ("options.h", "options.cpp"))
+    return dict(re.findall(r'constexpr char const\* (k\w+) = "(\w+)";', text))
 
 
 def function(name: str) -> str:
-    """Return the body of a function of options.cpp."""
-    text = without_comments(TENSORRT / "options.cpp")
+    """Return the body of a function of options.cpp, without the namespace of shared constants."""
+    text = without_comments(TENSORRT / "options.cpp").replace("field::", "")
     start = re.search(rf"^[\w:<> ]*\b{re.escape(name)}\([^;{{]*?\)[^;{{]*\{{", text, flags=re.MULTILINE)
     assert start is not None, name
     return text[start.end() : text.index("\n}", start.end())]
