@@ -15,23 +15,22 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import random
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import click
+import harness
 import session
 import torch
 from draw import DISTRIBUTIONS, TRAINED_LAYERS, Neurons, Weights, make_inputs
+from harness import CHECKED_ROWS, NUMBERS, Calls, Columns, Result, Run, check, field, over, time_of, times_of
 from torch import Tensor
 from torch.nn import functional
 
-from twellc.benchmarking import contest
-from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, INT4, LOSSY, PACKED, dense_forms
+from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, INT4, PACKED, dense_forms
+from twellc.options.option import COUNT, Number, option
 from twellc.plugins import library
 
-CHECKED_ROWS = 64
+CUBLAS = "cuBLAS gate"
 # The contestant without --hot.
 WHOLE = "mlp, whole"
 
@@ -57,7 +56,7 @@ class Twell:
         self.packed = torch.empty((tokens, words), dtype=torch.int32, device=x.device)
         size = self._lib.twell_workspace_bytes(self._problem)
         self.workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
-        self.y = torch.empty_like(x)
+        self.y = torch.full_like(x, float("nan"))
 
     def kernels(self) -> list[str]:
         """Return the route of the whole block, then its launches."""
@@ -77,89 +76,66 @@ class Twell:
         """Run the gate alone."""
         self._run(self._lib.twell_gate, w, self.packed.data_ptr())
 
-    def mlp(self, w: Weights) -> None:
-        """Run the whole block."""
+    def mlp(self, w: Weights) -> Tensor:
+        """Run the whole block; return its result, which the next call overwrites."""
         self._run(self._lib.twell_mlp, w, self.workspace.data_ptr(), self.workspace.numel())
+        return self.y
 
 
-def relative_error(y: Tensor, exact: Tensor) -> float:
-    """Return how far y is from the exact result in float64, relative to that."""
-    return float((y.double() - exact).norm() / exact.norm())
+def nonzeros(result: Result) -> str:
+    """Return how many neurons are active for a token: on average, and the most."""
+    return f"{result['mean_nonzeros']:.1f} / {result['max_nonzeros']}"
 
 
-def refuse_error(what: str, error: float, base: float) -> None:
-    """Fail if something is more than twice as wrong as eager dense torch.
-
-    Raises:
-        click.ClickException: It is.
-    """
-    if not error <= 2 * base + 1e-3:
-        raise click.ClickException(f"{what} is off by {error:.2e}, dense by {base:.2e}")
+def gate(result: Result) -> str:
+    """Return the time of the gate alone, and its ratio to cuBLAS's."""
+    ratio = over(["gate"], CUBLAS)(result)
+    return f"{time_of('gate')(result)} ({ratio})"
 
 
-def check(x: Tensor, w: Weights, twell: Twell, forms: dict[str, Callable[[Tensor], Tensor]]) -> dict[str, float]:
-    """Compare some rows of the block with float64; dense FP8 and INT4 may be as wrong as they are.
-
-    Raises:
-        click.ClickException: Something is more than twice as wrong as eager dense torch.
-    """
-    rows = torch.randperm(len(x), device=x.device)[:CHECKED_ROWS]
-    exact = w.block.double().dense(x[rows].double())
-    errors = {name: relative_error(form(x)[rows], exact) for name, form in forms.items()}
-    twell.y.fill_(float("nan"))
-    twell.mlp(w)
-    errors["mlp"] = relative_error(twell.y[rows], exact)
-    for name, error in errors.items():
-        if name not in LOSSY:
-            refuse_error(f"{len(x)} tokens: {name}", error, errors[EAGER])
-    return errors
+def mlp(result: Result) -> str:
+    """Return the time of the whole block, and without hot neurons where there are any."""
+    whole = f" (whole {time_of(WHOLE)(result)})" if WHOLE in result["times"] else ""
+    return time_of("mlp")(result) + whole
 
 
-def fastest(median: dict[str, float]) -> float:
-    """Return the time of the fastest dense block in the element type of the model."""
-    return min(median[name] for name in BASELINES if name in median)
-
-
-def table_row(result: dict[str, Any]) -> str:
-    """One line of the Markdown table."""
-    median = {name: value["median_us"] for name, value in result["times"].items()}
-
-    def time_of(name: str) -> str:
-        return f"{median[name]:.1f}" if name in median else "-"
-
-    cells = [
-        f"{result['tokens']}",
-        f"{result['mean_nonzeros']:.1f} / {result['max_nonzeros']}",
-        *(time_of(name) for name in (EAGER, COMPILED, PACKED, FP8, INT4, "cuBLAS gate")),
-        f"{median['gate']:.1f} ({median['gate'] / median['cuBLAS gate']:.2f})",
-        time_of("mlp") + (f" (whole {time_of(WHOLE)})" if WHOLE in median else ""),
-        f"{fastest(median) / median['mlp']:.2f}",
-        f"{median[FP8] / median['mlp']:.2f}" if FP8 in median else "-",
-    ]
-    return "| " + " | ".join(cells) + " |"
-
-
-HEADER = (
-    "| tokens | non-zeros a row, mean / max | dense eager | dense compiled | dense packed | dense FP8 | dense INT4 "
-    "| cuBLAS gate | twell gate (ratio) | mlp | speed-up | over FP8 |\n|" + " ---: |" * 12
-)
+COLUMNS: Columns = {
+    "tokens": field("tokens"),
+    "non-zeros a row, mean / max": nonzeros,
+    **times_of(EAGER, COMPILED, PACKED, FP8, INT4, CUBLAS),
+    "twell gate (ratio)": gate,
+    "mlp": mlp,
+    "speed-up": over(BASELINES, "mlp"),
+    "over FP8": over([FP8], "mlp"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What one table is about."""
+    """What one table is about.
 
-    tokens: tuple[int, ...]
-    d_model: int = 2048
-    d_ff: int = 5632
-    dtype: str = "bfloat16"
-    density: float = 0.005
-    neurons: str = "equal"
-    layer: int = 0
-    compression: int = 8
-    variant: str = "gated"
-    heavy: int = 0
-    hot: int = 0
+    Attributes:
+        dtype: Type of x and the weights.
+        neurons: How often they fire: equally, by Zipf's law, or as those of --layer of a trained model, which has a
+            density and its own widths.
+        layer: Of the trained model.
+        compression: Of TwELL.
+        variant: With a gate or without.
+        heavy: Neurons made active for the token in the middle.
+        hot: Put this many neurons first, those that fire most often, and compute them as a dense block.
+    """
+
+    tokens: tuple[int, ...] = option("256,1024,2048,4096,8192,32768,131072", "N,…", NUMBERS)
+    d_model: int = option(2048, "N", COUNT)
+    d_ff: int = option(5632, "N", COUNT)
+    dtype: str = option("bfloat16", kind=tuple(sorted(library.DTYPES)))
+    density: float = option(0.005, "SHARE", Number(0.0, 1.0, above=True))
+    neurons: str = option("equal", kind=DISTRIBUTIONS)
+    layer: int = option(0, kind=tuple(range(TRAINED_LAYERS)))
+    compression: int = option(8, kind=library.COMPRESSIONS)
+    variant: str = option("gated", kind=("gated", "plain"))
+    heavy: int = option(0, "N", Number(0))
+    hot: int = option(0, "N", Number(0))
 
     def __str__(self) -> str:
         heavy = f", one token with {self.heavy} active neurons" if self.heavy > 0 else ""
@@ -212,7 +188,7 @@ SUITE = (
 _QUICKEST = min(range(len(SUITE)), key=lambda index: (len(SUITE[index].tokens), max(SUITE[index].tokens)))
 
 
-def measure(setting: Setting, tokens: int, compiled: bool, repeats: int) -> dict[str, Any]:
+def measure(run: Run, setting: Setting, tokens: int, compiled: bool) -> Result:
     """Check and time one size."""
     torch._dynamo.reset()  # or compiled kernels would be launched as suits the size before
     dtype = getattr(torch, setting.dtype)
@@ -220,29 +196,28 @@ def measure(setting: Setting, tokens: int, compiled: bool, repeats: int) -> dict
     x, sets = make_inputs(tokens, setting.d_model, setting.d_ff, dtype, neurons, setting.variant, session.DEVICE)
     twell = Twell(x, setting.d_ff, setting.compression, setting.variant, setting.hot)
     forms = [dense_forms(w.block, x, compiled) for w in sets]
-    errors = check(x, sets[0], twell, forms[0])
-    nonzeros = sets[0].block.active(x).sum(dim=1)
-    contestants: dict[str, Sequence[Callable[[], object]]] = {
-        name: [functools.partial(each[name], x) for each in forms] for name in forms[0]
-    }
-    contestants |= {
-        "cuBLAS gate": [functools.partial(functional.linear, x, w.block.gate) for w in sets],
-        "gate": [functools.partial(twell.gate, w) for w in sets],
-        "mlp": [functools.partial(twell.mlp, w) for w in sets],
-    }
+    contestants: dict[str, Calls] = {name: [functools.partial(each[name], x) for each in forms] for name in forms[0]}
+    contestants["mlp"] = [functools.partial(twell.mlp, w) for w in sets]
     if setting.hot > 0:
         whole = Twell(x, setting.d_ff, setting.compression, setting.variant)
         contestants[WHOLE] = [functools.partial(whole.mlp, w) for w in sets]
-    times = time_rotated(contestants, repeats)
+    contestants = run.chosen(contestants, EAGER)
+    rows = torch.randperm(len(x), device=x.device)[:CHECKED_ROWS]
+    errors = check(f"{tokens} tokens", contestants, sets[0].block.double().dense(x[rows].double()), rows)
+    gates: dict[str, Calls] = {
+        CUBLAS: [functools.partial(functional.linear, x, w.block.gate) for w in sets],
+        "gate": [functools.partial(twell.gate, w) for w in sets],
+    }
+    active = sets[0].block.active(x).sum(dim=1)
     return {
-        **dataclasses.asdict(setting),
+        **{each.name: getattr(setting, each.name) for each in dataclasses.fields(Setting)},
         "tokens": tokens,
-        "mean_nonzeros": float(nonzeros.double().mean()),
-        "max_nonzeros": int(nonzeros.max()),
+        "mean_nonzeros": float(active.double().mean()),
+        "max_nonzeros": int(active.max()),
         "weight_sets": len(sets),
         "kernels": twell.kernels(),
         "errors": errors,
-        "times": times,
+        "times": run.time(contestants | run.chosen(gates)),
     }
 
 
@@ -258,100 +233,34 @@ def settings_of(part: str) -> tuple[Setting, ...]:
     return SUITE[int(number) - 1 :: int(count)]
 
 
-def time_rotated(contestants: Mapping[str, Sequence[Callable[[], object]]], repeats: int) -> dict[str, Any]:
-    """Time one call of each contestant, which has one for each set of weights, in microseconds, as JSON."""
-    return {name: times.to_json() for name, times in contest.time_rotated(contestants, repeats).items()}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(Setting, harness.Options):
+    """The options of this benchmark: the setting of a table, or a suite of them.
+
+    Attributes:
+        suite: Run all settings that benchmarks/README.md states, not the one above.
+        part: Of the suite: 2/3 is the second of three parts.
+        compiled: Also time the dense block through torch.compile as a whole.
+    """
+
+    suite: bool = option(False)
+    part: str = option("1/1", "N/COUNT")
+    compiled: bool = option(True)
 
 
-@click.command()
-@click.option("--tokens", default="256,1024,2048,4096,8192,32768,131072", show_default=True, help="Row counts.")
-@click.option("--d-model", default=2048, show_default=True)
-@click.option("--d-ff", default=5632, show_default=True)
-@click.option("--dtype", type=click.Choice(sorted(library.DTYPES)), default="bfloat16", show_default=True)
-@click.option(
-    "--density",
-    type=click.FloatRange(0, 1, min_open=True),
-    default=0.005,
-    show_default=True,
-    help="Share of non-zero gate activations.",
-)
-@click.option(
-    "--neurons",
-    type=click.Choice(DISTRIBUTIONS),
-    default="equal",
-    show_default=True,
-    help="How often they fire: equally, by Zipf's law, or as those of --layer of a trained model, which has a density "
-    "and its own widths.",
-)
-@click.option("--layer", type=click.IntRange(0, TRAINED_LAYERS - 1), default=0, show_default=True)
-@click.option("--compression", type=click.Choice(["1", "2", "4", "8"]), default="8", show_default=True)
-@click.option("--variant", type=click.Choice(["gated", "plain"]), default="gated", show_default=True)
-@click.option(
-    "--heavy",
-    type=click.IntRange(0),
-    default=0,
-    show_default=True,
-    help="Neurons made active for the token in the middle.",
-)
-@click.option(
-    "--hot",
-    type=click.IntRange(0),
-    default=0,
-    show_default=True,
-    help="Put this many neurons first, those that fire most often, and compute them as a dense block.",
-)
-@click.option("--suite", is_flag=True, help="Run all settings that benchmarks/README.md states, not the one above.")
-@click.option("--part", default="1/1", show_default=True, help="Of the suite: 2/3 is the second of three parts.")
-@click.option("--repeats", default=20, show_default=True)
-@click.option(
-    "--compiled/--no-compiled",
-    default=True,
-    show_default=True,
-    help="Also time the dense block through torch.compile as a whole.",
-)
-@click.option("--seed", default=0, show_default=True)
-@session.json_option
-@session.smoke_option(tokens="1,40", d_model=256, d_ff=768, part=f"{_QUICKEST + 1}/{len(SUITE)}", repeats=2)
-def main(
-    tokens: str,
-    d_model: int,
-    d_ff: int,
-    dtype: str,
-    density: float,
-    neurons: str,
-    layer: int,
-    compression: str,
-    variant: str,
-    heavy: int,
-    hot: int,
-    suite: bool,
-    part: str,
-    repeats: int,
-    compiled: bool,
-    seed: int,
-    json_path: Path | None,
-) -> None:
+@harness.benchmark(Options, tokens="1,40", d_model=256, d_ff=768, part=f"{_QUICKEST + 1}/{len(SUITE)}", repeats=2)
+def main(run: Run, options: Options) -> None:
     """Print Markdown tables of times in microseconds; the speed-up is over the fastest dense block in bf16 or fp16."""
-    session.refuse_without_gpu()
-    if density == 1 and neurons == "zipf":
+    if options.density == 1 and options.neurons == "zipf":
         raise click.UsageError("--density 1 leaves no neuron less active than another: use --neurons equal")
-    if neurons == "trained" and (d_model, d_ff) != (2048, 5632):
+    if options.neurons == "trained" and (options.d_model, options.d_ff) != (2048, 5632):
         raise click.UsageError("--neurons trained are those of layers with d_model 2048 and d_ff 5632")
-    if hot > d_ff:
-        raise click.UsageError(f"--hot {hot} are more neurons than --d-ff {d_ff}")
-    torch.manual_seed(seed)
-    random.seed(seed)
-    counts = tuple(int(value) for value in tokens.split(","))
-    setting = Setting(counts, d_model, d_ff, dtype, density, neurons, layer, int(compression), variant, heavy, hot)
-    settings = settings_of(part) if suite else (setting,)
-    report = session.new_report()
-    for setting in settings:
-        click.echo(f"{report['machine']['gpu']}, torch {report['machine']['torch']}: {setting}\n\n{HEADER}")
-        for count in setting.tokens:
-            result = measure(setting, count, compiled, repeats)
-            report["results"].append(result)
-            click.echo(table_row(result))
-            session.write_results(json_path, report)
+    if options.hot > options.d_ff:
+        raise click.UsageError(f"--hot {options.hot} are more neurons than --d-ff {options.d_ff}")
+    for setting in settings_of(options.part) if options.suite else (options,):
+        run.begin(COLUMNS, str(setting))
+        for tokens in setting.tokens:
+            run.add(measure(run, setting, tokens, options.compiled))
         click.echo()
 
 

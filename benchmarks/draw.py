@@ -19,6 +19,7 @@ from twellc.benchmarking.activity import (
 )
 from twellc.benchmarking.forms import Block
 from twellc.benchmarking.timing import sets_in_rotation
+from twellc.plugins.block import Operands
 
 DISTRIBUTIONS = ("equal", "zipf", "trained")
 TRAINED_LAYERS = 4
@@ -59,6 +60,17 @@ class Weights:
 
     block: Block
     down_by_neuron: Tensor
+
+    def part(self, chosen: Tensor) -> Weights:
+        """Return a block of some of the neurons, in the order of `chosen`, int64 [neurons]."""
+        block, down = self.block, self.down_by_neuron[chosen]
+        assert block.up is not None
+        return Weights(Block(block.gate[chosen], block.up[chosen], down.t().contiguous()), down)
+
+    def operands(self, x: Tensor) -> Operands[Tensor]:
+        """Return what the op of a gated block takes."""
+        assert self.block.up is not None
+        return Operands(x=x, w_gate=self.block.gate, w_up=self.block.up, w_down=self.down_by_neuron)
 
 
 def offsets(rates: Tensor, activity: Tensor) -> Tensor:

@@ -14,20 +14,20 @@ one that fails is named. Speed-ups are over the fastest of the others.
 from __future__ import annotations
 
 import functools
-import random
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import click
+import harness
 import session
 import torch
+from harness import NUMBERS, SHARES, Calls, Columns, Result, Run, field, over, relative_error, shapes, times_of
 from torch import Tensor
 from torch.nn import functional
 
-from twellc.benchmarking import contest
+from twellc.base.errors import first_line
+from twellc.options.option import COUNT, option
 from twellc.plugins.experts_op import EXPERTS
 from twellc.plugins.fp8 import Fp8
 
@@ -105,7 +105,7 @@ def route(tokens: int, experts: int, top: int, routing: str) -> Tensor:
     return torch.multinomial(often.expand(tokens, -1), top)
 
 
-def contestants(sets: list[Experts], x: Tensor, ids: Tensor, weights: Tensor) -> Iterator[tuple[str, list[Any]]]:
+def contestants(sets: list[Experts], x: Tensor, ids: Tensor, weights: Tensor) -> Iterator[tuple[str, Calls]]:
     """Yield names and calls, one for each set of weights; of Triton's several."""
     experts = len(sets[0].up)
     yield TWELL, [functools.partial(each.by_twell, x, ids, weights) for each in sets]
@@ -117,15 +117,8 @@ def contestants(sets: list[Experts], x: Tensor, ids: Tensor, weights: Tensor) ->
     else:
         routing = grouped_triton.Routing.of(ids, experts, 16 if few else 64)
         for config in grouped_triton.FEW if few else grouped_triton.MANY:
-            yield (
-                f"{TRITON} {config}",
-                [
-                    functools.partial(
-                        grouped_triton.run, x, each.up, each.down_by_output, weights, routing, config, each.scales
-                    )
-                    for each in sets
-                ],
-            )
+            given = [(x, each.up, each.down_by_output, weights, routing, config, each.scales) for each in sets]
+            yield f"{TRITON} {config}", [functools.partial(grouped_triton.run, *each) for each in given]
     if sets[0].scales is None:
         order = ids.flatten().argsort(stable=True)
         offsets = ids.flatten().bincount(minlength=experts).cumsum(0).int()
@@ -139,18 +132,18 @@ def check(name: str, call: Callable[[], Tensor], exact: Tensor) -> float | None:
         y = call()
         torch.cuda.synchronize()
     except Exception as error:  # whatever it is, the others go on
-        click.echo(f"without {name}: {type(error).__name__}: {error}".splitlines()[0], err=True)
+        click.echo(f"without {name}: {type(error).__name__}: {first_line(error)}", err=True)
         return None
     if name == GROUPED:  # of pairs, without weights and sum
         return float("nan")
-    off = float((y[:CHECKED_TOKENS].double() - exact).norm() / exact.norm())
+    off = relative_error(y[:CHECKED_TOKENS], exact)
     if not off <= MOST_ERROR:
         click.echo(f"without {name}: it is off by {off:.2e}", err=True)
         return None
     return off
 
 
-def measure(sets: list[Experts], tokens: int, top: int, density: float, routing: str, repeats: int) -> dict[str, Any]:
+def measure(run: Run, sets: list[Experts], tokens: int, top: int, density: float, routing: str) -> Result:
     """Check and time one number of tokens at one density."""
     experts, _, d_model = sets[0].up.shape
     shift = statistics.NormalDist().inv_cdf(density) if density < 1 else 16.0
@@ -162,67 +155,55 @@ def measure(sets: list[Experts], tokens: int, top: int, density: float, routing:
     exact = sets[0].exact(x[:CHECKED_TOKENS], ids[:CHECKED_TOKENS], weights[:CHECKED_TOKENS])
     kept, errors = {}, {}
     for name, calls in contestants(sets, x, ids, weights):
-        error = check(name, calls[0], exact)
+        error = check(name, calls[0], exact) if run.wants(name) else None
         if error is not None:
             kept[name], errors[name] = calls, error
-    times: dict[str, Any] = {}
-    for name, found in contest.time_rotated(kept, repeats).items():
+    times: Result = {}
+    for name, found in run.time(kept).items():
         short = name.partition(" ")[0]
-        if short not in times or found.median_us < times[short]["median_us"]:
-            times[short] = {**found.to_json(), "error": errors[name], "contestant": name}
+        if short not in times or found["median_us"] < times[short]["median_us"]:
+            times[short] = {**found, "error": errors[name], "contestant": name}
     hit = len({*ids.flatten().tolist()})
     return {"tokens": tokens, "density": density, "routing": routing, "experts_hit": hit, "times": times}
 
 
-HEADER = f"| active | tokens | experts hit | {TWELL}, µs | {' | '.join(RIVALS)} | over the fastest |\n|" + " ---: |" * 8
+COLUMNS: Columns = {
+    "active": field("density", ".0%"),
+    "tokens": field("tokens"),
+    "experts hit": field("experts_hit"),
+    **times_of(TWELL, *RIVALS),
+    "over the fastest": over(RIVALS, TWELL),
+}
 
 
-def table_row(found: dict[str, Any]) -> str:
-    """One line of the Markdown table."""
-    median = {name: each["median_us"] for name, each in found["times"].items()}
-    rivals = [median[name] for name in RIVALS if name in median]
-    gain = f"{min(rivals) / median[TWELL]:.2f}" if rivals and TWELL in median else "-"
-    cells = [f"{found['density']:.0%}", str(found["tokens"]), str(found["experts_hit"])]
-    cells += [f"{median[name]:.1f}" if name in median else "-" for name in (TWELL, *RIVALS)]
-    return "| " + " | ".join([*cells, gain]) + " |"
+@dataclass(frozen=True, kw_only=True)
+class Options(harness.Options):
+    """The options of this benchmark.
+
+    Attributes:
+        size: Experts, d_ff, d_model, and experts of a token; those of Nano; Super: 512x2688x1024x22.
+        routing: Experts are drawn equally often, or by Zipf's law.
+        sets: Of weights, in turns.
+    """
+
+    size: tuple[tuple[int, int, int, int], ...] = option("128x1856x2688x6", "SIZE", shapes("128x1856x2688x6"))
+    tokens: tuple[int, ...] = option("1,4,16,64,128,512,2048", "N,…", NUMBERS)
+    density: tuple[float, ...] = option("0.05,0.1,0.2,1", "SHARE,…", SHARES)
+    routing: str = option("even", kind=("even", "zipf"))
+    weights: str = option("bf16", kind=("bf16", "fp8"))
+    sets: int = option(2, "N", COUNT)
+    repeats: int = option(10, "N", COUNT)
 
 
-@click.command()
-@click.option("--size", default="128x1856x2688x6", show_default=True, help="Those of Nano; Super: 512x2688x1024x22.")
-@click.option("--tokens", default="1,4,16,64,128,512,2048", show_default=True)
-@click.option("--density", default="0.05,0.1,0.2,1", show_default=True, help="Shares of active neurons of a token.")
-@click.option("--routing", type=click.Choice(["even", "zipf"]), default="even", show_default=True)
-@click.option("--weights", type=click.Choice(["bf16", "fp8"]), default="bf16", show_default=True)
-@click.option("--sets", "num_sets", default=2, show_default=True, help="Of weights, in turns.")
-@click.option("--repeats", default=10, show_default=True)
-@click.option("--seed", default=0, show_default=True)
-@session.json_option
-@session.smoke_option(size="8x96x64x2", tokens="1,5,300", density="0.1,1", repeats=2)
-def main(
-    size: str,
-    tokens: str,
-    density: str,
-    routing: str,
-    weights: str,
-    num_sets: int,
-    repeats: int,
-    seed: int,
-    json_path: Path | None,
-) -> None:
+@harness.benchmark(Options, size="8x96x64x2", tokens="1,5,300", density="0.1,1", repeats=2)
+def main(run: Run, options: Options) -> None:
     """Print a Markdown table of times in microseconds."""
-    session.refuse_without_gpu()
-    torch.manual_seed(seed)
-    random.seed(seed)
-    report = session.new_report()
-    experts, d_ff, d_model, top = (int(part) for part in size.split("x"))
-    sets = [Experts.draw(experts, d_ff, d_model, weights == "fp8") for _ in range(num_sets)]
-    click.echo(f"{report['machine']['gpu']}: {size}, {weights}, routing {routing}\n\n{HEADER}")
-    for share in density.split(","):
-        for count in tokens.split(","):
-            found = measure(sets, int(count), top, float(share), routing, repeats)
-            click.echo(table_row(found))
-            report["results"].append(found)
-            session.write_results(json_path, report)
+    for experts, d_ff, d_model, top in options.size:
+        sets = [Experts.draw(experts, d_ff, d_model, options.weights == "fp8") for _ in range(options.sets)]
+        run.begin(COLUMNS, f"{experts}x{d_ff}x{d_model}x{top}, {options.weights}, routing {options.routing}, µs")
+        for density in options.density:
+            for tokens in options.tokens:
+                run.add(measure(run, sets, tokens, top, density, options.routing))
 
 
 if __name__ == "__main__":

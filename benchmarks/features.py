@@ -7,10 +7,10 @@ python benchmarks/features.py --smoke
 A size is d_model x d_ff x active neurons of a token. Rivals: the dense formula under torch.compile, and what sae-lens
 does with sparse activations: a dense encoder, a COO tensor of float32, torch.sparse.mm; left out where w_dec in float32
 takes too much memory. "block" is the `twell` op, which gives y alone. Times are of a call among others, with what the
-host needs for it, in turns, the median; and behind a slash that of a CUDA graph of it, which of features has a capacity
-of twice what is active. With --weights fp8 the encoder's are of E4M3, and all of those of the dense rival, which has a
-scale for each row of what it multiplies; there is no block. Memory is what a call takes beside weights and x. Some
-tokens are compared with float64 before anything is timed.
+host needs for it, in turns; and of a CUDA graph of it, which of features has a capacity of twice what is active. With
+--weights fp8 the encoder's are of E4M3, and all of those of the dense rival, which has a scale for each row of what it
+multiplies; there is no block. Memory is what a call takes beside weights and x. Some tokens are compared with float64
+before anything is timed.
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ import contextlib
 import dataclasses
 import functools
 import statistics
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import click
+import harness
 import session
 import torch
+from harness import NUMBERS, Columns, Result, Run, field, over, relative_error, shapes, times_of
 from torch import Tensor
 
+from twellc.benchmarking import timing
 from twellc.benchmarking.forms import DenseFp8Linear, compile_rival
+from twellc.benchmarking.timing import Call
 from twellc.features import Features, decode, encode
+from twellc.options.option import COUNT, option
 from twellc.plugins.block import BlockOptions, Operands
 from twellc.plugins.fp8 import Fp8
 from twellc.plugins.ops import run_block
@@ -142,8 +146,7 @@ def check(sae: Sae, x: Tensor) -> float:
         exact = sae.rows(indices).double() @ x[token].double() + sae.b_enc[indices].double()
         expected = int((z > sae.thresholds).sum())
         off = float((values - exact).abs().max()) if len(values) else 0.0
-        truth = values @ sae.w_dec[indices].double() + sae.b_dec.double()
-        error = float((y[token].double() - truth).norm() / truth.norm())
+        error = relative_error(y[token], values @ sae.w_dec[indices].double() + sae.b_dec.double())
         # Those beside their threshold may be rounded to either side of it.
         if abs(len(values) - expected) > 2 + 0.1 * expected or not off <= most_off or not error <= 2**-7:
             raise click.ClickException(
@@ -152,43 +155,26 @@ def check(sae: Sae, x: Tensor) -> float:
     return len(found.indices) / len(x)
 
 
-def captured(call: Callable[[], object]) -> Callable[[], object]:
-    """Return what replays a CUDA graph of a call that has been made before."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
-def measure(
-    calls: dict[str, Callable[[], object]], in_graphs: dict[str, Callable[[], object]], repeats: int
-) -> dict[str, dict[str, float]]:
-    """Return of each call the median time in microseconds and the most memory in bytes; not of what finds none.
-
-    Those in graphs have the time alone, under the name of a call with IN_GRAPH behind it.
-    """
-    taken: dict[str, int] = {}
-    for name, call in list(calls.items()):
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        try:
-            for _ in range(3):
-                call()
-            torch.cuda.synchronize()
-        except torch.OutOfMemoryError:
-            del calls[name]
-        else:
-            taken[name] = torch.cuda.max_memory_allocated() - before
+def bytes_of(call: Call) -> int | None:
+    """Return the most memory that a call takes; None where there is too little."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    except torch.OutOfMemoryError:
+        return None
+    finally:
         torch.cuda.empty_cache()
-    timed = dict(calls)
-    for name in in_graphs.keys() & calls.keys():
-        in_graphs[name]()
-        with contextlib.suppress(torch.OutOfMemoryError):
-            timed[name + IN_GRAPH] = captured(in_graphs[name])
-        torch.cuda.empty_cache()
-    times: dict[str, list[float]] = {name: [] for name in timed}
+
+
+def time_all(calls: dict[str, Call], repeats: int) -> dict[str, Any]:
+    """Return the time of each call in microseconds, with what the host needs for it; they take turns."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
-        for name, call in timed.items():
+        for name, call in calls.items():
             call()
             events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
@@ -198,79 +184,70 @@ def measure(
             events[1].record()
             torch.cuda.synchronize()
             times[name].append(events[0].elapsed_time(events[1]) * 1000 / CALLS)
-    return {
-        name: {"us": statistics.median(found)} | ({"bytes": taken[name]} if name in taken else {})
-        for name, found in times.items()
-    }
+    return {name: timing.times_of(found).to_json() for name, found in times.items()}
 
 
-HEADER = (
-    "| d_model / d_ff | active | tokens | twell, µs | block | dense | COO | over dense | over COO | twell, MB | dense "
-    "| COO |\n|" + " ---: |" * 12
-)
-
-
-def table_row(found: dict[str, Any]) -> str:
-    """One line of the Markdown table."""
-    results = found["results"]
-
-    def cell(name: str, value: str, unit: float, digits: int = 0) -> str:
-        return f"{results[name][value] / unit:.{digits}f}" if name in results else ""
-
-    def both(name: str, unit: float, unit_in_graph: float, digits: int) -> str:
-        parts = cell(name, "us", unit, digits), cell(name + IN_GRAPH, "us", unit_in_graph, digits)
-        return " / ".join(filter(None, parts))
-
-    cells = [f"{found['d_model']} / {found['d_ff']}", f"{found['active']:.0f}", str(found["tokens"])]
-    cells += [both(name, 1, 1, 0) for name in (TWELL, BLOCK, DENSE, COO)]
-    captured_us = results.get(TWELL + IN_GRAPH, {"us": 1})["us"]
-    cells += [both(name, results[TWELL]["us"], captured_us, 2) for name in (DENSE, COO)]
-    cells += [cell(name, "bytes", 1e6, 1) for name in (TWELL, DENSE, COO)]
-    return "| " + " | ".join(cells) + " |"
-
-
-def measure_size(sae: Sae, tokens: list[int], repeats: int) -> Iterator[dict[str, Any]]:
-    """Check and time one autoencoder."""
+def measure(run: Run, sae: Sae, tokens: int, repeats: int) -> Result:
+    """Check and time one autoencoder at one number of tokens; leave out what finds no memory."""
     d_ff, d_model = sae.w_enc.shape
-    for count in tokens:
-        x = torch.randn(count, d_model, dtype=torch.bfloat16, device=session.DEVICE)
-        calls: dict[str, Callable[[], object]] = {
-            TWELL: functools.partial(sae.by_features, x),
-            BLOCK: functools.partial(sae.by_block, x),
-            DENSE: functools.partial(sae.by_dense, x),
-        }
-        if sae.w_enc_scale is not None:
-            del calls[BLOCK]
-        elif d_model * d_ff * 4 <= MOST_BYTES_OF_FLOAT32:
+    x = torch.randn(tokens, d_model, dtype=torch.bfloat16, device=session.DEVICE)
+    active = check(sae, x)
+    calls: dict[str, Call] = {TWELL: functools.partial(sae.by_features, x), DENSE: functools.partial(sae.by_dense, x)}
+    if sae.w_enc_scale is None:
+        calls[BLOCK] = functools.partial(sae.by_block, x)
+        if d_model * d_ff * 4 <= MOST_BYTES_OF_FLOAT32:
             calls[COO] = functools.partial(sae.by_coo, x, sae.w_dec.float())
-        found = {"d_model": d_model, "d_ff": d_ff, "tokens": count, "active": check(sae, x)}
-        in_graphs: dict[str, Callable[[], object]] = {
-            **{name: calls[name] for name in (BLOCK, DENSE) if name in calls},
-            TWELL: functools.partial(sae.by_features, x, round(2 * found["active"] * count)),
-        }
-        yield {**found, "results": measure(calls, in_graphs, repeats)}
+    taken = {name: most for name, call in run.chosen(calls).items() if (most := bytes_of(call)) is not None}
+    timed = {name: calls[name] for name in taken}
+    calls[TWELL] = functools.partial(sae.by_features, x, round(2 * active * tokens))  # a graph needs a capacity
+    for name in (name for name in taken if name != COO):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            timed[name + IN_GRAPH] = timing.record([calls[name]])
+        torch.cuda.empty_cache()
+    times = time_all(timed, repeats)
+    return {"d_model": d_model, "d_ff": d_ff, "tokens": tokens, "active": active, "times": times, "bytes": taken}
 
 
-@click.command()
-@click.option("--sizes", default="2304x16384x60,3584x131072x100,5120x1048576x150", show_default=True)
-@click.option("--tokens", default="8,8192", show_default=True)
-@click.option("--weights", default="bf16", type=click.Choice(["bf16", "fp8"]), show_default=True)
-@click.option("--repeats", default=10, show_default=True)
-@session.json_option
-@session.smoke_option(sizes="64x300x10,64x70000x20", tokens="3,40", repeats=2)
-def main(sizes: str, tokens: str, weights: str, repeats: int, json_path: Path | None) -> None:
+def _megabytes(name: str) -> Callable[[Result], str]:
+    return lambda result: f"{result['bytes'][name] / 1e6:.1f}" if name in result["bytes"] else "-"
+
+
+COLUMNS: Columns = {
+    "d_model / d_ff": lambda result: f"{result['d_model']} / {result['d_ff']}",
+    "active": field("active", ".0f"),
+    "tokens": field("tokens"),
+    **times_of(TWELL, BLOCK, DENSE, COO, *(name + IN_GRAPH for name in (TWELL, BLOCK, DENSE)), digits=0),
+    "over dense": over([DENSE], TWELL),
+    "in graphs": over([DENSE + IN_GRAPH], TWELL + IN_GRAPH),
+    "over COO": over([COO], TWELL),
+    **{f"{name}, MB": _megabytes(name) for name in (TWELL, DENSE, COO)},
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(harness.Options):
+    """The options of this benchmark.
+
+    Attributes:
+        sizes: Of each autoencoder, d_model, d_ff, and the active neurons of a token.
+    """
+
+    sizes: tuple[tuple[int, int, int], ...] = option(
+        "2304x16384x60,3584x131072x100,5120x1048576x150", "SIZE,…", shapes("2304x16384x60")
+    )
+    tokens: tuple[int, ...] = option("8,8192", "N,…", NUMBERS)
+    weights: str = option("bf16", kind=("bf16", "fp8"))
+    repeats: int = option(10, "N", COUNT)
+
+
+@harness.benchmark(Options, sizes="64x300x10,64x70000x20", tokens="3,40", repeats=2)
+def main(run: Run, options: Options) -> None:
     """Print a Markdown table of times and memory."""
-    session.refuse_without_gpu()
-    report = session.new_report()
-    click.echo(str(report["machine"]) + "\n\n" + HEADER)
-    counts = [int(count) for count in tokens.split(",")]
-    for size in sizes.split(","):
-        d_model, d_ff, active = (int(part) for part in size.split("x"))
-        sae = Sae.draw(d_model, d_ff, active, weights == "fp8")
-        for found in measure_size(sae, counts, repeats):
-            click.echo(table_row(found))
-            report["results"].append({**found, "weights": weights})
-            session.write_results(json_path, report)
+    run.begin(COLUMNS)
+    for size in options.sizes:
+        sae = Sae.draw(*size, options.weights == "fp8")
+        for tokens in options.tokens:
+            run.add({**measure(run, sae, tokens, options.repeats), "weights": options.weights})
 
 
 if __name__ == "__main__":

@@ -17,48 +17,36 @@ as a compiler does that knows these times; a layer that none of them makes faste
 from __future__ import annotations
 
 import functools
-import random
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import click
+import harness
 import numpy as np
 import session
 import torch
-from block import CHECKED_ROWS, fastest, refuse_error, relative_error, time_rotated
 from draw import TRAINED_LAYERS, Neurons, Weights, make_inputs
-from tables import head, row, table
+from harness import CHECKED_ROWS, NUMBERS, Calls, Columns, Result, Run, check, field, over, time_of
+from tables import table
 from torch import Tensor
 
-from twellc.benchmarking.forms import BASELINES, EAGER, FP8, LOSSY, Block, Packed, dense_forms
+from twellc.benchmarking.forms import BASELINES, EAGER, FP8, Packed, dense_forms
+from twellc.options.option import option
 from twellc.passes.block_profile import hot_first
 from twellc.passes.neurons import without
-from twellc.plugins.ops import GATED_MLP
+from twellc.plugins.block import BlockOptions
+from twellc.plugins.ops import run_block
 
 _D_MODEL, _D_FF = 2048, 5632
-_COMPRESSION = 8
 PACKED_ALIVE = "dense packed, pruned"
 # Tokens: speed-ups that all layers together are to reach, exact and with pruning.
 TARGETS = {1: (2.7, 2.7), 8: (2.3, 2.3), 32: (1.7, 1.7), 2048: (1.3, 1.6), 8192: (1.45, 1.75), 32768: (1.55, 1.85)}
 LEAST_LAYER = 0.95  # of each layer
 
 
-def part(weights: Weights, chosen: Tensor) -> Weights:
-    """Return a block of some of the neurons, in the order of `chosen`, int64 [neurons]."""
-    block = weights.block
-    assert block.up is not None
-    up, down = block.up[chosen], weights.down_by_neuron[chosen]
-    return Weights(Block(block.gate[chosen], up, down.t().contiguous()), down)
-
-
 def run_twell(x: Tensor, weights: Weights, hot: int) -> Tensor:
     """Compute the block by the `twell` op."""
-    block = weights.block
-    y: Tensor = GATED_MLP(
-        x, block.gate, None, block.up, None, weights.down_by_neuron, None, None, "relu", 0.0, _COMPRESSION, hot
-    )
-    return y
+    return run_block(weights.operands(x), BlockOptions(activation="relu", hot=hot))
 
 
 def columns(sets: list[Weights], rates: Tensor, hot: tuple[int, ...]) -> dict[str, list[tuple[Weights, int]]]:
@@ -69,28 +57,23 @@ def columns(sets: list[Weights], rates: Tensor, hot: tuple[int, ...]) -> dict[st
         for count in (0, *hot):
             if count < len(kept):
                 chosen = torch.from_numpy(kept[hot_first(shares[kept], count)]).to(rates.device)
-                found[f"{prefix}split {count}" if count else name] = [(part(w, chosen), count) for w in sets]
+                found[f"{prefix}split {count}" if count else name] = [(w.part(chosen), count) for w in sets]
     return found
 
 
-def measure(layer: int, tokens: int, hot: tuple[int, ...], repeats: int) -> dict[str, Any]:
+def measure(run: Run, layer: int, tokens: int, hot: tuple[int, ...]) -> Result:
     """Check and time one layer at one number of tokens."""
     torch._dynamo.reset()  # or compiled kernels would be launched as suits the size before
     neurons = Neurons("trained", layer=layer)
     x, sets = make_inputs(tokens, _D_MODEL, _D_FF, torch.bfloat16, neurons, "gated", session.DEVICE)
     blocks = columns(sets, neurons.rates().to(session.DEVICE), hot)
     forms = [dense_forms(w.block, x) for w in sets]
-    contestants: dict[str, Sequence[Callable[[], Tensor]]] = {
-        name: [functools.partial(form[name], x) for form in forms] for name in forms[0]
-    }
+    contestants: dict[str, Calls] = {name: [functools.partial(form[name], x) for form in forms] for name in forms[0]}
     contestants[PACKED_ALIVE] = [functools.partial(Packed(w.block), x) for w, _ in blocks["pruned"]]
     contestants |= {name: [functools.partial(run_twell, x, *each) for each in own] for name, own in blocks.items()}
+    contestants = run.chosen(contestants, EAGER)
     rows = torch.randperm(tokens, device=x.device)[:CHECKED_ROWS]
     exact = sets[0].block.double().dense(x[rows].double())
-    errors = {name: relative_error(calls[0]()[rows], exact) for name, calls in contestants.items()}
-    for name, error in errors.items():
-        if name not in LOSSY:
-            refuse_error(f"layer {layer}, {tokens} tokens: {name}", error, errors[EAGER])
     active = sets[0].block.active(x).sum(1)
     return {
         "layer": layer,
@@ -98,22 +81,12 @@ def measure(layer: int, tokens: int, hot: tuple[int, ...], repeats: int) -> dict
         "alive": len(blocks["pruned"][0][0].block.gate),
         "mean_nonzeros": float(active.double().mean()),
         "max_nonzeros": int(active.max()),
-        "errors": errors,
-        "times": time_rotated(contestants, repeats),
+        "errors": check(f"layer {layer}, {tokens} tokens", contestants, exact, rows),
+        "times": run.time(contestants),
     }
 
 
 # ---- tables ----
-
-
-def medians(result: dict[str, Any]) -> dict[str, float]:
-    """Return the median of each contestant in microseconds."""
-    return {name: times["median_us"] for name, times in result["times"].items()}
-
-
-def is_exact(column: str) -> bool:
-    """Whether a column of twell drops nothing."""
-    return not column.startswith("pruned")
 
 
 def together(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -123,39 +96,37 @@ def together(results: list[dict[str, Any]]) -> dict[str, Any]:
         Of each column and of the best choices `exact` and `pruned`: the speed-up of all layers, and the least of one;
         what the choices are; and the speed-ups of the best choices over dense FP8 and the pruned packed block.
     """
-    times = [medians(result) for result in results]
-    dense = [fastest(median) for median in times]
+    times = [{name: each["median_us"] for name, each in result["times"].items()} for result in results]
+    dense = [min(us for name, us in layer.items() if name in BASELINES) for layer in times]
     # A layer with few neurons may lack a column with many hot ones.
-    ours = [name for name in times[0] if not name.startswith("dense") and all(name in median for median in times)]
+    common = [name for name in times[0] if not name.startswith("dense") and all(name in layer for layer in times)]
     chosen = {
         name: [
-            min(
-                (each for each in median if each in BASELINES or (not each.startswith("dense") and keep(each))),
-                key=median.__getitem__,
-            )
-            for median in times
+            min((each for each in layer if each in BASELINES or not each.startswith(others)), key=layer.__getitem__)
+            for layer in times
         ]
-        for name, keep in (("exact", is_exact), ("pruned", lambda _: True))
+        for name, others in (("exact", ("dense", "pruned")), ("pruned", ("dense",)))
     }
-    taken = {f"all {name}": [name] * len(times) for name in ours} | chosen
+    taken = {f"all {name}": [name] * len(times) for name in common} | chosen
 
-    def over(base: list[float], names: list[str]) -> float:
-        return sum(base) / sum(median[name] for median, name in zip(times, names, strict=True))
+    def gain(base: list[float], names: list[str]) -> float:
+        ours: float = sum(layer[name] for layer, name in zip(times, names, strict=True))
+        return sum(base) / ours
 
     found: dict[str, Any] = {
         "tokens": results[0]["tokens"],
         "dense_us": sum(dense),
-        "speed_up": {name: over(dense, names) for name, names in taken.items()},
+        "speed_up": {name: gain(dense, names) for name, names in taken.items()},
         "least_layer": {
-            name: min(base / median[each] for base, median, each in zip(dense, times, names, strict=True))
+            name: min(base / layer[each] for base, layer, each in zip(dense, times, names, strict=True))
             for name, names in taken.items()
         },
         "chosen": chosen,
     }
     for rival in (FP8, PACKED_ALIVE):
-        if all(rival in median for median in times):
-            base = [median[rival] for median in times]
-            found[f"over {rival}"] = {name: over(base, names) for name, names in chosen.items()}
+        if all(rival in layer for layer in times):
+            base = [layer[rival] for layer in times]
+            found[f"over {rival}"] = {name: gain(base, names) for name, names in chosen.items()}
     return found
 
 
@@ -171,21 +142,11 @@ def markdown(sums: list[dict[str, Any]]) -> str:
             cells.append("-" if targets is None else f"{targets[index]:g} {_yes(speed_up >= targets[index])}")
             cells.append(f"{least:.2f} {_yes(least >= LEAST_LAYER)}")
         for rival in (FP8, PACKED_ALIVE):
-            over = each.get(f"over {rival}")
-            cells.append(f"{over['exact']:.2f}, {over['pruned']:.2f}" if over else "-")
+            gains = each.get(f"over {rival}")
+            cells.append(f"{gains['exact']:.2f}, {gains['pruned']:.2f}" if gains else "-")
         rows.append(cells)
-    header = [
-        "tokens",
-        "dense µs",
-        "exact",
-        "target",
-        "least layer",
-        "with pruning",
-        "target",
-        "least layer",
-        f"over {FP8}",
-        f"over {PACKED_ALIVE}",
-    ]
+    header = ["tokens", "dense µs", "exact", "target", "least layer", "with pruning", "target", "least layer"]
+    header += [f"over {FP8}", f"over {PACKED_ALIVE}"]
     blocks = ["All layers together, over the fastest dense block of each:\n\n" + table(header, rows)]
     names = [name for name in sums[0]["speed_up"] if name.startswith("all ")]
     header = ["tokens", *(name.removeprefix("all ") for name in names)]
@@ -197,16 +158,14 @@ def markdown(sums: list[dict[str, Any]]) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def layer_head(result: dict[str, Any]) -> str:
-    """Return the first lines of the table of one number of tokens, whose first layer has all columns."""
-    header = ["layer", "non-zeros a row, mean / max", "neurons that fired", *result["times"]]
-    return f"{result['tokens']} tokens, µs (speed-up):\n\n{head(header)}"
-
-
-def layer_row(result: dict[str, Any], columns: Sequence[str]) -> str:
-    """Return the row of a layer."""
-    numbers = f"{result['mean_nonzeros']:.0f} / {result['max_nonzeros']}", f"{result['alive']}"
-    return row([f"{result['layer']}", *numbers, *(_with_speed_up(name, medians(result)) for name in columns)])
+def columns_of(first: Result) -> Columns:
+    """Return the columns of one number of tokens, whose first layer has all contestants."""
+    return {
+        "layer": field("layer"),
+        "non-zeros a row, mean / max": lambda each: f"{each['mean_nonzeros']:.0f} / {each['max_nonzeros']}",
+        "neurons that fired": field("alive"),
+        **{name: functools.partial(_with_speed_up, name) for name in first["times"]},
+    }
 
 
 def _yes(reached: bool) -> str:
@@ -217,44 +176,38 @@ def _pair(speed_up: float | None, least: float | None) -> str:
     return "-" if speed_up is None or least is None else f"{speed_up:.2f} ({least:.2f})"
 
 
-def _with_speed_up(name: str, median: dict[str, float]) -> str:
-    if name not in median:
-        return "-"
-    return f"{median[name]:.1f}" + ("" if name.startswith("dense") else f" ({fastest(median) / median[name]:.2f})")
+def _with_speed_up(name: str, result: Result) -> str:
+    own = time_of(name)(result)
+    return own if own == "-" or name.startswith("dense") else f"{own} ({over(BASELINES, name)(result)})"
 
 
-@click.command()
-@click.option("--tokens", default=",".join(map(str, TARGETS)), show_default=True, help="Row counts.")
-@click.option(
-    "--hot", default="512,1024,1536,3072", show_default=True, help="Numbers of hot neurons to try; empty: no split."
-)
-@click.option("--repeats", default=20, show_default=True)
-@click.option("--seed", default=0, show_default=True)
-@session.json_option
-@session.smoke_option(tokens="1,40", hot="512", repeats=2)
-def main(tokens: str, hot: str, repeats: int, seed: int, json_path: Path | None) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Options(harness.Options):
+    """The options of this benchmark.
+
+    Attributes:
+        hot: Numbers of hot neurons to try; empty: no split.
+    """
+
+    tokens: tuple[int, ...] = option(",".join(map(str, TARGETS)), "N,…", NUMBERS)
+    hot: tuple[int, ...] = option("512,1024,1536,3072", "N,…", NUMBERS)
+
+
+@harness.benchmark(Options, tokens="1,40", hot="512", repeats=2)
+def main(run: Run, options: Options) -> None:
     """Print Markdown tables: speed-ups of the four trained layers together, and of each, with times in microseconds."""
-    session.refuse_without_gpu()
-    torch.manual_seed(seed)
-    random.seed(seed)
-    numbers = tuple(int(value) for value in hot.split(",") if value)
-    report = session.new_report() | {"together": []}
-    machine = report["machine"]
-    click.echo(f"{machine['gpu']}, torch {machine['torch']}, commit {machine['commit']}\n")
-    for count in (int(value) for value in tokens.split(",")):
-        results: list[dict[str, Any]] = []
+    run.report["together"] = []
+    for tokens in options.tokens:
+        results: list[Result] = []
         for layer in range(TRAINED_LAYERS):
-            result = measure(layer, count, numbers, repeats)
-            results.append(result)
-            report["results"].append(result)
-            session.write_results(json_path, report)
+            results.append(measure(run, layer, tokens, options.hot))
             if layer == 0:
-                click.echo(layer_head(result))
-            click.echo(layer_row(result, list(results[0]["times"])))
-        report["together"].append(together(results))
-        session.write_results(json_path, report)
+                run.begin(columns_of(results[0]), f"{tokens} tokens, µs (speed-up)")
+            run.add(results[-1])
+        run.report["together"].append(together(results))
+        run.write()
         click.echo()
-    click.echo(markdown(report["together"]))
+    click.echo(markdown(run.report["together"]))
 
 
 if __name__ == "__main__":

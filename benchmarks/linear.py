@@ -14,18 +14,18 @@ against float64 before it is timed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
-import click
+import harness
 import session
 import torch
-from block import refuse_error, relative_error, time_rotated
+from harness import NUMBERS, Calls, Columns, Listed, Result, Run, check, field, median, times_of
 from torch import Tensor
 from torch.nn import functional
 
-from twellc.benchmarking.forms import compile_rival, fp8_product
+from twellc.benchmarking.forms import EAGER, compile_rival, fp8_product
+from twellc.options.option import option
 from twellc.plugins.fp8 import Fp8
 from twellc.plugins.linear import LinearOperands, LinearOptions
 from twellc.plugins.linear_op import run_linear
@@ -54,6 +54,11 @@ def by_scaled_mm(x: Fp8, operands: LinearOperands[Tensor]) -> Tensor:
     return fp8_product(x, Fp8(operands.weight, operands.weight_scale), operands.x.dtype)
 
 
+def by_twell(operands: LinearOperands[Tensor], options: LinearOptions) -> Tensor:
+    """Compute a layer by the op."""
+    return run_linear(operands, options)[0]
+
+
 def make(tokens: int, inner: int, out: int, norm: str) -> list[LinearOperands[Tensor]]:
     """Draw a layer's input, and as many weights as are rotated."""
 
@@ -71,69 +76,85 @@ def in_fp8(operands: LinearOperands[Tensor]) -> LinearOperands[Tensor]:
     return LinearOperands(**{**operands.named(), "weight": weight, "weight_scale": scale})
 
 
-def measure(tokens: int, inner: int, out: int, norm: str, repeats: int) -> dict[str, Any]:
+def exact_of(operands: LinearOperands[Tensor], norm: str) -> Tensor:
+    """Compute a layer in float64 of its dequantized weight."""
+    wide = operands.map(Tensor.double).named()
+    if operands.weight_scale is not None:
+        wide["weight"] *= wide.pop("weight_scale")
+    return dense(LinearOperands(**wide), norm)
+
+
+def measure(run: Run, tokens: int, inner: int, out: int, norm: str) -> Result:
     """Check and time one size."""
     layers, options = make(tokens, inner, out, norm), LinearOptions(norm=norm, eps=EPS)
     narrow = [in_fp8(each) for each in layers]
     for name, operands in ((TWELL, layers[0]), (TWELL_FP8, narrow[0])):
-        wide = operands.map(Tensor.double).named()
-        if operands.weight_scale is not None:
-            wide["weight"] *= wide.pop("weight_scale")
-        exact = dense(LinearOperands(**wide), norm)
-        base = relative_error(dense(operands, norm), exact)
-        error = relative_error(run_linear(operands, options)[0], exact)
-        refuse_error(f"{name}, {tokens} tokens of {inner} -> {out}", error, base)
+        calls = {EAGER: [functools.partial(dense, operands, norm)]}
+        calls[name] = [functools.partial(by_twell, operands, options)]
+        check(f"{tokens} tokens of {inner} -> {out}", calls, exact_of(operands, norm))
     torch._dynamo.reset()
     compiled = compile_rival(dense)
     x8 = Fp8.round_rows(layers[0].x.float())
-    contestants: dict[str, Sequence[Callable[[], object]]] = {
-        TWELL: [functools.partial(run_linear, each, options) for each in layers],
-        TWELL_FP8: [functools.partial(run_linear, each, options) for each in narrow],
+    contestants: dict[str, Calls] = {
+        TWELL: [functools.partial(by_twell, each, options) for each in layers],
+        TWELL_FP8: [functools.partial(by_twell, each, options) for each in narrow],
         COMPILED: [functools.partial(compiled, each, norm) for each in layers],
         COMPILED_FP8: [functools.partial(compiled, each, norm) for each in narrow],
         PRODUCT: [functools.partial(functional.linear, each.x, each.weight) for each in layers],
         PRODUCT_FP8: [functools.partial(by_scaled_mm, x8, each) for each in narrow],
     }
     size = {"tokens": tokens, "in": inner, "out": out, "norm": norm}
-    return {**size, "times": time_rotated(contestants, repeats)}
+    return {**size, "times": run.time(run.chosen(contestants))}
 
 
-HEADER = "| layer | tokens | twell | GB/s | twell FP8 | GB/s | compiled | compiled FP8 | F.linear | scaled_mm |\n"
-HEADER += "|" + " ---: |" * 10
+def _bandwidth(name: str, element_bytes: int) -> Callable[[Result], str]:
+    """Return a column of GB/s, of the weights alone."""
+
+    def cell(result: Result) -> str:
+        time = median(result, [name])
+        return f"{element_bytes * result['in'] * result['out'] / time / 1e3:.0f}" if time else "-"
+
+    return cell
 
 
-def table_row(found: dict[str, Any]) -> str:
-    """One line of the Markdown table; GB/s are of the weights alone."""
-    median = {name: value["median_us"] for name, value in found["times"].items()}
-    elements = found["in"] * found["out"]
-    cells = [
-        f"{found['in']} -> {found['out']}, {found['norm']}",
-        f"{found['tokens']}",
-        *(f"{median[TWELL]:.1f}", f"{2 * elements / median[TWELL] / 1e3:.0f}"),
-        *(f"{median[TWELL_FP8]:.1f}", f"{elements / median[TWELL_FP8] / 1e3:.0f}"),
-        *(f"{median[name]:.1f}" for name in (COMPILED, COMPILED_FP8, PRODUCT, PRODUCT_FP8)),
-    ]
-    return "| " + " | ".join(cells) + " |"
+COLUMNS: Columns = {
+    "layer": lambda result: f"{result['in']} -> {result['out']}, {result['norm']}",
+    "tokens": field("tokens"),
+    **times_of(TWELL),
+    "GB/s": _bandwidth(TWELL, 2),
+    **times_of(TWELL_FP8),
+    "FP8 GB/s": _bandwidth(TWELL_FP8, 1),
+    **times_of(COMPILED, COMPILED_FP8, PRODUCT, PRODUCT_FP8),
+}
 
 
-@click.command()
-@click.option("--layers", default="2048:6144:rms,2048:2048:none,4096:6144:rms", show_default=True)
-@click.option("--tokens", default="1,4,8,16,17,32,512,2048,8192", show_default=True, help="Row counts.")
-@click.option("--repeats", default=20, show_default=True)
-@session.json_option
-@session.smoke_option(layers="128:384:layer,128:128:none", tokens="1,20", repeats=2)
-def main(layers: str, tokens: str, repeats: int, json_path: Path | None) -> None:
+def layer(text: str) -> tuple[int, int, str]:
+    """Read a layer, `inputs:outputs:norm`."""
+    inner, out, norm = text.split(":")
+    return int(inner), int(out), norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(harness.Options):
+    """The options of this benchmark.
+
+    Attributes:
+        layers: Inputs, outputs and norm of each layer; a norm is rms, layer or none.
+    """
+
+    layers: tuple[tuple[int, int, str], ...] = option(
+        "2048:6144:rms,2048:2048:none,4096:6144:rms", "IN:OUT:NORM,…", Listed(layer, "2048:6144:rms")
+    )
+    tokens: tuple[int, ...] = option("1,4,8,16,17,32,512,2048,8192", "N,…", NUMBERS)
+
+
+@harness.benchmark(Options, layers="128:384:layer,128:128:none", tokens="1,20", repeats=2)
+def main(run: Run, options: Options) -> None:
     """Print a Markdown table of times in microseconds."""
-    session.refuse_without_gpu()
-    report = session.new_report()
-    click.echo(str(report["machine"]) + "\n\n" + HEADER)
-    for layer in layers.split(","):
-        inner, out, norm = layer.split(":")
-        for count in tokens.split(","):
-            found = measure(int(count), int(inner), int(out), norm, repeats)
-            click.echo(table_row(found))
-            report["results"].append(found)
-            session.write_results(json_path, report)
+    run.begin(COLUMNS)
+    for inner, out, norm in options.layers:
+        for tokens in options.tokens:
+            run.add(measure(run, tokens, inner, out, norm))
 
 
 if __name__ == "__main__":

@@ -31,5 +31,6 @@ def _script(name: str) -> Any:
     return script
 
 
-block, dense_rivals, draw, engine, layers = map(_script, ("block", "dense_rivals", "draw", "engine", "layers"))
+block, dense_rivals, draw, engine = map(_script, ("block", "dense_rivals", "draw", "engine"))
+harness, layers = map(_script, ("harness", "layers"))
 train_proof, trained, when_it_pays = map(_script, ("train_proof", "trained", "when_it_pays"))

@@ -114,10 +114,9 @@ def test_layers_together(layers: Any, results: list[dict[str, Any]]) -> None:
     assert found["over dense FP8"] == {"exact": 200 / 180, "pruned": 200 / 150}
 
 
-def test_page_of_layers(layers: Any, results: list[dict[str, Any]]) -> None:
-    lines = [layers.layer_head(results[0]), *(layers.layer_row(each, list(each["times"])) for each in results)]
-    page = "\n".join([*lines, layers.markdown([layers.together(results)])])
-    assert page.startswith("2048 tokens, µs (speed-up):\n\n| layer | non-zeros a row, mean / max |")
+def test_page_of_layers(layers: Any, harness: Any, results: list[dict[str, Any]]) -> None:
+    rows = [harness.row_of(layers.columns_of(results[0]), each) for each in results]
+    page = "\n".join([*rows, layers.markdown([layers.together(results)])])
     for line in (
         "| 2048 | 300.0 | 1.67 | 1.3 yes | 1.00 yes | 2.00 | 1.6 yes | 1.00 yes | 1.11, 1.33 | 1.33, 1.60 |",
         "| 2048 | 1.33 (0.80) | 1.33 (1.00) | 1.25 (0.62) | 2.00 (1.00) |",
@@ -127,15 +126,14 @@ def test_page_of_layers(layers: Any, results: list[dict[str, Any]]) -> None:
         assert line in page.splitlines(), page
 
 
-def test_table_row(block: Any) -> None:
+def test_table_row(block: Any, harness: Any) -> None:
     times = {"dense eager": 30.0, "dense packed": 20.0, "cuBLAS gate": 8.0, "gate": 10.0, "mlp": 10.0}
     result: dict[str, Any] = {"tokens": 4, "mean_nonzeros": 28.0, "max_nonzeros": 60}
     result["times"] = {name: {"median_us": value} for name, value in times.items()}
-    row = block.table_row(result)
+    row = harness.row_of(block.COLUMNS, result)
     assert row == "| 4 | 28.0 / 60 | 30.0 | - | 20.0 | - | - | 8.0 | 10.0 (1.25) | 10.0 | 2.00 | - |"
-    assert row.count("|") == block.HEADER.splitlines()[0].count("|")
     result["times"]["dense FP8"] = {"median_us": 9.0}
-    assert block.table_row(result).endswith("| 2.00 | 0.90 |")
+    assert harness.row_of(block.COLUMNS, result).endswith("| 2.00 | 0.90 |")
 
 
 def test_parts_of_the_suite(block: Any) -> None:

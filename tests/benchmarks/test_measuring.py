@@ -49,7 +49,7 @@ def test_block(scripts: Callable[[str], Any], tmp_path: Path, monkeypatch: pytes
         """What stands for the kernels."""
 
         def __init__(self, x: torch.Tensor, *_: Any) -> None:
-            self._x, self.y = x, torch.empty_like(x)
+            self._x = x
 
         def kernels(self) -> list[str]:
             return ["none"]
@@ -57,19 +57,19 @@ def test_block(scripts: Callable[[str], Any], tmp_path: Path, monkeypatch: pytes
         def gate(self, w: Any) -> None:
             pass
 
-        def mlp(self, w: Any) -> None:
-            self.y.copy_(w.block.dense(self._x))
+        def mlp(self, w: Any) -> torch.Tensor:
+            return w.block.dense(self._x)
 
     monkeypatch.setattr(block, "Twell", Kernels)
     page, report = smoke(block, tmp_path, "--density", "0.1")
-    assert report["arguments"]["tokens"] == "1,40" and "json_path" not in report["arguments"]
+    assert report["arguments"]["tokens"] == "1,40" and "json" not in report["arguments"]
     assert [each["tokens"] for each in report["results"]] == [1, 40]
     for each in report["results"]:
-        assert list(each["times"]) == [*DENSE, "cuBLAS gate", "gate", "mlp"]
+        assert list(each["times"]) == [*DENSE, "mlp", "cuBLAS gate", "gate"]
         assert each["errors"]["mlp"] <= 2 * each["errors"]["dense eager"] + 1e-3
-        assert block.table_row(each) in page.splitlines()
+        assert scripts("harness").row_of(block.COLUMNS, each) in page.splitlines()
     # A block that is wrong ends the run; what was measured before stays.
-    monkeypatch.setattr(Kernels, "mlp", lambda self, w: self.y.zero_())
+    monkeypatch.setattr(Kernels, "mlp", lambda self, w: torch.zeros_like(self._x))
     (tmp_path / "r.json").unlink()
     done = click.testing.CliRunner().invoke(block.main, ["--smoke", "--json", str(tmp_path / "r.json")])
     assert done.exit_code == 1 and "mlp is off by" in done.stderr and not (tmp_path / "r.json").exists()
@@ -83,7 +83,7 @@ def test_layers(scripts: Callable[[str], Any], tmp_path: Path, monkeypatch: pyte
     ours = ["as is", "split 512", "pruned", "pruned split 512"]
     for each in report["results"]:
         assert list(each["times"]) == [*DENSE, layers.PACKED_ALIVE, *ours]
-        assert layers.layer_row(each, list(each["times"])) in page.splitlines()
+        assert scripts("harness").row_of(layers.columns_of(each), each) in page.splitlines()
     assert page.endswith(layers.markdown(report["together"]) + "\n")
 
 
@@ -92,12 +92,23 @@ def test_fp8(scripts: Callable[[str], Any], tmp_path: Path) -> None:
     page, report = smoke(fp8, tmp_path, "--tokens", "40", "--d-model", "64", "--d-ff", "5632", "--trained")
     assert [each["neurons"]["layer"] for each in report["results"]] == [0, 1, 2, 3]
     for each in report["results"]:
-        assert list(each["times"]) == ["twell", "twell bf16", *fp8.DENSE, fp8.HOT]
+        assert list(each["times"]) == ["twell", "twell bf16", fp8.TENSORWISE, fp8.ROWWISE, fp8.PRUNED, fp8.HOT]
         assert each["width"] % 16 == 0 and each["width"] < 5632
-        assert fp8.table_row(each) in page.splitlines()
+        assert scripts("harness").row_of(fp8.COLUMNS, each) in page.splitlines()
     page, report = smoke(fp8, tmp_path, "--tokens", "1", "--density", "0.1")
-    assert list(report["results"][0]["times"]) == ["twell", "twell bf16", *fp8.DENSE[:2]]
+    assert list(report["results"][0]["times"]) == ["twell", "twell bf16", fp8.TENSORWISE, fp8.ROWWISE]
     assert "\n| 10 % | 1 | 1000.0 | - | 999.0 | 998.0 | 997.0 | - | 1.00 | " in page
+
+
+def test_linear(scripts: Callable[[str], Any], tmp_path: Path) -> None:
+    linear = scripts("linear")
+    page, report = smoke(linear, tmp_path, "--only", "twell")
+    assert [(each["tokens"], each["norm"]) for each in report["results"]] == [
+        *((1, "layer"), (20, "layer")),
+        *((1, "none"), (20, "none")),
+    ]
+    assert all(list(each["times"]) == ["twell", "twell FP8"] for each in report["results"])
+    assert "\n| 128 -> 384, layer | 20 | 1000.0 | 0 | 999.0 | 0 | - | - | - | - |\n" in page
 
 
 @pytest.mark.slow

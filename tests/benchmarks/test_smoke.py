@@ -153,6 +153,9 @@ SMOKES = {
         *("fp8.py", "tokens", (1, 40) * 4, ("twell", "dense FP8", "dense FP8, pruned")),
         ("--trained", "--d-ff", "5632", "--energy-seconds", "0.1"),
     ),
+    "linear": Smoke("linear.py", "tokens", (1, 20) * 2, ("twell", "twell FP8", "compiled", "F.linear", "scaled_mm")),
+    "features": Smoke("features.py", "tokens", (3, 40) * 2, ("twell", "twell in a graph", "block", "dense", "COO")),
+    "features in FP8": Smoke("features.py", "tokens", (3, 40) * 2, ("twell", "dense in a graph"), ("--weights", "fp8")),
     "experts": Smoke("experts.py", "tokens", (1, 5, 300) * 2, ("twell", "grouped_mm", "Triton")),
     "experts in FP8": Smoke(
         "experts.py", "tokens", (1, 5, 300) * 2, ("twell", "Triton"), ("--weights", "fp8", "--routing", "zipf")

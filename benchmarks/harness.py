@@ -1,0 +1,278 @@
+"""What benchmarks share: options, contestants, the check against float64, times in turns, and tables.
+
+A benchmark has a class of `Options` and a function, of which `benchmark` makes a command:
+
+    @harness.benchmark(Options, tokens="1,40", repeats=2)  # values with --smoke
+    def main(run: Run, options: Options) -> None:
+        run.begin(COLUMNS)
+        for tokens in options.tokens:
+            contestants = run.chosen({...}, EAGER)  # by name, a call for each of several sets of weights
+            errors = check(f"{tokens} tokens", contestants, exact, rows)
+            run.add({"tokens": tokens, "errors": errors, "times": run.time(contestants)})
+
+Each result is printed and written as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import session
+import torch
+from tables import head, row
+from torch import Tensor
+
+from twellc.benchmarking import contest
+from twellc.benchmarking.forms import EAGER, LOSSY
+from twellc.commands.options import options_of
+from twellc.options.option import COUNT, SEED, declared, option, option_of
+
+_Value = TypeVar("_Value")
+
+Calls = Sequence[Callable[[], Any]]
+Result = dict[str, Any]
+# What a table shows of a result, by the heads of its columns.
+Columns = Mapping[str, Callable[[Result], str]]
+
+CHECKED_ROWS = 64
+
+
+# ---- options ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of every benchmark, and what those mean that several have.
+
+    Attributes:
+        only: Contestants whose names it is found in; default: all.
+        repeats: Repetitions of each measurement.
+        seed: Of all random numbers.
+        json: Write results here, after each of them.
+        tokens: Row counts.
+        d_model: Width of x and y.
+        d_ff: Neurons of a block.
+        density: Share of non-zero gate activations.
+        layers: Decoder layers of the model.
+        heads: Heads of attention.
+        kv_heads: Heads of keys and values.
+        weights: Type of the weights.
+        plans: Where plans are kept; those that are there are used again.
+        device: Where to run.
+    """
+
+    only: str | None = option(None, "REGEX")
+    repeats: int = option(20, "N", COUNT)
+    seed: int = option(0, "N", SEED)
+    json: Path | None = option(None, "FILE", Path)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A kind of option: values with commas between them, which may be none.
+
+    Attributes:
+        kind: Returns the value of a text, or raises ValueError.
+        example: A text for the message.
+    """
+
+    kind: Callable[[str], Any]
+    example: str
+
+    def read(self, name: str, text: str) -> tuple[Any, ...]:
+        """Return the values of an option.
+
+        Raises:
+            click.BadParameter: They are not of the kind.
+        """
+        try:
+            return tuple(map(self.kind, text.split(","))) if text else ()
+        except ValueError:
+            message = f"{text!r} is not a list such as {self.example}"
+            raise click.BadParameter(message, param_hint=f"--{name.replace('_', '-')}") from None
+
+
+def shapes(example: str) -> Listed:
+    """Return the kind of shapes such as `1x512,4x2048`, with as many sizes each as the example has."""
+
+    def parse(text: str) -> tuple[int, ...]:
+        sizes = tuple(map(int, text.split("x")))
+        if min(sizes) < 1 or len(sizes) != len(example.partition(",")[0].split("x")):
+            raise ValueError(text)
+        return sizes
+
+    return Listed(parse, example)
+
+
+NUMBERS = Listed(int, "1,16")
+SHARES = Listed(float, "0.005,1")
+
+
+def benchmark(kind: type[Any], **smoke: Any) -> Callable[[Callable[[Run, Any], None]], click.Command]:
+    """Return a decorator that makes a command of a function, with the options of a class.
+
+    Args:
+        kind: A subclass of `Options`. If it has a `device`, the command runs there, else on a GPU.
+        smoke: Values of options with --smoke.
+    """
+
+    def decorate(function: Callable[[Run, Any], None]) -> click.Command:
+        @click.command(help=inspect.getdoc(function))
+        @options_of(kind)
+        @session.smoke_option(**smoke)
+        def command(**given: Any) -> None:
+            for each in declared(kind):
+                how = option_of(each)
+                if how is not None and isinstance(how.kind, Listed):
+                    given[each.name] = how.kind.read(each.name, given[each.name])
+            options, before = kind(**given), session.DEVICE
+            session.DEVICE = getattr(options, "device", before)
+            try:
+                if session.DEVICE == "cuda":
+                    session.refuse_without_gpu()
+                torch.manual_seed(options.seed)
+                random.seed(options.seed)
+                function(Run(options), options)
+            finally:
+                session.DEVICE = before
+
+        return command
+
+    return decorate
+
+
+# ---- a run ----
+
+
+class Run:
+    """What a benchmark has measured so far.
+
+    Attributes:
+        report: What --json writes.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.report = session.new_report()
+        self._options = options
+        self._columns: Columns = {}
+
+    def wants(self, contestant: str) -> bool:
+        """Whether --only names a contestant."""
+        return re.search(self._options.only or "", contestant) is not None
+
+    def chosen(self, contestants: Mapping[str, _Value], *always: str) -> dict[str, _Value]:
+        """Return the contestants that --only names, and those that always take part."""
+        return {name: each for name, each in contestants.items() if name in always or self.wants(name)}
+
+    def time(self, contestants: Mapping[str, Calls]) -> dict[str, Any]:
+        """Time one call of each contestant, which has one for each set of weights, in turns, in microseconds."""
+        times = contest.time_rotated(contestants, self._options.repeats) if contestants else {}
+        return {name: each.to_json() for name, each in times.items()}
+
+    def begin(self, columns: Columns, what: str = "") -> None:
+        """Print what is measured on, and the head of a table."""
+        machine = self.report["machine"]
+        click.echo(f"{machine['gpu']}, torch {machine['torch']}, commit {machine['commit']}{what and f': {what}'}\n")
+        self._columns = columns
+        click.echo(head(list(columns)))
+
+    def add(self, result: Result, page: str = "") -> None:
+        """Note a result: print its row if a table was begun, and write all results, with a page if there is one."""
+        self.report["results"].append(result)
+        if self._columns:
+            click.echo(row_of(self._columns, result))
+        self.write(page)
+
+    def write(self, page: str = "") -> None:
+        """Write all results."""
+        session.write_results(self._options.json, self.report, page)
+
+
+# ---- what is right ----
+
+
+def relative_error(y: Tensor, exact: Tensor) -> float:
+    """Return how far y is from the exact result in float64, relative to that."""
+    return float((y.double() - exact).norm() / exact.norm())
+
+
+def check(
+    where: str,
+    contestants: Mapping[str, Calls],
+    exact: Tensor,
+    rows: Tensor | slice = slice(None),
+    yardstick: str = EAGER,
+    slack: float = 1e-3,
+) -> dict[str, float]:
+    """Compare the first call of each contestant with float64.
+
+    Args:
+        where: What is measured.
+        contestants: See `Run.time`.
+        exact: The result of some rows in float64.
+        rows: Which rows these are.
+        yardstick: The contestant of whose error others may have twice as much; those in FP8 and INT4 any.
+        slack: How much more than that.
+
+    Returns:
+        The relative error of each.
+
+    Raises:
+        click.ClickException: One is off by more.
+    """
+    errors = {name: relative_error(calls[0]()[rows], exact) for name, calls in contestants.items()}
+    for name, error in errors.items():
+        if name not in LOSSY and not error <= 2 * errors[yardstick] + slack:
+            raise click.ClickException(f"{where}: {name} is off by {error:.2e}, {yardstick} by {errors[yardstick]:.2e}")
+    return errors
+
+
+# ---- what a table shows ----
+
+
+def row_of(columns: Columns, result: Result) -> str:
+    """Return the row of a result."""
+    return row([cell(result) for cell in columns.values()])
+
+
+def median(result: Result, names: Iterable[str]) -> float | None:
+    """Return the time of the fastest of some contestants, None where none of them was timed."""
+    return min((result["times"][name]["median_us"] for name in names if name in result["times"]), default=None)
+
+
+def time_of(name: str, digits: int = 1, unit: float = 1.0) -> Callable[[Result], str]:
+    """Return a column of times, in units of so many microseconds."""
+
+    def cell(result: Result) -> str:
+        time = median(result, [name])
+        return "-" if time is None else f"{time / unit:.{digits}f}"
+
+    return cell
+
+
+def times_of(*names: str, digits: int = 1) -> dict[str, Callable[[Result], str]]:
+    """Return columns of times of contestants, under their names."""
+    return {name: time_of(name, digits) for name in names}
+
+
+def over(rivals: Iterable[str], ours: str) -> Callable[[Result], str]:
+    """Return a column of speed-ups of a contestant over the fastest of its rivals."""
+    rivals = tuple(rivals)
+
+    def cell(result: Result) -> str:
+        theirs, own = median(result, rivals), median(result, [ours])
+        return "-" if theirs is None or own is None else f"{theirs / own:.2f}"
+
+    return cell
+
+
+def field(name: str, form: str = "") -> Callable[[Result], str]:
+    """Return a column of what a result has under a name, in a form of `format`."""
+    return lambda result: format(result[name], form)
