@@ -165,14 +165,13 @@ def test_engine(scripts: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.slow
 def test_generate(scripts: Callable[[str], Any], tmp_path: Path) -> None:
     generate = scripts("generate")
-    wanted = ("--contestants", "dense eager,dense FP8 all linear,twell eager,twell compiled FP8,twell compiled linear")
+    wanted = ("--contestants", "dense eager,dense FP8 all linear,twell eager,twell compiled FP8")
     page, report = smoke(generate, tmp_path, *wanted, "--only", "decode-2,prefill")
     assert [each["setting"] for each in report["results"]] == ["decode-2", "prefill"]
     for each in report["results"]:
         assert 0 < each["errors"]["twell eager"] < 2 * each["errors"]["dense eager"] < 0.1
         for narrow in ("twell compiled FP8", "dense FP8 all linear"):
             assert each["errors"]["twell eager"] < each["errors"][narrow] < 0.3
-        assert ("twell compiled linear" in each["times"]) == (each["setting"] == "decode-2")
     stats = report["results"][0]["answers"]["twell eager"]
     assert stats["new_tokens"] == 2 * 64 and not stats["graph"]
     assert "| twell eager over the fastest dense form in bf16 | 1.00 | 1.00 |" in page

@@ -157,7 +157,7 @@ class Changed:
 
 # Makes a mask from two arguments: whether a causal mask may be left out, and the arguments of `sdpa_mask`.
 Masks = Callable[[bool, dict[str, Any]], Any]
-# Names in transformers' registers, of attention and of masks that are added to the logits.
+# Names in transformers' registers: how those of attention begin, and of masks that are added to the logits.
 _OURS, _ADDED = "twellc", "twellc_added"
 _COUNTING = "twellc_counting"
 # The attribute of a configuration that holds the `Masks` of a model.
@@ -178,8 +178,9 @@ class OwnAttention(Changed):
         """Find the changes for a model of transformers."""
         from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-        AttentionInterface.register(_OURS, attention)
-        AttentionMaskInterface.register(_OURS, _mask)
+        ours = f"{_OURS}_{attention.__module__.replace('.', '_')}"  # models of several functions answer in turns
+        AttentionInterface.register(ours, attention)
+        AttentionMaskInterface.register(ours, _mask)
         AttentionMaskInterface.register(_ADDED, _additive_mask)
         users: dict[int, list[Any]] = {}
         for module in model.modules():
@@ -192,11 +193,11 @@ class OwnAttention(Changed):
             sdpa = config._attn_implementation == "sdpa"
             code = {kind.__module__ for module in modules for kind in type(module).__mro__}
             if sdpa and not any(map(_asks_for_sdpa, code)):
-                self.changes.append((config, "_attn_implementation_internal", "sdpa", _OURS))
+                self.changes.append((config, "_attn_implementation_internal", "sdpa", ours))
                 self.changes.append((config, _MASKS, None, masks))
             else:
                 copied = copy.copy(config)
-                copied._attn_implementation_internal = _OURS if sdpa else _ADDED
+                copied._attn_implementation_internal = ours if sdpa else _ADDED
                 setattr(copied, _MASKS, masks)
                 models = (module for module in modules if isinstance(module, PreTrainedModel))
                 self.changes += ((module, "config", config, copied) for module in models)
