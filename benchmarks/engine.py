@@ -27,24 +27,21 @@ from __future__ import annotations
 import functools
 import gc
 import json
-import random
 import re
 import statistics
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
+import harness
 import session
 import torch
-import transformers
-from model import CAUSAL, Logits, causal_attention, gate_density, make_model, rewrite
+from harness import Columns, Result, Run, by_contestant, faults_of, over, shapes
+from model import CAUSAL, Logits, ModelOptions, compile_plan, describe_model, draw_ids, rewrite, rows_of
 from tables import table
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from twellc.base.errors import UserError, first_line
 from twellc.benchmarking.blocks import dense_models, see_blocks
@@ -55,6 +52,7 @@ from twellc.benchmarking.result import TWELL_COMPILED, TWELL_EAGER
 from twellc.compiling.manifest import manifest_path
 from twellc.export.runner import Execution, OpenPlan, engine_layers, open_plan, prepare
 from twellc.export.tensorrt_host import Host, load_host
+from twellc.options.option import COUNT, option
 from twellc.passes.precision import widen
 
 Shape = tuple[int, int]
@@ -88,17 +86,6 @@ REST = "rest"
 TABLE_KINDS = ("feed-forward", "attention", "projections", "norms", "rotary", "logits", REST)
 
 
-def parse_shapes(text: str) -> list[Shape]:
-    """Parse `1x512,4x2048`: sequences and tokens a sequence.
-
-    Raises:
-        click.BadParameter: The text is something else.
-    """
-    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*(,[1-9]\d*x[1-9]\d*)*", text):
-        raise click.BadParameter(f"{text!r} is not a list of shapes such as 1x512,4x2048")
-    return [(int(batch), int(length)) for batch, length in (shape.split("x") for shape in text.split(","))]
-
-
 def shape_name(shape: Shape) -> str:
     """Return `1x512`."""
     return f"{shape[0]}x{shape[1]}"
@@ -123,7 +110,7 @@ def profile_of(plan: Path, shape: Shape) -> int | None:
 
 
 def build_plans(
-    model: Any, made: dict[str, Any], folder: Path, attentions: list[str], shapes: list[Shape], wanted: Wanted
+    model: Any, made: dict[str, Any], folder: Path, options: Options, wanted: Wanted
 ) -> tuple[dict[str, Path], dict[str, str]]:
     """Build the plans that are not there yet.
 
@@ -131,8 +118,7 @@ def build_plans(
         model: The model.
         made: What it was made with.
         folder: Where the plans are, and the file that says which model they are of.
-        attentions: Values of --attention of `twellc compile`; an empty one leaves the option out.
-        shapes: A plan has an optimization profile for each of them.
+        options: Which forms of attention there are, and for which shapes a plan has an optimization profile each.
         wanted: Whether a contestant takes part.
 
     Returns:
@@ -146,32 +132,22 @@ def build_plans(
     if stamp.exists() and json.loads(stamp.read_text()) != made:
         raise click.ClickException(f"{folder} holds plans of another model, see {stamp}: name another folder")
     stamp.write_text(json.dumps(made) + "\n")
+    source = Path(session.scratch_folder()) / "model"
     plans, failed = {}, {}
-    with tempfile.TemporaryDirectory() as scratch:
-        for attention in attentions:
-            for kind, options in _KINDS.items():
-                label = plan_label(kind, attention)
-                if not wanted(label):
+    for attention in options.attention.split(","):
+        for kind, given in _KINDS.items():
+            label = plan_label(kind, attention)
+            if not wanted(label):
+                continue
+            path = folder / f"{'-'.join(filter(None, (*kind.split(), attention)))}.plan"
+            if any(profile_of(path, shape) is None for shape in options.shapes):
+                profiles = [f"input_ids:{name}:{name}:{name}" for name in map(shape_name, options.shapes)]
+                given = (*given, *(each for profile in profiles for each in ("--optimization-profile", profile)))
+                given = (*given, "--linear", "tensorrt", *(("--attention", attention) if attention else ()))
+                if fault := compile_plan(model, source, path, given):
+                    failed[label] = fault
                     continue
-                path = folder / f"{'-'.join(filter(None, (*kind.split(), attention)))}.plan"
-                if all(profile_of(path, shape) is not None for shape in shapes):
-                    plans[label] = path
-                    continue
-                source = Path(scratch) / "model"
-                if not source.exists():
-                    model.save_pretrained(source)
-                click.echo(f"building {path}", err=True)
-                # -P keeps unbuilt sources in the working directory off the module path.
-                command = [sys.executable, "-P", "-m", "twellc", "compile", str(source), "-o", str(path), "--overwrite"]
-                command += ["--backend", "tensorrt", "--linear", "tensorrt", *options]
-                command += ["--attention", attention] if attention else []
-                for name in map(shape_name, shapes):
-                    command += ["--optimization-profile", f"input_ids:{name}:{name}:{name}"]
-                done = subprocess.run(command, capture_output=True, text=True, check=False)
-                if done.returncode == 0:
-                    plans[label] = path
-                else:
-                    failed[label] = f"twellc compile: exit status {done.returncode}: {done.stderr.strip()[-600:]}"
+            plans[label] = path
     return plans, failed
 
 
@@ -259,8 +235,7 @@ def start_contest(model: Logits, ids: Tensor) -> Contest:
     rows = torch.randperm(ids.numel(), device=ids.device)[:_CHECKED_TOKENS]
 
     def drawn(logits: Any) -> Tensor:
-        tensor: Tensor = pytree.tree_leaves(logits)[0]
-        return tensor.reshape(-1, tensor.shape[-1])[rows].clone()
+        return rows_of(logits)[rows].clone()
 
     model.model.set_attn_implementation(CAUSAL)
     program = rewrite(model, (ids,)).dense
@@ -291,11 +266,9 @@ def add_torch(contest: Contest, model: Logits, ids: Tensor, wanted: Wanted) -> N
             contest.add(labels[form], call, modules[form], lossy=form in LOSSY)
 
 
-def measure_shape(
-    model: Logits, plans: dict[str, OpenPlan], shape: Shape, repeats: int, wanted: Wanted
-) -> dict[str, Any]:
+def measure_shape(model: Logits, plans: dict[str, OpenPlan], shape: Shape, repeats: int, wanted: Wanted) -> Result:
     """Check and time all contestants at one shape."""
-    ids = torch.randint(0, model.model.config.vocab_size, shape, device=session.DEVICE)
+    ids = draw_ids(model.model, *shape)
     contest = start_contest(model, ids)
     gc.collect()
     torch.cuda.empty_cache()  # of the model in float64
@@ -322,46 +295,51 @@ def measure_shape(
 # ---- the page ----
 
 
-def shape_table(result: dict[str, Any]) -> str:
+def shape_table(result: Result) -> str:
     """Return what was measured at one shape, to be shown before the others are known."""
-    rows = [[label, _time(time)] for label, time in result["times"].items()]
-    return table([f"{result['shape']}, milliseconds", "median (10th to 90th percentile)"], rows) + "\n"
+    return by_contestant("Milliseconds, median (10th to 90th percentile)", [result], "shape", _times(result["times"]))
 
 
-def markdown(report: dict[str, Any]) -> str:
-    """Write a report's tables as Markdown."""
-    results = {result["shape"]: result for result in report["results"]}
-    labels = list(dict.fromkeys(label for result in results.values() for label in result["times"]))
-    blocks = [f"{report['machine']}\n\n{report['parameters'] / 1e9:.2f} billion parameters; gates: {report['density']}"]
-    rows = [[label, *(_time(result["times"].get(label)) for result in results.values())] for label in labels]
-    blocks.append("Milliseconds, median (10th to 90th percentile):\n\n" + table(["", *results], rows))
-    rows = [
-        [f"{ours} over {name}", *(_ratio(result["times"], ours, theirs) for result in results.values())]
+def markdown(report: dict[str, Any], what: str) -> str:
+    """Write a report's tables as Markdown, behind a line about the model."""
+    results: list[Result] = report["results"]
+    labels = list(dict.fromkeys(label for result in results for label in result["times"]))
+    gains = {
+        f"{ours} over {name}": over(theirs, ours)
         for ours in labels
         if ours.startswith("plan twell")
         for name, theirs in _rivals(ours, labels).items()
+    }
+    blocks = [
+        f"{report['machine']}\n\n{what}",
+        by_contestant("Milliseconds, median (10th to 90th percentile)", results, "shape", _times(labels)),
+        by_contestant("Speed-up", results, "shape", gains),
     ]
-    blocks.append("Speed-up:\n\n" + table(["", *results], rows))
-    for shape, result in results.items():
-        if result["layers"]:
-            names = list(result["layers"])
-            rows = [
-                [kind, *(f"{result['layers'][name]['kinds_us'][kind]:.1f}" for name in names)] for kind in TABLE_KINDS
-            ]
-            rows.append(["sum", *(f"{result['layers'][name]['sum_us']:.1f}" for name in names)])
-            rows.append(["in a CUDA graph", *(f"{result['times'][name]['median_us']:.1f}" for name in names)])
-            blocks.append(f"{shape}, microseconds by kind of layer:\n\n" + table(["", *names], rows))
-    wrong = {shape: result["errors"] for shape, result in results.items()}
-    rows = [
-        [label, *(f"{errors[label]:.4f}" if label in errors else "-" for errors in wrong.values())]
-        for label in dict.fromkeys(label for errors in wrong.values() for label in errors)
-    ]
-    blocks.append("Relative error of the logits against float64:\n\n" + table(["", *results], rows))
-    failed = {f"{shape}: {label}": why for shape, result in results.items() for label, why in result["failed"].items()}
-    failed |= report["failed"]
-    if failed:
-        blocks.append("Failed:\n\n" + "\n".join(f"- {label}: {why}" for label, why in failed.items()))
-    return "\n\n".join(blocks) + "\n"
+    for result in (result for result in results if result["layers"]):
+        layers = result["layers"]
+        rows = [[kind, *(f"{each['kinds_us'][kind]:.1f}" for each in layers.values())] for kind in TABLE_KINDS]
+        rows.append(["sum", *(f"{each['sum_us']:.1f}" for each in layers.values())])
+        rows.append(["in a CUDA graph", *(f"{result['times'][name]['median_us']:.1f}" for name in layers)])
+        blocks.append(f"{result['shape']}, microseconds by kind of layer:\n\n" + table(["", *layers], rows))
+    wrong = {label: functools.partial(_error, label) for result in results for label in result["errors"]}
+    blocks.append(by_contestant("Relative error of the logits against float64", results, "shape", wrong))
+    blocks += ["\n".join(f"- {label}: {why}" for label, why in faults_of(report).items())]
+    return "\n\n".join(filter(None, blocks)) + "\n"
+
+
+def _times(labels: Iterable[str]) -> Columns:
+    return {label: functools.partial(_time, label) for label in labels}
+
+
+def _time(label: str, result: Result) -> str:
+    if label not in result["times"]:
+        return "-"
+    low, median, high = (result["times"][label][name] / 1e3 for name in ("p10_us", "median_us", "p90_us"))
+    return f"{median:.3f} ({low:.3f} to {high:.3f})"
+
+
+def _error(label: str, result: Result) -> str:
+    return f"{result['errors'][label]:.4f}" if label in result["errors"] else "-"
 
 
 def _rivals(ours: str, labels: list[str]) -> dict[str, list[str]]:
@@ -376,86 +354,53 @@ def _rivals(ours: str, labels: list[str]) -> dict[str, list[str]]:
     }
 
 
-def _ratio(times: dict[str, dict[str, float]], ours: str, theirs: list[str]) -> str:
-    known = [times[label]["median_us"] for label in theirs if label in times]
-    return f"{min(known) / times[ours]['median_us']:.2f}" if known and ours in times else "-"
+@dataclass(frozen=True, kw_only=True)
+class Options(ModelOptions):
+    """The options of this benchmark.
+
+    Attributes:
+        attention: Values of twellc compile's --attention, with commas; default: its own.
+    """
+
+    layers: int = option(8, "N", COUNT)
+    heads: int = option(16, "N", COUNT)
+    kv_heads: int | None = option(None, "N", COUNT)
+    shapes: tuple[Shape, ...] = option("1x1,1x512,1x2048,4x2048", "SHAPE,…", shapes("1x512,4x2048"))
+    attention: str = option("", "NAME,…")
+    plans: Path | None = option(None, "DIR", Path)
 
 
-def _time(time: dict[str, float] | None) -> str:
-    if time is None:
-        return "-"
-    return f"{time['median_us'] / 1e3:.3f} ({time['p10_us'] / 1e3:.3f} to {time['p90_us'] / 1e3:.3f})"
-
-
-@click.command()
-@click.option("--layers", default=8, show_default=True)
-@click.option("--d-model", default=2048, show_default=True)
-@click.option("--d-ff", default=5632, show_default=True)
-@click.option("--heads", default=16, show_default=True)
-@click.option("--kv-heads", type=int, help="Heads of keys and values; default: as many as heads.")
-@click.option("--density", default=0.005, show_default=True, help="Share of non-zero gate activations.")
-@click.option("--shapes", default="1x1,1x512,1x2048,4x2048", show_default=True, help="Sequences and their tokens.")
-@click.option("--attention", default="", help="Values of twellc compile's --attention, with commas; default: its own.")
-@click.option("--only", default="", metavar="REGEX", help="Contestants whose names it is found in; default: all.")
-@click.option("--repeats", default=20, show_default=True)
-@click.option("--plans", type=click.Path(file_okay=False, path_type=Path), help="Keep the plans here, or take them.")
-@session.json_option
-@session.smoke_option(layers=2, d_model=256, d_ff=768, heads=2, shapes="1x1,2x32", repeats=2)
+@harness.benchmark(Options, layers=2, d_model=256, d_ff=768, heads=2, shapes="1x1,2x32", repeats=2)
 @torch.no_grad()
-def main(
-    layers: int,
-    d_model: int,
-    d_ff: int,
-    heads: int,
-    kv_heads: int | None,
-    density: float,
-    shapes: str,
-    attention: str,
-    only: str,
-    repeats: int,
-    plans: Path | None,
-    json_path: Path | None,
-) -> None:
+def main(run: Run, options: Options) -> None:
     """Print Markdown tables: milliseconds, speed-ups, microseconds by kind of layer, and errors of the logits."""
-    chosen, wanted = parse_shapes(shapes), re.compile(only).search
-    session.refuse_without_gpu()
     try:
         host = load_host("tensorrt")
     except UserError as error:
         raise click.ClickException(f"full TensorRT is needed: {error}") from error
-    sizes = {"layers": layers, "d_model": d_model, "d_ff": d_ff, "heads": heads, "kv_heads": kv_heads}
-    torch.manual_seed(0)
-    random.seed(0)
-    transformers.AttentionInterface.register(CAUSAL, causal_attention)
-    llama = make_model(layers, d_model, d_ff, density, "equal", heads=heads, kv_heads=kv_heads)
+    llama = options.make(heads=options.heads, kv_heads=options.kv_heads)
     llama.set_attn_implementation("sdpa")
     llama.config.dtype = torch.bfloat16
-    model = Logits(llama)
-    report = session.new_report()
-    report["machine"] |= {"transformers": transformers.__version__, "tensorrt": host.version}
-    ids = torch.randint(0, llama.config.vocab_size, (4, 512), device=session.DEVICE)
-    report["density"] = gate_density(model, (ids,))
-    report["parameters"] = sum(parameter.numel() for parameter in model.parameters())
-    with tempfile.TemporaryDirectory() as scratch:
-        paths, report["failed"] = build_plans(
-            llama, sizes | {"density": density}, plans or Path(scratch), attention.split(","), chosen, wanted
-        )
-        opened, unopened = open_plans(host, paths)
-        report["failed"] |= unopened
-        for shape in chosen:
-            click.echo(f"measuring {shape_name(shape)}", err=True)
-            try:
-                result = measure_shape(model, opened, shape, repeats, wanted)
-                report["results"].append(result)
-                click.echo(shape_table(result))
-            except Exception as error:  # whatever it is, other shapes go on
-                report["failed"][shape_name(shape)] = f"{type(error).__name__}: {first_line(error)}"
-            gc.collect()
-            torch.cuda.empty_cache()
-            session.write_results(json_path, report, markdown(report))
-    click.echo(markdown(report))
-    if report["failed"] or any(result["failed"] for result in report["results"]):
-        raise click.ClickException("some contestants failed, see above")
+    model, report = Logits(llama), run.report
+    what = describe_model(report, llama, 4, 512)
+    report["machine"]["tensorrt"] = host.version
+    made = {name: getattr(options, name) for name in ("layers", "d_model", "d_ff", "heads", "kv_heads", "density")}
+    folder = options.plans or Path(session.scratch_folder())
+    paths, report["failed"] = build_plans(llama, made, folder, options, run.wants)
+    opened, unopened = open_plans(host, paths)
+    report["failed"] |= unopened
+    for shape in options.shapes:
+        click.echo(f"measuring {shape_name(shape)}", err=True)
+        try:
+            report["results"].append(measure_shape(model, opened, shape, options.repeats, run.wants))
+            click.echo(shape_table(report["results"][-1]) + "\n")
+        except Exception as error:  # whatever it is, other shapes go on
+            report["failed"][shape_name(shape)] = f"{type(error).__name__}: {first_line(error)}"
+        gc.collect()
+        torch.cuda.empty_cache()
+        run.write(markdown(report, what))
+    click.echo(markdown(report, what))
+    run.fail_for_faults()
 
 
 if __name__ == "__main__":

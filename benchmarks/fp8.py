@@ -73,16 +73,6 @@ def launches(calls: Calls) -> dict[str, float]:
     return {each.key.split("(")[0][-60:]: each.device_time_total / per_call for each in profile.key_averages()}
 
 
-@dataclass(frozen=True)
-class Size:
-    """What is timed."""
-
-    tokens: int
-    neurons: Neurons
-    d_model: int
-    d_ff: int
-
-
 def without_dead(sets: list[Weights], neurons: Neurons) -> list[Weights]:
     """Return blocks without neurons that never fire, but for those that make the width a multiple of 16."""
     rates = neurons.rates()
@@ -91,11 +81,11 @@ def without_dead(sets: list[Weights], neurons: Neurons) -> list[Weights]:
     return [each.part(kept) for each in sets]
 
 
-def measure(run: Run, size: Size, options: Options) -> Result:
+def measure(run: Run, options: Options, tokens: int, neurons: Neurons) -> Result:
     """Check and time one size."""
     torch._dynamo.reset()  # or compiled kernels would be launched as suits the size before
-    x, sets = make_inputs(size.tokens, size.d_model, size.d_ff, torch.bfloat16, size.neurons, "gated", session.DEVICE)
-    alive = without_dead(sets, size.neurons) if options.trained else sets
+    x, sets = make_inputs(tokens, options.d_model, options.d_ff, torch.bfloat16, neurons, "gated", session.DEVICE)
+    alive = without_dead(sets, neurons) if options.trained else sets
     wide = [each.operands(x) for each in alive]
     narrow = [in_fp8(each) for each in wide]
     rowwise = compile_rival(DenseFp8Rows.__call__)
@@ -116,7 +106,8 @@ def measure(run: Run, size: Size, options: Options) -> Result:
         hot = replace(RELU, hot=len(alive[0].down_by_neuron))
         contestants[HOT] = [functools.partial(run_block, each, hot) for each in narrow]
     contestants = run.chosen(contestants)
-    found = asdict(size) | {"width": len(alive[0].down_by_neuron), "errors": errors, "times": run.time(contestants)}
+    found: Result = {"tokens": tokens, "d_model": options.d_model, "d_ff": options.d_ff, "neurons": asdict(neurons)}
+    found |= {"width": len(alive[0].down_by_neuron), "errors": errors, "times": run.time(contestants)}
     if options.launches:
         found["launches"] = launches(checked[TWELL])
     if options.energy_seconds > 0:
@@ -166,7 +157,6 @@ class Options(harness.Options):
 
     Attributes:
         trained: Four layers of a trained model instead, with their densities.
-        energy_seconds: For the energy of each contestant; 0: none.
         launches: Also time each kernel alone.
     """
 
@@ -189,8 +179,8 @@ def main(run: Run, options: Options) -> None:
             raise click.UsageError("--trained are layers with d_ff 5632")
     run.begin(COLUMNS)
     for neurons in drawn:
-        for count in options.tokens:
-            found = measure(run, Size(count, neurons, options.d_model, options.d_ff), options)
+        for tokens in options.tokens:
+            found = measure(run, options, tokens, neurons)
             run.add(found)
             for name, time in found.get("launches", {}).items():
                 click.echo(f"    {time:8.2f} {name}")

@@ -1,7 +1,7 @@
 """Time a whole ReLU Llama that answers: prefill, and steps with a key-value cache, by twellc and dense.
 
 python benchmarks/generate.py --json results.json
-python benchmarks/generate.py --only decode-8 --json decode-8.json
+python benchmarks/generate.py --prefill "" --decode 8 --json decode-8.json
 python benchmarks/generate.py --smoke
 
 The model is that of model.py, 1.5 billion parameters, and every contestant keeps its keys and values in a static
@@ -25,20 +25,19 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import random
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
+import harness
 import session
 import torch
-import transformers
 from dense_rivals import DenseBackend
-from model import CAUSAL, Logits, causal_attention, gate_density, make_model
+from harness import NUMBERS, Run, by_contestant, faults_of, over, shapes, time_of
+from model import ModelOptions, compile_plan, describe_model, draw_ids
 from tables import table
 from torch import Tensor, nn
 from transformers import LogitsProcessorList, StoppingCriteriaList
@@ -70,6 +69,7 @@ from twellc.generation.directory import load_directory
 from twellc.generation.plan import load_plan
 from twellc.generation.steps import Decoder
 from twellc.options.commands import LLMOptions
+from twellc.options.option import COUNT, option
 
 FP8_LINEAR = f"{FP8} all linear"
 TWELL_COMPILED_FP8, PLAN_TWELL_FP8 = f"{TWELL_COMPILED} FP8", f"{PLAN_TWELL} FP8"
@@ -91,7 +91,6 @@ _PLANS = {
     PLAN_LINEAR_FP8: ("--layers", "all", "--linear", "twell", "--weights", "fp8"),
 }
 _CHECKED_ROWS = 2
-_COUNTED = (4, 512)  # sequences and tokens in which active neurons are counted
 _PROMPT, _ANSWER = 64, 96
 # What `twellc.LLM` runs: whether it is compiled, and its weights.
 _PROGRAMS = {TWELL_EAGER: (False, "keep"), TWELL_COMPILED: (True, "keep"), TWELL_COMPILED_FP8: (True, "fp8")}
@@ -160,9 +159,9 @@ def _block_of(layer: Any) -> Block:
     return Block(layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight, layer.mlp.down_proj.weight)
 
 
-def make_contestants(model: Any, cache: int, labels: set[str], prefill: bool) -> dict[str, Callable[[], Backend]]:
+def make_contestants(model: Any, cache: int, labels: list[str], prefill: bool) -> dict[str, Callable[[], Backend]]:
     """Return functions that make backends of the model, by name: each takes memory, so one is made at a time."""
-    calibration = torch.randint(0, model.config.vocab_size, (4, 256), device=session.DEVICE)
+    calibration = draw_ids(model, 4, 256)
 
     def backend(changed: Callable[[], Any], label: str) -> Backend:
         compiled = label != EAGER
@@ -180,7 +179,7 @@ def make_contestants(model: Any, cache: int, labels: set[str], prefill: bool) ->
     if takes_int4(block):
         made[INT4] = lambda: with_forms(model, lambda block, _: Int4(block), calibration)
     backends: dict[str, Callable[[], Backend]] = {}
-    for label in (each for each in LABELS if each in labels):
+    for label in labels:
         if label in made:
             backends[label] = functools.partial(backend, made[label], label)
         elif label in _PROGRAMS:
@@ -202,7 +201,7 @@ def _open_plan(path: Path) -> Backend:
 
 
 def build_plans(
-    model: Any, folder: Path, wanted: dict[str, list[str]], labels: set[str]
+    model: Any, folder: Path, wanted: dict[str, list[str]], labels: list[str]
 ) -> tuple[dict[str, dict[str, Path]], dict[str, str]]:
     """Build the plans that are not there yet.
 
@@ -217,23 +216,14 @@ def build_plans(
     """
     folder.mkdir(parents=True, exist_ok=True)
     plans: dict[str, dict[str, Path]] = {kind: {} for kind in wanted}
-    failed = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        for kind, options in wanted.items():
-            for label in (label for label in _PLANS if label in labels):
-                path = folder / f"{kind}-{label.removeprefix('plan ').replace(' ', '-')}.plan"
-                if not path.exists():
-                    source = Path(scratch) / "model"
-                    if not source.exists():
-                        model.save_pretrained(source)
-                    click.echo(f"building {path.name}", err=True)
-                    # -P keeps unbuilt sources in the working directory off the module path.
-                    command = [sys.executable, "-P", "-m", "twellc", "compile", str(source), "-o", str(path)]
-                    command += ["--backend", "tensorrt", *_PLANS[label], *options]
-                    done = subprocess.run(command, capture_output=True, text=True, check=False)
-                    if done.returncode:
-                        failed[f"{kind}, {label}"] = f"twellc compile: status {done.returncode}: {done.stderr[-600:]}"
-                        continue
+    failed, source = {}, Path(session.scratch_folder()) / "model"
+    for kind, options in wanted.items():
+        for label in (label for label in _PLANS if label in labels):
+            path = folder / f"{kind}-{label.removeprefix('plan ').replace(' ', '-')}.plan"
+            fault = "" if path.exists() else compile_plan(model, source, path, (*_PLANS[label], *options))
+            if fault:
+                failed[f"{kind}, {label}"] = fault
+            else:
                 plans[kind][label] = path
     return plans, failed
 
@@ -326,125 +316,79 @@ def _step(backend: Backend, ids: Tensor) -> Callable[[], Tensor]:
     return call
 
 
-def page_of(report: dict[str, Any]) -> str:
-    """Write a report's tables as Markdown."""
-    results = {result["setting"]: result for result in report["results"]}
-    labels = list(dict.fromkeys(label for result in results.values() for label in result["times"]))
-    rows = [[label, *(_milliseconds(each["times"].get(label)) for each in results.values())] for label in labels]
-    blocks = [
-        f"{report['machine']}\n\n{report['parameters'] / 1e9:.2f} billion parameters; gates: {report['density']}; "
-        f"{report['arguments']}"
-    ]
-    blocks.append("Milliseconds, median:\n\n" + table(["", *results], rows))
+# Of an answer's statistics.
+_ANSWER_CELLS = ("{decode_tokens_per_second:.0f}", "{gap_us:.1f}", "{gap_share:.2%}")
+
+
+def page_of(report: dict[str, Any], what: str) -> str:
+    """Write a report's tables as Markdown, behind a line about the model."""
+    results: list[dict[str, Any]] = report["results"]
+    labels = list(dict.fromkeys(label for result in results for label in result["times"]))
     rivals: dict[str, tuple[str, ...]] = {"the fastest dense form in bf16": BASELINES}
     rivals |= {FP8: (FP8,), FP8_LINEAR: (FP8_LINEAR,), INT4: (INT4,), "the dense plan": (PLAN_DENSE,)}
-    rows = []
-    for ours in (label for label in labels if "twell" in label):
-        for name, theirs in rivals.items():
-            cells = [_speed_up(each["times"], ours, theirs) for each in results.values()]
-            rows += [[f"{ours} over {name}", *cells]] if any(cell != "-" for cell in cells) else []
-    blocks.append("Speed-up:\n\n" + table(["", *results], rows))
+    ours = [label for label in labels if "twell" in label]
+    gains = {f"{label} over {name}": over(theirs, label) for label in ours for name, theirs in rivals.items()}
+    blocks = [
+        f"{report['machine']}\n\n{what}; {report['arguments']}",
+        by_contestant("Milliseconds, median", results, "setting", {label: time_of(label, 3, 1e3) for label in labels}),
+        by_contestant("Speed-up", results, "setting", gains),
+    ]
     rows = [
-        [setting, label, f"{each['decode_tokens_per_second']:.0f}", f"{each['gap_us']:.1f}", f"{each['gap_share']:.2%}"]
-        for setting, result in results.items()
+        [result["setting"], label, *(form.format(**each) for form in _ANSWER_CELLS)]
+        for result in results
         for label, each in result["answers"].items()
     ]
     if rows:
         head = ["setting", "", "tokens a second", "gap between steps, us", "its share"]
         blocks.append(f"Answers of {_ANSWER} tokens:\n\n" + table(head, rows))
-    failed = {f"{setting}, {label}": why for setting, each in results.items() for label, why in each["failed"].items()}
-    blocks += [f"{label} failed: {why}" for label, why in failed.items()]
-    blocks += [f"{label} failed: {why}" for label, why in report.get("failed", {}).items()]
+    blocks += [f"{label} failed: {why}" for label, why in faults_of(report).items()]
     return "\n\n".join(blocks) + "\n"
 
 
-def _milliseconds(times: dict[str, float] | None) -> str:
-    return f"{times['median_us'] / 1e3:.3f}" if times else "-"
+@dataclass(frozen=True, kw_only=True)
+class Options(ModelOptions):
+    """The options of this benchmark."""
+
+    prefill: tuple[tuple[int, int], ...] = option("8x2048", "SHAPE", shapes("8x2048"))
+    decode: tuple[int, ...] = option("1,8,32", "N,…", NUMBERS)
+    cache: int = option(1024, "N", COUNT)
+    plans: Path | None = option(None, "DIR", Path)
 
 
-def _speed_up(times: dict[str, Any], ours: str, theirs: tuple[str, ...]) -> str:
-    known = [times[label]["median_us"] for label in theirs if label in times]
-    return f"{min(known) / times[ours]['median_us']:.2f}" if known and ours in times else "-"
-
-
-@click.command()
-@click.option("--prefill", default="8x2048", show_default=True, help="Sequences and tokens a sequence; empty: none.")
-@click.option("--decode", default="1,8,32", show_default=True, help="Sequences to decode at once; empty: none.")
-@click.option("--cache", default=1024, show_default=True, help="Tokens in the key-value cache, the new one included.")
-@click.option("--only", default="", metavar="PART,…", help="Measure these parts alone: prefill, decode-8, …")
-@click.option("--contestants", default=",".join(LABELS), show_default=True, help="Names of those that take part.")
-@click.option("--plans", type=click.Path(file_okay=False, path_type=Path), help="Where plans are, or are built.")
-@click.option("--layers", default=28, show_default=True)
-@click.option("--d-model", default=2048, show_default=True)
-@click.option("--d-ff", default=5632, show_default=True)
-@click.option("--density", default=0.005, show_default=True, help="Share of non-zero gate activations, at layer 0.")
-@click.option("--repeats", default=20, show_default=True)
-@click.option("--seed", default=0, show_default=True)
-@session.json_option
-@session.smoke_option(prefill="2x64", decode="2", cache=128, layers=2, d_model=256, d_ff=768, repeats=2)
+@harness.benchmark(Options, prefill="2x64", decode="2", cache=128, layers=2, d_model=256, d_ff=768, repeats=2)
 @torch.no_grad()
-def main(
-    prefill: str,
-    decode: str,
-    cache: int,
-    only: str,
-    contestants: str,
-    plans: Path | None,
-    layers: int,
-    d_model: int,
-    d_ff: int,
-    density: float,
-    repeats: int,
-    seed: int,
-    json_path: Path | None,
-) -> None:
+def main(run: Run, options: Options) -> None:
     """Print Markdown tables: milliseconds a step, speed-ups, tokens a second."""
-    session.refuse_without_gpu()
-    torch.manual_seed(seed)
-    random.seed(seed)
-    transformers.AttentionInterface.register(CAUSAL, causal_attention)  # as make_model wants it
-    model = make_model(layers, d_model, d_ff, density, "equal")
+    model, report = options.make(), run.report
     model.set_attn_implementation("sdpa")
-    parts: dict[str, tuple[int, int]] = {}
-    if prefill:
-        batch, length = map(int, prefill.split("x"))
-        parts["prefill"] = batch, length
-    parts |= {f"decode-{count}": (int(count), cache) for count in decode.split(",") if count}
-    chosen = [part for part in only.split(",") if part] or list(parts)
-    unknown = sorted(set(chosen) - set(parts)) + sorted(set(contestants.split(",")) - set(LABELS))
-    if unknown:
-        raise click.BadParameter(f"there is no {unknown[0]!r} among {', '.join([*parts, *LABELS])}")
-    report = session.new_report()
-    report["machine"]["transformers"] = transformers.__version__
-    report["parameters"] = sum(parameter.numel() for parameter in model.parameters())
-    drawn = torch.randint(0, model.config.vocab_size, _COUNTED, device=session.DEVICE)
-    report["density"] = gate_density(Logits(model), (drawn,))
-    labels = set(contestants.split(","))
+    what = describe_model(report, model, 4, 512)
+    parts = {f"decode-{count}": (count, options.cache) for count in options.decode}
+    if options.prefill:
+        parts = {"prefill": options.prefill[0], **parts}
+    labels = list(filter(run.wants, LABELS))
     built: dict[str, dict[str, Path]] = {}
-    if plans is not None:
-        sizes = {part.partition("-")[0]: parts[part] for part in sorted(parts, key=lambda part: parts[part][0])}
+    if options.plans is not None:
+        most = {part.partition("-")[0]: parts[part] for part in sorted(parts, key=lambda part: parts[part][0])}
         wanted = {
             kind: ["--kv-cache", str(length), "--max-batch-size", str(batch)]
             + (["--prefill-chunk", str(length)] if kind == "prefill" else [])
-            for kind, (batch, length) in sizes.items()
-            if any(part.startswith(kind) for part in chosen)
+            for kind, (batch, length) in most.items()
         }
-        built, report["failed"] = build_plans(model, plans, wanted, labels)
-    for part in chosen:
-        ids = torch.randint(0, model.config.vocab_size, parts[part], device=session.DEVICE)
-        backends = make_contestants(model, parts[part][1], labels, part == "prefill")
+        built, report["failed"] = build_plans(model, options.plans, wanted, labels)
+    for part, shape in parts.items():
+        ids = draw_ids(model, *shape)
+        backends = make_contestants(model, shape[1], labels, part == "prefill")
         for label, path in built.get(part.partition("-")[0], {}).items():
             backends[label] = functools.partial(_open_plan, path)
         before = report["results"]
-        for result in measure(part, model, backends, ids, part == "prefill", repeats):
+        for result in measure(part, model, backends, ids, part == "prefill", options.repeats):
             report["results"] = [*before, result]
-            session.write_results(json_path, report, page_of(report))
+            run.write(page_of(report, what))
         del backends
         gc.collect()
         torch.cuda.empty_cache()
-    click.echo(page_of(report))
-    if report.get("failed") or any(result["failed"] for result in report["results"]):
-        raise click.ClickException("some contestants failed, see above")
+    click.echo(page_of(report, what))
+    run.fail_for_faults()
 
 
 if __name__ == "__main__":

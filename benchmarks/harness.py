@@ -15,6 +15,7 @@ Each result is printed and written as soon as it is there.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import random
 import re
@@ -26,11 +27,13 @@ from typing import Any, TypeVar
 import click
 import session
 import torch
-from tables import head, row
+from tables import head, row, table
 from torch import Tensor
 
 from twellc.benchmarking import contest
 from twellc.benchmarking.forms import EAGER, LOSSY
+from twellc.benchmarking.timing import Call, time_calls
+from twellc.checks.accuracy import measure
 from twellc.commands.options import options_of
 from twellc.options.option import COUNT, SEED, declared, option, option_of
 
@@ -66,6 +69,11 @@ class Options:
         weights: Type of the weights.
         plans: Where plans are kept; those that are there are used again.
         device: Where to run.
+        prefill: Sequences and tokens a sequence; empty: none.
+        decode: Sequences to decode at once; empty: none.
+        cache: Tokens in the key-value cache, the new one included.
+        shapes: Sequences and tokens a sequence.
+        energy_seconds: For the energy of each contestant; 0: none.
     """
 
     only: str | None = option(None, "REGEX")
@@ -155,13 +163,19 @@ class Run:
     """What a benchmark has measured so far.
 
     Attributes:
-        report: What --json writes.
+        is_silent: Whether it prints and writes nothing, since another process does.
     """
 
+    is_silent = False
+
     def __init__(self, options: Options) -> None:
-        self.report = session.new_report()
         self._options = options
         self._columns: Columns = {}
+
+    @functools.cached_property
+    def report(self) -> dict[str, Any]:
+        """What --json writes; the first use of it looks at the GPU."""
+        return session.new_report()
 
     def wants(self, contestant: str) -> bool:
         """Whether --only names a contestant."""
@@ -176,23 +190,41 @@ class Run:
         times = contest.time_rotated(contestants, self._options.repeats) if contestants else {}
         return {name: each.to_json() for name, each in times.items()}
 
+    def time_calls(self, calls: Mapping[str, Call]) -> dict[str, Any]:
+        """Time calls in turns as they are, in microseconds."""
+        times = time_calls(list(calls.values()), self._options.repeats)
+        return {name: each.to_json() for name, each in zip(calls, times, strict=True)}
+
     def begin(self, columns: Columns, what: str = "") -> None:
         """Print what is measured on, and the head of a table."""
         machine = self.report["machine"]
-        click.echo(f"{machine['gpu']}, torch {machine['torch']}, commit {machine['commit']}{what and f': {what}'}\n")
+        self._echo(f"{machine['gpu']}, torch {machine['torch']}, commit {machine['commit']}{what and f': {what}'}\n")
         self._columns = columns
-        click.echo(head(list(columns)))
+        self._echo(head(list(columns)))
 
     def add(self, result: Result, page: str = "") -> None:
         """Note a result: print its row if a table was begun, and write all results, with a page if there is one."""
         self.report["results"].append(result)
         if self._columns:
-            click.echo(row_of(self._columns, result))
+            self._echo(row_of(self._columns, result))
         self.write(page)
 
     def write(self, page: str = "") -> None:
         """Write all results."""
-        session.write_results(self._options.json, self.report, page)
+        session.write_results(None if self.is_silent else self._options.json, self.report, page)
+
+    def _echo(self, text: str) -> None:
+        if not self.is_silent:
+            click.echo(text)
+
+    def fail_for_faults(self) -> None:
+        """Fail if some contestants did.
+
+        Raises:
+            click.ClickException: They did.
+        """
+        if faults := faults_of(self.report):
+            raise click.ClickException("; ".join(f"{where}: {why}" for where, why in faults.items()))
 
 
 # ---- what is right ----
@@ -232,6 +264,32 @@ def check(
         if name not in LOSSY and not error <= 2 * errors[yardstick] + slack:
             raise click.ClickException(f"{where}: {name} is off by {error:.2e}, {yardstick} by {errors[yardstick]:.2e}")
     return errors
+
+
+def accuracies(
+    results: Mapping[str, Tensor], truth: Tensor, language_model: bool
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Compare what whole models return, [rows, width], with float64.
+
+    Returns:
+        The relative error of each, and what is wrong with those that are more than twice as wrong as the first.
+    """
+    errors, failed = {}, {}
+    first, *_ = results
+    for name, result in results.items():
+        accuracy = measure(name, result, results[first], truth, language_model)
+        errors[name] = accuracy.candidate.relative
+        if not accuracy.within:
+            failed[name] = f"is off: {accuracy.candidate}, where {first} has {accuracy.plain}"
+    return errors, failed
+
+
+def faults_of(report: dict[str, Any]) -> dict[str, str]:
+    """Return why contestants failed, by the first thing that each result says, and their names."""
+    faults: dict[str, str] = dict(report.get("failed", {}))
+    for result in report["results"]:
+        faults |= {f"{next(iter(result.values()))}, {name}": why for name, why in result["failed"].items()}
+    return faults
 
 
 # ---- what a table shows ----
@@ -276,3 +334,11 @@ def over(rivals: Iterable[str], ours: str) -> Callable[[Result], str]:
 def field(name: str, form: str = "") -> Callable[[Result], str]:
     """Return a column of what a result has under a name, in a form of `format`."""
     return lambda result: format(result[name], form)
+
+
+def by_contestant(title: str, results: Iterable[Result], key: str, cells: Columns) -> str:
+    """Return a table with a column for each result, named by what it has under a key, and the rows that have cells."""
+    results = list(results)
+    rows = [[name, *map(cell, results)] for name, cell in cells.items()]
+    known = [each for each in rows if {*each[1:]} != {"-"}]
+    return f"{title}:\n\n{table(['', *(result[key] for result in results)], known)}"

@@ -14,24 +14,22 @@ Needs Torch-TensorRT.
 from __future__ import annotations
 
 import functools
-import random
 import time
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-import click
+import harness
 import session
 import torch
 from draw import Neurons, make_inputs
-from tables import head, row
+from harness import NUMBERS, Columns, Run, accuracies, field, over, times_of
 from torch import Tensor, nn
 
 import twellc
 import twellc.torch_tensorrt
 from twellc.benchmarking.forms import COMPILED, EAGER, Block, compile_rival
-from twellc.benchmarking.timing import time_calls
-from twellc.checks.accuracy import measure
+from twellc.options.option import COUNT, SHARE, option
 
 DENSE, TWELL = "Torch-TensorRT dense", "Torch-TensorRT twell"
 # Torch-TensorRT as it is without its C++ library, too.
@@ -78,84 +76,58 @@ def build(program: torch.export.ExportedProgram, x: Tensor) -> tuple[Any, float]
     return torch_tensorrt.dynamo.compile(program, inputs=inputs, **_SETTINGS), time.perf_counter() - start
 
 
-def measure_rows(
-    contestants: dict[str, Callable[[Tensor], Tensor]], x: Tensor, truth: Tensor, repeats: int
-) -> dict[str, Any]:
-    """Check and time all contestants on some rows."""
-    plain = contestants[EAGER](x)
-    errors, failed = {}, {}
-    for name, call in contestants.items():
-        accuracy = measure(name, call(x), plain, truth, language_model=False)
-        errors[name] = accuracy.candidate.relative
-        if not accuracy.within:
-            failed[name] = f"is off: {accuracy.candidate}, eager torch has {accuracy.plain}"
-    kept = {name: functools.partial(call, x) for name, call in contestants.items() if name not in failed}
-    times = dict(zip(kept, time_calls(list(kept.values()), repeats), strict=True))
-    return {
-        "tokens": len(x),
-        "errors": errors,
-        "failed": failed,
-        "times": {name: each.to_json() for name, each in times.items()},
-    }
+COLUMNS: Columns = {
+    "tokens, µs": field("tokens"),
+    **times_of(EAGER, COMPILED, DENSE, TWELL, digits=0),
+    "speed-up over its dense engine": over([DENSE], TWELL),
+}
 
 
-_NAMES = (EAGER, COMPILED, DENSE, TWELL)
+@dataclass(frozen=True, kw_only=True)
+class Options(harness.Options):
+    """The options of this benchmark.
+
+    Attributes:
+        layers: Blocks.
+    """
+
+    tokens: tuple[int, ...] = option("1,32,2048", "N,…", NUMBERS)
+    layers: int = option(4, "N", COUNT)
+    d_model: int = option(2048, "N", COUNT)
+    d_ff: int = option(5632, "N", COUNT)
+    density: float = option(0.005, "SHARE", SHARE)
 
 
-def row_of(result: dict[str, Any]) -> str:
-    """Return the row of a result in the table of times in microseconds."""
-    median = {name: times["median_us"] for name, times in result["times"].items()}
-    gain = f"{median[DENSE] / median[TWELL]:.2f}" if {DENSE, TWELL} <= set(median) else "-"
-    return row([str(result["tokens"]), *(f"{median[n]:.0f}" if n in median else "-" for n in _NAMES), gain])
-
-
-@click.command(help=__doc__)
-@click.option("--tokens", default="1,32,2048", show_default=True, help="Row counts.")
-@click.option("--layers", default=4, show_default=True, help="Blocks.")
-@click.option("--d-model", default=2048, show_default=True)
-@click.option("--d-ff", default=5632, show_default=True)
-@click.option("--density", default=0.005, show_default=True, help="Share of non-zero gate activations.")
-@click.option("--repeats", default=20, show_default=True)
-@session.json_option
-@session.smoke_option(tokens="1,40", layers=2, d_model=256, d_ff=768, repeats=2)
+@harness.benchmark(Options, tokens="1,40", layers=2, d_model=256, d_ff=768, repeats=2)
 @torch.no_grad()
-def main(
-    tokens: str, layers: int, d_model: int, d_ff: int, density: float, repeats: int, json_path: Path | None
-) -> None:
+def main(run: Run, options: Options) -> None:
     """Print a table of times."""
-    session.refuse_without_gpu()
     twellc.torch_tensorrt.register()
-    torch.manual_seed(0)
-    random.seed(0)
-    counts = [int(count) for count in tokens.split(",")]
-    neurons = Neurons(density=density)
-    x, sets = make_inputs(max(counts), d_model, d_ff, torch.bfloat16, neurons, "gated", session.DEVICE)
-    while len(sets) < layers:
-        sets += make_inputs(1, d_model, d_ff, torch.bfloat16, neurons, "gated", session.DEVICE)[1]
-    blocks = [each.block for each in sets[:layers]]
+    sizes = (options.d_model, options.d_ff, torch.bfloat16, Neurons(density=options.density), "gated", session.DEVICE)
+    x, sets = make_inputs(max(options.tokens), *sizes)
+    while len(sets) < options.layers:
+        sets += make_inputs(1, *sizes)[1]
+    blocks = [each.block for each in sets[: options.layers]]
     model = Stack(blocks).eval()
     rows = {0: torch.export.Dim("rows", min=1, max=len(x))}
     program = torch.export.export(model, (x,), dynamic_shapes=(rows,))
     rewritten = twellc.rewrite(program, layers="all")
-    assert [layer.decision for layer in rewritten.layers] == ["twell"] * layers
-    report = session.new_report()
+    assert [layer.decision for layer in rewritten.layers] == ["twell"] * options.layers
     contestants: dict[str, Callable[[Tensor], Tensor]] = {EAGER: model, COMPILED: compile_rival(model)}
-    report["build_seconds"] = {}
-    for name, source in ((DENSE, program), (TWELL, rewritten.program)):
-        contestants[name], report["build_seconds"][name] = build(source, x)
-    click.echo(head(["tokens, µs", *_NAMES, "speed-up over its dense engine"]))
-    for count in counts:
+    contestants = run.chosen(contestants, EAGER)
+    run.report["build_seconds"] = {}
+    for name, source in run.chosen({DENSE: program, TWELL: rewritten.program}).items():
+        contestants[name], run.report["build_seconds"][name] = build(source, x)
+    run.begin(COLUMNS)
+    for count in options.tokens:
         some = x[:count].contiguous()
         wide = some.double()
         truth = wide + sum(block.double().dense(wide) for block in blocks)
-        report["results"].append(measure_rows(contestants, some, truth, repeats))
-        session.write_results(json_path, report)
-        click.echo(row_of(report["results"][-1]))
-    wrong = [
-        f"{each['tokens']} tokens: {name} {why}" for each in report["results"] for name, why in each["failed"].items()
-    ]
-    if wrong:
-        raise click.ClickException("; ".join(wrong))
+        results = {name: call(some) for name, call in contestants.items()}
+        errors, failed = accuracies(results, truth, language_model=False)
+        kept = {name: functools.partial(contestants[name], some) for name in results if name not in failed}
+        run.add({"tokens": count, "errors": errors, "failed": failed, "times": run.time_calls(kept)})
+    run.fail_for_faults()
 
 
 if __name__ == "__main__":

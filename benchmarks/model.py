@@ -17,16 +17,21 @@ sign. The JSON file states the share that was counted in a forward pass.
 from __future__ import annotations
 
 import functools
-import random
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
+import harness
 import session
 import torch
 import transformers
+from harness import NUMBERS, Columns, Result, Run, accuracies, field, shapes, time_of
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
@@ -35,8 +40,9 @@ from twellc.benchmarking.activity import quantile, zipf_offsets
 from twellc.benchmarking.blocks import TWELL, block_calls, dense_models, see_blocks
 from twellc.benchmarking.energy import EnergyMeter
 from twellc.benchmarking.forms import BASELINES, COMPILED, EAGER, FP8, PACKED, compile_rival, dense_forms
-from twellc.benchmarking.timing import Call, record, time_calls
-from twellc.checks.accuracy import measure
+from twellc.benchmarking.result import TWELL_COMPILED, TWELL_EAGER
+from twellc.benchmarking.timing import Call, record
+from twellc.options.option import COUNT, NOT_NEGATIVE, Number, option
 from twellc.passes.precision import widen
 
 CAUSAL = "benchmark"
@@ -86,6 +92,7 @@ def make_model(
 
     `kv_heads` is the number of heads of keys and values; by default as many as there are heads.
     """
+    transformers.AttentionInterface.register(CAUSAL, causal_attention)
     config: Any = transformers.LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=d_model,
@@ -136,6 +143,45 @@ class Logits(nn.Module):
         return logits
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(harness.Options):
+    """The options of every benchmark of the model."""
+
+    layers: int = option(28, "N", COUNT)
+    d_model: int = option(2048, "N", COUNT)
+    d_ff: int = option(5632, "N", COUNT)
+    density: float = option(0.005, "SHARE", Number(0.0, 1.0, above=True))
+
+    def make(self, neurons: str = "equal", heads: int | None = None, kv_heads: int | None = None) -> Any:
+        """Make the model of these sizes; see `make_model`."""
+        sizes = (self.layers, self.d_model, self.d_ff, self.density)
+        return make_model(*sizes, neurons, heads=heads, kv_heads=kv_heads)
+
+
+def draw_ids(model: Any, *shape: int) -> Tensor:
+    """Draw token ids for a model of transformers, [batch, tokens]."""
+    return torch.randint(0, model.config.vocab_size, shape, device=session.DEVICE)
+
+
+def describe_model(report: dict[str, Any], model: Any, *counted: int) -> str:
+    """Note size and density of a model in a report, counted in so many sequences of so many tokens; return a line."""
+    report["machine"]["transformers"] = transformers.__version__
+    report["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+    report["density"] = gate_density(Logits(model), (draw_ids(model, *counted),))
+    return f"{report['parameters'] / 1e9:.2f} billion parameters; gates: {report['density']}"
+
+
+def compile_plan(model: Any, source: Path, path: Path, options: Sequence[str]) -> str:
+    """Compile a plan by `twellc compile` of a model that is written to a folder; return why it failed, or no text."""
+    if not source.exists():
+        model.save_pretrained(source)
+    click.echo(f"building {path.name}", err=True)
+    # -P keeps unbuilt sources in the working directory off the module path.
+    command = [sys.executable, "-P", "-m", "twellc", "compile", str(source), "-o", str(path), "--overwrite"]
+    done = subprocess.run([*command, "--backend", "tensorrt", *options], capture_output=True, text=True, check=False)
+    return f"twellc compile: exit status {done.returncode}: {done.stderr.strip()[-600:]}" if done.returncode else ""
+
+
 def gate_density(model: Any, inputs: tuple[Tensor, ...]) -> dict[str, float]:
     """Count the share of non-zero gate values in a forward pass, and how unequal tokens are."""
     rows: list[Tensor] = []
@@ -167,54 +213,47 @@ def rewrite(model: nn.Module, inputs: tuple[Tensor, ...], dynamic: Any = None) -
     return result
 
 
-def check(dense: nn.Module, rewritten: twellc.Rewritten, inputs: tuple[Tensor, ...]) -> dict[str, Any]:
-    """Compare the logits of a short sequence with float64.
+def rows_of(result: Any) -> Tensor:
+    """Return the logits of all tokens, [tokens, vocabulary], of what a model returns."""
+    logits: Tensor = pytree.tree_leaves(result)[0]
+    return logits.flatten(0, -2)
+
+
+def check(contestants: Mapping[str, Callable[..., Any]], dense: ExportedProgram, *inputs: Tensor) -> dict[str, float]:
+    """Compare the logits of contestants, dense ones first, with those of the dense program in float64.
 
     Raises:
-        click.ClickException: twellc's are more than twice as wrong as the dense model's.
+        click.ClickException: One is more than twice as wrong as the first.
     """
-    plain, result = dense(*inputs), rewritten.program.module(check_guards=False)(*inputs)
-    wide = widen(rewritten.dense).module(check_guards=False)
-    truth = wide(*inputs)
-    truth = pytree.tree_leaves(truth)[0]
-    ours_rows, plain_rows, true_rows = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (result, plain, truth))
-    accuracy = measure("logits", ours_rows, plain_rows, true_rows, language_model=True)
-    figures = {"twell": accuracy.candidate.relative, "dense": accuracy.plain.relative}
-    if not accuracy.within:
-        raise click.ClickException(f"the logits are off: {figures}")
-    return figures
+    truth = rows_of(widen(dense).module(check_guards=False)(*inputs))
+    results = {name: rows_of(call(*inputs)) for name, call in contestants.items()}
+    errors, failed = accuracies(results, truth, language_model=True)
+    if failed:
+        raise click.ClickException("; ".join(f"{name} {why}" for name, why in failed.items()))
+    return errors
 
 
 def measure_setting(
-    name: str,
-    dense: nn.Module,
-    rewritten: twellc.Rewritten,
-    inputs: tuple[Tensor, ...],
-    graphs: bool,
-    repeats: int,
-    energy_seconds: float,
-) -> dict[str, Any]:
+    run: Run, options: Options, name: str, dense: nn.Module, rewritten: twellc.Rewritten, inputs: tuple[Tensor, ...]
+) -> Result:
     """Time and energy of one setting; without any seconds for energy, none is measured."""
     torch._dynamo.reset()  # or it would compile for several sizes at once
 
     def prepare(call: Call) -> Call:
         call()
-        return record([call]) if graphs else call
-
-    def time_all(calls: dict[str, Call]) -> dict[str, dict[str, Any]]:
-        times = time_calls(list(calls.values()), repeats)
-        return {label: each.to_json() for label, each in zip(calls, times, strict=True)}
+        return record([call]) if name.startswith("decode") else call
 
     ours = rewritten.program.module(check_guards=False)
     seen = see_blocks(rewritten.program, inputs, {})
     forms = [dense_forms(each.block, each.x) for each in seen]
-    modules: dict[str, Callable[..., Any]] = {EAGER: dense, "twell eager": ours}
-    compiled: dict[str, Callable[..., Any]] = {COMPILED: dense, "twell compiled": ours}
+    modules: dict[str, Callable[..., Any]] = {EAGER: dense, TWELL_EAGER: ours}
+    compiled: dict[str, Callable[..., Any]] = {COMPILED: dense, TWELL_COMPILED: ours}
     compiled |= dense_models(rewritten.program, forms)
     modules |= {label: compile_rival(module) for label, module in compiled.items()}
+    modules = run.chosen(modules, EAGER, TWELL_EAGER)
     calls = {label: prepare(functools.partial(module, *inputs)) for label, module in modules.items()}
-    times = time_all(calls)
-    kinds = {"dense": BASELINES, "twell": ("twell eager", "twell compiled"), "FP8": (FP8,)}
+    times = run.time_calls(calls)
+    kinds = {"dense": BASELINES, "twell": (TWELL_EAGER, TWELL_COMPILED), "FP8": (FP8,)}
     best = {
         kind: min(known, key=lambda label: times[label]["median_us"])
         for kind, labels in kinds.items()
@@ -223,12 +262,11 @@ def measure_setting(
     medians = {kind: times[label]["median_us"] for kind, label in best.items()}
     parts = block_calls(seen, forms)
     alone = {kind: prepare(parts[TWELL if kind == "twell" else label]) for kind, label in best.items()}
-    feed_forward = {kind: times["median_us"] for kind, times in time_all(alone).items()}
-    tokens = inputs[0].numel()
-    energy = {}
-    if energy_seconds > 0:
+    feed_forward = {kind: each["median_us"] for kind, each in run.time_calls(alone).items()}
+    tokens, energy, seconds = inputs[0].numel(), {}, options.energy_seconds
+    if seconds > 0:
         meter = EnergyMeter()
-        energy = {kind: meter.of(calls[label], energy_seconds, medians[kind]) / tokens for kind, label in best.items()}
+        energy = {kind: meter.of(calls[label], seconds, medians[kind]) / tokens for kind, label in best.items()}
     return {
         "setting": name,
         "tokens": tokens,
@@ -241,93 +279,68 @@ def measure_setting(
     }
 
 
-@click.command()
-@click.option("--prefill", default="8x2048", show_default=True, help="Sequences and tokens a sequence; empty: none.")
-@click.option("--decode", default="1,8,32", show_default=True, help="Sequences to decode at once; empty: none.")
-@click.option("--cache", default=1024, show_default=True, help="Tokens in the key-value cache, the new one included.")
-@click.option("--layers", default=28, show_default=True)
-@click.option("--d-model", default=2048, show_default=True)
-@click.option("--d-ff", default=5632, show_default=True)
-@click.option("--density", default=0.005, show_default=True, help="Share of non-zero gate activations.")
-@click.option("--neurons", type=click.Choice(["equal", "zipf"]), default="equal", show_default=True)
-@click.option("--repeats", default=10, show_default=True)
-@click.option("--energy-seconds", default=3.0, show_default=True, help="For the energy of each contestant; 0: none.")
-@click.option("--seed", default=0, show_default=True)
-@session.json_option
-@session.smoke_option(
-    prefill="2x64", decode="2", cache=32, layers=2, d_model=256, d_ff=768, repeats=2, energy_seconds=0.1
+def _of_kind(name: str, kind: str, unit: float) -> Callable[[Result], str]:
+    return lambda result: f"{result[name][kind] / unit:.2f}" if kind in result[name] else "-"
+
+
+COLUMNS: Columns = {
+    "setting, ms": field("setting"),
+    **{name: time_of(name, 3, 1e3) for name in (EAGER, COMPILED, PACKED, FP8, TWELL_EAGER, TWELL_COMPILED)},
+    "speed-up": field("speed_up", ".2f"),
+    **{f"feed-forward's share, {kind}": _of_kind("feed_forward_share", kind, 1) for kind in ("dense", "twell")},
+    **{f"mJ a token, {kind}": _of_kind("joules_per_token", kind, 1e-3) for kind in ("dense", "twell")},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ModelOptions):
+    """The options of this benchmark.
+
+    Attributes:
+        neurons: How often they fire: equally, or by Zipf's law.
+    """
+
+    prefill: tuple[tuple[int, int], ...] = option("8x2048", "SHAPE", shapes("8x2048"))
+    decode: tuple[int, ...] = option("1,8,32", "N,…", NUMBERS)
+    cache: int = option(1024, "N", COUNT)
+    neurons: str = option("equal", kind=("equal", "zipf"))
+    repeats: int = option(10, "N", COUNT)
+    energy_seconds: float = option(3.0, "SECONDS", NOT_NEGATIVE)
+
+
+@harness.benchmark(
+    Options, prefill="2x64", decode="2", cache=32, layers=2, d_model=256, d_ff=768, repeats=2, energy_seconds=0.1
 )
 @torch.no_grad()
-def main(
-    prefill: str,
-    decode: str,
-    cache: int,
-    layers: int,
-    d_model: int,
-    d_ff: int,
-    density: float,
-    neurons: str,
-    repeats: int,
-    energy_seconds: float,
-    seed: int,
-    json_path: Path | None,
-) -> None:
+def main(run: Run, options: Options) -> None:
     """Print a Markdown table: milliseconds a step, speed-up over the faster dense model, and energy."""
-    session.refuse_without_gpu()
-    torch.manual_seed(seed)
-    random.seed(seed)
-    transformers.AttentionInterface.register(CAUSAL, causal_attention)
     transformers.AttentionInterface.register(_DECODED, cached_attention)
-    model = Logits(make_model(layers, d_model, d_ff, density, neurons))
-    vocabulary = model.model.config.vocab_size
+    llama = options.make(options.neurons)
+    model = Logits(llama)
 
     def tokens(batch: int, length: int, first: int = 0) -> tuple[Tensor, Tensor]:
-        ids = torch.randint(0, vocabulary, (batch, length), device=session.DEVICE)
-        return ids, (first + torch.arange(length, device=session.DEVICE)).expand(batch, -1).contiguous()
+        places = (first + torch.arange(length, device=session.DEVICE)).expand(batch, -1).contiguous()
+        return draw_ids(llama, batch, length), places
 
-    report = session.new_report()
-    report["machine"]["transformers"] = transformers.__version__
-    report["density"] = gate_density(model, tokens(4, 512))
-    report["parameters"] = sum(parameter.numel() for parameter in model.parameters())
-    click.echo(
-        f"{report['machine']}\n{report['parameters'] / 1e9:.2f} billion parameters; gates: {report['density']}\n"
-    )
-    click.echo(
-        "| setting | dense eager ms | compiled | packed | FP8 | twell eager | compiled | speed-up "
-        "| feed-forward's share, dense | twell | mJ a token, dense | twell |\n|" + " ---: |" * 12
-    )
-
-    def add(result: dict[str, Any]) -> None:
-        report["results"].append(result)
-        found = {label: f"{times['median_us'] / 1e3:.3f}" for label, times in result["times"].items()}
-        labels = (EAGER, COMPILED, PACKED, FP8, "twell eager", "twell compiled")
-        times = " | ".join(found.get(label, "-") for label in labels)
-        joules = result["joules_per_token"]
-        energy = " | ".join(f"{joules[kind] * 1e3:.2f}" if kind in joules else "-" for kind in ("dense", "twell"))
-        share = " | ".join(f"{result['feed_forward_share'][kind]:.2f}" for kind in ("dense", "twell"))
-        click.echo(f"| {result['setting']} | {times} | {result['speed_up']:.2f} | {share} | {energy} |")
-        session.write_results(json_path, report)
-
-    if prefill:
-        batch, length = (int(size) for size in prefill.split("x"))
-        short = rewrite(model, tokens(1, _CHECKED_TOKENS))
-        report["errors"] = check(model, short, tokens(1, _CHECKED_TOKENS))
-        click.echo(f"logits, relative error against float64: {report['errors']}", err=True)
-        del short
+    run.begin(COLUMNS, describe_model(run.report, llama, 4, 512))
+    for batch, length in options.prefill:
+        short = tokens(1, _CHECKED_TOKENS)
+        rewritten = rewrite(model, short)
+        contestants = {"dense": model, "twell": rewritten.program.module(check_guards=False)}
+        run.report["errors"] = check(contestants, rewritten.dense, *short)
+        click.echo(f"logits, relative error against float64: {run.report['errors']}", err=True)
         inputs = tokens(batch, length)
         rewritten = rewrite(model, inputs)
-        name = f"prefill {prefill}"
-        add(measure_setting(name, model, rewritten, inputs, False, repeats, energy_seconds))
+        run.add(measure_setting(run, options, f"prefill {batch}x{length}", model, rewritten, inputs))
         del rewritten
-    if decode:
-        model.model.set_attn_implementation(_DECODED)
-        for batch in (int(size) for size in decode.split(",")):
-            shape = (batch, d_model // 128, cache, 128)
-            drawn = [torch.randn(shape, device=session.DEVICE).bfloat16() for _ in range(2 * layers)]
-            _caches[:] = zip(drawn[::2], drawn[1::2], strict=True)
-            inputs = tokens(batch, 1, first=cache - 1)
-            rewritten = rewrite(model, inputs)
-            add(measure_setting(f"decode {batch}", model, rewritten, inputs, True, repeats, energy_seconds))
+    llama.set_attn_implementation(_DECODED)
+    for batch in options.decode:
+        shape = (batch, options.d_model // 128, options.cache, 128)
+        drawn = [torch.randn(shape, device=session.DEVICE).bfloat16() for _ in range(2 * options.layers)]
+        _caches[:] = zip(drawn[::2], drawn[1::2], strict=True)
+        inputs = tokens(batch, 1, first=options.cache - 1)
+        rewritten = rewrite(model, inputs)
+        run.add(measure_setting(run, options, f"decode {batch}", model, rewritten, inputs))
 
 
 if __name__ == "__main__":

@@ -22,16 +22,20 @@ import os
 import random
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
+import harness
 import session
 import torch
 import transformers
-from model import CAUSAL, Logits, causal_attention, gate_density, make_model
+from harness import NUMBERS, Columns, Result, Run, field
+from model import CAUSAL, ModelOptions, describe_model
 
+from twellc.options.option import COUNT, option
 from twellc.vllm import ARCHITECTURE, PREFIX
 
 CONTESTANTS: dict[str, dict[str, Any]] = {
@@ -40,90 +44,17 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@click.command()
-@click.option("--layers", default=28, show_default=True)
-@click.option("--d-model", default=2048, show_default=True, help="Multiple of 128.")
-@click.option("--d-ff", default=5632, show_default=True)
-@click.option("--density", default=0.005, show_default=True, help="Share of non-zero gate activations, at layer 0.")
-@click.option("--requests", default="1,8,32,128", show_default=True, help="How many at once, with commas.")
-@click.option("--prompt", default=128, show_default=True, help="Tokens of each prompt.")
-@click.option("--tokens", default=128, show_default=True, help="Tokens of each answer.")
-@click.option("--repeats", default=7, show_default=True)
-@click.option("--only", type=click.Choice(sorted(CONTESTANTS)), multiple=True, help="Measure these alone.")
-@click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
-@click.option("--model", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Serve this instead.")
-@click.option("--dummy", is_flag=True, help="Draw the weights of --model.")
-@click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="Keep the model here, or take it.")
-@session.json_option
-@session.smoke_option(layers=2, d_model=128, d_ff=256, requests="1,3", prompt=8, tokens=4, repeats=1)
-def main(
-    layers: int,
-    d_model: int,
-    d_ff: int,
-    density: float,
-    requests: str,
-    prompt: int,
-    tokens: int,
-    repeats: int,
-    only: tuple[str, ...],
-    device: str,
-    model: Path | None,
-    dummy: bool,
-    folder: Path | None,
-    json_path: Path | None,
-) -> None:
-    """Print tokens a second for each number of requests."""
-    session.DEVICE = device
-    if device == "cuda":
-        session.refuse_without_gpu()
-    report, batches = session.new_report(), [int(each) for each in requests.split(",")]
-    if model is None:
-        folder = folder or Path(session.scratch_folder())
-        report["density"] = make_folder(folder, layers, d_model, d_ff, density, (max(batches), prompt))
-        click.echo(f"gates: {report['density']}")
-        # Memory for the cache is named, since engines that start at the same time would each take what is there.
-        options: dict[str, Any] = {
-            "kv_cache_memory_bytes": 4 * layers * d_model * max(batches) * (prompt + tokens + 32),
-            "gpu_memory_utilization": 0.3,
-        }
-    else:
-        folder, options = model, {"load_format": "dummy" if dummy else "auto", "gpu_memory_utilization": 0.45}
-    setting = Setting(folder, batches, prompt, tokens, options, device, session.is_smoke(), is_own=model is not None)
-    engines = {name: Engine(name, setting) for name in only or CONTESTANTS}
-    report["engines"] = {name: engine.read() for name, engine in engines.items()}
-    click.echo(f"{report['engines']}")
-    click.echo(f"| requests | {' | '.join(f'{name}: prompt, answer tokens/s' for name in engines)} |")
-    click.echo("| --- " * (1 + len(engines)) + "|")
-    for count in batches:
-        found = time_in_turns(engines, count, tokens, repeats)
-        report["results"].append({"requests": count, "times": found})
-        cells = []
-        for times in found.values():
-            times["prompt_tokens_per_s"] = count * prompt / times["one_token_s"]
-            times["answer_tokens_per_s"] = count * tokens / max(times["all_tokens_s"] - times["one_token_s"], 1e-9)
-            cells.append(f"{times['prompt_tokens_per_s']:.0f}, {times['answer_tokens_per_s']:.0f}")
-        click.echo(f"| {count} | {' | '.join(cells)} |")
-        session.write_results(json_path, report)
-    for engine in engines.values():
-        engine.stop()
-
-
 @torch.no_grad()
-def make_folder(
-    folder: Path, layers: int, d_model: int, d_ff: int, density: float, counted: tuple[int, int]
-) -> dict[str, float]:
-    """Make the model, unless it is in the folder; count what is active in that many prompts of that many tokens."""
-    transformers.AttentionInterface.register(CAUSAL, causal_attention)  # what the model is made with
+def make_folder(run: Run, options: Options, folder: Path) -> None:
+    """Make the model, unless it is in the folder; count what is active in prompts of as many requests as there are."""
     if not (folder / "config.json").exists():
-        make_model(layers, d_model, d_ff, density, "equal").save_pretrained(folder)
+        options.make().save_pretrained(folder)
     model: Any = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation=CAUSAL)
-    model.to(session.DEVICE)
-    found = gate_density(Logits(model), (torch.randint(0, model.config.vocab_size, counted, device=session.DEVICE),))
+    click.echo(describe_model(run.report, model.to(session.DEVICE), max(options.requests), options.prompt))
     del model
     if session.DEVICE == "cuda":
         gc.collect()
         torch.cuda.empty_cache()  # for the engines
-    return found
 
 
 @dataclass(frozen=True)
@@ -131,7 +62,7 @@ class Setting:
     """What every engine serves, and how."""
 
     folder: Path
-    batches: list[int]
+    batches: tuple[int, ...]
     prompt: int
     tokens: int
     options: dict[str, Any]
@@ -196,7 +127,7 @@ def serve(name: str, setting: Setting, pipe: Any) -> None:
         max_model_len=setting.prompt + setting.tokens + 8,
         enable_prefix_caching=False,
         enforce_eager=setting.smoke,
-        compilation_config={"cudagraph_capture_sizes": setting.batches},
+        compilation_config={"cudagraph_capture_sizes": list(setting.batches)},
         **setting.options,
         **setting.contestant(name),
     )
@@ -238,6 +169,66 @@ def count_blocks(model: Any) -> int:
 
     methods = [getattr(module, "quant_method", None) for module in model.modules()]
     return sum(isinstance(method, (CallsOp, TwellExpertsMethod)) for method in methods)
+
+
+def _tokens_per_second(name: str) -> Callable[[Result], str]:
+    return lambda result: "{prompt_tokens_per_s:.0f}, {answer_tokens_per_s:.0f}".format(**result["times"][name])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ModelOptions):
+    """The options of this benchmark.
+
+    Attributes:
+        requests: How many at once.
+        prompt: Tokens of each prompt.
+        tokens: Tokens of each answer.
+        model: Serve this folder instead.
+        dummy: Draw the weights of --model.
+        folder: Keep the model here, or take it.
+    """
+
+    requests: tuple[int, ...] = option("1,8,32,128", "N,…", NUMBERS)
+    prompt: int = option(128, "N", COUNT)
+    tokens: int = option(128, "N", COUNT)
+    repeats: int = option(7, "N", COUNT)
+    device: str = option("cuda", kind=("cuda", "cpu"))
+    model: Path | None = option(None, "DIR", Path)
+    dummy: bool = option(False)
+    folder: Path | None = option(None, "DIR", Path)
+
+
+@harness.benchmark(Options, layers=2, d_model=128, d_ff=256, requests="1,3", prompt=8, tokens=4, repeats=1)
+def main(run: Run, options: Options) -> None:
+    """Print tokens a second for each number of requests."""
+    most, length = max(options.requests), options.prompt + options.tokens
+    if options.model is None:
+        folder = options.folder or Path(session.scratch_folder())
+        make_folder(run, options, folder)
+        # Memory for the cache is named, since engines that start at the same time would each take what is there.
+        memory = 4 * options.layers * options.d_model * most * (length + 32)
+        given: dict[str, Any] = {"kv_cache_memory_bytes": memory, "gpu_memory_utilization": 0.3}
+    else:
+        folder = options.model
+        given = {"load_format": "dummy" if options.dummy else "auto", "gpu_memory_utilization": 0.45}
+    setting = Setting(
+        folder, options.requests, options.prompt, options.tokens, given, options.device, session.is_smoke(),
+        is_own=options.model is not None,
+    )  # fmt: skip
+    engines = {name: Engine(name, setting) for name in run.chosen(CONTESTANTS)}
+    run.report["engines"] = {name: engine.read() for name, engine in engines.items()}
+    columns: Columns = {f"{name}: prompt, answer tokens/s": _tokens_per_second(name) for name in engines}
+    run.begin({"requests": field("requests"), **columns}, str(run.report["engines"]))
+    for count in options.requests:
+        found = time_in_turns(engines, count, options.tokens, options.repeats)
+        for times in found.values():
+            times["prompt_tokens_per_s"] = count * options.prompt / times["one_token_s"]
+            times["answer_tokens_per_s"] = (
+                count * options.tokens / max(times["all_tokens_s"] - times["one_token_s"], 1e-9)
+            )
+        run.add({"requests": count, "times": found})
+    for engine in engines.values():
+        engine.stop()
 
 
 if __name__ == "__main__":

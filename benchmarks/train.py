@@ -21,32 +21,31 @@ Neurons fire as those of four trained layers (data/README.md), layer after layer
 
 from __future__ import annotations
 
-import functools
 import gc
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import click
+import harness
 import session
 import torch
 import transformers
 from draw import TRAINED_LAYERS, Neurons, make_inputs, offsets
-from model import CAUSAL, causal_attention, make_model
-from tables import head, row
+from harness import NUMBERS, Columns, Result, Run, field, median, over, times_of
+from model import ModelOptions, draw_ids
 from torch import Tensor, nn
 from torch.nn import functional
-from trained import Penalised
+from trained import Penalised, dense_blocks, dense_term
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import twellc
 from twellc.base.errors import UserError
-from twellc.benchmarking.contest import time_rotated
 from twellc.benchmarking.energy import EnergyMeter
-from twellc.benchmarking.forms import combine, compile_rival
+from twellc.benchmarking.forms import COMPILED, EAGER, combine, compile_rival
+from twellc.options.option import COUNT, NOT_NEGATIVE, option
 from twellc.plugins.block import BlockOptions, Operands
 from twellc.plugins.training import TrainingState, train_block
 from twellc.training import L1Penalty, take_counts
@@ -115,8 +114,7 @@ class Contestant:
             twellc.optimize(self._task.model, training=True)
             self._penalty = L1Penalty(self._task.model, self._task.penalty)
         else:
-            for layer in layers:
-                layer.mlp.__class__ = Penalised
+            dense_blocks(self._task.model, Penalised)
         if self._compiled:
             for layer in layers:
                 if self._twell:
@@ -132,9 +130,8 @@ class Contestant:
     def __exit__(self, *_: object) -> None:
         for layer in self._task.model.model.layers:
             layer._compiled_call_impl = None
-            if not self._twell:
-                layer.mlp.__class__ = LlamaMLP
-                vars(layer.mlp).pop("penalty", None)
+        if not self._twell:
+            dense_blocks(self._task.model, LlamaMLP)
         twellc.restore(self._task.model)
         self._task.model.zero_grad(set_to_none=True)
         self._penalty = None
@@ -152,7 +149,7 @@ class Contestant:
         if self._penalty is not None:
             loss = loss + self._penalty(self._step)
         else:
-            loss = loss + self._task.penalty * torch.stack([layer.mlp.penalty for layer in model.model.layers]).mean()
+            loss = loss + self._task.penalty * dense_term(model)
         torch.autograd.backward(loss)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         self._optimizer.step()
@@ -232,29 +229,6 @@ def fits(task: Task, steps: int, add: Callable[[dict[str, Any]], None]) -> bool:
     return True
 
 
-def result_row(result: dict[str, Any], dense: dict[str, Any]) -> str:
-    """Return the row of a contestant, beside compiled dense."""
-    if result.get("out_of_memory"):
-        return row([result["contestant"], "out of memory", *["-"] * 5])
-    speed, memory = result["tokens_per_second"], result["peak_bytes"]
-    return row(
-        [
-            result["contestant"],
-            f"{1e3 * statistics.median(result['seconds']):.1f}",
-            f"{speed:.0f}",
-            f"{speed / dense['tokens_per_second']:.3f}",
-            f"{memory / _GIB:.2f}",
-            f"{memory / max(dense['peak_bytes'], 1):.3f}",
-            f"{1e3 * result['joules_per_token']:.2f}",
-        ]
-    )
-
-
-@click.group(help=__doc__)
-def main() -> None:
-    """Time training."""
-
-
 class DenseBlock(nn.Module):
     """A dense block, with gate and up projection in one product, or plain."""
 
@@ -316,7 +290,7 @@ def compare(dense: DenseBlock, twell: TwellBlock, x_gradients: tuple[Tensor, Ten
             raise click.ClickException(f"the gradient of {name} is {float(error):.1e} from dense")
 
 
-def measure_block(tokens: int, neurons: Neurons, d_model: int, d_ff: int, variant: str, rounds: int) -> dict[str, Any]:
+def measure_block(run: Run, tokens: int, neurons: Neurons, d_model: int, d_ff: int, variant: str) -> Result:
     """Compare one block with its rivals, and time them in turns."""
     x, sets = make_inputs(tokens, d_model, d_ff, torch.bfloat16, neurons, variant, session.DEVICE)
     drawn = sets[0]
@@ -327,20 +301,16 @@ def measure_block(tokens: int, neurons: Neurons, d_model: int, d_ff: int, varian
     del sets, drawn, first
     x, dy = x.requires_grad_(), torch.randn_like(x)
     dense, twell = DenseBlock(weights), TwellBlock(weights)
-    run = backward_of(twell, x, dy)
+    run_twell = backward_of(twell, x, dy)
     for _ in range(_WARM_UPS):  # by then it has been chosen how the block is computed
-        run()
+        run_twell()
     found = x.grad
     backward_of(dense, x, dy)()
     assert found is not None and x.grad is not None
     compare(dense, twell, (x.grad, found))
     compiled: Any = compile_rival(dense)
-    contestants = {
-        "dense eager": backward_of(dense, x, dy),
-        "dense compiled": backward_of(dense, x, dy, compiled),
-        "twell": run,
-    }
-    times = time_rotated({name: [call] for name, call in contestants.items()}, rounds)
+    contestants = {EAGER: backward_of(dense, x, dy), COMPILED: backward_of(dense, x, dy, compiled), "twell": run_twell}
+    times = run.time({name: [call] for name, call in contestants.items()})
     step = twell.state.step
     return {
         "tokens": tokens,
@@ -350,138 +320,131 @@ def measure_block(tokens: int, neurons: Neurons, d_model: int, d_ff: int, varian
         "hot": step.hot,
         "pairs": step.pairs,
         "density": float(twell.state.counts.sum() / (twell.state.tokens * d_ff)),
-        "microseconds": {name: each.median_us for name, each in times.items()},
+        "times": times,
     }
 
 
-def best_dense(result: dict[str, Any]) -> float:
-    """Return the time of the faster dense form."""
-    times = result["microseconds"]
-    return float(min(times["dense eager"], times["dense compiled"]))
+def name_of(result: Result) -> str:
+    """Return which neurons fire."""
+    trained = result["neurons"] == "trained"
+    return f"trained layer {result['layer']}" if trained else f"equal, {result['variant']}"
 
 
-@main.command()
-@click.option("--tokens", "tokens_list", default="2048,16384,65536", show_default=True)
-@click.option("--d-model", default=2048, show_default=True)
-@click.option("--d-ff", default=5632, show_default=True)
-@click.option("--rounds", default=7, show_default=True)
-@click.option("--trained/--no-trained", default=True, show_default=True, help="Take the trained layers, too.")
-@session.json_option
-@session.smoke_option(tokens_list="2048", d_model=256, d_ff=1024, rounds=1, trained=False)
-def block(tokens_list: str, d_model: int, d_ff: int, rounds: int, trained: bool, json_path: Path | None) -> None:
+BLOCK_COLUMNS: Columns = {
+    "tokens": field("tokens"),
+    "neurons": name_of,
+    "active": field("density", ".2%"),
+    "hot": field("hot"),
+    **times_of(EAGER, COMPILED, "twell", digits=0),
+    "over the faster": over([EAGER, COMPILED], "twell"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSizes(harness.Options):
+    """The options of `block`.
+
+    Attributes:
+        trained: Take the trained layers, too.
+    """
+
+    tokens: tuple[int, ...] = option("2048,16384,65536", "N,…", NUMBERS)
+    d_model: int = option(2048, "N", COUNT)
+    d_ff: int = option(5632, "N", COUNT)
+    repeats: int = option(7, "N", COUNT)
+    trained: bool = option(True)
+
+
+@harness.benchmark(BlockSizes, tokens="2048", d_model=256, d_ff=1024, repeats=1, trained=False)
+def block(run: Run, options: BlockSizes) -> None:
     """Time blocks forward and backward; print a Markdown table in microseconds."""
-    session.refuse_without_gpu()
-    report = {**session.new_report(), "faults": []}
-    machine = report["machine"]
-    click.echo(f"{machine['gpu']}, torch {machine['torch']}, commit {machine['commit']}\n")
-    click.echo(
-        head(["tokens", "neurons", "active", "hot", "dense eager", "dense compiled", "twell", "over the faster"])
-    )
+    report = run.report
+    report["faults"] = []
+    run.begin(BLOCK_COLUMNS)
     cases = [(Neurons("equal", 29 / 5632), "gated"), (Neurons("equal", 29 / 5632), "plain")]
     cases += [(Neurons("equal", 1.0), "gated")]
-    cases += [(Neurons("trained", layer=layer), "gated") for layer in range(TRAINED_LAYERS if trained else 0)]
-    for tokens in map(int, tokens_list.split(",")):
-        layers = []
+    cases += [(Neurons("trained", layer=layer), "gated") for layer in range(TRAINED_LAYERS if options.trained else 0)]
+    for tokens in options.tokens:
+        layers: list[Result] = []
         for neurons, variant in cases:
             torch._dynamo.reset()
-            name = f"trained layer {neurons.layer}" if neurons.distribution == "trained" else f"equal, {variant}"
             try:
-                result = measure_block(tokens, neurons, d_model, d_ff, variant, rounds)
+                run.add(measure_block(run, tokens, neurons, options.d_model, options.d_ff, variant))
+                layers += report["results"][-1:] if neurons.distribution == "trained" else []
             except click.ClickException as fault:  # the other cases are timed all the same
-                click.echo(f"{tokens} tokens, {name}: {fault.message}", err=True)
+                name = name_of({**vars(neurons), "neurons": neurons.distribution, "variant": variant})
                 report["faults"].append(f"{tokens} tokens, {name}: {fault.message}")
-                session.write_results(json_path, report)
-                continue
-            report["results"].append(result)
-            session.write_results(json_path, report)
-            layers += [result] if neurons.distribution == "trained" else []
-            times = result["microseconds"]
-            click.echo(
-                row(
-                    [
-                        str(tokens),
-                        name,
-                        f"{100 * result['density']:.2f} %",
-                        str(result["hot"]),
-                        *(f"{each:.0f}" for each in times.values()),
-                        f"{best_dense(result) / times['twell']:.2f}",
-                    ]
-                )
-            )
+                click.echo(report["faults"][-1], err=True)
+                run.write()
         if len(layers) == TRAINED_LAYERS:
-            dense, twell = sum(map(best_dense, layers)), sum(each["microseconds"]["twell"] for each in layers)
-            cells = ("trained, together", "", "", "", f"{dense:.0f}", f"{twell:.0f}", f"{dense / twell:.2f}")
-            click.echo(row([str(tokens), *cells]))
+            dense, twell = (
+                sum(median(each, names) or 0.0 for each in layers) for names in ((EAGER, COMPILED), ("twell",))
+            )
+            click.echo(f"{tokens} tokens, trained layers together: {dense:.0f} / {twell:.0f} = {dense / twell:.2f}")
     if report["faults"]:
         raise click.ClickException("gradients differ, see above")
 
 
-@main.command()
-@click.option(
-    "--batches", default="16,12,8,6,4,2,1", show_default=True, help="Micro-batches to try, the largest first."
-)
-@click.option("--sequence", default=2048, show_default=True, help="Tokens in a sequence.")
-@click.option("--layers", default=28, show_default=True)
-@click.option("--d-model", default=2048, show_default=True)
-@click.option("--d-ff", default=5632, show_default=True)
-@click.option("--neurons", type=click.Choice(["trained", "equal"]), default="trained", show_default=True)
-@click.option("--density", default=0.005, show_default=True, help="Of equal neurons.")
-@click.option("--l1", default=2e-5, show_default=True, help="Coefficient of the L1 term.")
-@click.option("--steps", default=8, show_default=True, help="Steps that count.")
-@click.option("--seed", default=0, show_default=True)
-@session.json_option
-@session.smoke_option(batches="2", sequence=64, layers=2, d_model=256, d_ff=768, neurons="equal", steps=2)
-def step(
-    batches: str,
-    sequence: int,
-    layers: int,
-    d_model: int,
-    d_ff: int,
-    neurons: str,
-    density: float,
-    l1: float,
-    steps: int,
-    seed: int,
-    json_path: Path | None,
-) -> None:
+def step_columns(report: dict[str, Any]) -> Columns:
+    """Return the columns of contestants, beside compiled dense, which is the first."""
+
+    def cell(text: Callable[[Result, Result], str]) -> Callable[[Result], str]:
+        return lambda each: "out of memory" if "seconds" not in each else text(each, report["results"][0])
+
+    return {
+        "": field("contestant"),
+        "ms": cell(lambda each, _: f"{1e3 * statistics.median(each['seconds']):.1f}"),
+        "tokens/s": cell(lambda each, _: f"{each['tokens_per_second']:.0f}"),
+        "over compiled dense": cell(lambda each, d: f"{each['tokens_per_second'] / d['tokens_per_second']:.3f}"),
+        "peak GiB": cell(lambda each, _: f"{each['peak_bytes'] / _GIB:.2f}"),
+        "of dense": cell(lambda each, d: f"{each['peak_bytes'] / max(d['peak_bytes'], 1):.3f}"),
+        "mJ a token": cell(lambda each, _: f"{1e3 * each['joules_per_token']:.2f}"),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions(ModelOptions):
+    """The options of `step`.
+
+    Attributes:
+        batches: Micro-batches to try, the largest first.
+        sequence: Tokens in a sequence.
+        neurons: How often they fire: as those of trained layers, or equally, at --density.
+        l1: Coefficient of the L1 term.
+        steps: Steps that count.
+    """
+
+    batches: tuple[int, ...] = option("16,12,8,6,4,2,1", "N,…", NUMBERS)
+    sequence: int = option(2048, "N", COUNT)
+    neurons: str = option("trained", kind=("trained", "equal"))
+    l1: float = option(2e-5, "NUMBER", NOT_NEGATIVE)
+    steps: int = option(8, "N", COUNT)
+
+
+@harness.benchmark(StepOptions, batches="2", sequence=64, layers=2, d_model=256, d_ff=768, neurons="equal", steps=2)
+def step(run: Run, options: StepOptions) -> None:
     """Time a step of a whole model; print a Markdown table: milliseconds, tokens a second, memory and energy."""
-    if session.DEVICE == "cuda":
-        session.refuse_without_gpu()
-    torch.manual_seed(seed)
-    transformers.AttentionInterface.register(CAUSAL, causal_attention)
     with torch.no_grad():
-        model = make_model(layers, d_model, d_ff, density, "equal")
-        if neurons == "trained":
+        model = options.make()
+        if options.neurons == "trained":
             make_trained(model)
     model.train().requires_grad_(True)
-    report = session.new_report()
+    report = run.report
     report["machine"]["transformers"] = transformers.__version__
     report["parameters"] = sum(parameter.numel() for parameter in model.parameters())
-    draw = functools.partial(torch.randint, 0, model.config.vocab_size, device=session.DEVICE)
-    for batch in map(int, batches.split(",")):
+    for batch in options.batches:
         report["results"], report["batch"] = [], batch
-        task = Task(model, [draw((batch, sequence + 1)) for _ in range(4)], l1)
-        if fits(task, steps, functools.partial(_add, report, json_path)):
+        task = Task(model, [draw_ids(model, batch, options.sequence + 1) for _ in range(4)], options.l1)
+        size = f"{report['parameters'] / 1e9:.2f} billion parameters, micro-batch {batch}, {task.tokens} tokens a step"
+        run.begin(step_columns(report), size)
+        if fits(task, options.steps, run.add):
             break
         click.echo(f"a micro-batch of {batch} does not fit", err=True)
     else:
-        raise UserError("--batches", "none fits this GPU", got=batches)
+        raise UserError("--batches", "none fits this GPU", got=",".join(map(str, options.batches)))
 
 
-def _add(report: dict[str, Any], json_path: Path | None, result: dict[str, Any]) -> None:
-    if not report["results"]:
-        machine = report["machine"]
-        click.echo(
-            f"{machine['gpu']}, torch {machine['torch']}, commit {machine['commit']}: "
-            f"{report['parameters'] / 1e9:.2f} billion parameters, micro-batch {report['batch']}, "
-            f"{result['tokens']} tokens a step\n"
-        )
-        header = ["", "ms", "tokens/s", "over compiled dense", "peak GiB", "of dense", "mJ a token"]
-        click.echo(head(header))
-    report["results"].append(result)
-    click.echo(result_row(result, report["results"][0]))
-    session.write_results(json_path, report)
-
+main = click.Group(help=__doc__, commands={"block": block, "step": step})
 
 if __name__ == "__main__":
     main()

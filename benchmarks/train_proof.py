@@ -33,7 +33,7 @@ import torch
 import transformers
 from tables import head, row
 from torch import Tensor, nn
-from trained import SMOKE, Penalised, Recipe, draw_windows, load_corpus, make_model
+from trained import SMOKE, Penalised, Recipe, dense_blocks, dense_term, draw_windows, load_corpus, make_model
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import twellc
@@ -93,18 +93,6 @@ def entropy_of(model: Any, windows: Tensor) -> Tensor:
     """Return the cross-entropy in nats of the next byte of windows [batch, tokens + 1]."""
     logits = model(input_ids=windows[:, :-1], use_cache=False).logits
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
-
-
-def dense_blocks(model: Any, kind: type[LlamaMLP]) -> None:
-    """Let dense blocks note the L1 term, or no longer."""
-    for layer in model.model.layers:
-        layer.mlp.__class__ = kind
-        vars(layer.mlp).pop("penalty", None)
-
-
-def dense_term(model: Any) -> Tensor:
-    """Return the L1 term of dense blocks."""
-    return torch.stack([layer.mlp.penalty for layer in model.model.layers]).mean()
 
 
 def train(model: Any, corpus: Corpus, run: Run, note: Callable[[int, str], None] | None = None) -> dict[str, Any]:

@@ -129,6 +129,18 @@ class Penalised(LlamaMLP):
         return y
 
 
+def dense_blocks(model: Any, kind: type[LlamaMLP]) -> None:
+    """Let dense blocks note the L1 term, or no longer."""
+    for layer in model.model.layers:
+        layer.mlp.__class__ = kind
+        vars(layer.mlp).pop("penalty", None)
+
+
+def dense_term(model: Any) -> Tensor:
+    """Return the L1 term of dense blocks."""
+    return torch.stack([layer.mlp.penalty for layer in model.model.layers]).mean()
+
+
 def make_model(recipe: Recipe) -> Any:
     """Return the untrained model in float32."""
     config: Any = transformers.LlamaConfig(
@@ -156,7 +168,7 @@ def losses(model: Any, windows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the cross-entropy in nats of the next byte of windows [batch, tokens + 1], and the mean penalty."""
     logits = model(input_ids=windows[:, :-1], use_cache=False).logits
     entropy = functional.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
-    return entropy, torch.stack([layer.mlp.penalty for layer in model.model.layers]).mean()
+    return entropy, dense_term(model)
 
 
 def draw_windows(data: Tensor, recipe: Recipe) -> Tensor:
@@ -167,8 +179,7 @@ def draw_windows(data: Tensor, recipe: Recipe) -> Tensor:
 
 def train(model: Any, data: Tensor, recipe: Recipe, seconds: float, compiled: bool) -> dict[str, Any]:
     """Train in place for `seconds`, the compilation included; return what was done."""
-    for layer in model.model.layers:
-        layer.mlp.__class__ = Penalised
+    dense_blocks(model, Penalised)
     run = torch.compile(losses) if compiled else losses
     optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     start, step, entropy, penalty = time.monotonic(), 0, torch.tensor(0.0), torch.tensor(0.0)
@@ -186,9 +197,7 @@ def train(model: Any, data: Tensor, recipe: Recipe, seconds: float, compiled: bo
         if step % 250 == 0:
             bits = float(entropy) / math.log(2)
             click.echo(f"step {step}, {done:.0%}: {bits:.3f} bits a byte, sum of |h| {float(penalty):.1f}", err=True)
-    for layer in model.model.layers:
-        layer.mlp.__class__ = LlamaMLP
-        vars(layer.mlp).pop("penalty", None)
+    dense_blocks(model, LlamaMLP)
     return {
         "steps": step,
         "tokens": step * recipe.batch * recipe.window,

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 
 from twellc.compiling.translate_torch import translate
@@ -11,13 +10,6 @@ from twellc.export.onnx_export import save_onnx
 from twellc.export.tensorrt_host import create_network, load_host, make_logger
 from twellc.options.commands import CompileOptions
 from twellc.plugins import register
-
-
-def test_shapes(engine: Any) -> None:
-    assert engine.parse_shapes("1x512,4x2048") == [(1, 512), (4, 2048)]
-    for text in ("", "512", "1x512,", "0x4", "1x512x3", "ax4"):
-        with pytest.raises(click.BadParameter, match="is not a list of shapes such as"):
-            engine.parse_shapes(text)
 
 
 def network_of(model: Path, layers: str, folder: Path) -> list[Any]:
@@ -93,7 +85,7 @@ def test_page(engine: Any) -> None:
         {"shape": "1x1", "times": times(user=1), "errors": {}, "layers": {}, "failed": {"plan twell": "no room"}},
     ]
     report = {"machine": {}, "density": {}, "parameters": 10**9, "failed": {}, "results": results}
-    page = engine.markdown(report)
+    page = engine.markdown(report, "a model")
     for line in (
         "| plan twell | 2.000 (2.000 to 2.000) | - |",
         "| plan twell over the dense plan | 1.50 | - |",
@@ -104,6 +96,6 @@ def test_page(engine: Any) -> None:
         "| sum | 700.0 |",
         "| in a CUDA graph | 2000.0 |",
         "| plan twell | 0.0051 | - |",
-        "- 1x1: plan twell: no room",
+        "- 1x1, plan twell: no room",
     ):
         assert line in page.splitlines()

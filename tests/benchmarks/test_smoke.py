@@ -172,7 +172,7 @@ SMOKES = {
 PLANS = {
     "generate": Smoke(
         *("generate.py", "setting", ("prefill", "decode-2"), ("dense eager", "plan dense", "plan twell linear FP8")),
-        ("--plans", "PLANS", "--contestants", "dense eager,plan dense,plan twell linear,plan twell linear FP8"),
+        ("--plans", "PLANS", "--only", "dense eager|plan dense|plan twell linear"),
     ),
     "engine": Smoke(
         *("engine.py", "shape", ("1x1", "2x32")),
@@ -221,7 +221,7 @@ def test_smoke(name: str, tmp_path: Path) -> None:
         assert 0 < found["density"]["mean"] < 0.05 and found["errors"]["twell"] < 0.1
     if name == "generate":
         answers = found["results"][1]["answers"]
-        ours = {"twell eager", *(f"twell compiled{kind}" for kind in ("", " FP8", " linear", " linear FP8"))}
+        ours = {"twell eager", "twell compiled", "twell compiled FP8"}
         assert set(answers) == ours and all(each["graph"] for each in answers.values())
 
 
