@@ -19,7 +19,6 @@ from collections.abc import Callable
 
 import click
 import harness
-import session
 import torch
 from draw import DISTRIBUTIONS, TRAINED_LAYERS, Neurons, Weights, make_inputs
 from harness import CHECKED_ROWS, NUMBERS, Calls, Columns, Result, Run, check, field, over, time_of, times_of
@@ -193,7 +192,7 @@ def measure(run: Run, setting: Setting, tokens: int, compiled: bool) -> Result:
     torch._dynamo.reset()  # or compiled kernels would be launched as suits the size before
     dtype = getattr(torch, setting.dtype)
     neurons = Neurons(setting.neurons, setting.density, setting.layer, setting.heavy, setting.hot)
-    x, sets = make_inputs(tokens, setting.d_model, setting.d_ff, dtype, neurons, setting.variant, session.DEVICE)
+    x, sets = make_inputs(tokens, setting.d_model, setting.d_ff, dtype, neurons, setting.variant, harness.DEVICE)
     twell = Twell(x, setting.d_ff, setting.compression, setting.variant, setting.hot)
     forms = [dense_forms(w.block, x, compiled) for w in sets]
     contestants: dict[str, Calls] = {name: [functools.partial(each[name], x) for each in forms] for name in forms[0]}

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+import harness
 import psutil
-import session
+from harness import table
 from make_llama import write_llama
-from tables import table
 
 
 def measure(command: list[str]) -> dict[str, Any]:
@@ -57,15 +57,15 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _smallest_model() -> str:
-    folder = Path(session.scratch_folder()) / "llama-smoke"
+    folder = Path(harness.scratch_folder()) / "llama-smoke"
     write_llama("smoke", folder)
     return str(folder)
 
 
 @click.command()
 @click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@session.json_option
-@session.smoke_option(model=_smallest_model)
+@harness.json_option
+@harness.smoke_option(model=_smallest_model)
 def main(model: Path, json_path: Path | None) -> None:
     """Compile MODEL with TensorRT-RTX and print a row of figures."""
     weights = sum(file.stat().st_size for file in model.glob("*.safetensors")) / 1e9
@@ -76,7 +76,7 @@ def main(model: Path, json_path: Path | None) -> None:
         if figures.pop("status") != 0:
             raise click.ClickException(f"twellc compile {model} failed, so there are no figures; see its message above")
         figures["plan"] = plan.stat().st_size / 1e9
-    report = session.new_report()
+    report = harness.new_report()
     report["machine"] |= {
         "cores": os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30),
@@ -87,7 +87,7 @@ def main(model: Path, json_path: Path | None) -> None:
     cells = [f"{value:.2f}" for value in (weights, figures["seconds"], figures["resident"], figures["private"])]
     header = ["model", "weights GB", "seconds", "resident GB", "private GB", "private / weights"]
     click.echo(table(header, [[model.name, *cells, f"{figures['private'] / weights:.2f}"]]))
-    session.write_results(json_path, report)
+    harness.write_results(json_path, report)
 
 
 if __name__ == "__main__":

@@ -36,11 +36,9 @@ from typing import Any
 
 import click
 import harness
-import session
 import torch
-from harness import Columns, Result, Run, by_contestant, faults_of, over, shapes
+from harness import Columns, Result, Run, by_contestant, faults_of, over, shapes, table
 from model import CAUSAL, Logits, ModelOptions, compile_plan, describe_model, draw_ids, rewrite, rows_of
-from tables import table
 from torch import Tensor
 
 from twellc.base.errors import UserError, first_line
@@ -132,9 +130,9 @@ def build_plans(
     if stamp.exists() and json.loads(stamp.read_text()) != made:
         raise click.ClickException(f"{folder} holds plans of another model, see {stamp}: name another folder")
     stamp.write_text(json.dumps(made) + "\n")
-    source = Path(session.scratch_folder()) / "model"
+    source = Path(harness.scratch_folder()) / "model"
     plans, failed = {}, {}
-    for attention in options.attention.split(","):
+    for attention in (options.attention or "").split(","):
         for kind, given in _KINDS.items():
             label = plan_label(kind, attention)
             if not wanted(label):
@@ -366,7 +364,7 @@ class Options(ModelOptions):
     heads: int = option(16, "N", COUNT)
     kv_heads: int | None = option(None, "N", COUNT)
     shapes: tuple[Shape, ...] = option("1x1,1x512,1x2048,4x2048", "SHAPE,…", shapes("1x512,4x2048"))
-    attention: str = option("", "NAME,…")
+    attention: str | None = option(None, "NAME,…")
     plans: Path | None = option(None, "DIR", Path)
 
 
@@ -385,7 +383,7 @@ def main(run: Run, options: Options) -> None:
     what = describe_model(report, llama, 4, 512)
     report["machine"]["tensorrt"] = host.version
     made = {name: getattr(options, name) for name in ("layers", "d_model", "d_ff", "heads", "kv_heads", "density")}
-    folder = options.plans or Path(session.scratch_folder())
+    folder = options.plans or Path(harness.scratch_folder())
     paths, report["failed"] = build_plans(llama, made, folder, options, run.wants)
     opened, unopened = open_plans(host, paths)
     report["failed"] |= unopened

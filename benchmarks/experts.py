@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 import click
 import harness
-import session
 import torch
 from harness import NUMBERS, SHARES, Calls, Columns, Result, Run, field, over, relative_error, shapes, times_of
 from torch import Tensor
@@ -52,7 +51,7 @@ class Experts:
         """Draw experts whose first column is 1: column 0 of x shifts all neurons of a token."""
 
         def normal(*sizes: int) -> Tensor:
-            return torch.randn(*sizes, dtype=torch.bfloat16, device=session.DEVICE)
+            return torch.randn(*sizes, dtype=torch.bfloat16, device=harness.DEVICE)
 
         up = normal(experts, d_ff, d_model).mul_(d_model**-0.5)
         up[:, :, 0] = 1
@@ -100,7 +99,7 @@ class Experts:
 
 def route(tokens: int, experts: int, top: int, routing: str) -> Tensor:
     """Draw ids [tokens, top], all of a token different: equally often, or by Zipf's law."""
-    rank = torch.arange(1, experts + 1, device=session.DEVICE, dtype=torch.float32)
+    rank = torch.arange(1, experts + 1, device=harness.DEVICE, dtype=torch.float32)
     often = torch.ones_like(rank) if routing == "even" else 1 / rank
     return torch.multinomial(often.expand(tokens, -1), top)
 
@@ -147,11 +146,11 @@ def measure(run: Run, sets: list[Experts], tokens: int, top: int, density: float
     """Check and time one number of tokens at one density."""
     experts, _, d_model = sets[0].up.shape
     shift = statistics.NormalDist().inv_cdf(density) if density < 1 else 16.0
-    x = torch.randn(tokens, d_model, device=session.DEVICE)
+    x = torch.randn(tokens, d_model, device=harness.DEVICE)
     x[:, 0] = shift
     x = x.bfloat16()
     ids = route(tokens, experts, top, routing)
-    weights = torch.softmax(torch.randn(tokens, top, device=session.DEVICE), dim=1)
+    weights = torch.softmax(torch.randn(tokens, top, device=harness.DEVICE), dim=1)
     exact = sets[0].exact(x[:CHECKED_TOKENS], ids[:CHECKED_TOKENS], weights[:CHECKED_TOKENS])
     kept, errors = {}, {}
     for name, calls in contestants(sets, x, ids, weights):

@@ -24,7 +24,6 @@ from typing import Any
 
 import click
 import harness
-import session
 import torch
 from harness import NUMBERS, Columns, Result, Run, field, over, relative_error, shapes, times_of
 from torch import Tensor
@@ -65,10 +64,10 @@ class Sae:
         """Draw one of which about so many neurons are active for x of variance 1; narrow: in E4M3."""
 
         def normal(*sizes: int) -> Tensor:
-            return torch.randn(*sizes, dtype=torch.bfloat16, device=session.DEVICE)
+            return torch.randn(*sizes, dtype=torch.bfloat16, device=harness.DEVICE)
 
         cut = statistics.NormalDist().inv_cdf(1 - active / d_ff)
-        thresholds = cut + 0.05 * torch.rand(d_ff, device=session.DEVICE)
+        thresholds = cut + 0.05 * torch.rand(d_ff, device=harness.DEVICE)
         w_enc = normal(d_ff, d_model).mul_(d_model**-0.5)
         others = normal(d_ff).mul_(0.01), thresholds, normal(d_ff, d_model), normal(d_model)
         if not narrow:
@@ -190,7 +189,7 @@ def time_all(calls: dict[str, Call], repeats: int) -> dict[str, Any]:
 def measure(run: Run, sae: Sae, tokens: int, repeats: int) -> Result:
     """Check and time one autoencoder at one number of tokens; leave out what finds no memory."""
     d_ff, d_model = sae.w_enc.shape
-    x = torch.randn(tokens, d_model, dtype=torch.bfloat16, device=session.DEVICE)
+    x = torch.randn(tokens, d_model, dtype=torch.bfloat16, device=harness.DEVICE)
     active = check(sae, x)
     calls: dict[str, Call] = {TWELL: functools.partial(sae.by_features, x), DENSE: functools.partial(sae.by_dense, x)}
     if sae.w_enc_scale is None:

@@ -23,7 +23,6 @@ from dataclasses import asdict, dataclass, replace
 
 import click
 import harness
-import session
 import torch
 from draw import TRAINED_LAYERS, Neurons, Weights, make_inputs
 from harness import CHECKED_ROWS, NUMBERS, SHARES, Calls, Columns, Result, Run, check, field, over, time_of
@@ -84,7 +83,7 @@ def without_dead(sets: list[Weights], neurons: Neurons) -> list[Weights]:
 def measure(run: Run, options: Options, tokens: int, neurons: Neurons) -> Result:
     """Check and time one size."""
     torch._dynamo.reset()  # or compiled kernels would be launched as suits the size before
-    x, sets = make_inputs(tokens, options.d_model, options.d_ff, torch.bfloat16, neurons, "gated", session.DEVICE)
+    x, sets = make_inputs(tokens, options.d_model, options.d_ff, torch.bfloat16, neurons, "gated", harness.DEVICE)
     alive = without_dead(sets, neurons) if options.trained else sets
     wide = [each.operands(x) for each in alive]
     narrow = [in_fp8(each) for each in wide]

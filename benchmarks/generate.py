@@ -33,12 +33,10 @@ from typing import Any
 
 import click
 import harness
-import session
 import torch
 from dense_rivals import DenseBackend
-from harness import NUMBERS, Run, by_contestant, faults_of, over, shapes, time_of
+from harness import NUMBERS, Run, by_contestant, faults_of, over, shapes, table, time_of
 from model import ModelOptions, compile_plan, describe_model, draw_ids
-from tables import table
 from torch import Tensor, nn
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
@@ -191,7 +189,7 @@ def _program(model: Any, cache: int, compiled: bool, weights: str) -> Backend:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         options = LLMOptions(
-            device=session.DEVICE, max_model_len=cache, compiled=compiled, layers="all", weights=weights
+            device=harness.DEVICE, max_model_len=cache, compiled=compiled, layers="all", weights=weights
         )
         return load_directory(Path(folder), options)[0]
 
@@ -216,7 +214,7 @@ def build_plans(
     """
     folder.mkdir(parents=True, exist_ok=True)
     plans: dict[str, dict[str, Path]] = {kind: {} for kind in wanted}
-    failed, source = {}, Path(session.scratch_folder()) / "model"
+    failed, source = {}, Path(harness.scratch_folder()) / "model"
     for kind, options in wanted.items():
         for label in (label for label in _PLANS if label in labels):
             path = folder / f"{kind}-{label.removeprefix('plan ').replace(' ', '-')}.plan"
@@ -362,6 +360,8 @@ def main(run: Run, options: Options) -> None:
     model, report = options.make(), run.report
     model.set_attn_implementation("sdpa")
     what = describe_model(report, model, 4, 512)
+    if len(options.prefill) > 1:
+        raise click.UsageError("--prefill is one shape, for which a plan is built, too")
     parts = {f"decode-{count}": (count, options.cache) for count in options.decode}
     if options.prefill:
         parts = {"prefill": options.prefill[0], **parts}

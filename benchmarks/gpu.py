@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import click
-import session
+import harness
 import torch
 
 # Name of the results, script, its arguments.
@@ -44,16 +44,16 @@ def run(script: str, arguments: tuple[str, ...], table: Path) -> None:
 @click.command(help=__doc__)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Write results here.")
 @click.option("--repeats", default=10, show_default=True, help="Of each measurement.")
-@session.smoke_option(out=session.scratch_folder, repeats=2)
+@harness.smoke_option(out=harness.scratch_folder, repeats=2)
 def main(out: Path, repeats: int) -> None:
     """Run all of them."""
-    session.refuse_without_gpu()
+    harness.refuse_without_gpu()
     out.mkdir(parents=True, exist_ok=True)
     gpu = torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
     today = datetime.datetime.now(datetime.UTC).date()
     for name, script, arguments in _BENCHMARKS:
         results = out / f"{name}-{gpu}-{today}.json"
-        smoke = ("--smoke",) if session.is_smoke() else ()
+        smoke = ("--smoke",) if harness.is_smoke() else ()
         given = (*arguments, *smoke, "--repeats", str(repeats), "--json", str(results))
         run(script, given, results.with_suffix(".md"))
 

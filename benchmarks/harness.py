@@ -17,27 +17,32 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
+import platform
 import random
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-import session
 import torch
-from tables import head, row, table
 from torch import Tensor
 
 from twellc.benchmarking import contest
 from twellc.benchmarking.forms import EAGER, LOSSY
-from twellc.benchmarking.timing import Call, time_calls
+from twellc.benchmarking.timing import Call, commit_of, machine, time_calls
 from twellc.checks.accuracy import measure
 from twellc.commands.options import options_of
 from twellc.options.option import COUNT, SEED, declared, option, option_of
 
+# Tests set it, to run what needs no GPU of a script.
+DEVICE = "cuda"
+
 _Value = TypeVar("_Value")
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 Calls = Sequence[Callable[[], Any]]
 Result = dict[str, Any]
@@ -45,6 +50,99 @@ Result = dict[str, Any]
 Columns = Mapping[str, Callable[[Result], str]]
 
 CHECKED_ROWS = 64
+
+
+# ---- the machine, and what is written ----
+
+
+def refuse_without_gpu() -> None:
+    """Fail on a machine without a GPU.
+
+    Raises:
+        click.ClickException: Torch sees none.
+    """
+    if not torch.cuda.is_available():
+        raise click.ClickException("there is no CUDA device")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Say what is measured on and with, and at which commit."""
+    if torch.cuda.is_available():
+        found = machine().to_json()
+    else:
+        found = {"gpu": "none", "python": platform.python_version(), "torch": torch.__version__}
+    return {**found, "commit": commit_of(Path(__file__).parent) or "unknown"}
+
+
+def new_report() -> dict[str, Any]:
+    """What a script that runs under click writes down first: machine and arguments, but no paths."""
+    context = click.get_current_context()
+    paths = {each.name for each in context.command.params if isinstance(each.type, click.Path)}
+    arguments = {name: value for name, value in context.params.items() if name not in paths}
+    return {"machine": describe_machine(), "arguments": arguments, "results": []}
+
+
+def write_results(path: Path | None, report: dict[str, Any], page: str = "") -> None:
+    """Replace the file of results, and the page beside it if there is one: after each result, a run may be cut short.
+
+    Args:
+        path: The JSON file; None writes nothing.
+        report: What was measured so far.
+        page: The same in Markdown.
+    """
+    if path is None:
+        return
+    _replace(path, json.dumps(report, indent=1) + "\n")
+    if page:
+        _replace(path.with_suffix(".md"), page)
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def scratch_folder() -> str:
+    """Return a new folder that is gone when the command ends."""
+    return click.get_current_context().with_resource(tempfile.TemporaryDirectory())
+
+
+def json_option(command: _Command) -> _Command:
+    """Give a command the option --json, as `json_path`."""
+    option = click.option(
+        "--json",
+        "json_path",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="Write results here, after each of them.",
+    )
+    return option(command)
+
+
+def is_smoke() -> bool:
+    """Whether the command runs with --smoke."""
+    return bool(click.get_current_context().default_map)
+
+
+def smoke_option(**values: Any) -> Callable[[_Command], _Command]:
+    """Give a command the option --smoke, which changes the default values of other parameters.
+
+    Args:
+        values: Values by the names of parameters; what is called gives a value.
+    """
+
+    def use(context: click.Context, _: click.Parameter, chosen: bool) -> None:
+        if chosen:
+            context.default_map = values
+
+    return click.option(
+        "--smoke",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=use,
+        help="Try the script with the smallest sizes: other options have defaults that take seconds.",
+    )
 
 
 # ---- options ----
@@ -134,22 +232,23 @@ def benchmark(kind: type[Any], **smoke: Any) -> Callable[[Callable[[Run, Any], N
     def decorate(function: Callable[[Run, Any], None]) -> click.Command:
         @click.command(help=inspect.getdoc(function))
         @options_of(kind)
-        @session.smoke_option(**smoke)
+        @smoke_option(**smoke)
         def command(**given: Any) -> None:
             for each in declared(kind):
                 how = option_of(each)
                 if how is not None and isinstance(how.kind, Listed):
                     given[each.name] = how.kind.read(each.name, given[each.name])
-            options, before = kind(**given), session.DEVICE
-            session.DEVICE = getattr(options, "device", before)
+            global DEVICE
+            options, before = kind(**given), DEVICE
+            DEVICE = getattr(options, "device", before)
             try:
-                if session.DEVICE == "cuda":
-                    session.refuse_without_gpu()
+                if DEVICE == "cuda":
+                    refuse_without_gpu()
                 torch.manual_seed(options.seed)
                 random.seed(options.seed)
                 function(Run(options), options)
             finally:
-                session.DEVICE = before
+                DEVICE = before
 
         return command
 
@@ -169,17 +268,17 @@ class Run:
     is_silent = False
 
     def __init__(self, options: Options) -> None:
-        self._options = options
+        self.options = options
         self._columns: Columns = {}
 
     @functools.cached_property
     def report(self) -> dict[str, Any]:
         """What --json writes; the first use of it looks at the GPU."""
-        return session.new_report()
+        return new_report()
 
     def wants(self, contestant: str) -> bool:
         """Whether --only names a contestant."""
-        return re.search(self._options.only or "", contestant) is not None
+        return re.search(self.options.only or "", contestant) is not None
 
     def chosen(self, contestants: Mapping[str, _Value], *always: str) -> dict[str, _Value]:
         """Return the contestants that --only names, and those that always take part."""
@@ -187,12 +286,12 @@ class Run:
 
     def time(self, contestants: Mapping[str, Calls]) -> dict[str, Any]:
         """Time one call of each contestant, which has one for each set of weights, in turns, in microseconds."""
-        times = contest.time_rotated(contestants, self._options.repeats) if contestants else {}
+        times = contest.time_rotated(contestants, self.options.repeats) if contestants else {}
         return {name: each.to_json() for name, each in times.items()}
 
     def time_calls(self, calls: Mapping[str, Call]) -> dict[str, Any]:
         """Time calls in turns as they are, in microseconds."""
-        times = time_calls(list(calls.values()), self._options.repeats)
+        times = time_calls(list(calls.values()), self.options.repeats)
         return {name: each.to_json() for name, each in zip(calls, times, strict=True)}
 
     def begin(self, columns: Columns, what: str = "") -> None:
@@ -211,7 +310,7 @@ class Run:
 
     def write(self, page: str = "") -> None:
         """Write all results."""
-        session.write_results(None if self.is_silent else self._options.json, self.report, page)
+        write_results(None if self.is_silent else self.options.json, self.report, page)
 
     def _echo(self, text: str) -> None:
         if not self.is_silent:
@@ -292,7 +391,22 @@ def faults_of(report: dict[str, Any]) -> dict[str, str]:
     return faults
 
 
-# ---- what a table shows ----
+# ---- tables ----
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table whose first column is words and all others are numbers."""
+    return "\n".join([head(header), *map(row, rows)])
+
+
+def head(header: Sequence[str]) -> str:
+    """Return the first two lines of such a table, whose rows come later."""
+    return f"{row(header)}\n{row(['---', *['---:'] * (len(header) - 1)])}"
+
+
+def row(cells: Sequence[str]) -> str:
+    """Return a row of a table."""
+    return f"| {' | '.join(cells)} |"
 
 
 def row_of(columns: Columns, result: Result) -> str:

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import harness
-import session
 import torch
 from draw import Neurons, make_inputs
 from harness import NUMBERS, Columns, Run, accuracies, field, over, times_of
@@ -103,7 +102,7 @@ class Options(harness.Options):
 def main(run: Run, options: Options) -> None:
     """Print a table of times."""
     twellc.torch_tensorrt.register()
-    sizes = (options.d_model, options.d_ff, torch.bfloat16, Neurons(density=options.density), "gated", session.DEVICE)
+    sizes = (options.d_model, options.d_ff, torch.bfloat16, Neurons(density=options.density), "gated", harness.DEVICE)
     x, sets = make_inputs(max(options.tokens), *sizes)
     while len(sets) < options.layers:
         sets += make_inputs(1, *sizes)[1]

@@ -23,11 +23,9 @@ from typing import Any
 import click
 import harness
 import numpy as np
-import session
 import torch
 from draw import TRAINED_LAYERS, Neurons, Weights, make_inputs
-from harness import CHECKED_ROWS, NUMBERS, Calls, Columns, Result, Run, check, field, over, time_of
-from tables import table
+from harness import CHECKED_ROWS, NUMBERS, Calls, Columns, Result, Run, check, field, over, table, time_of
 from torch import Tensor
 
 from twellc.benchmarking.forms import BASELINES, EAGER, FP8, Packed, dense_forms
@@ -65,8 +63,8 @@ def measure(run: Run, layer: int, tokens: int, hot: tuple[int, ...]) -> Result:
     """Check and time one layer at one number of tokens."""
     torch._dynamo.reset()  # or compiled kernels would be launched as suits the size before
     neurons = Neurons("trained", layer=layer)
-    x, sets = make_inputs(tokens, _D_MODEL, _D_FF, torch.bfloat16, neurons, "gated", session.DEVICE)
-    blocks = columns(sets, neurons.rates().to(session.DEVICE), hot)
+    x, sets = make_inputs(tokens, _D_MODEL, _D_FF, torch.bfloat16, neurons, "gated", harness.DEVICE)
+    blocks = columns(sets, neurons.rates().to(harness.DEVICE), hot)
     forms = [dense_forms(w.block, x) for w in sets]
     contestants: dict[str, Calls] = {name: [functools.partial(form[name], x) for form in forms] for name in forms[0]}
     contestants[PACKED_ALIVE] = [functools.partial(Packed(w.block), x) for w, _ in blocks["pruned"]]

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import harness
-import session
 import torch
 from harness import NUMBERS, Calls, Columns, Listed, Result, Run, check, field, median, times_of
 from torch import Tensor
@@ -63,10 +62,10 @@ def make(tokens: int, inner: int, out: int, norm: str) -> list[LinearOperands[Te
     """Draw a layer's input, and as many weights as are rotated."""
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, device=session.DEVICE).bfloat16()
+        return torch.randn(shape, device=harness.DEVICE).bfloat16()
 
     x, rest = draw(tokens, inner), {"norm_weight": draw(inner)} if norm != "none" else {"residual": draw(tokens, out)}
-    count = 2 + int(ROTATED_BYTES / (2 * inner * out)) if not session.is_smoke() else 2
+    count = 2 + int(ROTATED_BYTES / (2 * inner * out)) if not harness.is_smoke() else 2
     return [LinearOperands(x=x, weight=draw(out, inner) * inner**-0.5, **rest) for _ in range(count)]
 
 

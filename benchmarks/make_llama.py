@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-import session
+import harness
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -23,7 +23,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 @click.command()
 @click.option("--size", type=click.Choice(sorted(SIZES)), default="1.5b", show_default=True)
-@session.smoke_option(size="smoke", folder=session.scratch_folder)
+@harness.smoke_option(size="smoke", folder=harness.scratch_folder)
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 def main(size: str, folder: Path) -> None:
     """Write the model to FOLDER."""

@@ -26,7 +26,6 @@ from typing import Any
 
 import click
 import harness
-import session
 import torch
 import transformers
 from harness import NUMBERS, Columns, Result, Run, accuracies, field, shapes, time_of
@@ -106,7 +105,7 @@ def make_model(
         tie_word_embeddings=False,
     )
     config._attn_implementation = CAUSAL
-    with torch.device(session.DEVICE):
+    with torch.device(harness.DEVICE):
         model: Any = transformers.LlamaForCausalLM(config)
     model = model.to(torch.bfloat16).eval().requires_grad_(False)
     root = d_model**0.5
@@ -118,7 +117,7 @@ def make_model(
             weight[:2] = 0
         elif "_proj" in name:
             weight[:, :2] = 0
-    active = (torch.exp(0.8 * torch.randn(vocabulary, device=session.DEVICE) - 0.32) * density).clamp(max=0.9)
+    active = (torch.exp(0.8 * torch.randn(vocabulary, device=harness.DEVICE) - 0.32) * density).clamp(max=0.9)
     embedding = model.model.embed_tokens.weight.normal_()
     embedding[:, 0] = quantile(active) * root
     embedding[:, 1] = root
@@ -126,7 +125,7 @@ def make_model(
         gate = layer.mlp.gate_proj.weight
         gate[:, 0] = -1 / root
         if neurons == "zipf":
-            gate[:, 1] = zipf_offsets(d_ff, density, session.DEVICE) / root
+            gate[:, 1] = zipf_offsets(d_ff, density, harness.DEVICE) / root
     return model
 
 
@@ -160,7 +159,7 @@ class ModelOptions(harness.Options):
 
 def draw_ids(model: Any, *shape: int) -> Tensor:
     """Draw token ids for a model of transformers, [batch, tokens]."""
-    return torch.randint(0, model.config.vocab_size, shape, device=session.DEVICE)
+    return torch.randint(0, model.config.vocab_size, shape, device=harness.DEVICE)
 
 
 def describe_model(report: dict[str, Any], model: Any, *counted: int) -> str:
@@ -319,7 +318,7 @@ def main(run: Run, options: Options) -> None:
     model = Logits(llama)
 
     def tokens(batch: int, length: int, first: int = 0) -> tuple[Tensor, Tensor]:
-        places = (first + torch.arange(length, device=session.DEVICE)).expand(batch, -1).contiguous()
+        places = (first + torch.arange(length, device=harness.DEVICE)).expand(batch, -1).contiguous()
         return draw_ids(llama, batch, length), places
 
     run.begin(COLUMNS, describe_model(run.report, llama, 4, 512))
@@ -336,7 +335,7 @@ def main(run: Run, options: Options) -> None:
     llama.set_attn_implementation(_DECODED)
     for batch in options.decode:
         shape = (batch, options.d_model // 128, options.cache, 128)
-        drawn = [torch.randn(shape, device=session.DEVICE).bfloat16() for _ in range(2 * options.layers)]
+        drawn = [torch.randn(shape, device=harness.DEVICE).bfloat16() for _ in range(2 * options.layers)]
         _caches[:] = zip(drawn[::2], drawn[1::2], strict=True)
         inputs = tokens(batch, 1, first=options.cache - 1)
         rewritten = rewrite(model, inputs)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-import session
+import harness
 import torch
 from generate import with_forms
 from torch import Tensor
@@ -41,8 +41,8 @@ def bits_a_byte(model: Any, ids: Tensor) -> float:
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--text", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=True)
 @click.option("--windows", default=40, show_default=True, help=f"Of {WINDOW} bytes.")
-@session.json_option
-@session.smoke_option(directory=_BYTELM, text=Path(__file__), windows=1)
+@harness.json_option
+@harness.smoke_option(directory=_BYTELM, text=Path(__file__), windows=1)
 @torch.inference_mode()
 def main(directory: Path, text: Path, windows: int, json_path: Path | None) -> None:
     """Print a Markdown table of bits a byte."""
@@ -60,13 +60,13 @@ def main(directory: Path, text: Path, windows: int, json_path: Path | None) -> N
         "twell bf16": lambda: twellc.optimize(copy.deepcopy(model), layers="all"),
         "twell FP8": lambda: twellc.optimize(copy.deepcopy(model), layers="all", weights="fp8:blocks"),
     }
-    report = {**session.new_report(), "bytes": ids.numel(), "text": text.name}
+    report = {**harness.new_report(), "bytes": ids.numel(), "text": text.name}
     click.echo("| blocks | bits a byte | more than bf16 |\n| --- | ---: | ---: |")
     for name, make in forms.items():
         bits = bits_a_byte(make(), ids)
         report["results"].append({"blocks": name, "bits_a_byte": bits})
         click.echo(f"| {name} | {bits:.5f} | {bits - report['results'][0]['bits_a_byte']:.5f} |")
-        session.write_results(json_path, report)
+        harness.write_results(json_path, report)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ from typing import Any
 
 import click
 import harness
-import session
 import torch
 import transformers
 from harness import NUMBERS, Columns, Result, Run, field
@@ -50,9 +49,9 @@ def make_folder(run: Run, options: Options, folder: Path) -> None:
     if not (folder / "config.json").exists():
         options.make().save_pretrained(folder)
     model: Any = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation=CAUSAL)
-    click.echo(describe_model(run.report, model.to(session.DEVICE), max(options.requests), options.prompt))
+    click.echo(describe_model(run.report, model.to(harness.DEVICE), max(options.requests), options.prompt))
     del model
-    if session.DEVICE == "cuda":
+    if harness.DEVICE == "cuda":
         gc.collect()
         torch.cuda.empty_cache()  # for the engines
 
@@ -203,16 +202,18 @@ def main(run: Run, options: Options) -> None:
     """Print tokens a second for each number of requests."""
     most, length = max(options.requests), options.prompt + options.tokens
     if options.model is None:
-        folder = options.folder or Path(session.scratch_folder())
+        folder = options.folder or Path(harness.scratch_folder())
         make_folder(run, options, folder)
         # Memory for the cache is named, since engines that start at the same time would each take what is there.
         memory = 4 * options.layers * options.d_model * most * (length + 32)
         given: dict[str, Any] = {"kv_cache_memory_bytes": memory, "gpu_memory_utilization": 0.3}
     else:
         folder = options.model
+        if not (folder / "config.json").exists():
+            raise click.UsageError(f"--model {folder} has no config.json")
         given = {"load_format": "dummy" if options.dummy else "auto", "gpu_memory_utilization": 0.45}
     setting = Setting(
-        folder, options.requests, options.prompt, options.tokens, given, options.device, session.is_smoke(),
+        folder, options.requests, options.prompt, options.tokens, given, options.device, harness.is_smoke(),
         is_own=options.model is not None,
     )  # fmt: skip
     engines = {name: Engine(name, setting) for name in run.chosen(CONTESTANTS)}

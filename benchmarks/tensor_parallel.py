@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 import click
 import harness
-import session
 import torch
 from harness import Columns, Run, field, over, shapes, time_of
 from model import Logits, ModelOptions, check, draw_ids
@@ -98,7 +97,7 @@ def run_rank(run: Run, options: Options) -> None:
     run.report["errors"] = check(contestants, made.dense, draw_ids(model.model, *_CHECKED))
     run.begin(columns_of(options.ranks), f"logits, relative error against float64: {run.report['errors']}")
     run.write()
-    for batch, length in options.shapes if session.DEVICE == "cuda" else ():
+    for batch, length in options.shapes if harness.DEVICE == "cuda" else ():
         ids = draw_ids(model.model, batch, length)
         calls: dict[str, Call] = {name: functools.partial(call, ids) for name, call in run.chosen(contestants).items()}
         calls = {name: record([call]) for name, call in calls.items()} if options.graphs else calls

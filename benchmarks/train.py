@@ -30,7 +30,6 @@ from typing import Any
 
 import click
 import harness
-import session
 import torch
 import transformers
 from draw import TRAINED_LAYERS, Neurons, make_inputs, offsets
@@ -123,7 +122,7 @@ class Contestant:
                     layer._compiled_call_impl = compile_rival(layer._call_impl)
             self._entropy = compile_rival(entropy)
         self._optimizer = torch.optim.AdamW(
-            self._task.model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.1, fused=session.DEVICE == "cuda"
+            self._task.model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.1, fused=harness.DEVICE == "cuda"
         )
         return self
 
@@ -137,7 +136,7 @@ class Contestant:
         self._penalty = None
         del self._optimizer
         gc.collect()
-        if session.DEVICE == "cuda":
+        if harness.DEVICE == "cuda":
             torch.cuda.empty_cache()
 
     def step(self) -> tuple[Tensor, Tensor]:
@@ -159,7 +158,7 @@ class Contestant:
 
 def wait() -> None:
     """Wait for the GPU, if there is one."""
-    if session.DEVICE == "cuda":
+    if harness.DEVICE == "cuda":
         torch.cuda.synchronize()
 
 
@@ -175,7 +174,7 @@ def measure(task: Task, name: str, steps: int, expected: dict[str, float] | None
     Raises:
         click.ClickException: They differ.
     """
-    if session.DEVICE == "cuda":
+    if harness.DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
     with Contestant(task, name) as contestant:
         began = time.perf_counter()
@@ -189,7 +188,7 @@ def measure(task: Task, name: str, steps: int, expected: dict[str, float] | None
             contestant.step()
         wait()
         counts = take_counts(task.model) if name.startswith("twell") else {}
-        meter = EnergyMeter() if session.DEVICE == "cuda" else None
+        meter = EnergyMeter() if harness.DEVICE == "cuda" else None
         joules, seconds = meter.joules() if meter else 0.0, []
         for _ in range(steps):
             began = time.perf_counter()
@@ -197,7 +196,7 @@ def measure(task: Task, name: str, steps: int, expected: dict[str, float] | None
             wait()
             seconds.append(time.perf_counter() - began)
         joules = meter.joules() - joules if meter else 0.0
-        peak = torch.cuda.max_memory_allocated() if session.DEVICE == "cuda" else 0
+        peak = torch.cuda.max_memory_allocated() if harness.DEVICE == "cuda" else 0
     median = statistics.median(seconds)
     return {
         "contestant": name,
@@ -214,18 +213,18 @@ def measure(task: Task, name: str, steps: int, expected: dict[str, float] | None
     }
 
 
-def fits(task: Task, steps: int, add: Callable[[dict[str, Any]], None]) -> bool:
-    """Measure all contestants; return False, and leave off, where compiled dense or twell do not fit the GPU."""
+def fits(run: Run, task: Task) -> bool:
+    """Measure contestants, compiled dense first; return False, and leave off, where it or compiled twell do not fit."""
     found: dict[str, Any] | None = None
-    for name in CONTESTANTS:
+    for name in run.chosen(dict.fromkeys(CONTESTANTS), DENSE):
         try:
-            result = measure(task, name, steps, found)
+            result = measure(task, name, run.options.repeats, found)
         except torch.OutOfMemoryError:
             if name in (DENSE, TWELL):
                 return False
             result = {"contestant": name, "tokens": task.tokens, "out_of_memory": True}
         found = found or result
-        add(result)
+        run.add(result)
     return True
 
 
@@ -292,7 +291,7 @@ def compare(dense: DenseBlock, twell: TwellBlock, x_gradients: tuple[Tensor, Ten
 
 def measure_block(run: Run, tokens: int, neurons: Neurons, d_model: int, d_ff: int, variant: str) -> Result:
     """Compare one block with its rivals, and time them in turns."""
-    x, sets = make_inputs(tokens, d_model, d_ff, torch.bfloat16, neurons, variant, session.DEVICE)
+    x, sets = make_inputs(tokens, d_model, d_ff, torch.bfloat16, neurons, variant, harness.DEVICE)
     drawn = sets[0]
     first = {"w_up": drawn.block.gate} if variant == "plain" else {"w_gate": drawn.block.gate, "w_up": drawn.block.up}
     weights = {
@@ -310,7 +309,7 @@ def measure_block(run: Run, tokens: int, neurons: Neurons, d_model: int, d_ff: i
     compare(dense, twell, (x.grad, found))
     compiled: Any = compile_rival(dense)
     contestants = {EAGER: backward_of(dense, x, dy), COMPILED: backward_of(dense, x, dy, compiled), "twell": run_twell}
-    times = run.time({name: [call] for name, call in contestants.items()})
+    times = run.time({name: [call] for name, call in run.chosen(contestants, EAGER, "twell").items()})
     step = twell.state.step
     return {
         "tokens": tokens,
@@ -411,17 +410,17 @@ class StepOptions(ModelOptions):
         sequence: Tokens in a sequence.
         neurons: How often they fire: as those of trained layers, or equally, at --density.
         l1: Coefficient of the L1 term.
-        steps: Steps that count.
+        repeats: Steps that count.
     """
 
     batches: tuple[int, ...] = option("16,12,8,6,4,2,1", "N,…", NUMBERS)
     sequence: int = option(2048, "N", COUNT)
     neurons: str = option("trained", kind=("trained", "equal"))
     l1: float = option(2e-5, "NUMBER", NOT_NEGATIVE)
-    steps: int = option(8, "N", COUNT)
+    repeats: int = option(8, "N", COUNT)
 
 
-@harness.benchmark(StepOptions, batches="2", sequence=64, layers=2, d_model=256, d_ff=768, neurons="equal", steps=2)
+@harness.benchmark(StepOptions, batches="2", sequence=64, layers=2, d_model=256, d_ff=768, neurons="equal", repeats=2)
 def step(run: Run, options: StepOptions) -> None:
     """Time a step of a whole model; print a Markdown table: milliseconds, tokens a second, memory and energy."""
     with torch.no_grad():
@@ -437,7 +436,7 @@ def step(run: Run, options: StepOptions) -> None:
         task = Task(model, [draw_ids(model, batch, options.sequence + 1) for _ in range(4)], options.l1)
         size = f"{report['parameters'] / 1e9:.2f} billion parameters, micro-batch {batch}, {task.tokens} tokens a step"
         run.begin(step_columns(report), size)
-        if fits(task, options.steps, run.add):
+        if fits(run, task):
             break
         click.echo(f"a micro-batch of {batch} does not fit", err=True)
     else:

@@ -16,6 +16,7 @@ torch, for all of them. With --json, curves are drawn beside it.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import importlib.util
@@ -28,10 +29,10 @@ from types import ModuleType
 from typing import Any
 
 import click
-import session
+import harness
 import torch
 import transformers
-from tables import head, row
+from harness import Columns, field, head, row_of
 from torch import Tensor, nn
 from trained import SMOKE, Penalised, Recipe, dense_blocks, dense_term, draw_windows, load_corpus, make_model
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -200,15 +201,8 @@ def evaluate(model: Any, corpus: Corpus) -> dict[str, Any]:
     nats = torch.zeros((), device=corpus.held_out.device)
     recipe = corpus.recipe
     for _ in range(_HELD_OUT_WINDOWS):
-        first = torch.randint(
-            corpus.held_out.numel() - recipe.window - 1,
-            (recipe.batch, 1),
-            device=corpus.held_out.device,
-            generator=generator,
-        )
-        windows = corpus.held_out[first + torch.arange(recipe.window + 1, device=corpus.held_out.device)].long()
         with torch.autocast(corpus.train.device.type, dtype=torch.bfloat16):
-            nats += entropy_of(model, windows)
+            nats += entropy_of(model, draw_windows(corpus.held_out, recipe, generator))
     for hook in hooks:
         hook.remove()
     model.train()
@@ -227,11 +221,11 @@ def _count_active(counts: Tensor, _module: nn.Module, _arguments: Any, g: Tensor
 
 def steps_in(seconds: float, tries: Sequence[Callable[[int], float]]) -> int:
     """Return how many steps all of some trainings, which return their seconds, can take in `seconds` together."""
-    taken, tried = 0.0, 1 if session.is_smoke() else _TRIED_STEPS
+    taken, tried = 0.0, 1 if harness.is_smoke() else _TRIED_STEPS
     for attempt in tries:
         attempt(2)
         taken += attempt(tried) / tried
-    return max(4 if session.is_smoke() else _FEWEST_STEPS, int(seconds / taken))
+    return max(4 if harness.is_smoke() else _FEWEST_STEPS, int(seconds / taken))
 
 
 # ---- the parts ----
@@ -242,7 +236,7 @@ def curves(seconds: float, device: str, _: Path | None, add: Callable[..., None]
     bytelm = _bytelm()
     train_bytes, held_out, _record = bytelm.load_corpus(Path(sysconfig.get_path("stdlib")))
     small = dataclasses.replace(Recipe(), batch=32, window=1024)
-    recipe = dataclasses.replace(small, batch=2, window=64) if session.is_smoke() else small
+    recipe = dataclasses.replace(small, batch=2, window=64) if harness.is_smoke() else small
     corpus = Corpus(train_bytes.to(device), held_out.to(device), recipe)
 
     def made(seed: int) -> Any:
@@ -306,7 +300,7 @@ def _silu(recipe: Recipe) -> Any:
 
 
 def _corpus(device: str) -> Corpus:
-    recipe = SMOKE if session.is_smoke() else dataclasses.replace(Recipe(), corpus_bytes=_CORPUS_BYTES)
+    recipe = SMOKE if harness.is_smoke() else dataclasses.replace(Recipe(), corpus_bytes=_CORPUS_BYTES)
     train_bytes, held_out = (
         torch.frombuffer(bytearray(part), dtype=torch.uint8).to(device) for part in load_corpus(recipe.corpus_bytes)
     )
@@ -344,17 +338,11 @@ def _timed(model: Any, corpus: Corpus) -> dict[str, Any]:
         if name == "twell":
             if model.config.hidden_act != "relu":
                 continue
-            half = twellc.optimize(_copy(half))
+            half = twellc.optimize(copy.deepcopy(half))
         compiled = compile_rival(functools.partial(half, use_cache=False))
         calls[name] = functools.partial(compiled, input_ids=ids)
     times = time_calls(list(calls.values()), 8)
     return {"forward_us": {name: each.median_us for name, each in zip(calls, times, strict=True)}}
-
-
-def _copy(model: Any) -> Any:
-    made = type(model)(model.config).to(model.device, model.dtype).eval()
-    made.load_state_dict(model.state_dict())
-    return made
 
 
 # ---- what came out ----
@@ -388,24 +376,25 @@ def verdict(results: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     }
 
 
-def result_row(result: dict[str, Any]) -> str:
-    """Return the row of a run."""
-    held_out = result["held_out"]
-    density, dead_ones = (" ".join(f"{share:.2%}" for share in held_out[key]) for key in ("density", "dead"))
-    speed = ", ".join(f"{name} {us / 1e3:.2f} ms" for name, us in result.get("forward_us", {}).items()) or "-"
-    return row(
-        [
-            f"{result['part']}: {result['name']}",
-            str(result["steps"]),
-            f"{result['seconds']:.0f}",
-            f"{result['tokens'] / result['seconds']:.0f}",
-            f"{smoothed(result['bits'])[-1]:.4f}",
-            f"{held_out['bits']:.4f}",
-            density,
-            dead_ones,
-            speed,
-        ]
-    )
+def _shares(key: str) -> Callable[[dict[str, Any]], str]:
+    return lambda result: " ".join(f"{share:.2%}" for share in result["held_out"][key])
+
+
+def _forward(result: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {us / 1e3:.2f} ms" for name, us in result.get("forward_us", {}).items()) or "-"
+
+
+COLUMNS: Columns = {
+    "run": lambda result: f"{result['part']}: {result['name']}",
+    "steps": field("steps"),
+    "s": field("seconds", ".0f"),
+    "tokens/s": lambda result: f"{result['tokens'] / result['seconds']:.0f}",
+    "bits a byte": lambda result: f"{smoothed(result['bits'])[-1]:.4f}",
+    "held out": lambda result: f"{result['held_out']['bits']:.4f}",
+    "density": _shares("density"),
+    "never active": _shares("dead"),
+    "forward": _forward,
+}
 
 
 def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
@@ -436,27 +425,26 @@ _PART = dict(zip(PARTS, (curves, fine_tune, dead), strict=True))
 )
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Keep the models of fine-tune here.")
-@session.json_option
-@session.smoke_option(seconds=0.5)
+@harness.json_option
+@harness.smoke_option(seconds=0.5)
 def main(parts: tuple[str, ...], seconds: float, device: str, out: Path | None, json_path: Path | None) -> None:
     """Train models, and print a Markdown table of what came out."""
     if device == "cuda":
-        session.refuse_without_gpu()
+        harness.refuse_without_gpu()
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.recompile_limit = 64  # of a layer: each kind of block, and each model
-    report = session.new_report()
+    report = harness.new_report()
     machine = report["machine"]
     click.echo(f"{machine['gpu']}, torch {machine['torch']}, commit {machine['commit']}\n")
-    columns = ["run", "steps", "s", "tokens/s", "bits a byte", "held out", "density", "never active", "forward"]
-    click.echo(head(columns))
+    click.echo(head(list(COLUMNS)))
 
     def add(result: dict[str, Any], more: Callable[[], dict[str, Any]] = dict) -> None:
         report["results"].append(result)
         report["curves"] = verdict(report["results"])
-        session.write_results(json_path, report)
+        harness.write_results(json_path, report)
         result.update(more())  # takes long: what there is has been written
-        session.write_results(json_path, report)
-        click.echo(result_row(result))
+        harness.write_results(json_path, report)
+        click.echo(row_of(COLUMNS, result))
 
     for part in parts:
         _PART[part](seconds, device, out, add)

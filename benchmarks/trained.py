@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-import session
+import harness
 import torch
 import transformers
-from tables import head, row, table
+from harness import head, row, table
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -171,9 +171,10 @@ def losses(model: Any, windows: Tensor) -> tuple[Tensor, Tensor]:
     return entropy, dense_term(model)
 
 
-def draw_windows(data: Tensor, recipe: Recipe) -> Tensor:
+def draw_windows(data: Tensor, recipe: Recipe, generator: torch.Generator | None = None) -> Tensor:
     """Return random windows of bytes, int64 [batch, window + 1]."""
-    first = torch.randint(data.numel() - recipe.window - 1, (recipe.batch, 1), device=data.device)
+    most, shape = data.numel() - recipe.window - 1, (recipe.batch, 1)
+    first = torch.randint(most, shape, device=data.device, generator=generator)
     return data[first + torch.arange(recipe.window + 1, device=data.device)].long()
 
 
@@ -317,17 +318,17 @@ def _bench_table(name: str, found: dict[str, Any]) -> str:
 @click.option("--compiled/--no-compiled", default=True, show_default=True, help="Train through torch.compile.")
 @click.option("--reuse", is_flag=True, help="Do not train: take the model that is in --out.")
 @click.option("--seed", default=0, show_default=True)
-@session.json_option
-@session.smoke_option(out=session.scratch_folder, minutes=0.05, compiled=False)
+@harness.json_option
+@harness.smoke_option(out=harness.scratch_folder, minutes=0.05, compiled=False)
 def main(
     out: Path, minutes: float, device: str, compiled: bool, reuse: bool, seed: int, json_path: Path | None
 ) -> None:
     """Train, profile, compile, check and bench; print a Markdown table of what came out."""
     if device == "cuda":
-        session.refuse_without_gpu()
+        harness.refuse_without_gpu()
     torch.manual_seed(seed)
     torch.set_float32_matmul_precision("high")
-    recipe = SMOKE if session.is_smoke() else Recipe()
+    recipe = SMOKE if harness.is_smoke() else Recipe()
     out.mkdir(parents=True, exist_ok=True)
     training_file = out / "training.json"
     if not reuse:
@@ -349,7 +350,7 @@ def main(
     training = json.loads(training_file.read_text())
     gpu = device == "cuda" and has_gpu()
     report: dict[str, Any] = {
-        "machine": session.describe_machine(),
+        "machine": harness.describe_machine(),
         "recipe": dataclasses.asdict(recipe),
         "parameters": training.pop("parameters"),
         "training": training,
@@ -360,7 +361,7 @@ def main(
         click.echo(f"twellc {name}", err=True)
         report["commands"][name] = run_command(arguments, out)
         click.echo(command_row(name, report["commands"][name]))
-        session.write_results(json_path, report, markdown(report))
+        harness.write_results(json_path, report, markdown(report))
     for name, each in report["commands"].items():
         if name.startswith("bench") and "found" in each:
             click.echo(f"\n{_bench_table(name, each['found'])}")

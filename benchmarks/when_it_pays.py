@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 import numpy as np
-from tables import table
+from harness import table
 
 from twellc.decisions.choose import Tokens, choose, count_text, percent
 from twellc.decisions.predict import CostModel, Widths

@@ -17,11 +17,9 @@ __all__ = ["no_gpu_needed"]
 
 
 @pytest.fixture
-def run(
-    benchmark_module: Callable[[str], Any], harness: Any, no_gpu_needed: None, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., click.testing.Result]:
+def run(harness: Any, no_gpu_needed: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., click.testing.Result]:
     """Return a function that runs a benchmark of contestants that are off by so much."""
-    monkeypatch.setattr(benchmark_module("session"), "DEVICE", "cpu")
+    monkeypatch.setattr(harness, "DEVICE", "cpu")
 
     @dataclass(frozen=True, kw_only=True)
     class Options(harness.Options):  # type: ignore[misc, name-defined]

@@ -25,9 +25,7 @@ def scripts(
     benchmark_module: Callable[[str], Any], no_gpu_needed: None, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], Any]:
     """Return a function that imports a benchmark, which then does without a GPU."""
-    session = benchmark_module("session")
-    monkeypatch.setattr(session, "DEVICE", "cpu")
-    monkeypatch.setattr(session, "refuse_without_gpu", lambda: None)
+    monkeypatch.setattr(benchmark_module("harness"), "DEVICE", "cpu")
     monkeypatch.setattr(benchmark_module("draw"), "weight_sets", lambda *_: 2)
     return benchmark_module
 
