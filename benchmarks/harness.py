@@ -301,15 +301,14 @@ class Run:
         self._columns = columns
         self._echo(head(list(columns)))
 
-    def add(self, result: Result, page: str = "") -> None:
-        """Note a result: print its row if a table was begun, and write all results, with a page if there is one."""
+    def add(self, result: Result) -> None:
+        """Note a result: print its row, and write all results."""
         self.report["results"].append(result)
-        if self._columns:
-            self._echo(row_of(self._columns, result))
-        self.write(page)
+        self._echo(row_of(self._columns, result))
+        self.write()
 
     def write(self, page: str = "") -> None:
-        """Write all results."""
+        """Write all results, with a page if there is one."""
         write_results(None if self.is_silent else self.options.json, self.report, page)
 
     def _echo(self, text: str) -> None:

@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,11 @@ ON_A_CPU = {"compile.py", "make_llama.py", "quality.py", "when_it_pays.py"}
 COMMANDS = {"train.py": ("step",)}
 
 
-def smoke(script: str, *arguments: object) -> str:
+def smoke(script: str, *arguments: object, commands: Mapping[str, tuple[str, ...]] = COMMANDS) -> str:
     """Run a script with --smoke, and return what it prints; it leaves nothing behind in the folder of benchmarks."""
     kept = [FOLDER, ROOT / "docs"]
     before = {path: path.stat().st_mtime_ns for folder in kept for path in folder.rglob("*.[jm][sd]*")}
-    command = [sys.executable, FOLDER / script, *COMMANDS.get(script, ()), "--smoke", *map(str, arguments)]
+    command = [sys.executable, FOLDER / script, *commands.get(script, ()), "--smoke", *map(str, arguments)]
     done = captured(command)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {path: path.stat().st_mtime_ns for folder in kept for path in folder.rglob("*.[jm][sd]*")} == before
@@ -147,15 +147,19 @@ class Smoke:
 
 SMOKES = {
     "block": Smoke("block.py", "tokens", (1, 40), (*DENSE, "mlp", "gate")),
+    "hot": Smoke("block.py", "tokens", (1, 40), ("mlp", "mlp, whole"), ("--hot", "256", "--only", "mlp")),
     "suite": Smoke("block.py", "tokens", (2048, 8192), (*DENSE, "mlp", "gate"), ("--suite",)),
     "layers": Smoke("layers.py", "tokens", (1,) * 4 + (40,) * 4, ("dense packed", "as is", "pruned split 512")),
     "fp8": Smoke(
         *("fp8.py", "tokens", (1, 40) * 4, ("twell", "dense FP8", "dense FP8, pruned")),
-        ("--trained", "--d-ff", "5632", "--energy-seconds", "0.1"),
+        ("--trained", "--d-ff", "5632", "--energy-seconds", "0.1", "--launches"),
     ),
     "linear": Smoke("linear.py", "tokens", (1, 20) * 2, ("twell", "twell FP8", "compiled", "F.linear", "scaled_mm")),
     "features": Smoke("features.py", "tokens", (3, 40) * 2, ("twell", "twell in a graph", "block", "dense", "COO")),
-    "features in FP8": Smoke("features.py", "tokens", (3, 40) * 2, ("twell", "dense in a graph"), ("--weights", "fp8")),
+    "features in FP8": Smoke(  # whose products by torch take multiples of 16
+        *("features.py", "tokens", (3, 40), ("twell", "dense", "twell in a graph", "dense in a graph")),
+        ("--weights", "fp8", "--sizes", "64x304x10"),
+    ),
     "experts": Smoke("experts.py", "tokens", (1, 5, 300) * 2, ("twell", "grouped_mm", "Triton")),
     "experts in FP8": Smoke(
         "experts.py", "tokens", (1, 5, 300) * 2, ("twell", "Triton"), ("--weights", "fp8", "--routing", "zipf")
@@ -266,6 +270,18 @@ def test_train_step(tmp_path: Path) -> None:
     for each in results:
         assert each["tokens_per_second"] > 0 and each["peak_bytes"] > 0 and each["joules_per_token"] >= 0
         assert f"\n| {each['contestant']} | " in page
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_train_block(tmp_path: Path) -> None:
+    page = smoke("train.py", "--json", tmp_path / "r.json", commands={"train.py": ("block",)})
+    found = report(tmp_path / "r.json")
+    assert [(each["tokens"], each["variant"]) for each in found["results"]] == [
+        *((2048, "gated"), (2048, "plain"), (2048, "gated"))
+    ]
+    assert not found["faults"] and "\n| 2048 | equal, plain | " in page
+    assert all({"dense eager", "dense compiled", "twell"} == set(each["times"]) for each in found["results"])
 
 
 @pytest.mark.gpu
