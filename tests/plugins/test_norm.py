@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.plugins.calls import assert_replays
 from tests.plugins.test_fp8_blocks import error, exact, quantised
 from tests.tolerance import assert_as_accurate, assert_same
-from twellc.checks.evaluator import OnnxEvaluator, plugin_nodes
+from twellc.checks.evaluator import OnnxEvaluator, PluginNode, plugin_nodes
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.plugins import library
 from twellc.plugins.block import GATED, PLAIN, BlockOptions, Operands, problem_of, set_scales
@@ -166,6 +166,7 @@ def test_a_program_as_onnx_gives_the_same(case: Case, tmp_path: Path) -> None:
     expected = module(operands.x)
     assert torch.equal(OnnxEvaluator(path).run({"x": operands.x})[0], expected)
     (node,) = plugin_nodes(onnx.load(path))
+    assert isinstance(node, PluginNode)
     assert torch.equal(node.run(operands.x, operands.x), expected)
     first, bias = (each.double() for each in dequantize(operands).first if each is not None)
     z = torch.nn.functional.linear(behind_norm(operands, case.norm, torch.float64).x, first, bias)

@@ -258,12 +258,11 @@ class PluginNode:
         first, last = self.weights.first[0], self.weights.w_down
         return first.dims[1], first.dims[0], last.dims[1]
 
-    def run(self, x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
-        """Return y, in the dtype of x and of a residual behind it: both are in float64, or in that of the block."""
-        residual = others[0] if others else None
+    def run(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Return y, in the dtype of x and of the residual: both are in float64, or in that of the block."""
         return _run_block(cast(self.weights.map(_load), x.dtype).of(x, residual), self.options)
 
-    def active(self, x: torch.Tensor, *_: torch.Tensor | None) -> int:
+    def active(self, x: torch.Tensor, *_: torch.Tensor) -> int:
         """Return how many activations of the gate (of a plain block: of the hidden tensor) are not zero for x."""
         weight, bias = (None if each is None else _load(each).to(x.device) for each in self.weights.first)
         assert weight is not None
@@ -299,38 +298,39 @@ class ExpertsNode:
         _, d_ff, d_model = self.matrices["up"].dims
         return d_model, d_ff, self.matrices["down"].dims[2]
 
-    def run(self, x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+    def run(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return y [tokens, d_out], in float64 if x is, else in the dtype of the matrices.
 
         Args:
             x: [tokens, d_model].
-            others: The experts of each token, token by token, of which numbers below 0 count from the last one; and
-                their factors, likewise.
+            ids: The experts of each token, token by token. Numbers below 0 count from the last expert; others that are
+                no expert's add nothing.
+            weights: Their factors, likewise.
         """
-        ids, weights = others
-        assert ids is not None and weights is not None
         matrices = {name: _load(each) for name, each in self.matrices.items()}
         dtype = torch.float64 if x.dtype == torch.float64 else matrices["up"].dtype
         matrices = {name: each.to(dtype) for name, each in matrices.items()}
-        top = ids.numel() // max(len(x), 1)
-        ids = (ids + len(matrices["up"]) * (ids < 0)).reshape(len(x), top)
-        weights = weights.reshape(len(x), top).to(torch.float64 if dtype == torch.float64 else torch.float32)
+        ids = self._by_token(x, ids)
+        weights = weights.reshape(ids.shape).to(torch.float64 if dtype == torch.float64 else torch.float32)
         given = {**matrices, "x": x.to(dtype), "ids": ids, "weights": weights}
         given = {name: each.to(_fast_device(given["x"])) for name, each in given.items()}
         y = experts_op.EXPERTS(**{"gate": None, **given}, activation=self.activation, threshold=self.threshold)
         return y.to(x.device)  # type: ignore[no-any-return]
 
-    def active(self, x: torch.Tensor, *others: torch.Tensor | None) -> int:
+    def active(self, x: torch.Tensor, ids: torch.Tensor, *_: torch.Tensor) -> int:
         """Return how many activations of the gate (without one: of the hidden tensor) are not zero; see `run`."""
-        ids = others[0]
-        assert ids is not None
-        first = _load(self.matrices.get("gate", self.matrices["up"]))
-        rows = x.to(first.dtype).repeat_interleave(ids.numel() // max(len(x), 1), 0)
+        first, ids = _load(self.matrices.get("gate", self.matrices["up"])), self._by_token(x, ids)
         active = 0
         for expert, matrix in enumerate(first):
-            z = rows[(ids.reshape(-1) - expert) % len(first) == 0].float() @ matrix.float().T
+            rows = x[(ids == expert).nonzero()[:, 0]].to(first.dtype)
+            z = rows.float() @ matrix.to(x.device).float().T
             active += int(activate(z.to(first.dtype), self.activation, self.threshold).count_nonzero())
         return active
+
+    def _by_token(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return the experts of each token of x, [tokens, top], with numbers below 0 brought to what they mean."""
+        ids = torch.where(ids < 0, ids + self.matrices["up"].dims[0], ids)
+        return ids.reshape(len(x), ids.numel() // max(len(x), 1))
 
 
 def _load(stored: onnx.TensorProto) -> torch.Tensor:

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
@@ -19,7 +19,7 @@ from tests.tolerance import assert_as_accurate, assert_same
 from tests.twellc.checks.runs import twell_nodes
 from twellc.base.arrays import to_numpy, to_torch
 from twellc.base.errors import UserError
-from twellc.checks.evaluator import OnnxEvaluator, plugin_nodes
+from twellc.checks.evaluator import ExpertsNode, OnnxEvaluator, PluginNode, plugin_nodes
 from twellc.compiling.translate_torch import translate
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.loaders.loaded import LoadedModel
@@ -133,12 +133,27 @@ def test_a_node_by_itself(dtype: torch.dtype, tmp_path: Path) -> None:
     whole = evaluator_of(program, tmp_path / "m.onnx", [f"y{i}" for i in range(8)]).run({"x": x})
     nodes = plugin_nodes(onnx.load(tmp_path / "m.onnx"))
     for node, block, y in zip(nodes, module.blocks, whole, strict=True):
-        assert node.widths == (16, 300, 16)
+        assert isinstance(node, PluginNode) and node.widths == (16, 300, 16)
         assert torch.equal(node.run(x, None), y)
         first = block.gate if isinstance(block, Gated) else block.up
         with torch.no_grad():
             assert node.active(x) == int((first(x) > 0).sum())
             assert_same(node.run(x.double(), None), copy.deepcopy(block).double()(x.double()))
+
+
+def test_experts_by_themselves() -> None:
+    """Numbers below 0 count from the last expert, and one behind the last one adds nothing, and is not counted."""
+    up, down, x = (torch.randn(3, rows, 8).bfloat16() for rows in (16, 16, 4))
+    matrices = {"up": up, "down": down}
+    node = ExpertsNode({name: numpy_helper.from_array(to_numpy(each)) for name, each in matrices.items()}, "relu", 0.0)
+    x, ids, weights = x[0], torch.tensor([[0, -1], [2, 1], [3, 1], [-3, 3]]), torch.rand(4, 2)
+    y, active = torch.zeros(4, 8, dtype=torch.float64), 0
+    for token, expert, weight in ((0, 0, 0), (0, 2, 1), (1, 2, 0), (1, 1, 1), (2, 1, 1), (3, 0, 0)):
+        hidden = (up[expert].double() @ x[token].double()).relu()
+        y[token] += weights[token, weight] * (hidden @ down[expert].double())
+        active += int(hidden.count_nonzero())
+    assert_same(node.run(x.double(), ids.flatten(), weights.flatten()), y)
+    assert node.active(x, ids.flatten(), weights) == active
 
 
 @pytest.mark.parametrize("build", [Gated, Plain])
@@ -150,7 +165,7 @@ def test_a_node_with_a_residual(build: Any, tmp_path: Path) -> None:
     graph = onnx.load(tmp_path / "m.onnx")
     assert [node.op_type for node in graph.graph.node].count("Add") == 1, "x + 1"
     (node,) = plugin_nodes(graph)
-    assert node.residual
+    assert isinstance(node, PluginNode) and node.residual
     assert torch.equal(node.run(x + 1, x), whole)
     with torch.no_grad():
         wide, block = x.double(), copy.deepcopy(module.ffn).double()
