@@ -8,6 +8,7 @@ the truth alone says where that is right. docs/accuracy.md has the rules; this f
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -177,7 +178,7 @@ class DiscreteAccuracy:
         name: Name of the output.
         elements: Number of its elements.
         differing: In how many of them the candidate differs from float64.
-        plain_differing: The same of the plain low-precision model: the yardstick.
+        plain_differing: The same of the plain low-precision model, or of float64 with other experts: the yardstick.
         tolerance: What `differing` may reach.
     """
 
@@ -210,6 +211,7 @@ def measure(
     truth: torch.Tensor,
     language_model: bool,
     precision: torch.dtype | None = None,
+    others: Sequence[torch.Tensor] = (),
 ) -> OutputAccuracy:
     """Measure one output of floating-point numbers.
 
@@ -220,6 +222,7 @@ def measure(
         truth: The output in float64.
         language_model: Whether rows are logits over a vocabulary.
         precision: What the model computes in, where that is lower than the dtype of the output.
+        others: Outputs that are as right as the truth: the yardstick is the largest distance from it.
     """
     epsilon = torch.finfo(plain.dtype).eps
     unknown = _UNKNOWN * torch.finfo(precision or plain.dtype).eps
@@ -229,7 +232,8 @@ def measure(
     both = ok & usable
     ours_error, plain_error = _distance(ours[ok], truth[ok]), _distance(theirs[usable], truth[usable])
     largest = float(truth[ok].abs().max()) if bool(ok.any()) else 0.0
-    yardstick, relative_yardstick = plain_error.max, plain_error.relative
+    distances = [plain_error, *(_distance(each[ok], truth[ok]) for each in others)]
+    yardstick, relative_yardstick = (max(getattr(each, key) for each in distances) for key in ("max", "relative"))
     if not bool(usable[in_range].all()):
         yardstick = _at_least(unknown * largest, yardstick)
         relative_yardstick = _at_least(unknown, relative_yardstick)
@@ -286,13 +290,28 @@ def _stray(values: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype, share:
     return ~right
 
 
-def measure_discrete(name: str, candidate: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor) -> DiscreteAccuracy:
+def measure_discrete(
+    name: str,
+    candidate: torch.Tensor,
+    plain: torch.Tensor,
+    truth: torch.Tensor,
+    others: Sequence[torch.Tensor] = (),
+) -> DiscreteAccuracy:
     """Measure one output of integers or booleans; see `measure`."""
-    elements, plain_differing = truth.numel(), int((plain != truth).sum())
+    elements, plain_differing = truth.numel(), max(int((each != truth).sum()) for each in (plain, *others))
     allowed = _FACTOR * plain_differing + _FLOOR_DIFFERING * elements**0.5
     result = DiscreteAccuracy(name, elements, int((candidate != truth).sum()), plain_differing, tolerance=0)
     most = (_MOST_DIFFERING_ALONE if result.lacks_yardstick else _MOST_DIFFERING) * elements
     return replace(result, tolerance=int(min(allowed, most)))
+
+
+def rows_near_ties(truth: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return which rows are not the same in other outputs that are as right as the truth, all [rows, width]."""
+    near = torch.zeros(len(truth), dtype=torch.bool)
+    for each in others:
+        shift, size = (values.nan_to_num(0.0, 0.0, 0.0).norm(dim=-1) for values in (each - truth, truth))
+        near |= shift > _REASSOCIATION * size
+    return near
 
 
 def separate(

@@ -21,6 +21,7 @@ from twellc.checks.accuracy import (
     TextAccuracy,
     measure,
     measure_discrete,
+    rows_near_ties,
     separate,
     text_bits,
 )
@@ -76,7 +77,7 @@ class CheckResult(Record):
         note: Why that was not the candidate itself; empty when it was.
         inputs: What it was run on, in words.
         notes: What the user should know besides.
-        outputs: Accuracy of each output.
+        outputs: Accuracy of each output; rows that depend on experts with nearly the same scores are one by themselves.
         blocks: Accuracy of each plugin node, in order.
         text: How well the text was predicted; None without one, or where the model does not predict the next token.
         generation: How accurately a candidate with a key-value cache generates; None of another one.
@@ -185,8 +186,8 @@ def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None])
     tokens = [places_of_tokens(sample) for sample in samples]
     if any(each is not None for each in tokens):
         comparison.notes.append("places of padding are not compared: what a model gives for them has no meaning")
-    outputs = [_output(options, comparison, reference, index, ours, tokens) for index in range(len(reference.outputs))]
-    return comparison.result(described, notes, outputs, text=text)
+    found = [_output(options, comparison, reference, index, ours, tokens) for index in range(len(reference.outputs))]
+    return comparison.result(described, notes, [part for parts in found for part in parts], text=text)
 
 
 def _output(
@@ -196,7 +197,7 @@ def _output(
     index: int,
     ours: list[Outputs],
     tokens: list[torch.Tensor | None],
-) -> OutputAccuracy | DiscreteAccuracy:
+) -> list[OutputAccuracy | DiscreteAccuracy]:
     """Return the accuracy of one output; `tokens` says of each sample which of its places are not padding."""
     name, plain = reference.outputs[index], comparison.runs.plain
     for got, expected in zip(ours, plain, strict=True):
@@ -259,9 +260,9 @@ def _check_generation(options: CheckOptions, candidate: Candidate, progress: Cal
     def logits(results: list[Outputs]) -> torch.Tensor:
         return ours.of_model(results[0])
 
-    output = comparison.output("logits", ours.logits.flatten(0, 1), lambda each: logits(each).flatten(0, 1), True)
+    outputs = comparison.output("logits", ours.logits.flatten(0, 1), lambda each: logits(each).flatten(0, 1), True)
     generation = ours.accuracy(logits(runs.plain), logits(runs.truth))
-    return comparison.result(described, notes, [output], generation=generation)
+    return comparison.result(described, notes, outputs, generation=generation)
 
 
 class _Comparison:
@@ -281,11 +282,6 @@ class _Comparison:
         self.dead = sum(each.dead for each in self._neurons.values())
         self._graph, obstacle = _graph(candidate, reference, self._neurons)
         self.notes = [f"blocks are not compared, and the error is not separated: {obstacle}"] if obstacle else []
-        if any(layer.top < layer.experts for layer in reference.layers):
-            self.notes.append(
-                "rounding may send a token to other experts, in the candidate as in the plain model, and then changes"
-                " that token by more than rounding; blocks by themselves get the same experts"
-            )
 
     def run(self, samples: list[Sample], ours: list[Outputs] | None, progress: Callable[[str], None]) -> Runs:
         """Run the model; `ours` is what the candidate's graph gives, if that was run."""
@@ -295,19 +291,37 @@ class _Comparison:
 
     def output(
         self, name: str, ours: torch.Tensor, of: Callable[[list[Outputs]], torch.Tensor], language_model: bool
-    ) -> OutputAccuracy | DiscreteAccuracy:
-        """Return the accuracy of one output; `of` returns it, [rows, width], of what a model gives for the samples."""
-        runs, dtype = self.runs, self._reference.dtype
-        plain, truth = of(runs.plain), of(runs.truth)
+    ) -> list[OutputAccuracy | DiscreteAccuracy]:
+        """Return the accuracy of one output; `of` returns it, [rows, width], of what a model gives for the samples.
+
+        Rows that another choice of experts changes are judged apart: see `Runs.others`.
+        """
+        runs = self.runs
+        plain, truth, others = of(runs.plain), of(runs.truth), [of(each) for each in runs.others]
         if not plain.is_floating_point():
-            return measure_discrete(name, ours, plain, truth)
-        result = measure(name, ours, plain, truth, language_model, dtype)
-        if not runs.spliced:
-            return result
-        spliced, rewritten, original = map(of, (runs.spliced, runs.rewritten, runs.original))
-        exact = runs.exact and not self.dead
-        separation = separate(ours, spliced, plain, truth, rewritten, original, exact, dtype)
-        return replace(result, separation=separation)
+            return [measure_discrete(name, ours, plain, truth, others)]
+        near = rows_near_ties(truth, others)
+        some = bool(near.any())
+        parts = [(f"{name} (near ties)", near, others)] if some else []
+        if not some or not bool(near.all()):
+            parts.insert(0, (name, ~near, []))
+        found: list[OutputAccuracy | DiscreteAccuracy] = []
+        for part, rows, yardsticks in parts:
+            given, dtype = (ours[rows], plain[rows], truth[rows]), self._reference.dtype
+            result = measure(part, *given, language_model, dtype, [each[rows] for each in yardsticks])
+            if runs.spliced:
+                further = (runs.spliced, runs.rewritten, runs.original)
+                spliced, rewritten, original = (of(each)[rows] for each in further)
+                exact = runs.exact and not self.dead
+                separation = separate(given[0], spliced, *given[1:], rewritten, original, exact, dtype)
+                result = replace(result, separation=separation)
+            found.append(result)
+        if some:
+            self.notes.append(
+                f"rounding chooses between experts with nearly the same scores: {int(near.sum())} of {len(near)} rows "
+                f"of {name} depend on it, are judged apart, and may be off by twice what another choice changes"
+            )
+        return found
 
     def result(
         self,

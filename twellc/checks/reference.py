@@ -29,6 +29,7 @@ from twellc.checks.fp8 import (
     is_quantised,
     quantised_constants,
 )
+from twellc.checks.routing import Choice, other_choices, routers_of
 from twellc.compiling.fp8 import wish_of
 from twellc.compiling.settings import Settings
 from twellc.loaders.loaded import LoadedModel
@@ -135,6 +136,7 @@ class Runs:
             in it.
         spliced: As `plain`, with the candidate's plugin nodes in the place of its blocks.
         rewritten: As `original`, with the candidate's plugin nodes in the place of its blocks.
+        others: As `truth`, twice, with other experts where rounding may choose them; empty where it never does.
         blocks: The blocks that have a plugin node, in order.
         exact: Whether `rewritten` has the weights of `original`; else it has some that the model computes from others,
             in low precision, and that were folded.
@@ -145,6 +147,7 @@ class Runs:
     original: list[Outputs] = field(default_factory=list)
     spliced: list[Outputs] = field(default_factory=list)
     rewritten: list[Outputs] = field(default_factory=list)
+    others: list[list[Outputs]] = field(default_factory=list)
     blocks: list[BlockRuns] = field(default_factory=list)
     exact: bool = True
 
@@ -246,6 +249,7 @@ class TorchReference(Reference):
         self._ends = [_ends_of(block) for block, _ in chosen]
         self._ends_alone = [_ends_of(block) for block, _ in alone]
         self.layers = [layer for _, layer in chosen]
+        self._routers = routers_of(decided.blocks)
 
     def run(self, samples: list[Sample], graph: CandidateGraph | None, progress: Progress) -> Runs:
         """See `Reference`."""
@@ -258,44 +262,64 @@ class TorchReference(Reference):
             (ends, form) for ends, form in zip(self._ends_alone, self._fp8_blocks, strict=True) if form is not None
         ]
         fp8 += [(Ends(each.x.name, None, each.node.name), form) for each, form in self._fp8_layers]
-        for sample in samples:
+        choices = [Choice(self._routers) for _ in samples]
+        for sample, choice in zip(samples, choices, strict=True):
             visitor = _Visitor(blocks, count, fp8=fp8)
             visits = fp8 or (graph and runs.exact)
-            runs.plain.append(_on_cpu(run_blocks(sample, visitor) if visits else run_plain(sample)))
+            plain = run_blocks(sample, choice.noted(visitor)) if visits else run_plain(sample, choice.noted())
+            runs.plain.append(_on_cpu(plain))
             if graph is None:
                 continue
             if not runs.exact:
-                run_blocks(sample, visitor)
+                run_blocks(sample, choice.made(visitor))
             inputs.append(visitor.read)
             for index, block in enumerate(blocks):
                 block.add_low(visitor.read, visitor.y[index])
-            runs.spliced.append(_on_cpu(run_blocks(sample, _Visitor(blocks, count, splice=True))))
+            spliced = run_blocks(sample, choice.made(_Visitor(blocks, count, splice=True)))
+            runs.spliced.append(_on_cpu(spliced))
         del run_blocks, run_plain
         count = _counter(progress, "float64", 2 * len(samples) * len(blocks))
         wide = self._widened(round_numbers(self._plain))
-        runs.original.extend(_on_cpu(wide(widen_sample(sample))) for sample in samples)
+        runs.original.extend(_true(wide, samples, choices))
+        is_truth = self._plain is self._source
+        if is_truth:
+            runs.others.extend(_others(wide, samples, choices))
         if not runs.exact:
             del wide  # a large model is larger in float64
             wide = self._widened(round_numbers(self._with_blocks))
-        for sample, given in zip(samples, inputs, strict=False):  # without a graph there are no inputs of blocks
+        # Without a graph there are no inputs of blocks.
+        for sample, choice, given in zip(samples, choices, inputs, strict=False):
             widened = widen_sample(sample)
-            runs.rewritten.append(_on_cpu(wide(widened, _Visitor(blocks, count, splice=True))))
+            rewritten = wide(widened, choice.made(_Visitor(blocks, count, splice=True)))
+            runs.rewritten.append(_on_cpu(rewritten))
             visitor = _Visitor(blocks, count, given=widen_sample(given))
             wide(widened, visitor)
             for index, (block, ends, form) in enumerate(zip(blocks, self._ends_alone, self._fp8_blocks, strict=True)):
                 block.add_wide(given, visitor.y[index])
                 if form is not None and form.wide is not None:
                     block.change.add(*form.by_both(given[ends.x]))
-        if self._plain is self._source:
+        if is_truth:
             return replace(runs, truth=runs.original)
         del wide
         wide = self._widened(self._source)
-        runs.truth.extend(_on_cpu(wide(widen_sample(sample))) for sample in samples)
+        runs.truth.extend(_true(wide, samples, choices))
+        runs.others.extend(_others(wide, samples, choices))
         return runs
 
     def _widened(self, program: ExportedProgram) -> Runner:
         """Return what runs a program in float64, with FP8 weights dequantized exactly."""
         return Runner(dequantized(widen(program), self._fp8))
+
+
+def _true(wide: Runner, samples: list[Sample], choices: list[Choice]) -> list[Outputs]:
+    """Return what a model gives with the experts that the plain low-precision model has chosen."""
+    return [_on_cpu(wide(widen_sample(sample), choice.made())) for sample, choice in zip(samples, choices, strict=True)]
+
+
+def _others(wide: Runner, samples: list[Sample], choices: list[Choice]) -> list[list[Outputs]]:
+    """Return `Runs.others`."""
+    visitors = other_choices(choices)
+    return [[_on_cpu(wide(widen_sample(sample), visit)) for sample in samples] for visit in visitors]
 
 
 def _with_own_norms(program: ExportedProgram, blocks: Sequence[FfnBlock]) -> ExportedProgram:
