@@ -204,6 +204,19 @@ def test_refused(form: str) -> None:
     assert "for each neuron" in block_of(layer, form)[1].refusal
 
 
+def test_too_many_at_once() -> None:
+    """The kernels number the pairs of a token and an expert; a profile decides how many there may be."""
+    layer = made(*KINDS["relu2"][:-1])
+    program = traced(layer, *drawn(layer, 5, 2, torch.bfloat16))
+    for tokens, reason in (
+        (1 << 19, "matches"),
+        ((1 << 19) + 1, "a call sends 524289 tokens to 2 experts each; the kernels take at most 1048576"),
+    ):
+        options = PassOptions(torch.bfloat16, calls=lambda x, most=tokens: (16, most))
+        (row,) = run_passes(program, options).layers
+        assert row.reason == reason and row.matched == (reason == "matches")
+
+
 def test_not_experts() -> None:
     """What only looks like it: rows of other tokens, or of other experts, and another sum."""
     layer = made(*KINDS["relu2"][:-1])

@@ -255,8 +255,8 @@ def test_header_says_the_same() -> None:
     constants = {name.lower(): int(value) for name, value in re.findall(r"\bTWELL_(\w+) = (\d+)", text)}
     experts = HEADER.with_name("twell_experts.h").read_text()
     assert f"#define TWELL_SCALE_EXPERT {library.SCALE_FORMS['expert']}\n" in experts
-    assert f"#define TWELL_MAX_EXPERTS {library.MAX_EXPERTS}\n" in experts
-    assert f"#define TWELL_MAX_EXPERTS_OF_TOKEN {library.MAX_EXPERTS_OF_TOKEN}\n" in experts
+    for name in ("EXPERTS", "EXPERTS_OF_TOKEN", "EXPERT_PAIRS", "EXPERT_D_FF", "EXPERT_WIDTH"):
+        assert f"#define TWELL_MAX_{name} {getattr(library, f'MAX_{name}')}\n" in experts
     forms = {"tensor": "tensor", "row": "neuron", "column": "output"}  # of matrices whose rows are neurons
     scales = {f"scale_{name}": library.SCALE_FORMS[form] for form, name in forms.items()}
     norms = {f"norm_{name}": value for name, value in library.NORMS.items()}

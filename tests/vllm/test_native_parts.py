@@ -230,9 +230,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "biases": ({"has_bias": True}, "experts with biases"),
     "on the input": ({"apply_router_weight_on_input": True}, "the router's weights are multiplied with the input"),
     "float32": ({"in_dtype": torch.float32}, "they compute in float32"),
-    "widths": ({"hidden_dim": 60}, "widths of 60 and 48, which must be multiples of 8"),
-    "widths in FP8": ({"weights": torch.float8_e4m3fn, "hidden_dim": 72}, "which must be multiples of 16"),
-    "many experts": ({"local_num_experts": 1025}, "more than 1024 experts"),
+    "widths": ({"hidden_dim": 60}, "a width is 60; the kernels need multiples of 8"),
+    "widths in FP8": (
+        {"weights": torch.float8_e4m3fn, "hidden_dim": 72},
+        "a width is 72; the kernels need multiples of 16",
+    ),
+    "many experts": ({"local_num_experts": 1025}, "there are 1025 experts; the kernels take at most 1024"),
 }
 
 

@@ -33,8 +33,8 @@ from twellc.eager.training_block import blended_of
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import Linear
 from twellc.passes.report import Layer
-from twellc.plugins.experts_op import EXPERTS
-from twellc.plugins.library import MAX_EXPERTS, MAX_EXPERTS_OF_TOKEN
+from twellc.plugins.experts_op import EXPERTS, exceeded_limit
+from twellc.plugins.library import MAX_EXPERTS_OF_TOKEN
 
 NAME = "twellc"
 # Devices where the op runs. On a CPU transformers computes 64 tokens in bfloat16 up to five times as fast as the op's
@@ -175,15 +175,11 @@ def _refusal(experts: Any, block: FfnBlock | str, training: bool) -> str:
         return "a threshold for each neuron"
     if not experts.down_proj.dtype.is_floating_point or experts.down_proj.dtype.itemsize == 1:
         return f"their weights are {experts.down_proj.dtype}"
-    if any(width % 8 for width in (block.d_model, block.d_ff, block.d_out)):
-        return f"widths of {block.d_model}, {block.d_ff} and {block.d_out}, which must be multiples of 8"
-    if experts.down_proj.shape[0] > MAX_EXPERTS:
-        return f"more than {MAX_EXPERTS} experts"
     if any(map(has_hooks, experts.modules())) or "forward" in vars(experts) or not is_forward_of_experts(experts):
         return "something looks into their forward, or has replaced it"
     if getattr(experts.config, "sub_configs", None):
         return "their configuration is that of several models"
-    return ""
+    return exceeded_limit(len(experts.down_proj), block.d_ff, (block.d_model, block.d_ff, block.d_out))
 
 
 def take_experts(found: FoundExperts, layer: Layer, undo: ExitStack) -> None:

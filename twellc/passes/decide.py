@@ -17,7 +17,8 @@ from twellc.passes.match.linear import Weight, width
 from twellc.passes.neurons import Staying, all_of
 from twellc.passes.report import Choice, Layer, Linear, Repeated, Weights, reads_fp8
 from twellc.plugins.block import BlockOptions, compression_of
-from twellc.plugins.library import MAX_D_FF, MAX_D_FF_OF_EXPERT, MAX_EXPERTS, MAX_EXPERTS_OF_TOKEN, MAX_PACKED_D_FF
+from twellc.plugins.experts_op import exceeded_limit
+from twellc.plugins.library import MAX_D_FF, MAX_PACKED_D_FF
 
 KERNEL_DTYPES = kernel_dtypes()
 # `--linear auto` takes linear layers where an optimization profile has at most so many tokens a call, as there the time
@@ -42,6 +43,7 @@ def decide(
     advise: Advise | None = None,
     staying: Sequence[Staying] | None = None,
     decided: Sequence[str] = (),
+    calls: Callable[[Node], Sequence[int]] = lambda x: (),
 ) -> list[Layer]:
     """Return a decision for each block.
 
@@ -51,6 +53,7 @@ def decide(
         advise: Decides for `auto`; None takes every match. What it expects of other blocks is noted, too.
         staying: Of each block the neurons that stay if TwELL runs it; None where all do, and nothing is known of them.
         decided: Paths of other blocks that are decided already: `layers` may match these alone.
+        calls: Returns the most rows of a tensor in a call of each optimization profile.
 
     Raises:
         UserError: `layers` is not a regular expression, or matches none of the blocks.
@@ -71,7 +74,8 @@ def decide(
     taken: dict[Node, str] = {}  # projections of the blocks that TwELL runs
     owners: dict[tuple[Weight, ...], str] = {}  # first blocks with these weights
     for block, neurons in zip(blocks, staying or map(all_of, blocks), strict=True):
-        layer = _decide(block, neurons, layers, pattern, taken, advise)
+        refusal = block.refusal or _limits(block, calls) or _conflict(block, taken)
+        layer = _decide(block, neurons, layers, pattern, refusal, advise)
         weights = tuple(part.weight for part in (block.gate, block.up, block.down) if part)
         owner = owners.setdefault(weights, block.module)
         if owner != block.module and block.up is not None:  # without it not all of the weights are known
@@ -176,11 +180,10 @@ def _decide(
     neurons: Staying,
     layers: str,
     pattern: re.Pattern[str] | None,
-    taken: dict[Node, str],
+    refusal: str,
     advise: Advise | None,
 ) -> Layer:
     hot, compression = 0, None
-    refusal = block.refusal or _limits(block) or _conflict(block, taken)
     choice = advise(block, neurons) if advise is not None and not refusal else None
     if refusal:
         decision, reason = "dense", refusal
@@ -217,19 +220,16 @@ def _decide(
     )
 
 
-def _limits(block: FfnBlock) -> str:
+def _limits(block: FfnBlock, calls: Callable[[Node], Sequence[int]]) -> str:
     """Return the limit of the kernels that the block exceeds, or an empty string."""
     if block.dtype not in KERNEL_DTYPES:
         return _dtype_limit(block.dtype)
     if 0 in (block.d_model, block.d_ff, block.d_out):
         return "one of its widths is 0"
-    most = MAX_D_FF if block.gate is None else MAX_PACKED_D_FF
     if block.routing is not None:
-        if block.routing.experts > MAX_EXPERTS:
-            return f"there are {block.routing.experts} experts; the kernels take at most {MAX_EXPERTS}"
-        if block.routing.top > MAX_EXPERTS_OF_TOKEN:
-            return f"a token is sent to {block.routing.top} experts; the kernels take at most {MAX_EXPERTS_OF_TOKEN}"
-        most = MAX_D_FF_OF_EXPERT
+        experts, top, tokens = block.routing.experts, block.routing.top, max(calls(block.x), default=0)
+        return exceeded_limit(experts, block.d_ff, (block.d_model, block.d_out), top=top, tokens=tokens)
+    most = MAX_D_FF if block.gate is None else MAX_PACKED_D_FF
     if block.d_ff > most:
         return f"d_ff is {block.d_ff}; the kernels take at most {most} neurons of a {block.variant} block"
     for name, size in (("d_model", block.d_model), ("the output width", block.d_out)):

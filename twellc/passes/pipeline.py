@@ -269,7 +269,7 @@ def _decide(passed: Rewritten, options: PassOptions) -> Rewritten:
     blocks = [with_norm(each, fixed) if _takes_norm(each, options) else each for each in passed.blocks]
     decided = options.earlier.decided
     advise = options.advise if decided is None else repeat(decided)
-    return replace(passed, blocks=blocks, layers=decide(blocks, options.layers, advise, staying))
+    return replace(passed, blocks=blocks, layers=decide(blocks, options.layers, advise, staying, calls=options.calls))
 
 
 def _takes_norm(block: FfnBlock, options: PassOptions) -> bool:

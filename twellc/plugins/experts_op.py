@@ -21,6 +21,7 @@ round h once to the element type, as a dense block does.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -87,6 +88,33 @@ class _Call:
     def sizes(self) -> _Sizes:
         (tokens, top), (experts, d_ff, d_model) = self.ids.shape, self.up.shape
         return _Sizes(tokens, top, experts, d_ff, d_model, self.down.shape[2])
+
+
+def exceeded_limit(
+    experts: int, d_ff: int, widths: Sequence[int], *, top: int = 1, tokens: int = 0, multiple: int = 8
+) -> str:
+    """Return the limit of the kernels that experts exceed, or an empty text.
+
+    Args:
+        experts: How many there are.
+        d_ff: How many neurons each has.
+        widths: The lengths of rows of matrices, which are multiples of 16 bytes.
+        top: To how many experts a token is sent.
+        tokens: How many there are in a call.
+        multiple: How many elements of a matrix 16 bytes hold.
+    """
+    limits = {
+        f"there are {experts} experts": (experts, library.MAX_EXPERTS),
+        f"a token is sent to {top} experts": (top, library.MAX_EXPERTS_OF_TOKEN),
+        f"a call sends {tokens} tokens to {top} experts each": (tokens * top, library.MAX_EXPERT_PAIRS),
+        f"an expert has {d_ff} neurons": (d_ff, library.MAX_EXPERT_D_FF),
+        f"a width is {max(widths)}": (max(widths), library.MAX_EXPERT_WIDTH),
+    }
+    for what, (size, most) in limits.items():
+        if size > most:
+            return f"{what}; the kernels take at most {most}"
+    odd = [each for each in widths if each % multiple]
+    return f"a width is {odd[0]}; the kernels need multiples of {multiple} (16-byte rows)" if odd else ""
 
 
 def _check(call: _Call) -> None:

@@ -38,7 +38,8 @@ COMPRESSIONS = (1, 2, 4, 8)
 TILE = 256
 MAX_D_FF = 1 << 20  # for plain blocks with 16-bit weights
 MAX_PACKED_D_FF = 65536  # for all others
-MAX_EXPERTS, MAX_EXPERTS_OF_TOKEN, MAX_D_FF_OF_EXPERT = 1024, 64, 32768
+MAX_EXPERTS, MAX_EXPERTS_OF_TOKEN, MAX_EXPERT_D_FF, MAX_EXPERT_WIDTH = 1024, 64, 32768, 65536
+MAX_EXPERT_PAIRS = 1 << 20  # of a token and an expert of it, in one call
 # Columns of x and y in training, and pairs that a block may keep.
 MAX_TRAIN_WIDTH = 65536
 MAX_PAIRS = 2**31 - 1

@@ -25,8 +25,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8MoEMethod
 
-from twellc.plugins.experts_op import EXPERTS
-from twellc.plugins.library import MAX_EXPERTS, MAX_EXPERTS_OF_TOKEN
+from twellc.plugins.experts_op import EXPERTS, exceeded_limit
 
 # Activations by vLLM's names. For activations of the op with a gate, vLLM has none.
 _ACTIVATIONS = {"relu2_no_mul": "relu2"}
@@ -133,10 +132,6 @@ def refusal_of_experts(experts: Any) -> str:
         return "data parallel ranks exchange tokens by vLLM's own kernels"
     if config.in_dtype not in (torch.bfloat16, torch.float16):
         return f"they compute in {str(config.in_dtype).removeprefix('torch.')}; the kernels take bfloat16 and float16"
-    widths = (config.hidden_dim, config.intermediate_size_per_partition_unpadded)
+    d_model, d_ff = config.hidden_dim, config.intermediate_size_per_partition_unpadded
     multiple = _VECTOR // experts.w13_weight.element_size()
-    if any(width % multiple for width in widths):
-        return f"widths of {widths[0]} and {widths[1]}, which must be multiples of {multiple}"
-    if experts.local_num_experts > MAX_EXPERTS or experts.top_k > MAX_EXPERTS_OF_TOKEN:
-        return f"more than {MAX_EXPERTS} experts, or {MAX_EXPERTS_OF_TOKEN} for a token"
-    return ""
+    return exceeded_limit(experts.local_num_experts, d_ff, (d_model, d_ff), top=experts.top_k, multiple=multiple)

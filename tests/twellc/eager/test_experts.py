@@ -209,9 +209,10 @@ def test_others_are_left(change: Callable[[Any], None], reason: str) -> None:
 
 
 @pytest.mark.usefixtures("by_the_op")
-def test_widths_of_no_kernel_are_left() -> None:
-    with pytest.warns(UserWarning, match="multiples of 8"):
-        twellc.optimize(models.mixtral(intermediate_size=100))
+def test_sizes_of_no_kernel_are_left() -> None:
+    for size, reason in ((100, "a width is 100; the kernels need multiples of 8"), (32776, "at most 32768")):
+        with pytest.warns(UserWarning, match=reason):
+            twellc.optimize(models.mixtral(num_hidden_layers=1, intermediate_size=size))
 
 
 @pytest.mark.usefixtures("by_the_op")
