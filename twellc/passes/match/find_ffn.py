@@ -266,25 +266,7 @@ class _Finder:
             _check_readers(inside, down, x)
         except _RefusedError as reason:
             refusal = str(reason)
-        plain = gate is up
-        some = gate if up is None else up
-        return FfnBlock(
-            module=_module([part for part in (gate, up, down) if part is not None]),
-            variant="plain" if plain else "gated",
-            activation=activation.name,
-            threshold=activation.threshold,
-            d_model=width(some.x),
-            d_ff=width(down.x),
-            d_out=width(down.node),
-            dtype=down.x.meta["val"].dtype,
-            refusal=refusal,
-            gate=None if plain else gate,
-            up=up,
-            down=down,
-            x=x,
-            thresholds=thresholds,
-            rectifies=activation.rectifies,
-        )
+        return replace(_block(activation, gate, up, down, x, refusal), thresholds=thresholds)
 
     def _plain(self, hidden: Node, adjusted: bool = False) -> _Parts | None:
         look, read = self._reading(adjusted)
@@ -431,24 +413,29 @@ class _ExpertsFinder(_Finder):
             _check_readers(inside, down, up.x)
         except _RefusedError as reason:
             refusal = str(reason)
-        plain = gate is up
-        return FfnBlock(
-            module=_module([gate, up, down]),
-            variant="plain" if plain else "gated",
-            activation=activation.name,
-            threshold=activation.threshold,
-            d_model=width(up.x),
-            d_ff=width(hidden),
-            d_out=width(down.node),
-            dtype=down.node.meta["val"].dtype,
-            refusal=refusal,
-            gate=None if plain else gate,
-            up=up,
-            down=down,
-            x=x,
-            pre=activation.pre if activation.sparse else None,
-            routing=routing,
-        )
+        block = _block(activation, gate, up, down, x, refusal)
+        return replace(block, pre=activation.pre if activation.sparse else None, routing=routing)
+
+
+def _block(activation: Activation, gate: Linear, up: Linear | None, down: Linear, x: Node, refusal: str) -> FfnBlock:
+    """Return a block of these parts; of a plain one the gate is the up projection."""
+    parts = [part for part in (gate, up, down) if part is not None]
+    return FfnBlock(
+        module=_module(parts),
+        variant="plain" if gate is up else "gated",
+        activation=activation.name,
+        threshold=activation.threshold,
+        d_model=width((up or gate).x),
+        d_ff=width(down.x),
+        d_out=width(down.node),
+        dtype=down.x.meta["val"].dtype,
+        refusal=refusal,
+        gate=None if gate is up else gate,
+        up=up,
+        down=down,
+        x=x,
+        rectifies=activation.rectifies,
+    )
 
 
 def _module(parts: list[Linear]) -> str:
