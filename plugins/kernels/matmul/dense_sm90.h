@@ -38,7 +38,7 @@ bool dense_sm90_supports(twell_problem const& problem);
 // h in FP8, each row with a scale for 128 neurons: see hidden_sm90.cuh.
 struct HiddenBytes {
     uint8_t* values;       // [tokens, spilled_stride(problem)]
-    float* scales;         // [ceil(d_ff / 128), tokens], rows scale_stride apart
+    float* scales;         // [parts of all tiles of d_ff, tokens], rows scale_stride apart
     int64_t scale_stride;  // a multiple of 4
 };
 
@@ -49,7 +49,8 @@ inline HiddenBytes take_hidden_bytes(twell_problem const& problem, unsigned char
     if (has_scales(problem)) {
         h.scale_stride = ceil_div(problem.tokens, kMultiple) * kMultiple;
         h.values = take<uint8_t>(memory, problem.tokens * spilled_stride(problem));
-        h.scales = take<float>(memory, ceil_div(problem.d_ff, matmul_sm90::BLOCK_M) * h.scale_stride);
+        // A tile has two parts, of which the last one may lie beyond d_ff: kernels leave scales for it, too.
+        h.scales = take<float>(memory, int64_t{num_tiles(problem)} * kClusterSize * h.scale_stride);
     }
     return h;
 }
