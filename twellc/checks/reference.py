@@ -266,16 +266,16 @@ class TorchReference(Reference):
         for sample, choice in zip(samples, choices, strict=True):
             visitor = _Visitor(blocks, count, fp8=fp8)
             visits = fp8 or (graph and runs.exact)
-            plain = run_blocks(sample, choice.noted(visitor)) if visits else run_plain(sample, choice.noted())
+            plain = run_blocks(sample, choice.alike(visitor)) if visits else run_plain(sample, choice.alike())
             runs.plain.append(_on_cpu(plain))
             if graph is None:
                 continue
             if not runs.exact:
-                run_blocks(sample, choice.made(visitor))
+                run_blocks(sample, choice.alike(visitor))
             inputs.append(visitor.read)
             for index, block in enumerate(blocks):
                 block.add_low(visitor.read, visitor.y[index])
-            spliced = run_blocks(sample, choice.made(_Visitor(blocks, count, splice=True)))
+            spliced = run_blocks(sample, choice.alike(_Visitor(blocks, count, splice=True)))
             runs.spliced.append(_on_cpu(spliced))
         del run_blocks, run_plain
         count = _counter(progress, "float64", 2 * len(samples) * len(blocks))
@@ -290,7 +290,7 @@ class TorchReference(Reference):
         # Without a graph there are no inputs of blocks.
         for sample, choice, given in zip(samples, choices, inputs, strict=False):
             widened = widen_sample(sample)
-            rewritten = wide(widened, choice.made(_Visitor(blocks, count, splice=True)))
+            rewritten = wide(widened, choice.alike(_Visitor(blocks, count, splice=True)))
             runs.rewritten.append(_on_cpu(rewritten))
             visitor = _Visitor(blocks, count, given=widen_sample(given))
             wide(widened, visitor)
@@ -312,14 +312,14 @@ class TorchReference(Reference):
 
 
 def _true(wide: Runner, samples: list[Sample], choices: list[Choice]) -> list[Outputs]:
-    """Return what a model gives with the experts that the plain low-precision model has chosen."""
-    return [_on_cpu(wide(widen_sample(sample), choice.made())) for sample, choice in zip(samples, choices, strict=True)]
+    """Return what a model gives in float64, with the experts that were chosen before."""
+    pairs = zip(samples, choices, strict=True)
+    return [_on_cpu(wide(widen_sample(sample), choice.alike())) for sample, choice in pairs]
 
 
 def _others(wide: Runner, samples: list[Sample], choices: list[Choice]) -> list[list[Outputs]]:
-    """Return `Runs.others`."""
-    visitors = other_choices(choices)
-    return [[_on_cpu(wide(widen_sample(sample), visit)) for sample in samples] for visit in visitors]
+    """Return `Runs.others`; behind `_true`."""
+    return [[_on_cpu(wide(widen_sample(sample), visit)) for sample in samples] for visit in other_choices(choices)]
 
 
 def _with_own_norms(program: ExportedProgram, blocks: Sequence[FfnBlock]) -> ExportedProgram:

@@ -22,8 +22,8 @@ from twellc.passes.match.linear import PRODUCTS, operand
 
 aten = torch.ops.aten
 
-# In units of the largest error of a router's scores in low precision: how near two scores are that a candidate may have
-# in another order. Its errors may be twice as large, and those of two scores add up.
+# How near to each other two scores are that a candidate may have in another order, in units of the largest error of the
+# router's scores in low precision: both may be off by that.
 _NEAR = 2.0
 
 
@@ -45,8 +45,8 @@ def routers_of(blocks: Iterable[FfnBlock]) -> dict[str, str]:
     return routers
 
 
-# Receives the name of a router, its scores [..., experts] and the values and places that it chooses; returns others.
-_Choose = Callable[[str, Tensor, tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]
+# Receives the name of a router, its scores [..., experts] and the places that it chooses; returns others.
+_Choose = Callable[[str, Tensor, Tensor], Tensor]
 
 
 def _same(name: str, value: Any) -> Any:
@@ -55,74 +55,65 @@ def _same(name: str, value: Any) -> Any:
 
 def _visitor(routers: Mapping[str, str], choose: _Choose, visit: Visit = _same) -> Visit:
     """Return a visitor of runs that lets `choose` choose; `visit` sees what comes of it."""
-    read, scores = set(routers.values()), dict[str, Tensor]()
+    read, values = set(routers.values()), dict[str, Tensor]()
 
     def see(name: str, value: Any) -> Any:
         if name in routers:
-            value = choose(name, scores[routers[name]], value)
+            scores = values[routers[name]]
+            ids = choose(name, scores, value[1])
+            value = scores.gather(-1, ids), ids
         value = visit(name, value)
         if name in read:
-            scores[name] = value
+            values[name] = value
         return value
 
     return see
 
 
 class Choice:
-    """The experts that the plain low-precision model chooses for one sample.
+    """The experts that the first run of a model chooses for one sample.
 
     Attributes:
         routers: See `routers_of`.
-        errors: Of each router, how far scores of the last run that was made to choose alike were off at most.
+        errors: Of each router, how far scores of the last run were off from those of the first at most.
     """
 
     def __init__(self, routers: Mapping[str, str]) -> None:
         self.routers = routers
         self.errors: dict[str, float] = {}
-        self._scores: dict[str, Tensor] = {}
-        self._ids: dict[str, Tensor] = {}
+        self._first: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def noted(self, visit: Visit = _same) -> Visit:
-        """Return a visitor for the run that chooses; see `_visitor`."""
+    def alike(self, visit: Visit = _same) -> Visit:
+        """Return a visitor for a run, which is made to choose as the first one; `visit` sees what comes of it."""
 
-        def note(router: str, scores: Tensor, chosen: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            self._scores[router], self._ids[router] = scores, chosen[1]
-            return chosen
-
-        return _visitor(self.routers, note, visit)
-
-    def made(self, visit: Visit = _same) -> Visit:
-        """Return a visitor for a run that is to choose alike; see `_visitor`."""
-
-        def make(router: str, scores: Tensor, _: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            errors = (scores.double() - self._scores[router].double()).abs().nan_to_num(0.0)
+        def choose(router: str, scores: Tensor, ids: Tensor) -> Tensor:
+            first, ids = self._first.setdefault(router, (scores, ids))
+            errors = (scores.double() - first.double()).abs().nan_to_num(0.0)
             self.errors[router] = float(errors.max()) if errors.numel() else 0.0
-            return scores.gather(-1, self._ids[router]), self._ids[router]
+            return ids
 
-        return _visitor(self.routers, make, visit)
+        return _visitor(self.routers, choose, visit)
 
 
 def other_choices(choices: list[Choice]) -> list[Visit]:
-    """Return visitors for runs in float64 that choose otherwise where rounding may.
+    """Return visitors for runs in float64 that choose otherwise where rounding may; none without routers.
 
     Each swaps the last one that was chosen for the first that was not, in one half of the places where their scores are
-    near to each other; there are none without routers.
+    near to each other.
 
     Args:
         choices: Of each sample, behind a run that was made to choose alike.
     """
-    routers = choices[0].routers if choices else {}
+    routers = choices[0].routers
     near = {router: _NEAR * max(each.errors[router] for each in choices) for router in routers}
 
     def choose_in(half: int) -> _Choose:
-        def choose(router: str, scores: Tensor, chosen: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            (last, place), (first, other) = chosen[0].min(-1), scores.scatter(-1, chosen[1], -torch.inf).max(-1)
+        def choose(router: str, scores: Tensor, ids: Tensor) -> Tensor:
+            last, place = scores.gather(-1, ids).min(-1, keepdim=True)
+            first, other = scores.scatter(-1, ids, -torch.inf).max(-1, keepdim=True)
             generator = torch.Generator().manual_seed(list(routers).index(router))
             swaps = torch.randint(2, last.shape, generator=generator).to(last.device) == half
-            swaps &= last - first <= near[router]
-            ids = chosen[1].scatter(-1, place[..., None], other[..., None])
-            ids = torch.where(swaps[..., None], ids, chosen[1])
-            return scores.gather(-1, ids), ids
+            return torch.where(swaps & (last - first <= near[router]), ids.scatter(-1, place, other), ids)
 
         return choose
 

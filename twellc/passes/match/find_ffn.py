@@ -195,23 +195,9 @@ class _Names:
 
 
 def _refused(form: UnreadForm) -> FfnBlock:
-    d_model, d_ff, d_out = form.widths
-    return FfnBlock(
-        module=_module([form.up, form.down]),
-        variant="gated" if form.gated else "plain",
-        activation=form.activation.name,
-        threshold=form.activation.threshold,
-        d_model=d_model,
-        d_ff=d_ff,
-        d_out=d_out,
-        dtype=form.down.x.meta["val"].dtype,
-        refusal=f"no form that twellc rewrites: {', '.join(form.operations)}",
-        gate=form.up if form.gated else None,
-        up=None if form.gated else form.up,
-        down=form.down,
-        x=form.up.x,
-        pre=form.activation.pre if is_grouped(form.up.node) and form.activation.sparse else None,
-    )
+    activation, up, refusal = form.activation, form.up, f"no form that twellc rewrites: {', '.join(form.operations)}"
+    block = _block(activation, up, None if form.gated else up, form.down, up.x, refusal, form.widths)
+    return replace(block, pre=activation.pre if is_grouped(up.node) and activation.sparse else None)
 
 
 # Activation, gate (of a plain block: up), up if it is a projection, and the other nodes in between.
@@ -266,7 +252,8 @@ class _Finder:
             _check_readers(inside, down, x)
         except _RefusedError as reason:
             refusal = str(reason)
-        return replace(_block(activation, gate, up, down, x, refusal), thresholds=thresholds)
+        block = _block(activation, gate, up, down, x, refusal, _widths_of(up or gate, down))
+        return replace(block, thresholds=thresholds)
 
     def _plain(self, hidden: Node, adjusted: bool = False) -> _Parts | None:
         look, read = self._reading(adjusted)
@@ -413,21 +400,30 @@ class _ExpertsFinder(_Finder):
             _check_readers(inside, down, up.x)
         except _RefusedError as reason:
             refusal = str(reason)
-        block = _block(activation, gate, up, down, x, refusal)
+        block = _block(activation, gate, up, down, x, refusal, _widths_of(up, down))
         return replace(block, pre=activation.pre if activation.sparse else None, routing=routing)
 
 
-def _block(activation: Activation, gate: Linear, up: Linear | None, down: Linear, x: Node, refusal: str) -> FfnBlock:
+def _widths_of(up: Linear, down: Linear) -> tuple[int, int, int]:
+    return width(up.x), width(down.x), width(down.node)
+
+
+def _block(
+    activation: Activation,
+    gate: Linear,
+    up: Linear | None,
+    down: Linear,
+    x: Node,
+    refusal: str,
+    widths: tuple[int, int, int],
+) -> FfnBlock:
     """Return a block of these parts; of a plain one the gate is the up projection."""
-    parts = [part for part in (gate, up, down) if part is not None]
     return FfnBlock(
-        module=_module(parts),
-        variant="plain" if gate is up else "gated",
-        activation=activation.name,
-        threshold=activation.threshold,
-        d_model=width((up or gate).x),
-        d_ff=width(down.x),
-        d_out=width(down.node),
+        _module([part for part in (gate, up, down) if part is not None]),
+        "plain" if gate is up else "gated",
+        activation.name,
+        activation.threshold,
+        *widths,
         dtype=down.x.meta["val"].dtype,
         refusal=refusal,
         gate=None if gate is up else gate,
