@@ -23,7 +23,7 @@ from harness import NUMBERS, Calls, Columns, Listed, Result, Run, check, field, 
 from torch import Tensor
 from torch.nn import functional
 
-from twellc.benchmarking.forms import EAGER, compile_rival, fp8_product
+from twellc.benchmarking.forms import EAGER, compile_rival, fp8_product, rounded_rows
 from twellc.options.option import option
 from twellc.plugins.fp8 import Fp8
 from twellc.plugins.linear import LinearOperands, LinearOptions
@@ -43,7 +43,7 @@ def dense(operands: LinearOperands[Tensor], norm: str) -> Tensor:
     elif norm == "layer":
         x = functional.layer_norm(x, x.shape[-1:], operands.norm_weight, None, EPS)
     narrow = operands.weight_scale is not None
-    y = by_scaled_mm(Fp8.round_rows(x.float()), operands) if narrow else functional.linear(x, operands.weight)
+    y = by_scaled_mm(rounded_rows(x), operands) if narrow else functional.linear(x, operands.weight)
     return y if operands.residual is None else operands.residual + y
 
 
@@ -93,7 +93,7 @@ def measure(run: Run, tokens: int, inner: int, out: int, norm: str) -> Result:
         check(f"{tokens} tokens of {inner} -> {out}", calls, exact_of(operands, norm))
     torch._dynamo.reset()
     compiled = compile_rival(dense)
-    x8 = Fp8.round_rows(layers[0].x.float())
+    x8 = rounded_rows(layers[0].x)
     contestants: dict[str, Calls] = {
         TWELL: [functools.partial(by_twell, each, options) for each in layers],
         TWELL_FP8: [functools.partial(by_twell, each, options) for each in narrow],

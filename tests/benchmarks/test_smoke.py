@@ -158,7 +158,7 @@ SMOKES = {
     "features": Smoke("features.py", "tokens", (3, 40) * 2, ("twell", "twell in a graph", "block", "dense", "COO")),
     "features in FP8": Smoke(  # whose products by torch take multiples of 16
         *("features.py", "tokens", (3, 40), ("twell", "dense", "twell in a graph", "dense in a graph")),
-        ("--weights", "fp8", "--sizes", "64x304x10"),
+        ("--weights", "fp8", "--sizes", "128x304x10"),
     ),
     "experts": Smoke("experts.py", "tokens", (1, 5, 300) * 2, ("twell", "grouped_mm", "Triton")),
     "experts in FP8": Smoke(
