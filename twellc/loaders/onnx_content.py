@@ -155,9 +155,12 @@ def check_size(path: Path, tensor: onnx.TensorProto, stored: int | None = None) 
         stored: How many bytes it has outside of the file; None of one that is in it.
 
     Raises:
-        UserError: It does not.
+        UserError: It does not, or the type of its elements is unknown.
     """
     _refuse_shape(path, tensor.name, list(tensor.dims))
+    if tensor.data_type not in onnx.TensorProto.DataType.values():
+        what = f"is not a valid ONNX model (tensor {tensor.name!r} has elements of an unknown type)"
+        raise UserError(str(path), what, got=str(tensor.data_type))
     elements, bits = math.prod(tensor.dims), bits_of(tensor.data_type)
     fields = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")
     if stored is not None or tensor.HasField("raw_data"):

@@ -130,6 +130,16 @@ def test_data_of_constants_in_subgraphs_is_checked_too(tmp_path: Path) -> None:
         load_onnx(path)
 
 
+@pytest.mark.parametrize("data_type", [999, 2**31 - 1])
+def test_a_type_that_onnx_does_not_have(tmp_path: Path, data_type: int) -> None:
+    model = gated()
+    model.graph.initializer[0].data_type = data_type
+    path = tmp_path / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(UserError, match=rf"has elements of an unknown type\); got {data_type}"):
+        load_onnx(path)
+
+
 def test_known_by_content(tmp_path: Path) -> None:
     path = tmp_path / "weights.pt"
     onnx.save(gated(), path)
