@@ -114,7 +114,7 @@ def test_report_says_why_attention_is_decomposed(cli: Cli, tmp_path: Path) -> No
 )
 def test_windows_are_masks(length: int, form: str, mask: str, names: list[str], tmp_path: Path) -> None:
     model = models.save(FAMILIES["phi3-window"](num_hidden_layers=1), tmp_path / "phi3")
-    options = {"attention": "cudnn", "layers": "none", "kv_cache": length, "max_batch_size": 3}
+    options = {"attention": "cudnn", "layers": "none", "linear": "tensorrt", "kv_cache": length, "max_batch_size": 3}
     manifest = twellc.compile(model, backend="none", onnx=tmp_path / "m.onnx", **options)
     assert {(block.form, block.mask) for block in manifest.attention} == {(form, mask)}
     assert manifest.plugins.names == names
