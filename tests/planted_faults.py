@@ -88,9 +88,12 @@ def _functions(tree: ast.AST, outer: str = "") -> Iterator[tuple[str, Function]]
 
 
 def _text_of(function: Function, source: str) -> tuple[int, str]:
-    """Return where the text of a function begins in its file, and that text."""
+    """Return where the text of a function begins in its file, and that text, with blanks for its docstring."""
     lines = source.splitlines(keepends=True)
     start = sum(map(len, lines[: function.lineno - 1]))
+    if ast.get_docstring(function) is not None:
+        for number in range(function.body[0].lineno - 1, function.body[0].end_lineno or 0):
+            lines[number] = re.sub(r"[^\n]", " ", lines[number])
     return start, "".join(lines[function.lineno - 1 : function.end_lineno])
 
 
