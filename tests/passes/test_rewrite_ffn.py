@@ -121,8 +121,8 @@ def test_hot_neurons_of_each_block() -> None:
 
 
 def test_the_decision_says_how_many_are_hot(monkeypatch: pytest.MonkeyPatch) -> None:
-    def decided(*arguments: Any) -> list[Layer]:
-        dense, *others = decide(*arguments)
+    def decided(*arguments: Any, **named: Any) -> list[Layer]:
+        dense, *others = decide(*arguments, **named)
         return [replace(dense, decision="dense"), *(replace(layer, hot=16) for layer in others)]
 
     monkeypatch.setattr(pipeline, "decide", decided)
