@@ -366,6 +366,7 @@ def main(run: Run, options: Options) -> None:
     if options.prefill:
         parts = {"prefill": options.prefill[0], **parts}
     labels = list(filter(run.wants, LABELS))
+    run.refuse_unknown()  # before plans are built
     built: dict[str, dict[str, Path]] = {}
     if options.plans is not None:
         most = {part.partition("-")[0]: parts[part] for part in sorted(parts, key=lambda part: parts[part][0])}

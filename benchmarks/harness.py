@@ -246,7 +246,9 @@ def benchmark(kind: type[Any], **smoke: Any) -> Callable[[Callable[[Run, Any], N
                     refuse_without_gpu()
                 torch.manual_seed(options.seed)
                 random.seed(options.seed)
-                function(Run(options), options)
+                run = Run(options)
+                function(run, options)
+                run.refuse_unknown()
             finally:
                 DEVICE = before
 
@@ -256,6 +258,13 @@ def benchmark(kind: type[Any], **smoke: Any) -> Callable[[Callable[[Run, Any], N
 
 
 # ---- a run ----
+
+
+def _pattern(text: str | None) -> re.Pattern[str]:
+    try:
+        return re.compile(text or "")
+    except re.error as error:
+        raise click.BadParameter(f"{text!r} is not a regular expression: {error}", param_hint="--only") from None
 
 
 class Run:
@@ -270,6 +279,8 @@ class Run:
     def __init__(self, options: Options) -> None:
         self.options = options
         self._columns: Columns = {}
+        self._only = _pattern(options.only)
+        self._asked: dict[str, bool] = {}  # contestants, and whether they are wanted
 
     @functools.cached_property
     def report(self) -> dict[str, Any]:
@@ -278,11 +289,22 @@ class Run:
 
     def wants(self, contestant: str) -> bool:
         """Whether --only names a contestant."""
-        return re.search(self.options.only or "", contestant) is not None
+        self._asked[contestant] = self._only.search(contestant) is not None
+        return self._asked[contestant]
+
+    def refuse_unknown(self) -> None:
+        """Fail if --only named no contestant.
+
+        Raises:
+            click.BadParameter: It did not.
+        """
+        if self._asked and not any(self._asked.values()):
+            message = f"there is no {self.options.only!r} among {', '.join(self._asked)}"
+            raise click.BadParameter(message, param_hint="--only")
 
     def chosen(self, contestants: Mapping[str, _Value], *always: str) -> dict[str, _Value]:
         """Return the contestants that --only names, and those that always take part."""
-        return {name: each for name, each in contestants.items() if name in always or self.wants(name)}
+        return {name: each for name, each in contestants.items() if self.wants(name) or name in always}
 
     def time(self, contestants: Mapping[str, Calls]) -> dict[str, Any]:
         """Time one call of each contestant, which has one for each set of weights, in turns, in microseconds."""

@@ -69,6 +69,9 @@ def test_only_some(run: Any) -> None:
 def test_what_is_wrong_ends_the_run(run: Any) -> None:
     done = run({"a": 0.1, "b": 0.21})
     assert done.exit_code == 1 and "Error: here: b is off by 2.10e-01, a by 1.00e-01\n" in done.output
+    for only, message in (("z", "there is no 'z' among a, b"), ("(", "'(' is not a regular expression")):
+        done = run({"a": 0.1, "b": 0.1}, "--only", only)
+        assert done.exit_code == 2 and f"Invalid value for --only: {message}" in done.output
     for wrong in (("--tokens", "1,a"), ("--heads", "1x2x3"), ("--heads", "0x1")):
         done = run({"a": 0.1}, *wrong)
         assert done.exit_code == 2 and f"Invalid value for {wrong[0]}: '{wrong[1]}' is not a list" in done.output

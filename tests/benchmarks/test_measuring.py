@@ -174,3 +174,6 @@ def test_generate(scripts: Callable[[str], Any], tmp_path: Path) -> None:
     assert stats["new_tokens"] == 2 * 64 and not stats["graph"]
     assert "| twell eager over the fastest dense form in bf16 | 1.00 | 1.00 |" in page
     assert (tmp_path / "r.md").read_text() in page
+    assert (
+        "there is no " in click.testing.CliRunner().invoke(generate.main, ["--smoke", "--only", "dense, twell"]).output
+    )
