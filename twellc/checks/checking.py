@@ -300,28 +300,26 @@ class _Comparison:
         plain, truth, others = of(runs.plain), of(runs.truth), [of(each) for each in runs.others]
         if not plain.is_floating_point():
             return [measure_discrete(name, ours, plain, truth, others)]
-        near = rows_near_ties(truth, others)
-        some = bool(near.any())
-        parts = [(f"{name} (near ties)", near, others)] if some else []
-        if not some or not bool(near.all()):
-            parts.insert(0, (name, ~near, []))
-        found: list[OutputAccuracy | DiscreteAccuracy] = []
-        for part, rows, yardsticks in parts:
+
+        def judge(part: str, rows: torch.Tensor | slice, yardsticks: list[torch.Tensor]) -> OutputAccuracy:
             given, dtype = (ours[rows], plain[rows], truth[rows]), self._reference.dtype
             result = measure(part, *given, language_model, dtype, [each[rows] for each in yardsticks])
-            if runs.spliced:
-                further = (runs.spliced, runs.rewritten, runs.original)
-                spliced, rewritten, original = (of(each)[rows] for each in further)
-                exact = runs.exact and not self.dead
-                separation = separate(given[0], spliced, *given[1:], rewritten, original, exact, dtype)
-                result = replace(result, separation=separation)
-            found.append(result)
-        if some:
-            self.notes.append(
-                f"rounding chooses between experts with nearly the same scores: {int(near.sum())} of {len(near)} rows "
-                f"of {name} depend on it, are judged apart, and may be off by twice what another choice changes"
-            )
-        return found
+            if not runs.spliced:
+                return result
+            spliced, rewritten, original = (of(each)[rows] for each in (runs.spliced, runs.rewritten, runs.original))
+            exact = runs.exact and not self.dead
+            separation = separate(given[0], spliced, *given[1:], rewritten, original, exact, dtype)
+            return replace(result, separation=separation)
+
+        near = rows_near_ties(truth, others)
+        if not bool(near.any()):
+            return [judge(name, slice(None), [])]
+        self.notes.append(
+            f"rounding chooses between experts with nearly the same scores: {int(near.sum())} of {len(near)} rows "
+            f"of {name} depend on it, are judged apart, and may be off by twice what another choice changes"
+        )
+        certain = [] if bool(near.all()) else [judge(name, ~near, [])]
+        return [*certain, judge(f"{name} (near ties)", near, others)]
 
     def result(
         self,
