@@ -217,8 +217,7 @@ class DenseFp8:
         self._block = block
         weight, self._bias = packed_weights(block)
         self._weight, self._down = Fp8.quantize(weight, "tensor"), Fp8.quantize(block.down, "tensor")
-        self._x_scale = _scale(x)
-        self._h_scale = _scale(block.hidden(x))
+        self._x_scale, self._h_scale = (_scale(each.abs().amax()) for each in (x, block.hidden(x)))
         self._x_per_unit, self._h_per_unit = 1 / self._x_scale, 1 / self._h_scale
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -266,12 +265,12 @@ def takes_fp8(block: Block) -> bool:
 
 def rounded_rows(x: Tensor) -> Fp8:
     """Round rows to E4M3, each with a scale, [tokens, 1]: where this is compiled, in one kernel with what is before."""
-    scale = (x.abs().amax(-1, keepdim=True).float() / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+    scale = _scale(x.abs().amax(-1, keepdim=True))
     return Fp8(_to_fp8(x, 1 / scale), scale)
 
 
-def _scale(x: Tensor) -> Tensor:
-    return (x.abs().amax().float() / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+def _scale(largest: Tensor) -> Tensor:
+    return (largest.float() / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def fp8_product(rows: Fp8, weight: Fp8, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
