@@ -74,6 +74,10 @@ TWELL_API char const* twell_attention_validate(twell_attention_problem const* pr
     if (!is_flag(p.rotated) || (p.rotated == 1 && (p.cached == 0 || p.width % 16 != 0))) {
         return "rotated must be 0 or 1, and is 1 only where keys and values are cached and width is a multiple of 16";
     }
+    auto const is_scale = [](float scale) { return std::isfinite(scale) && scale > 0.0F; };
+    if (!is_flag(p.fp8) || (p.fp8 == 1 && (p.cached == 0 || !is_scale(p.key_scale) || !is_scale(p.value_scale)))) {
+        return "fp8 must be 0 or 1, and is 1 only where keys and values are cached, with positive, finite scales";
+    }
     if (p.causal == 1 && p.tokens != p.keys) {
         return "tokens and keys must be equal where attention is causal";
     }

@@ -16,7 +16,7 @@
 
 #include "../tensorrt/common.h"
 #include "append.h"
-#include "one_token.h"
+#include "over_caches.h"
 
 // Where the front end looks up the functions of cuDNN.
 void* cudnn_frontend::cudnn_dlhandle = nullptr;
@@ -165,7 +165,7 @@ size_t rotated_bytes(twell_attention_problem const& p) {
 bool ProblemOrder::operator()(twell_attention_problem const& a, twell_attention_problem const& b) const {
     auto const key = [](twell_attention_problem const& p) {
         return std::tie(p.batch, p.tokens, p.keys, p.heads, p.kv_heads, p.width, p.dtype, p.causal, p.lengths, p.scale,
-                        p.cached, p.rotated);
+                        p.cached, p.rotated, p.fp8, p.key_scale, p.value_scale);
     };
     return key(a) < key(b);
 }
@@ -315,8 +315,13 @@ void Attention::open() {
 }
 
 size_t Attention::prepare(twell_attention_problem const& problem) {
-    if (does_nothing(problem) || takes_one_token(problem)) {
+    if (does_nothing(problem) || takes_caches(problem)) {
         return 0;
+    }
+    if (problem.fp8 == 1) {
+        throw Refusal(
+            "caches in FP8 need a GPU of compute capability 9.0 or newer, and heads of a width of 64, 80, 96, "
+            "128 or 256");
     }
     open();
     auto found = plans_.find(problem);
@@ -332,8 +337,8 @@ void Attention::run(twell_attention_problem const& problem, twell_attention_tens
     if (does_nothing(problem)) {
         return;
     }
-    if (takes_one_token(problem)) {
-        check(attend_one_token(problem, tensors, stream), "cannot attend to the caches");
+    if (takes_caches(problem)) {
+        check(attend_over_caches(problem, tensors, stream), "cannot attend to the caches");
         return;
     }
     auto const found = plans_.find(problem);

@@ -1,4 +1,4 @@
-// Attention: by a kernel of this library where that takes a problem (one_token.h), else by cuDNN's graph API, whose
+// Attention: by a kernel of this library where that takes a problem (over_caches.h), else by cuDNN's graph API, whose
 // plans for problems are kept.
 #pragma once
 

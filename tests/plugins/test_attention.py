@@ -225,6 +225,8 @@ def test_validate_accepts(changes: dict[str, float]) -> None:
         ({"cached": 1}, "causal and lengths must be 0 where keys and values are cached"),
         ({"causal": 0, "cached": 1, "lengths": 1}, "causal and lengths must be 0 where keys and values are cached"),
         ({"causal": 0, "cached": 1, "keys": 15}, "must not be more tokens than keys"),
+        ({"fp8": 1, "key_scale": 1.0, "value_scale": 1.0}, "fp8 must be 0 or 1"),
+        ({"causal": 0, "cached": 1, "fp8": 1, "key_scale": 1.0}, "with positive, finite scales"),
         ({"scale": math.nan}, "scale must be finite"),
         ({"scale": math.inf}, "scale must be finite"),
     ],

@@ -12,7 +12,7 @@ from twellc.plugins import cache_op
 from twellc.plugins.cache_op import APPEND, APPEND_IN_PLACE, CACHE_MASK, CACHED_ATTENTION
 
 SCALE = 0.17
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
@@ -256,8 +256,116 @@ def test_attention_rotates_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     assert_as_accurate(y.cpu(), plain, truth)
 
 
+# Scales of keys and values in FP8.
+FP8_SCALES = (0.013, 0.4)
+OVER_FP8 = ("chunk", "one-query", *LARGE, *ONE_TOKEN)
+
+
+def in_fp8(x: Tensor, scale: float) -> Tensor:
+    return (x.float() / scale).clamp(-448, 448).to(E4M3)
+
+
+def fp8_operands(name: str, dtype: torch.dtype) -> tuple[list[Any], Tensor]:
+    """Return operands over caches in FP8, and the right result in float64."""
+    q, keys, values, *others = attention_operands(name, dtype)
+    caches = [in_fp8(each, scale) for each, scale in zip((keys, values), FP8_SCALES, strict=True)]
+    wide = [each.double() * scale for each, scale in zip(caches, FP8_SCALES, strict=True)]
+    return [q, *caches, *others, None, None, *FP8_SCALES], attention_of(q.double(), *wide, *others)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(
+    "name", ["chunk", "one-token-wide", "behind-the-last-place", "odd-width", "two-widths", "large"]
+)
+def test_append_rounds_to_fp8(name: str, dtype: torch.dtype, device: str) -> None:
+    """Numbers beyond the range become the largest ones, and NaN stays NaN."""
+    keys, values, new_keys, new_values, *others = operands(name, dtype)
+    new_keys[0, 0, 0, :4] = torch.tensor([float("nan"), float("inf"), -float("inf"), 400])
+    caches = [in_fp8(keys, 1.0), in_fp8(values, 1.0)]
+    rounded = [in_fp8(new, scale) for new, scale in zip((new_keys, new_values), FP8_SCALES, strict=True)]
+    right = [appended(cache, new, *others) for cache, new in zip(caches, rounded, strict=True)]
+    given = [each.to(device) for each in (*caches, new_keys, new_values, *others)]
+    for found, expected in zip(APPEND(*given, None, None, *FP8_SCALES), right, strict=True):
+        assert torch.equal(found.cpu().view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("name", ["chunk", "one-token-wide"])
+def test_append_rotates_before_it_rounds_to_fp8(name: str, device: str) -> None:
+    keys, values, new_keys, new_values, starts, counts = operands(name, BF16)
+    angles = angles_of(new_keys)
+    turned = rotated(new_keys.double(), *(each.double() for each in angles))
+    right = appended(torch.zeros(keys.shape, dtype=torch.float64), turned, starts, counts)
+    given = [torch.zeros_like(each, dtype=E4M3) for each in (keys, values)]
+    on_device = [each.to(device) for each in (*given, new_keys, new_values, starts, counts, *angles)]
+    found = APPEND(*on_device, *FP8_SCALES)[0].cpu().double() * FP8_SCALES[0]
+    # Rounded to bfloat16 once, and to E4M3 once, whose least number is 2^-9.
+    assert ((found - right).abs() <= right.abs() * (2**-4 + 2**-7) + FP8_SCALES[0] * 2**-9).all()
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attention_over_fp8(name: str) -> None:
+    given, truth = fp8_operands(name, torch.float64)
+    assert_same(CACHED_ATTENTION(*given), truth)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("name", OVER_FP8)
+def test_attention_over_fp8_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    given, truth = fp8_operands(name, dtype)
+    y = CACHED_ATTENTION(*(each.cuda() if isinstance(each, Tensor) else each for each in given))
+    for row, count in enumerate(given[3].tolist()):
+        assert (y[row, count:] == 0).all()
+    assert_as_accurate(y.cpu(), CACHED_ATTENTION(*given), truth)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["odd-chunk", "prefill", "one-token-3-4-4-80", "decode-32-32-8-64"])
+def test_attention_over_fp8_rotates_on_a_gpu(name: str) -> None:
+    given, _ = fp8_operands(name, BF16)
+    q, keys, values, *others = given[:6]
+    angles = angles_of(q)
+    wide = [each.double() * scale for each, scale in zip((keys, values), FP8_SCALES, strict=True)]
+    truth = attention_of(rotated(q.double(), *(each.double() for each in angles)), *wide, *others)
+    plain = CACHED_ATTENTION(*given[:6], *angles, *FP8_SCALES)
+    on_gpu = [each.cuda() if isinstance(each, Tensor) else each for each in (*given[:6], *angles)]
+    y = CACHED_ATTENTION(*on_gpu, *FP8_SCALES)
+    assert_as_accurate(y.cpu(), plain, truth)
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("name", ["odd-chunk", "two-tokens", "wide", "one-token-8-32-8-128", "one-token-3-6-2-96"])
+def test_attention_over_fp8_sees_its_keys_alone(name: str) -> None:
+    """The same bits in each call, whatever stands in places that are not used."""
+    given, _ = fp8_operands(name, BF16)
+    q, keys, values, *others = (each.cuda() if isinstance(each, Tensor) else each for each in given)
+    first = CACHED_ATTENTION(q, keys, values, *others)
+    for row, known in enumerate(given[4].tolist()):
+        keys[row, :, known:], values[row, :, known:] = float("nan"), float("nan")
+    for _ in range(20):
+        assert torch.equal(CACHED_ATTENTION(q, keys, values, *others), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", [0, 30, 1023])
+def test_nan_reaches_attention_over_fp8(place: int) -> None:
+    given, _ = fp8_operands("one-token-2-16-16-128", BF16)
+    q, keys, values, *others = (each.cuda() if isinstance(each, Tensor) else each for each in given)
+    q[1, 0, 3, 7] = keys[1, 5, place, 7] = values[1, 6, place, 7] = float("nan")
+    expected = torch.zeros_like(q, dtype=torch.bool)
+    expected[1, 0, 3] = expected[1, 0, 5] = expected[1, 0, 6, 7] = True
+    assert torch.equal(CACHED_ATTENTION(q, keys, values, *others).isnan(), expected)
+
+
 @pytest.mark.gpu
 def test_sanitize() -> None:
+    for name in ("one-token-5-6-2-64", "odd-chunk", "wide"):
+        given, _ = fp8_operands(name, BF16)
+        y = CACHED_ATTENTION(*(each.cuda() if isinstance(each, Tensor) else each for each in given))
+        assert y.isfinite().all()
     for name in ("one-token-5-6-2-64", "one-token-2-16-16-128", "one-token-4-8-1-256"):
         q, *others = (each.cuda() if isinstance(each, Tensor) else each for each in attention_operands(name, BF16))
         assert CACHED_ATTENTION(q, *others, *(each.cuda() for each in angles_of(q))).isfinite().all()
@@ -265,6 +373,8 @@ def test_sanitize() -> None:
         given = [each.cuda() for each in operands(name, BF16)]
         angles = [each.cuda() for each in angles_of(given[2])]
         assert all(cache.isfinite().all() for cache in APPEND(*given, *angles))
+        caches = [torch.zeros_like(each, dtype=E4M3) for each in given[:2]]
+        assert APPEND(*caches, *given[2:], *angles, *FP8_SCALES)[0].float().isfinite().all()
 
 
 def assert_near(y: Tensor, expected: Tensor) -> None:
@@ -364,6 +474,16 @@ def test_append_refuses(index: int, change: Any, message: str) -> None:
     given[index] = change(given[index])
     with pytest.raises((ValueError, TypeError), match=message):
         APPEND(*given)
+
+
+@pytest.mark.parametrize(("scale", "fp8"), [(2.0, False), (0.0, True), (float("inf"), True), (float("nan"), True)])
+def test_scales_are_refused(scale: float, fp8: bool) -> None:
+    new, given = operands("chunk", torch.float32), attention_operands("chunk", torch.float32)
+    for op, operands_of, first in ((APPEND, new, 0), (CACHED_ATTENTION, given, 1)):
+        if fp8:
+            operands_of[first : first + 2] = [each.to(E4M3) for each in operands_of[first : first + 2]]
+        with pytest.raises(ValueError, match="value_scale must be"):
+            op(*operands_of, key_scale=1.0, value_scale=scale)
 
 
 @pytest.mark.parametrize(

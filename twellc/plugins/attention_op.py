@@ -25,19 +25,20 @@ from twellc.plugins.torch_library import define
 # ---- shared with attention over a cache ----
 
 
-def check_operands(heads_at: int, **operands: Tensor) -> None:
+def check_operands(heads_at: int, stored: torch.dtype | None = None, **operands: Tensor) -> None:
     """Fail if queries, keys and values, in this order, do not fit each other.
 
     Args:
         heads_at: The dimension of the heads of keys and values, 1 or 2; the other one is that of their places.
+        stored: The dtype of keys and values; None: that of the queries.
         operands: The queries [batch, tokens, heads, width], the keys and the values.
     """
     q, keys, _ = operands.values()
     for name, tensor in operands.items():
         if tensor.dim() != 4:
             raise ValueError(f"twell: {name} must have four dimensions, got {tuple(tensor.shape)}")
-        if tensor.dtype != q.dtype:
-            raise TypeError(f"twell: {name} must be {q.dtype} like q, got {tensor.dtype}")
+        if tensor is not q and tensor.dtype != (stored or q.dtype):
+            raise TypeError(f"twell: {name} must be {stored or f'{q.dtype} like q'}, got {tensor.dtype}")
     if not q.dtype.is_floating_point:
         raise TypeError(f"twell: {', '.join(operands)} must be of a floating point type, got {q.dtype}")
     (batch, _, heads, width), kv_heads, length = q.shape, keys.shape[heads_at], keys.shape[3 - heads_at]

@@ -228,7 +228,8 @@ class AttentionProblem(ctypes.Structure):
         *_each(_I64, "batch tokens keys"),
         *_each(_I32, "heads kv_heads width dtype causal lengths"),
         *_each(ctypes.c_float, "scale"),
-        *_each(_I32, "cached rotated"),
+        *_each(_I32, "cached rotated fp8"),
+        *_each(ctypes.c_float, "key_scale value_scale"),
     )
 
 
@@ -241,7 +242,11 @@ class AttentionTensors(ctypes.Structure):
 class AppendProblem(ctypes.Structure):
     """Mirror of `twell_append_problem`."""
 
-    _fields_ = (*_each(_I64, "batch tokens length"), *_each(_I32, "kv_heads key_bytes value_bytes rotated dtype"))
+    _fields_ = (
+        *_each(_I64, "batch tokens length"),
+        *_each(_I32, "kv_heads key_bytes value_bytes rotated dtype fp8"),
+        *_each(ctypes.c_float, "key_scale value_scale"),
+    )
 
 
 class AppendTensors(ctypes.Structure):

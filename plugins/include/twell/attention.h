@@ -39,6 +39,11 @@ typedef struct {
     // 0 or 1, only if cached: whether the queries are rotated first. Each row x becomes x * cosines + (-x2, x1) *
     // sines, rounded once, where x1 and x2 are its halves; width is a multiple of 16.
     int32_t rotated;
+    // 0 or 1, only if cached: whether k and v are in FP8, E4M3, and stand for their numbers times key_scale and
+    // value_scale, which are positive and finite. These are read only then.
+    int32_t fp8;
+    float key_scale;
+    float value_scale;
 } twell_attention_problem;
 
 typedef struct {
@@ -80,16 +85,22 @@ typedef struct {
     int64_t tokens;       // new ones of a sequence: at least 0
     int64_t length;       // places of a cache: at least 1
     int32_t kv_heads;     // at least 1
-    int32_t key_bytes;    // of one head's key: a positive multiple of 2
+    int32_t key_bytes;    // of one head's new key: a positive multiple of 2
     int32_t value_bytes;  // of one head's value: likewise
     // 0 or 1: whether the new keys are rotated first, as queries are. Then key_bytes is a multiple of 32, value_bytes
     // one of 16, and all tensors start at multiples of 16 bytes.
     int32_t rotated;
-    int32_t dtype;  // twell_dtype of rotated keys
+    int32_t dtype;  // twell_dtype of new keys and values, read if they are rotated or the caches in FP8
+    // 0 or 1: whether the caches are in FP8, E4M3. Then each new number is divided by its scale, which is positive and
+    // finite, and rounded; beyond the range it becomes the largest number, and NaN stays NaN. key_bytes and value_bytes
+    // are multiples of 16, and all tensors start at multiples of 16 bytes.
+    int32_t fp8;
+    float key_scale;
+    float value_scale;
 } twell_append_problem;
 
 typedef struct {
-    void* keys;              // [batch, kv_heads, length, width], contiguous as all are
+    void* keys;              // [batch, kv_heads, length, width], contiguous as all are; of bytes in FP8
     void* values;            // likewise
     void const* new_keys;    // [batch, tokens, kv_heads, width]
     void const* new_values;  // likewise

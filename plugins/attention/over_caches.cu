@@ -1,12 +1,16 @@
-// Attention of one token over a cache: see one_token.h.
+// Attention over a cache: see over_caches.h.
 //
-// A cluster of CTAs shares the cache of one head, and computes all queries of the head's group, up to eight, as the
-// rows of tensor-core products. Each warp takes tiles of 16 keys with a separate online softmax. At the end the warps
-// of a CTA join their parts in shared memory, and the CTAs of a cluster theirs in each other's. All in a fixed order,
-// so the same call gives the same bits.
+// A cluster of CTAs shares the cache of one head, and computes up to eight queries of the head's group, those of a
+// token and then those of the next, as the rows of tensor-core products. Each warp takes tiles of 16 keys with a
+// separate online softmax. At the end the warps of a CTA join their parts in shared memory, and the CTAs of a cluster
+// theirs in each other's. All in a fixed order, so the same call gives the same bits.
+//
+// Keys and values in FP8 become elements in registers, with their scales left out: that of the keys is in the scale of
+// the scores, and results are multiplied by that of the values.
 #include <math.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "device/cluster.cuh"
 #include "device/dependent_launch.cuh"
@@ -18,7 +22,7 @@
 #include "device/vector.cuh"
 #include "device/warps.cuh"
 #include "host/launch.h"
-#include "one_token.h"
+#include "over_caches.h"
 #include "rotate.cuh"
 
 namespace twell {
@@ -31,28 +35,40 @@ constexpr int kSplits = 8;  // CTAs of a cluster at most
 // multiprocessor: on an H100 128 of them do not all find one at once.
 constexpr int kMostCtas = 128;
 constexpr int kMostCtasOfLarge = 64;
-// Caches, one of a head and a sequence, up to which this is faster than cuDNN: some 2 to 4 us on an H100.
+// Caches of 16 bits, one of a head and a sequence, up to which this is faster than cuDNN: some 2 to 4 us on an H100.
 constexpr int kMostCaches = 64;
 constexpr float kLog2E = 1.4426950408889634f;
 
+// Stored: of caches, uint16_t for elements, or E4m3.
+template <class Stored>
 struct Params {
-    uint16_t const* q;          // [batch, heads, width]
-    uint16_t const* keys;       // [batch, kv_heads, length, width]
-    uint16_t const* values;     // likewise
-    int32_t const* key_counts;  // [batch]
-    uint16_t const* cosines;    // [batch, width]; or null, where queries are not rotated
-    uint16_t const* sines;      // likewise
-    uint16_t* y;                // as q
+    uint16_t const* q;            // [batch, tokens, heads, width]
+    Stored const* keys;           // [batch, kv_heads, length, width]
+    Stored const* values;         // likewise
+    int32_t const* query_counts;  // [batch]
+    int32_t const* key_counts;    // [batch]
+    uint16_t const* cosines;      // [batch, tokens, width]; or null, where queries are not rotated
+    uint16_t const* sines;        // likewise
+    uint16_t* y;                  // as q
+    int32_t tokens;
     int32_t length;
     int32_t kv_heads;
-    int32_t group;   // heads / kv_heads
-    int32_t splits;  // CTAs of a cluster
-    float scale;     // of scores whose softmax is one of powers of two
+    int32_t group;      // heads / kv_heads
+    int32_t splits;     // CTAs of a cluster
+    float scale;        // of scores whose softmax is one of powers of two
+    float value_scale;  // of values in FP8
 };
+
+template <class Stored>
+constexpr bool kIsFp8 = sizeof(Stored) == 1;
 
 // Groups of eight keys that a warp takes at once: as many as registers hold.
 template <int WIDTH>
 constexpr int kHalves = WIDTH > 128 ? 1 : 2;
+
+// CTAs of a multiprocessor: in FP8 it takes two to have as many bytes on the way.
+template <class Stored, int WIDTH>
+constexpr int kCtas = kIsFp8<Stored> && WIDTH <= 128 ? 2 : 1;
 
 template <int WIDTH>
 struct Shared {
@@ -89,25 +105,99 @@ __device__ __forceinline__ float over_keys(float value, Join const& join) {
 // The score that all exponents are relative to; 0 where all scores are -inf, so that all weights are 0.
 __device__ __forceinline__ float base_of(float largest) { return largest == -INFINITY ? 0.0f : largest; }
 
-// Element words `word` of two keys: the even (odd) elements side by side.
-__device__ __forceinline__ uint32_t even_of(uint32_t first, uint32_t second) {
-    return __byte_perm(first, second, 0x5410);
+// Two neighbours of fp16 as elements, which are exact.
+template <class Element>
+__device__ __forceinline__ uint32_t element_pair(uint32_t fp16_pair) {
+    if constexpr (std::is_same_v<Element, Fp16>) {
+        return fp16_pair;
+    } else {
+        float2 const values = Fp16::to_float2(fp16_pair);
+        return Element::from_float2(values.x, values.y);
+    }
 }
-__device__ __forceinline__ uint32_t odd_of(uint32_t first, uint32_t second) {
-    return __byte_perm(first, second, 0x7632);
+
+// Of two values pair `index` of eight elements each: the first elements side by side, and the second ones.
+template <class Element>
+__device__ __forceinline__ uint2 side_by_side(uint4 first, uint4 second, int index) {
+    auto const word = [index](uint4 vector) {
+        return index == 0 ? vector.x : index == 1 ? vector.y : index == 2 ? vector.z : vector.w;
+    };
+    return make_uint2(__byte_perm(word(first), word(second), 0x5410), __byte_perm(word(first), word(second), 0x7632));
+}
+template <class Element>
+__device__ __forceinline__ uint2 side_by_side(uint2 first, uint2 second, int index) {
+    uint32_t const bytes = index < 2 ? __byte_perm(first.x, second.x, index == 0 ? 0x5140 : 0x7362)
+                                     : __byte_perm(first.y, second.y, index == 2 ? 0x5140 : 0x7362);
+    return make_uint2(element_pair<Element>(e4m3_to_fp16_pair(bytes)),
+                      element_pair<Element>(e4m3_to_fp16_pair(bytes >> 16)));
+}
+
+// As load_from_l2_if.
+__device__ __forceinline__ uint2 load_half_from_l2_if(E4m3 const* pointer, bool exists) {
+    uint2 words;
+    asm volatile(
+        "{\n"
+        ".reg .pred exists;\n"
+        "setp.ne.s32 exists, %3, 0;\n"
+        "mov.b32 %0, 0;\n"
+        "mov.b32 %1, 0;\n"
+        "@exists ld.global.cg.v2.u32 {%0, %1}, [%2];\n"
+        "}\n"
+        : "=&r"(words.x), "=&r"(words.y)
+        : "l"(pointer), "r"(static_cast<int>(exists)));
+    return words;
+}
+
+// Vectors of eight elements.
+__device__ __forceinline__ uint4 load_value_if(uint16_t const* pointer, bool exists) {
+    return load_from_l2_if(pointer, exists);
+}
+__device__ __forceinline__ uint2 load_value_if(E4m3 const* pointer, bool exists) {
+    return load_half_from_l2_if(pointer, exists);
 }
 
 #endif
 
-// blockIdx.x: CTAs of a cluster, blocks of kRows queries of a group, heads of the cache; blockIdx.y: sequences.
+// The parts of a key, or of a query, that a lane of a group of four has: `kPieces` of eight elements each, which it
+// loads as vectors of 16 bytes.
+template <class Stored, int WIDTH>
+struct KeyParts {
+    static constexpr int kPiecesOfVector = kIsFp8<Stored> ? 2 : 1;
+    static constexpr int kColumns = 4 * kPiecesOfVector * kVector;  // of the group's vectors
+    static constexpr int kVectors = (WIDTH + kColumns - 1) / kColumns;
+    static constexpr int kPieces = kVectors * kPiecesOfVector;
+    static __device__ __forceinline__ int column(int vector, int lane) {
+        return kColumns * vector + kPiecesOfVector * kVector * lane;
+    }
+    static __device__ __forceinline__ int column_of_piece(int piece, int lane) {
+        return column(piece / kPiecesOfVector, lane) + piece % kPiecesOfVector * kVector;
+    }
+    // A piece as elements.
+    template <class Element>
+    static __device__ __forceinline__ uint4 piece(uint4 const (&vectors)[kVectors], int index) {
+        uint4 const vector = vectors[index / kPiecesOfVector];
+        if constexpr (kIsFp8<Stored>) {
+            return as_elements<Element>(index % 2 == 0 ? make_uint2(vector.x, vector.y)
+                                                       : make_uint2(vector.z, vector.w));
+        } else {
+            return vector;
+        }
+    }
+};
+
+// blockIdx.x: CTAs of a cluster, blocks of kRows queries of a group and of tokens, heads of the cache; blockIdx.y:
+// sequences. Caches of 16 bits come with one token a sequence.
 //
 // Scores and result are computed transposed. Lane 4 g + t has of scores those of keys g and 8 + g for queries 2 t and
 // 2 t + 1, and of the result eight neighbours of these queries. The order of the elements that a score sums up over is
-// free, as is that of the result's rows: so fragments of keys and values are 16 bytes of memory.
-template <class Element, int WIDTH>
-__global__ void __launch_bounds__(32 * kWarps, 1) one_token_kernel(Params const p) {
+// free, as is that of the result's rows: so fragments of keys and values are neighbours in memory, 16 bytes, or 8 of
+// values in FP8.
+template <class Element, class Stored, int WIDTH>
+__global__ void __launch_bounds__(32 * kWarps, kCtas<Stored, WIDTH>) over_caches_kernel(Params<Stored> const p) {
 #if defined(TWELL_HAS_CLUSTERS)
-    constexpr int kPieces = (WIDTH + 31) / 32;       // of a key: four lanes' vectors
+    using Parts = KeyParts<Stored, WIDTH>;
+    constexpr bool kOneToken = !kIsFp8<Stored>;
+    constexpr int kPieces = Parts::kPieces;
     constexpr int kValuePieces = (WIDTH + 63) / 64;  // of a value: eight lanes' vectors
     constexpr int kTile = 8 * kHalves<WIDTH>;        // keys of a warp at once
     constexpr int kCtaTile = kWarps * kTile;
@@ -118,12 +208,19 @@ __global__ void __launch_bounds__(32 * kWarps, 1) one_token_kernel(Params const 
     int const g = lane / 4;
     int const t = lane % 4;
     int const rank = static_cast<int>(cluster_rank());
-    int const row_blocks = (p.group + kRows - 1) / kRows;
+    int const tokens = kOneToken ? 1 : p.tokens;
+    int const row_blocks = (tokens * p.group + kRows - 1) / kRows;
     int const cluster_idx = blockIdx.x / p.splits;
     int const kv_head = cluster_idx / row_blocks;
     int const row_begin = cluster_idx % row_blocks * kRows;
-    int const rows = min(kRows, p.group - row_begin);
-    int64_t const first_row = (int64_t{blockIdx.y} * p.kv_heads + kv_head) * p.group + row_begin;
+    int const rows = min(kRows, tokens * p.group - row_begin);
+    auto const token_of = [&](int row) { return kOneToken ? 0 : (row_begin + row) / p.group; };
+    // Where a row begins in q and y.
+    auto const offset_of = [&](int row) {
+        int const token = token_of(row);
+        int64_t const heads = (int64_t{blockIdx.y} * tokens + token) * p.kv_heads + kv_head;
+        return (heads * p.group + row_begin + row - token * p.group) * WIDTH;
+    };
     int64_t const cache_begin = (int64_t{blockIdx.y} * p.kv_heads + kv_head) * p.length * WIDTH;
 
     int const elements = rows * WIDTH;
@@ -144,29 +241,41 @@ __global__ void __launch_bounds__(32 * kWarps, 1) one_token_kernel(Params const 
         int const places = min(kCtaTile, hint - rank * kCtaTile);
         if (places > 0) {
             int64_t const offset = cache_begin + int64_t{rank} * kCtaTile * WIDTH;
-            prefetch_bytes(p.keys + offset, places * WIDTH * static_cast<int>(sizeof(uint16_t)));
-            prefetch_bytes(p.values + offset, places * WIDTH * static_cast<int>(sizeof(uint16_t)));
+            prefetch_bytes(p.keys + offset, places * WIDTH * static_cast<int>(sizeof(Stored)));
+            prefetch_bytes(p.values + offset, places * WIDTH * static_cast<int>(sizeof(Stored)));
         }
     }
     int const stride = p.splits * kCtaTile;
     int begin = rank * kCtaTile + warp * kTile;  // of this warp's tile
     // Where this lane's parts of it begin.
-    uint16_t const* keys = p.keys + cache_begin + int64_t{begin + g} * WIDTH + 8 * t;
-    uint16_t const* values = p.values + cache_begin + int64_t{begin + 2 * t} * WIDTH + 8 * g;
+    Stored const* keys = p.keys + cache_begin + int64_t{begin + g} * WIDTH + Parts::column(0, t);
+    Stored const* values = p.values + cache_begin + int64_t{begin + 2 * t} * WIDTH + 8 * g;
     wait_for_previous_launch();
-    int const count = min(__ldcg(p.key_counts + blockIdx.y), p.length);
+    int const known = min(__ldcg(p.key_counts + blockIdx.y), p.length);
+    int const queries = kOneToken ? 1 : __ldcg(p.query_counts + blockIdx.y);
+    // How many keys a row sees; none behind the last query.
+    auto const seen_by = [&](int row) {
+        int const token = token_of(row);
+        return token < queries ? known - queries + token + 1 : 0;
+    };
+    // As many as any row of this cluster.
+    int const count = kOneToken               ? known
+                      : token_of(0) < queries ? known - queries + min(token_of(rows - 1), queries - 1) + 1
+                                              : 0;
 
     uint4 q[kPieces];
-    uint4 k[kHalves<WIDTH>][kPieces];
-    uint4 v[2 * kHalves<WIDTH>][kValuePieces];
+    uint4 k[kHalves<WIDTH>][Parts::kVectors];
+    Vector<Stored> v[2 * kHalves<WIDTH>][kValuePieces];
     auto const in_width = [](int column) { return WIDTH % 64 == 0 || column < WIDTH; };
     auto const load_keys = [&] {
 #pragma unroll
         for (int half = 0; half < kHalves<WIDTH>; ++half) {
             bool const is_there = begin + 8 * half + g < count;
 #pragma unroll
-            for (int i = 0; i < kPieces; ++i) {
-                k[half][i] = load_from_l2_if(keys + 8 * half * WIDTH + 32 * i, is_there && in_width(32 * i + 8 * t));
+            for (int i = 0; i < Parts::kVectors; ++i) {
+                Stored const* const pointer = keys + 8 * half * WIDTH + Parts::kColumns * i;
+                k[half][i] = load_from_l2_if(reinterpret_cast<uint16_t const*>(pointer),
+                                             is_there && in_width(Parts::column(i, t)));
             }
         }
     };
@@ -177,26 +286,26 @@ __global__ void __launch_bounds__(32 * kWarps, 1) one_token_kernel(Params const 
             bool const is_there = begin + place + 2 * t < count;
 #pragma unroll
             for (int i = 0; i < kValuePieces; ++i) {
-                v[j][i] = load_from_l2_if(values + place * WIDTH + 64 * i, is_there && in_width(64 * i + 8 * g));
+                v[j][i] = load_value_if(values + place * WIDTH + 64 * i, is_there && in_width(64 * i + 8 * g));
             }
         }
     };
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-        int const column = 32 * i + 8 * t;
-        q[i] = load_from_l2_if(p.q + (first_row + g) * WIDTH + column, g < rows && in_width(column));
+        int const column = Parts::column_of_piece(i, t);
+        q[i] = load_from_l2_if(p.q + offset_of(g) + column, g < rows && in_width(column));
     }
     load_keys();
     load_values();
     if (p.cosines != nullptr) {
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) {
-            int const column = 32 * i + 8 * t;
+            int const column = Parts::column_of_piece(i, t);
             bool const is_first = column < WIDTH / 2;
             int const partner = is_first ? column + WIDTH / 2 : column - WIDTH / 2;
             bool const is_there = g < rows && in_width(column);
-            int64_t const angle = int64_t{blockIdx.y} * WIDTH + column;
-            q[i] = rotate<Element>(q[i], load_from_l2_if(p.q + (first_row + g) * WIDTH + partner, is_there),
+            int64_t const angle = (int64_t{blockIdx.y} * tokens + token_of(g)) * WIDTH + column;
+            q[i] = rotate<Element>(q[i], load_from_l2_if(p.q + offset_of(g) + partner, is_there),
                                    load_from_l2_if(p.cosines + angle, is_there),
                                    load_from_l2_if(p.sines + angle, is_there), is_first);
         }
@@ -206,12 +315,14 @@ __global__ void __launch_bounds__(32 * kWarps, 1) one_token_kernel(Params const 
     float largest[2] = {-INFINITY, -INFINITY};
     float sum[2] = {};
     float o[kValuePieces][4][4] = {};
+    int const seen[2] = {kOneToken ? count : seen_by(2 * t), kOneToken ? count : seen_by(2 * t + 1)};
     while (begin < count) {
         float s[2][4] = {};  // halves of the sums
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) {
-            uint4 const upper = k[0][i];
-            uint4 const lower = kHalves<WIDTH> == 2 ? k[kHalves<WIDTH> - 1][i] : uint4{};
+            uint4 const upper = Parts::template piece<Element>(k[0], i);
+            uint4 const lower =
+                kHalves<WIDTH> == 2 ? Parts::template piece<Element>(k[kHalves<WIDTH> - 1], i) : uint4{};
             Element::mma(s[0], {upper.x, lower.x, upper.y, lower.y}, q[i].x, q[i].y);
             Element::mma(s[1], {upper.z, lower.z, upper.w, lower.w}, q[i].z, q[i].w);
         }
@@ -227,7 +338,7 @@ __global__ void __launch_bounds__(32 * kWarps, 1) one_token_kernel(Params const 
             float tile_largest = -INFINITY;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                bool const is_there = half < kHalves<WIDTH> && place + 8 * half < count;
+                bool const is_there = half < kHalves<WIDTH> && place + 8 * half < seen[c];
                 float const score = (s[0][2 * half + c] + s[1][2 * half + c]) * p.scale;
                 weights[2 * half + c] = is_there ? score : -INFINITY;
                 tile_largest = fmaxf(tile_largest, weights[2 * half + c]);
@@ -247,12 +358,8 @@ __global__ void __launch_bounds__(32 * kWarps, 1) one_token_kernel(Params const 
         uint32_t const lower = transposed(Element::from_float2(weights[2], weights[3]));
 #pragma unroll
         for (int i = 0; i < kValuePieces; ++i) {
-            auto const word = [&](int j, int which) {
-                if (j >= 2 * kHalves<WIDTH>) {
-                    return 0u;
-                }
-                uint4 const& vector = v[j][i];
-                return which == 0 ? vector.x : which == 1 ? vector.y : which == 2 ? vector.z : vector.w;
+            auto const pairs_of = [&](int j, int which) {
+                return j < 2 * kHalves<WIDTH> ? side_by_side<Element>(v[j][i], v[j + 1][i], which) : uint2{};
             };
 #pragma unroll
             for (int w = 0; w < 4; ++w) {
@@ -260,10 +367,9 @@ __global__ void __launch_bounds__(32 * kWarps, 1) one_token_kernel(Params const 
                 for (int c = 0; c < 4; ++c) {
                     o[i][w][c] *= shrinks[c % 2];
                 }
-                Element::mma(o[i][w],
-                             {even_of(word(0, w), word(1, w)), odd_of(word(0, w), word(1, w)),
-                              even_of(word(2, w), word(3, w)), odd_of(word(2, w), word(3, w))},
-                             upper, lower);
+                uint2 const first = pairs_of(0, w);
+                uint2 const second = pairs_of(2, w);
+                Element::mma(o[i][w], {first.x, first.y, second.x, second.y}, upper, lower);
             }
         }
         load_values();
@@ -339,18 +445,20 @@ __global__ void __launch_bounds__(32 * kWarps, 1) one_token_kernel(Params const 
             part += weight * shared.cluster_o[cta * share + i];
             total += weight * shared.cluster_sum[cta][row];
         }
-        p.y[first_row * WIDTH + element] = Element::from_float(part / total);
+        bool const is_padding = !kOneToken && token_of(row) >= queries;
+        p.y[offset_of(row) + element - row * WIDTH] =
+            Element::from_float(is_padding ? 0.0f : part / total * p.value_scale);
     }
 #endif
 }
 
 // Returns use(kernel, bytes of shared memory, threads) for the kernel of a width, an error if there is none.
-template <class Element, class Use>
+template <class Element, class Stored, class Use>
 cudaError_t with_width(int32_t width, Use const& use) {
     switch (width) {
 #define TWELL_WIDTH(W) \
     case W:            \
-        return use(one_token_kernel<Element, W>, static_cast<int>(sizeof(Shared<W>)), kWarps * kWarpSize)
+        return use(over_caches_kernel<Element, Stored, W>, static_cast<int>(sizeof(Shared<W>)), kWarps * kWarpSize)
         TWELL_WIDTH(64);
         TWELL_WIDTH(80);
         TWELL_WIDTH(96);
@@ -362,35 +470,15 @@ cudaError_t with_width(int32_t width, Use const& use) {
     }
 }
 
-template <class Element>
-cudaError_t launch(twell_attention_problem const& problem, Params const& params, dim3 grid, Device const& device,
-                   cudaStream_t stream) {
-    return with_width<Element>(problem.width, [&](auto kernel, int shared_bytes, int threads) {
-        return launch_dependent({"one_token"}, kernel, params, grid, threads, shared_bytes, device, stream, {}, 0,
-                                static_cast<unsigned>(params.splits));
-    });
-}
-
 // Clusters of a sequence.
 int64_t clusters_of(twell_attention_problem const& problem) {
-    int64_t const group = problem.heads / problem.kv_heads;
-    return problem.kv_heads * ((group + kRows - 1) / kRows);
+    int64_t const rows = problem.tokens * (problem.heads / problem.kv_heads);
+    return problem.kv_heads * ((rows + kRows - 1) / kRows);
 }
 
-}  // namespace
-
-bool takes_one_token(twell_attention_problem const& problem) {
-    bool const has_width = with_width<Bf16>(problem.width, [](auto...) { return cudaSuccess; }) == cudaSuccess;
-    if (problem.cached == 0 || problem.tokens != 1 || !has_width ||
-        problem.batch * clusters_of(problem) > kMostCaches) {
-        return false;
-    }
-    Device device = {};
-    return query_device(device) == cudaSuccess && knows_dependent_launch(device);
-}
-
-cudaError_t attend_one_token(twell_attention_problem const& problem, twell_attention_tensors const& tensors,
-                             cudaStream_t stream) {
+template <class Element, class Stored>
+cudaError_t launch(twell_attention_problem const& problem, twell_attention_tensors const& tensors,
+                   cudaStream_t stream) {
     Device device = {};
     TWELL_TRY(query_device(device));
     int64_t const clusters = clusters_of(problem);
@@ -398,24 +486,57 @@ cudaError_t attend_one_token(twell_attention_problem const& problem, twell_atten
     while (splits < kSplits && problem.batch * clusters * splits * 2 <= (splits == 1 ? kMostCtas : kMostCtasOfLarge)) {
         splits *= 2;
     }
-    Params params = {};
+    Params<Stored> params = {};
     params.q = static_cast<uint16_t const*>(tensors.q);
-    params.keys = static_cast<uint16_t const*>(tensors.k);
-    params.values = static_cast<uint16_t const*>(tensors.v);
+    params.keys = static_cast<Stored const*>(tensors.k);
+    params.values = static_cast<Stored const*>(tensors.v);
+    params.query_counts = tensors.query_lengths;
     params.key_counts = tensors.lengths;
     if (problem.rotated == 1) {
         params.cosines = static_cast<uint16_t const*>(tensors.cosines);
         params.sines = static_cast<uint16_t const*>(tensors.sines);
     }
     params.y = static_cast<uint16_t*>(tensors.y);
+    params.tokens = static_cast<int32_t>(problem.tokens);
     params.length = static_cast<int32_t>(problem.keys);
     params.kv_heads = problem.kv_heads;
     params.group = problem.heads / problem.kv_heads;
     params.splits = splits;
-    params.scale = problem.scale * kLog2E;
+    params.scale = problem.scale * kLog2E * (kIsFp8<Stored> ? problem.key_scale : 1.0f);
+    params.value_scale = kIsFp8<Stored> ? problem.value_scale : 1.0f;
     dim3 const grid(static_cast<unsigned>(clusters * splits), static_cast<unsigned>(problem.batch));
-    return problem.dtype == TWELL_FP16 ? launch<Fp16>(problem, params, grid, device, stream)
-                                       : launch<Bf16>(problem, params, grid, device, stream);
+    return with_width<Element, Stored>(problem.width, [&](auto kernel, int shared_bytes, int threads) {
+        return launch_dependent({"over_caches"}, kernel, params, grid, threads, shared_bytes, device, stream, {}, 0,
+                                static_cast<unsigned>(splits));
+    });
+}
+
+template <class Element>
+cudaError_t launch_stored(twell_attention_problem const& problem, twell_attention_tensors const& tensors,
+                          cudaStream_t stream) {
+    return problem.fp8 == 1 ? launch<Element, E4m3>(problem, tensors, stream)
+                            : launch<Element, uint16_t>(problem, tensors, stream);
+}
+
+}  // namespace
+
+bool takes_caches(twell_attention_problem const& problem) {
+    constexpr int64_t kMostSequences = 65535;        // in a grid
+    constexpr int64_t kMostRows = int64_t{1} << 30;  // a token and a head each
+    auto const ok = [](auto...) { return cudaSuccess; };
+    if (problem.cached == 0 || with_width<Bf16, E4m3>(problem.width, ok) != cudaSuccess) {
+        return false;
+    }
+    bool const fits = problem.fp8 == 1 ? problem.batch <= kMostSequences && problem.tokens * problem.heads <= kMostRows
+                                       : problem.tokens == 1 && problem.batch * clusters_of(problem) <= kMostCaches;
+    Device device = {};
+    return fits && query_device(device) == cudaSuccess && knows_dependent_launch(device);
+}
+
+cudaError_t attend_over_caches(twell_attention_problem const& problem, twell_attention_tensors const& tensors,
+                               cudaStream_t stream) {
+    return problem.dtype == TWELL_FP16 ? launch_stored<Fp16>(problem, tensors, stream)
+                                       : launch_stored<Bf16>(problem, tensors, stream);
 }
 
 }  // namespace twell
