@@ -61,8 +61,9 @@ char const* find_fault(twell_linear_problem const& problem) {
     if (problem.weight_dtype != problem.dtype && !scaled) {
         return "weight_dtype must be the same as dtype, or e4m3 (2)";
     }
-    if (problem.weight_scale != TWELL_SCALE_TENSOR && !(scaled && problem.weight_scale == TWELL_SCALE_NEURON)) {
-        return "weight_scale must be tensor (0), or of e4m3 weights neuron (1)";
+    bool const has_several = problem.weight_scale == TWELL_SCALE_NEURON || problem.weight_scale == TWELL_SCALE_BLOCK;
+    if (problem.weight_scale != TWELL_SCALE_TENSOR && !(scaled && has_several)) {
+        return "weight_scale must be tensor (0), or of e4m3 weights neuron (1) or block (4)";
     }
     if (problem.norm < TWELL_NORM_NONE || problem.norm > TWELL_NORM_LAYER) {
         return "norm must be none (0), rms (1) or layer (2)";

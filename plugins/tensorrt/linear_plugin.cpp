@@ -77,6 +77,11 @@ std::array<Role, kLinearRoles> roles_of(LinearOptions const& options) {
     return roles;
 }
 
+// Blocks that share a scale along an extent, kAny of kAny.
+int64_t scale_blocks(int64_t extent) {
+    return extent == kAny ? kAny : (extent + TWELL_SCALE_BLOCK_SIZE - 1) / TWELL_SCALE_BLOCK_SIZE;
+}
+
 }  // namespace
 
 // ---- constructor ----
@@ -95,9 +100,12 @@ twell_linear_problem LinearPlugin::problem_of(Shapes const& inputs, Types const&
     check(inputs, kLinearNormBias, dims_of({in}), "[in]");
     check_rows(inputs, "in", kLinearWeight, "[out, in]");
     check_residual(inputs, kLinearResidual, out, "out");
-    bool const by_output = has(kLinearScale) && shape(inputs, kLinearScale).nbDims != 0;
-    if (by_output) {
-        check(inputs, kLinearScale, dims_of({out, 1}), "none, or [out, 1]");
+    int32_t scale_form = TWELL_SCALE_TENSOR;
+    if (has(kLinearScale) && shape(inputs, kLinearScale).nbDims != 0) {
+        bool const by_block = shape(inputs, kLinearScale).d[0] == scale_blocks(out);
+        scale_form = by_block ? TWELL_SCALE_BLOCK : TWELL_SCALE_NEURON;
+        check(inputs, kLinearScale, by_block ? dims_of({scale_blocks(out), scale_blocks(in)}) : dims_of({out, 1}),
+              "none, [out / 128, in / 128], rounded up, or [out, 1]");
     }
 
     twell_linear_problem problem{};
@@ -107,7 +115,7 @@ twell_linear_problem LinearPlugin::problem_of(Shapes const& inputs, Types const&
     problem.out = narrow(out, 8);
     problem.dtype = types[kLinearX] == DataType::kHALF ? TWELL_FP16 : TWELL_BF16;
     problem.weight_dtype = has(kLinearScale) ? static_cast<int32_t>(TWELL_E4M3) : problem.dtype;
-    problem.weight_scale = by_output ? TWELL_SCALE_NEURON : TWELL_SCALE_TENSOR;
+    problem.weight_scale = scale_form;
     problem.norm = options_.norm;
     problem.eps = options_.eps;
     std::copy(options_.splits.begin(), options_.splits.end(), problem.splits);

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from twellc import __version__
-from twellc.plugins import library
+from twellc.plugins import fp8, library
 
 INVALID_VALUE, MISALIGNED_ADDRESS = 1, 716
 HEADER = Path(__file__).resolve().parents[2] / "plugins" / "include" / "twell" / "twell.h"
@@ -255,9 +255,10 @@ def test_header_says_the_same() -> None:
     constants = {name.lower(): int(value) for name, value in re.findall(r"\bTWELL_(\w+) = (\d+)", text)}
     experts = HEADER.with_name("twell_experts.h").read_text()
     assert f"#define TWELL_SCALE_EXPERT {library.SCALE_FORMS['expert']}\n" in experts
+    assert f"#define TWELL_SCALE_BLOCK_SIZE {fp8.BLOCK}\n" in text
     for name in ("EXPERTS", "EXPERTS_OF_TOKEN", "EXPERT_PAIRS", "EXPERT_D_FF", "EXPERT_WIDTH"):
         assert f"#define TWELL_MAX_{name} {getattr(library, f'MAX_{name}')}\n" in experts
-    forms = {"tensor": "tensor", "row": "neuron", "column": "output"}  # of matrices whose rows are neurons
+    forms = {"tensor": "tensor", "row": "neuron", "column": "output", "block": "block"}  # rows are neurons
     scales = {f"scale_{name}": library.SCALE_FORMS[form] for form, name in forms.items()}
     norms = {f"norm_{name}": value for name, value in library.NORMS.items()}
     types = {"bf16": 0, "fp16": 1, "e4m3": library.E4M3}

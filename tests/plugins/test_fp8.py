@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from twellc.base.errors import UserError
-from twellc.plugins.fp8 import E4M3, LARGEST, Fp8
+from twellc.plugins.fp8 import E4M3, LARGEST, Fp8, stacked_scales
 
 STEP = 2.0**-4  # half of the distance of neighbours of E4M3 with three bits of mantissa, relative to them
 
@@ -61,6 +61,25 @@ def test_dequantize(rows: int, columns: int, form: str, dtype: torch.dtype) -> N
     assert torch.equal(matrix.dequantize(dtype), expected)
     assert torch.equal(matrix.t().dequantize(dtype), expected.t())
     assert Fp8(matrix.values, torch.rand(rows + 1, 1)).form is None
+
+
+def test_scales_of_stacked_matrices() -> None:
+    """They are the scales of the rows of the whole, or None."""
+
+    def drawn(rows: int, form: str) -> Fp8:
+        shape = {"tensor": (), "row": (rows, 1), "block": (math.ceil(rows / 128), 3)}[form]
+        return Fp8(torch.randn(rows, 300).to(E4M3), torch.rand(shape) + 0.5)
+
+    for good in (("tensor", 40, "row", 8), ("block", 256, "tensor", 128, "block", 72), ("block", 8), ("tensor", 8)):
+        matrices = [drawn(rows, form) for form, rows in zip(good[::2], good[1::2], strict=True)]
+        scale = stacked_scales(matrices)
+        assert scale is not None and scale.is_contiguous()
+        whole = Fp8(torch.cat([each.values.view(torch.uint8) for each in matrices]).view(E4M3), scale)
+        assert whole.form == ("block" if "block" in good else "row")
+        parts = [each.dequantize(torch.float64) for each in matrices]
+        assert torch.equal(whole.dequantize(torch.float64), torch.cat(parts))
+    for forms in (("block", 128, "row", 128), ("row", 128, "block", 128), ("block", 72, "block", 128)):
+        assert stacked_scales([drawn(rows, form) for form, rows in zip(forms[::2], forms[1::2], strict=True)]) is None
 
 
 KINDS_AND_ORDERS = pytest.mark.parametrize(("kind", "transposed"), [("row", False), ("column", True), ("tensor", True)])

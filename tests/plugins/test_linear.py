@@ -23,7 +23,7 @@ from tests.tolerance import assert_as_accurate, assert_same
 from twellc.checks.evaluator import OnnxEvaluator
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.plugins import library
-from twellc.plugins.fp8 import Fp8
+from twellc.plugins.fp8 import E4M3, Fp8, scale_blocks
 from twellc.plugins.linear import ATTRIBUTES, TENSORS, LinearOperands, LinearOptions, call_of
 from twellc.plugins.linear_op import LINEAR, run_linear
 from twellc.plugins.onnx_node import linear_attributes, read_linear
@@ -55,7 +55,11 @@ def make(case: Case, device: str = "cpu") -> tuple[LinearOperands[Tensor], Linea
         return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale + mean).to(case.dtype).to(device)
 
     tensors = {"weight": draw(case.out, case.inner, scale=case.inner**-0.5)}
-    if case.scale:
+    if case.scale == "block":  # with scales far apart
+        exponents = torch.randint(-4, 3, scale_blocks(case.out, case.inner), generator=generator)
+        scales = (torch.rand(exponents.shape, generator=generator) + 1) * 2.0**exponents
+        tensors = {"weight": tensors["weight"].mul_(8).to(E4M3), "weight_scale": scales.to(device)}
+    elif case.scale:
         tensors["weight"], tensors["weight_scale"] = Fp8.quantize(tensors["weight"], case.scale)
     if case.norm != "none":
         tensors["norm_weight"] = draw(case.inner, scale=0.2, mean=1.0)
@@ -77,7 +81,7 @@ def dense(operands: LinearOperands[Tensor], norm: str, dtype: torch.dtype, *, in
     wide = torch.float64 if in_bytes else dtype
     x, weight, rest = operands.x.to(wide), operands.weight.to(dtype), operands.map(lambda each: each.to(wide))
     if operands.weight_scale is not None:
-        weight = (operands.weight.double() * operands.weight_scale.double()).to(dtype)
+        weight = Fp8(operands.weight, operands.weight_scale).dequantize(torch.float64).to(dtype)
     if norm == "rms":
         x = torch.nn.functional.rms_norm(x, x.shape[-1:], rest.norm_weight, EPS)
     elif norm == "layer":
@@ -101,6 +105,8 @@ CASES = [
     Case(norm="rms", splits=(48,), residual=True),
     Case(scale="tensor"),
     Case(scale="row", norm="none", residual=True),
+    Case(inner=200, out=264, scale="block", splits=(8, 216, 40)),
+    Case(inner=136, out=48, scale="block", norm="layer", residual=True),
 ]
 
 
@@ -215,7 +221,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no scale": ({"weight": torch.zeros(48, 64).to(torch.float8_e4m3fn)}, "has weight_scale, and others none"),
     "scale": (
         {"weight": torch.zeros(48, 64).to(torch.float8_e4m3fn), "weight_scale": torch.ones(48)},
-        "weight_scale must be torch.float32 of shape () or (48, 1), got torch.float32 (48,)",
+        "weight_scale must be torch.float32 of shape (), (48, 1) or (1, 1), got torch.float32 (48,)",
     ),
     "norm": ({"norm": "group"}, "norm must be one of none, rms, layer, got 'group'"),
     "eps": ({"eps": -1.0}, "eps must be finite and at least 0, got -1.0"),
@@ -326,6 +332,7 @@ def changed(**changes: Any) -> library.LinearProblem:
         ({"in": 2**30, "out": 2**30}, None),
         ({"splits": (8, 8, 8, 24)}, None),
         ({"weight_dtype": 2, "weight_scale": 1}, None),
+        ({"weight_dtype": 2, "weight_scale": 4}, None),
         ({"tokens": -1}, "tokens"),
         ({"in": 12}, "in must be a positive multiple of 8"),
         ({"out": 0}, "out must be a positive multiple of 8"),
@@ -333,6 +340,7 @@ def changed(**changes: Any) -> library.LinearProblem:
         ({"weight_dtype": 1}, "weight_dtype must be the same as dtype"),
         ({"weight_scale": 1}, "weight_scale"),
         ({"weight_dtype": 2, "weight_scale": 2}, "weight_scale"),
+        ({"weight_scale": 4}, "weight_scale"),
         ({"norm": 3}, "norm"),
         ({"eps": -1.0}, "eps"),
         ({"eps": float("nan")}, "eps"),
@@ -390,6 +398,8 @@ def test_which_kernels_run() -> None:
     assert kernels_of(Case(tokens=99, scale="tensor", norm="none"), "RTX-4090") == ["widen", many]
     for odd in ({"inner": 72}, {"out": 56}, {"splits": (40, 8)}):
         assert kernels_of(Case(**{"tokens": 99, "scale": "tensor", "norm": "none"} | odd), "H100")[0] == "widen"
+    assert kernels_of(Case(tokens=8, scale="block"), "H100") == ["linear_few tokens=8 queue=48"]
+    assert kernels_of(Case(tokens=99, scale="block", norm="none"), "H100") == ["widen", many]
     split = kernels_of(Case(tokens=99, scale="row", splits=(16, 32)), "H100")
     assert split == [*in_bytes, in_bytes[-1]] if found >= 120900 else "widen" in split
     assert kernels_of(Case(tokens=8, inner=2048), "RTX-4090") == ["linear_few tokens=8 queue=16"]
@@ -420,7 +430,7 @@ def test_every_configuration_is_known_and_launches_fit() -> None:
 
 def test_the_workspace_does_not_shrink() -> None:
     lib = library.load()
-    kinds = itertools.product((64, 72, 40000), ("none", "rms"), ("", "row"), (False, True))
+    kinds = itertools.product((64, 72, 40000), ("none", "rms"), ("", "row", "block"), (False, True))
     for inner, norm, scale, choose in kinds:
         case = Case(inner=inner, norm=norm, scale=scale, choose=choose)
         cases = [dataclasses.replace(case, tokens=tokens) for tokens in range(40)]
@@ -563,6 +573,24 @@ def random_cases() -> Iterator[Case]:
         yield Case(tokens, inner, out, norm, scale=scale, residual=generator.random() < 0.5)
 
 
+BY_BLOCK = [
+    *(Case(tokens, 2048, 1544, "rms", (1024, 512, 8), BF16, "block") for tokens in (1, 2, 7, 9, 16, 17, 64, 300, 2100)),
+    *(Case(tokens, 1040, 264, "none", (), FP16, "block", residual=True) for tokens in (1, 7, 16, 17, 300)),
+    *(Case(tokens, 72, 200, "layer", (), BF16, "block") for tokens in (2, 64)),  # rows of bytes that no kernel reads
+    Case(5, 16, 136, "none", (), BF16, "block", biases=False),
+    Case(3, 11008, 520, "none", (), BF16, "block", residual=True),
+    Case(16, 8192, 4104, "rms", (), FP16, "block", biases=False),
+    Case(2, 40000, 264, "rms", (), FP16, "block"),
+    Case(17, 4104, 12296, "none", (4096, 8200), BF16, "block", biases=False),  # widened in parts
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", BY_BLOCK, ids=str)
+def test_scales_of_blocks(case: Case) -> None:
+    check_kernels(case)
+
+
 IN_PARTS = [
     Case(17, 2056, 16008, scale="row", splits=(3000, 9008, 4000)),
     Case(40, 8200, 5000, "none", scale="tensor", residual=True),
@@ -670,6 +698,7 @@ def test_the_op_on_a_gpu(case: Case) -> None:
         Case(splits=(16, 8, 24)),
         Case(tokens=40, norm="layer", residual=True, dtype=FP16),
         Case(scale="row"),
+        Case(inner=208, out=264, scale="block"),
         Case(choose=True),
     ],
     ids=str,
@@ -716,7 +745,7 @@ def test_launches_that_overlap(tokens: int, scale: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("scale", ["", "row"])
+@pytest.mark.parametrize("scale", ["", "row", "block"])
 @pytest.mark.parametrize("tokens", [1, 9, 20])
 def test_sanitize(tokens: int, scale: str) -> None:
     for norm, inner, out, splits in (("layer", 72, 40, (8, 32)), ("rms", 2048, 264, ()), ("none", 128, 64, ())):

@@ -593,7 +593,7 @@ NOT_BUILT: list[tuple[Case, str]] = [
     (linear(attributes={"bias": 1}), "got 2 inputs; expected 3: x, weight, bias"),
     (
         linear(weight=["fp8", [64, 128]], weight_scale=["fp32", [64]]),
-        wrong_shape("weight_scale", "[64]", "none, or [out, 1] = [64, 1]"),
+        wrong_shape("weight_scale", "[64]", "none, [out / 128, in / 128], rounded up, or [out, 1] = [64, 1]"),
     ),
     (experts(x=["bf16", ["tokens", 32]]), wrong_shape("x", "[?, 32]", "[tokens, d_model] = [?, 64]")),
     (experts(x=["bf16", ["batch", "tokens", 64]]), wrong_shape("x", "[?, ?, 64]", "[tokens, d_model] = [?, 64]")),

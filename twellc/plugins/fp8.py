@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -59,8 +59,7 @@ class Fp8(NamedTuple):
         if self.values.dim() != 2:
             return None
         rows, columns = self.values.shape
-        blocks = math.ceil(rows / BLOCK), math.ceil(columns / BLOCK)
-        forms = {blocks: "block", (1, columns): "column", (rows, 1): "row", (): "tensor"}
+        forms = {scale_blocks(rows, columns): "block", (1, columns): "column", (rows, 1): "row", (): "tensor"}
         return forms.get(tuple(self.scale.shape))
 
     @property
@@ -76,15 +75,41 @@ class Fp8(NamedTuple):
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return values times scale: in float64 exactly, else computed in float32 and rounded once."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        scale = self.scale
-        if self.form == "block":
-            rows, columns = self.values.shape
-            scale = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+        scale = scale_of_each(self.scale, self.values.shape) if self.form == "block" else self.scale
         return self.values.to(wide).mul_(scale).to(dtype)
 
     def t(self) -> Fp8:
         """Return the transpose, a view."""
         return Fp8(self.values.t(), self.scale.t())
+
+
+def scale_blocks(rows: int, columns: int) -> tuple[int, int]:
+    """Return the shape of the scales of a matrix that has one for each block of 128 x 128."""
+    return math.ceil(rows / BLOCK), math.ceil(columns / BLOCK)
+
+
+def scale_of_each(scale: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the scales of blocks for each element of a matrix of a shape [rows, columns]."""
+    rows, columns = shape
+    return scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+
+
+def stacked_scales(matrices: Sequence[Fp8]) -> Tensor | None:
+    """Return the scales of the rows of several matrices as one: [rows, 1], or of blocks if one matrix has such.
+
+    Args:
+        matrices: Of equally many columns, each with a scale for the tensor, for each row, or for each block.
+
+    Returns:
+        None if none of these forms has all scales: beside blocks one has a scale for each row, or a block of the whole
+        would have rows of two matrices.
+    """
+    forms = {each.form for each in matrices}
+    if "block" not in forms:
+        return torch.cat([each.scale.expand(len(each.values), 1) for each in matrices]).contiguous()
+    if "row" in forms or any(len(each.values) % BLOCK for each in matrices[:-1]):
+        return None
+    return torch.cat([each.scale.expand(scale_blocks(*each.values.shape)) for each in matrices])
 
 
 def finite(weight: Tensor, where: str) -> None:

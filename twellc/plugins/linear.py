@@ -31,7 +31,7 @@ TENSORS = (
     TensorField("norm_weight", ("in",), "multiplies normalised inputs; ones without it", "norm_weight"),
     TensorField("norm_bias", ("in",), "added to normalised inputs, in a layer norm", "norm_bias"),
     TensorField("residual", ("...", "out"), "added to the result", "residual"),
-    # See docs/weights.md; shape [] means one for all outputs.
+    # See docs/weights.md; [] means one for all outputs, [out / 128, in / 128], rounded up, one for each block.
     TensorField("weight_scale", ("out", "1"), "multiplies a weight in FP8", SCALES_FLAG),
 )
 # Attributes of a node, and their types.

@@ -12,8 +12,8 @@ Shapes: x [..., in], weight [out, in] (`torch.nn.Linear`'s), bias [out], norm_we
 over the last dimension, with ones and zeros where these are None. `splits` are the widths of the outputs: there is one
 output for each piece of the weight's rows; with more than one there can be no residual. With `choose` the output is
 int64 [...] instead, `y.argmax(-1)`: the first of equal ones, and the first NaN where there is one. All tensors share
-one dtype; or the weight is float8_e4m3fn, and `weight_scale`, float32 [] or [out, 1], multiplies it: see
-docs/weights.md.
+one dtype; or the weight is float8_e4m3fn, and `weight_scale` multiplies it, float32 [], [out, 1], or one for each block
+of 128 x 128, [out / 128, in / 128], rounded up. See docs/weights.md.
 
 The CPU implementation is the semantics: it computes in float32 (float64 for float64), and rounds y once, but not the
 result of the norm. Dense models and the kernels may round this result once to the element type, and a weight in FP8
@@ -31,7 +31,7 @@ from torch import Tensor
 from twellc.base.dtypes import dtype_name
 from twellc.base.torch_private import OpOverload
 from twellc.plugins import library
-from twellc.plugins.fp8 import E4M3, Fp8
+from twellc.plugins.fp8 import E4M3, Fp8, scale_blocks
 from twellc.plugins.linear import SCHEMA, TENSORS, LinearOperands, LinearOptions, call_of
 from twellc.plugins.meaning import (
     as_read,
@@ -66,9 +66,11 @@ def _check(operands: LinearOperands[Tensor], options: LinearOptions) -> None:
         check_tensor(each.name, tensor, shape, *((E4M3, "") if is_scaled else (x.dtype, "x")))
     if (scale is None) == (weight.dtype == E4M3):
         raise ValueError(f"twell: a weight of {E4M3} has weight_scale, and others none")
-    if scale is not None and (scale.dtype != torch.float32 or tuple(scale.shape) not in ((), (sizes["out"], 1))):
-        expected, got = f"torch.float32 of shape () or {(sizes['out'], 1)}", f"{scale.dtype} {tuple(scale.shape)}"
-        raise ValueError(f"twell: weight_scale must be {expected}, got {got}")
+    if scale is not None:
+        by_row, by_block = (sizes["out"], 1), scale_blocks(*weight.shape)
+        if scale.dtype != torch.float32 or tuple(scale.shape) not in ((), by_row, by_block):
+            expected, got = f"torch.float32 of shape (), {by_row} or {by_block}", f"{scale.dtype} {tuple(scale.shape)}"
+            raise ValueError(f"twell: weight_scale must be {expected}, got {got}")
     options.check(operands, sizes["out"])
     check_norm(options.norm, operands.norm_weight, operands.norm_bias)
 
@@ -110,8 +112,8 @@ def _launch(operands: LinearOperands[Tensor], options: LinearOptions) -> list[Te
     check_on_gpu(operands.named())
     (out, inner), scale = operands.weight.shape, operands.weight_scale
     tokens = operands.x.shape[:-1].numel()
-    kind = None if scale is None else "row" if scale.dim() else "tensor"
-    problem = options.problem(dtype_name(operands.x.dtype), tokens=tokens, inner=inner, out=out, scale=kind)
+    form = None if scale is None else Fp8(operands.weight, scale).form
+    problem = options.problem(dtype_name(operands.x.dtype), tokens=tokens, inner=inner, out=out, scale=form)
     check_problem(problem)
     if tokens > library.FEW_TOKENS_LINEAR and scale is None:
         return _by_torch(operands, options)

@@ -39,8 +39,16 @@ extern "C" {
 typedef enum { TWELL_BF16 = 0, TWELL_FP16 = 1, TWELL_E4M3 = 2 } twell_dtype;
 
 // How many scales a weight matrix of TWELL_E4M3 has: its values times their scales are the weights. One for all, one
-// for each neuron (row of the matrix as it is stored), or one for each output (column; of w_down alone).
-typedef enum { TWELL_SCALE_TENSOR = 0, TWELL_SCALE_NEURON = 1, TWELL_SCALE_OUTPUT = 2 } twell_scale;
+// for each neuron (row of the matrix as it is stored), one for each output (column; of w_down alone), or, of linear
+// layers alone, one for each block of TWELL_SCALE_BLOCK_SIZE rows and as many columns, the last ones of which may be
+// cut off: [ceil(rows / TWELL_SCALE_BLOCK_SIZE), ceil(columns / TWELL_SCALE_BLOCK_SIZE)].
+typedef enum {
+    TWELL_SCALE_TENSOR = 0,
+    TWELL_SCALE_NEURON = 1,
+    TWELL_SCALE_OUTPUT = 2,
+    TWELL_SCALE_BLOCK = 4  // 3 is TWELL_SCALE_EXPERT
+} twell_scale;
+#define TWELL_SCALE_BLOCK_SIZE 128
 
 typedef enum { TWELL_GATED = 0, TWELL_PLAIN = 1 } twell_variant;
 
@@ -219,9 +227,9 @@ typedef struct {
     int32_t out;            // rows of the weight: a positive multiple of 8, up to TWELL_MAX_WIDTH
     int32_t dtype;          // twell_dtype of all else than the weight and its scale
     int32_t weight_dtype;   // twell_dtype of the weight: that of dtype, or TWELL_E4M3
-    int32_t weight_scale;   // twell_scale of weight_scale: TENSOR, or NEURON, which is a row; 0 for other weights
-    int32_t norm;           // twell_norm
-    float eps;              // >= 0
+    int32_t weight_scale;  // twell_scale of weight_scale: TENSOR, NEURON, which is a row, or BLOCK; 0 for other weights
+    int32_t norm;          // twell_norm
+    float eps;             // >= 0
     int32_t splits[TWELL_MAX_SPLITS];  // columns of each output, multiples of 8 whose sum is out; all 0: one output
     int32_t choose;    // 1: of each row of y the index of the largest element instead; 0 with several outputs
     int32_t reserved;  // 0
@@ -238,7 +246,7 @@ typedef struct {
     void const* norm_weight;    // [in] or null: ones; null without a norm
     void const* norm_bias;      // [in] or null: zeros; null but in a layer norm
     void const* residual;       // [tokens, out] or null: added in fp32; null with several outputs
-    void const* weight_scale;   // of TWELL_E4M3, in fp32: 1 or [out]; else null
+    void const* weight_scale;   // of TWELL_E4M3, in fp32, as many as problem.weight_scale says; else null
     void* y[TWELL_MAX_SPLITS];  // [tokens, splits[i]] each; with choose int64 [tokens]
 } twell_linear_tensors;
 

@@ -12,13 +12,19 @@ namespace {
 constexpr int64_t kScalesBeyond = 256;
 
 widen::Matrix matrix_of(void const* from, uint16_t* to, void const* scale, int32_t kind, int rows, int columns) {
-    return {static_cast<E4m3 const*>(from),
-            to,
-            static_cast<float const*>(scale),
-            from == nullptr ? 0 : int64_t{rows} * (columns / kVector),
-            columns,
-            kind == TWELL_SCALE_NEURON ? 1 : 0,
-            kind == TWELL_SCALE_OUTPUT ? 1 : 0};
+    constexpr int kShift = 7;
+    static_assert(1 << kShift == TWELL_SCALE_BLOCK_SIZE && TWELL_SCALE_BLOCK_SIZE % kVector == 0);
+    bool const by_block = kind == TWELL_SCALE_BLOCK;
+    widen::Matrix matrix = {};
+    matrix.from = static_cast<E4m3 const*>(from);
+    matrix.to = to;
+    matrix.scale = static_cast<float const*>(scale);
+    matrix.vectors = from == nullptr ? 0 : int64_t{rows} * (columns / kVector);
+    matrix.columns = columns;
+    matrix.row_step = by_block ? static_cast<int>(scale_blocks(columns)) : kind == TWELL_SCALE_NEURON ? 1 : 0;
+    matrix.column_step = by_block || kind == TWELL_SCALE_OUTPUT ? 1 : 0;
+    matrix.shift = by_block ? kShift : 0;
+    return matrix;
 }
 
 cudaError_t launch(widen::Params const& params, int32_t dtype, Device const& device, cudaStream_t stream) {

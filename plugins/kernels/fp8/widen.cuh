@@ -13,11 +13,12 @@ constexpr int kMatrices = 3;
 struct Matrix {
     E4m3 const* from;    // [rows, columns]
     uint16_t* to;        // the same
-    float const* scale;  // of row r and column c at r * row_step + c * column_step
+    float const* scale;  // of row r and column c at (r >> shift) * row_step + (c >> shift) * column_step
     int64_t vectors;     // rows * columns / kVector
     int columns;
     int row_step;
     int column_step;
+    int shift;
 };
 
 struct Params {
@@ -44,12 +45,12 @@ __global__ void __launch_bounds__(kThreads) widen_kernel(Params const params) {
             int const of_row = matrix.columns / kVector;
             int64_t const row = i / of_row;
             int const column = static_cast<int>(i - row * of_row) * kVector;
-            float const* const scale = matrix.scale + row * matrix.row_step + int64_t{column} * matrix.column_step;
+            float const* const scale = matrix.scale + (row >> matrix.shift) * matrix.row_step;
             float values[kVector];
             unpack<Element>(values, load_vector(matrix.from + i * kVector));
 #pragma unroll
             for (int k = 0; k < kVector; ++k) {
-                values[k] *= scale[k * matrix.column_step];
+                values[k] *= scale[((column + k) >> matrix.shift) * matrix.column_step];
             }
             store_vector<Element>(matrix.to + i * kVector, values);
         }

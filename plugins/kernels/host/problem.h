@@ -14,6 +14,9 @@ inline int64_t ceil_div(int64_t value, int64_t divisor) { return (value + diviso
 // Whether weights are in FP8, with scales.
 inline bool has_scales(twell_problem const& problem) { return problem.weight_dtype == TWELL_E4M3; }
 
+// Blocks of TWELL_SCALE_BLOCK that rows or columns of a matrix make.
+inline int64_t scale_blocks(int64_t count) { return ceil_div(count, TWELL_SCALE_BLOCK_SIZE); }
+
 // Bytes of an element of them.
 inline int64_t weight_bytes(twell_problem const& problem) { return has_scales(problem) ? 1 : 2; }
 

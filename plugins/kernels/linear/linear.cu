@@ -44,10 +44,11 @@ bool is_few(twell_linear_problem const& problem) {
            (is_scaled(problem) ? problem.in % (2 * kVector) == 0 : problem.tokens * row_bytes <= kSharedBytes - rest);
 }
 
-// Whether cuBLASLt has FP8 products of the sizes.
-bool has_sizes_in_bytes(twell_linear_problem const& problem) {
+// Whether cuBLASLt has FP8 products of the sizes and scales.
+bool has_product_in_bytes(twell_linear_problem const& problem) {
     constexpr int kMultiple = 16;  // of all sizes but tokens
-    bool good = problem.in % kMultiple == 0 && problem.out % kMultiple == 0;
+    bool good =
+        problem.weight_scale != TWELL_SCALE_BLOCK && problem.in % kMultiple == 0 && problem.out % kMultiple == 0;
     for (int32_t const width : problem.splits) {
         good = good && width % kMultiple == 0;
     }
@@ -87,7 +88,7 @@ Scratch take_scratch(twell_linear_problem const& problem, unsigned char*& memory
     bool const scaled = !is_few(problem) && is_scaled(problem);
     scratch.widened = take<uint16_t>(memory, scaled ? rows_widened(problem) * in : 0);
     scratch.normalised = take<uint16_t>(memory, writes_rows ? problem.tokens * in : 0);
-    bool const rounds_rows = scaled && has_sizes_in_bytes(problem);
+    bool const rounds_rows = scaled && has_product_in_bytes(problem);
     scratch.rounded = take<uint8_t>(memory, rounds_rows ? problem.tokens * in : 0);
     scratch.scale = take<float>(memory, rounds_rows ? problem.tokens : 0);
     scratch.weight_scales = take<float>(memory, rounds_rows ? problem.out : 0);
@@ -140,7 +141,9 @@ cudaError_t launch_few(LinearCall const& call, uint64_t* keys, int64_t tokens) {
                               ? nullptr
                               : static_cast<uint16_t const*>(tensors.residual) + begin * problem.out;
         params.scale = static_cast<float const*>(tensors.weight_scale);
-        params.scale_step = problem.weight_scale == TWELL_SCALE_TENSOR ? 0 : 1;
+        params.scale_step = problem.weight_scale == TWELL_SCALE_NEURON ? 1 : 0;
+        params.scale_columns =
+            problem.weight_scale == TWELL_SCALE_BLOCK ? static_cast<int>(scale_blocks(problem.in)) : 0;
         params.norm = norm_of(call);
         params.outputs = outputs_of(call, begin);
         params.keys = keys == nullptr ? nullptr : keys + begin * linear_choose::kMostKeys;
@@ -233,7 +236,7 @@ template <class Element>
 cudaError_t launch_in_bytes(LinearCall const& call, Scratch const& scratch) {
     twell_linear_problem const& problem = call.problem;
     bool const good = is_sm90(call.device) && call.kernels == Kernels::kBest &&
-                      cublas_lt::version() >= cublas_lt::kFirstWithScales && has_sizes_in_bytes(problem) &&
+                      cublas_lt::version() >= cublas_lt::kFirstWithScales && has_product_in_bytes(problem) &&
                       int64_t{2} * problem.in <= most_row_bytes(call.device);
     if (!good) {
         return cudaErrorNotSupported;
@@ -259,9 +262,13 @@ cudaError_t launch_in_bytes(LinearCall const& call, Scratch const& scratch) {
 // Rows of an FP8 weight in 16 bits, where the workspace has a place for them.
 cudaError_t widen_rows(LinearCall const& call, Scratch const& scratch, int64_t begin, int64_t end) {
     twell_linear_problem const& problem = call.problem;
-    auto const* const scale = static_cast<float const*>(call.tensors.weight_scale);
+    static_assert(linear_many::BLOCK_N % TWELL_SCALE_BLOCK_SIZE == 0, "parts begin with a block");
+    int64_t const first_scale = problem.weight_scale == TWELL_SCALE_TENSOR ? 0
+                                : problem.weight_scale == TWELL_SCALE_NEURON
+                                    ? begin
+                                    : begin / TWELL_SCALE_BLOCK_SIZE * scale_blocks(problem.in);
     return launch_widen(static_cast<unsigned char const*>(call.tensors.weight) + begin * problem.in, scratch.widened,
-                        problem.weight_scale == TWELL_SCALE_TENSOR ? scale : scale + begin, problem.weight_scale,
+                        static_cast<float const*>(call.tensors.weight_scale) + first_scale, problem.weight_scale,
                         static_cast<int>(end - begin), problem.in, problem.dtype, call.device, call.stream);
 }
 

@@ -60,7 +60,7 @@ struct Params {
     Stored const* weight;      // [out, in], rows of a multiple of 16 bytes
     uint16_t const* bias;      // [out] or null
     uint16_t const* residual;  // [tokens, out] or null
-    float const* scale;        // of output n at n * scale_step; null of weights of the element type
+    float const* scale;        // of output n at n * scale_step, but see scale_columns; null of 16-bit weights
     Norm norm;
     Outputs outputs;
     uint64_t* keys;  // [tokens, kMostKeys], a CTA's at its number: see choose.cuh; only of CHOOSES
@@ -68,6 +68,7 @@ struct Params {
     int tokens;  // up to Config::kTokens
     int in;
     int out;
+    int scale_columns;  // not 0: blocks of outputs and inputs have a scale each, [.., scale_columns]
 };
 
 // Copies a warp's lines of weights, block after block: in each the steps of the warp's share of the inputs.
@@ -226,6 +227,16 @@ __device__ __forceinline__ void load_rows(Params<Stored> const& params, linear::
     __syncthreads();
 }
 
+// The scale that a block of outputs and a warp's step of inputs share.
+template <class Stored, class Cfg>
+__device__ __forceinline__ float block_scale_of(Params<Stored> const& params, int block, int step) {
+    static_assert(TWELL_SCALE_BLOCK_SIZE % MMA_M == 0 && kBytesLine == TWELL_SCALE_BLOCK_SIZE,
+                  "outputs lie in one block, and a step of bytes is one");
+    int const warp = static_cast<int>(threadIdx.x) / kWarpSize;
+    int const column = min(step * Cfg::kWarps + warp, params.scale_columns - 1);  // behind the last one: of zeros
+    return params.scale[int64_t{block / (TWELL_SCALE_BLOCK_SIZE / MMA_M)} * params.scale_columns + column];
+}
+
 template <class Element, class Stored, class Cfg, bool CHOOSES>
 __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kMinBlocks) linear_kernel(Params<Stored> const params) {
     extern __shared__ __align__(128) unsigned char shared[];
@@ -242,6 +253,7 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kMinBlocks) linear_kernel(
     int const chunks = WeightLoader<Stored, Cfg>::chunks_of(params);
     int const steps = (chunks + kChunksOfStep - 1) / kChunksOfStep;
     int const blocks = (params.out + MMA_M - 1) / MMA_M;
+    bool const has_block_scales = sizeof(Stored) == 1 && params.scale_columns != 0;
 
     WeightLoader<Stored, Cfg> loader(params, steps);
 #pragma unroll
@@ -276,18 +288,30 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kMinBlocks) linear_kernel(
             bias = params.bias == nullptr ? bias : params.bias[column];
             residual = params.residual == nullptr ? residual : params.residual[int64_t{token} * params.out + column];
             if constexpr (sizeof(Stored) == 1) {
-                scale = params.scale[int64_t{column} * params.scale_step];
+                scale = has_block_scales ? 1.0f : params.scale[int64_t{column} * params.scale_step];
             }
         }
         float sums[Cfg::kTilesN][4] = {};
+        float scaled_sums[Cfg::kTilesN][4] = {};  // of steps, times the scales of blocks
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
+            float const block_scale = has_block_scales ? block_scale_of<Stored, Cfg>(params, block, step) : 1.0f;
             wait_async<Cfg::kNumStages - 1>();
             __syncwarp();
             multiply<Element, Stored, Cfg>(sums, stage, row_addresses, step * kChunksOfStep + warp * kVectorsPerStep,
                                            chunks);
             __syncwarp();  // all lanes have taken their weights
             loader.load(stage);
+            if (has_block_scales) {
+#pragma unroll
+                for (int j = 0; j < Cfg::kTilesN; ++j) {
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) {
+                        scaled_sums[j][k] = fmaf(sums[j][k], block_scale, scaled_sums[j][k]);
+                        sums[j][k] = 0.0f;
+                    }
+                }
+            }
             stage = stage == queue + (Cfg::kNumStages - 1) * kBytesStage ? queue : stage + kBytesStage;
         }
         // NOTE: else they were converted, and so waited for, before the products.
@@ -298,7 +322,8 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kMinBlocks) linear_kernel(
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
                 int const row = warp * Cfg::kTokens + j * MMA_N + lane % 4 * 2 + k % 2;
-                warp_sums[row * kTokenStride + k / 2 * 8 + lane / 4] = sums[j][k];
+                warp_sums[row * kTokenStride + k / 2 * 8 + lane / 4] =
+                    has_block_scales ? scaled_sums[j][k] : sums[j][k];
             }
         }
         __syncthreads();
