@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -234,6 +235,37 @@ def test_linear_layers_keep_their_fp8(kinds: tuple[str, str]) -> None:
     for actual, layer in zip(run(found.program, x), (module.q, module.k), strict=True):
         exact = x.double() @ layer.dequantized().T
         assert float((actual.double() - exact).norm() / exact.norm()) < (4e-3 if "column" in kinds else 2.5e-3)
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        (128, "weights in 8 bits, as the model has them, with scales for blocks of 128 x 128"),
+        (
+            64,
+            "weights in 16 bits, dequantised: they are computed together, and blocks of 128 rows do not begin with each"
+            " of them",
+        ),
+    ],
+)
+def test_linear_layers_keep_scales_of_blocks(first: int, said: str) -> None:
+    def in_blocks(each: Narrow) -> Tensor:
+        rows, columns = each.weight.shape
+        wide = each.scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+        return (each.weight.float() * wide).to(BF16)
+
+    module, x = Two("row", "row"), torch.randn(3, 200).to(BF16)
+    for name, rows in (("q", first), ("k", 136)):
+        layer = Narrow(200, rows, "row", in_blocks)
+        layer.scale = nn.Parameter(torch.rand(math.ceil(rows / 128), 2) + 0.5, requires_grad=False)
+        module.add_module(name, layer)
+    found = run_passes(export(module, x), PassOptions(BF16, linear="twell"))
+    (row,) = found.linear
+    assert str(row.weights) == said and bool(found.notes) == (first == 64)
+    scales = [each for each in found.program.state_dict.values() if each.dtype == torch.float32]
+    assert [tuple(each.shape) for each in scales] == ([(3, 2)] if first == 128 else [])
+    for actual, expected in zip(run(found.program, x), module(x), strict=True):
+        assert float((actual - expected).norm() / expected.norm()) < 4e-3
 
 
 @pytest.mark.parametrize("conv1d", [False, True])

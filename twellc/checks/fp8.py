@@ -16,7 +16,7 @@ from twellc.passes.match.linear import Linear, Weight, width
 from twellc.passes.pipeline import Rewritten
 from twellc.passes.report import reads_fp8
 from twellc.plugins.block import BlockOptions, WeightOperands
-from twellc.plugins.fp8 import E4M3, Fp8
+from twellc.plugins.fp8 import E4M3, Fp8, scale_blocks
 from twellc.plugins.meaning import activate, cast, dequantize
 from twellc.plugins.ops import run_block
 
@@ -82,7 +82,8 @@ def fp8_layers(found: Rewritten) -> Iterator[tuple[Linear, Fp8Layer]]:
         joined = found.in_fp8(layer)
         assert joined is not None
         widths = [width(each.node) for each in layer.linears]
-        values, scales = (torch.split(each, widths) for each in (joined.values.view(torch.uint8), joined.scale))
+        heights = [scale_blocks(each, 1)[0] for each in widths] if joined.form == "block" else widths
+        values, scales = torch.split(joined.values.view(torch.uint8), widths), torch.split(joined.scale, heights)
         for each, part, scale in zip(layer.linears, values, scales, strict=True):
             bias = None if each.bias is None else tensor_of(found.program, each.bias.name).detach()
             yield each, Fp8Layer(Fp8(part.view(E4M3), scale), bias)

@@ -21,7 +21,7 @@ class Fp8Linear(nn.Module):
 
     Attributes:
         weight: The values, float8_e4m3fn [out_features, in_features].
-        scale: The scales, float32: [], [out_features, 1] or [1, in_features].
+        scale: The scales, float32: [], [out_features, 1], [1, in_features] or of blocks; see `Fp8`.
         bias: [out_features], or None.
     """
 

@@ -27,6 +27,7 @@ from twellc.base.transformers_private import GROUPED_PRODUCT, grouped_product
 from twellc.generation.backend import places_for
 from twellc.plugins import block, linear
 from twellc.plugins.cache_op import IN_PLACE
+from twellc.plugins.fp8 import Fp8
 from twellc.plugins.library import FEW_TOKENS_LINEAR
 from twellc.plugins.linear_op import LINEAR
 from twellc.plugins.ops import VARIANT_OF
@@ -183,8 +184,8 @@ def _write_linear(node: Node, module: GraphModule, fp8: bool) -> None:
 def _dequantised(module: GraphModule, weight: Node, scale: Node, dtype: torch.dtype) -> str:
     """Give a module a weight in `dtype` besides one in FP8, and return its name."""
     name = f"{weight.name}_dequantised"
-    worth = _tensor(module, weight).float() * _tensor(module, scale)
-    module.register_buffer(name, worth.to(dtype), persistent=False)
+    matrix = Fp8(_tensor(module, weight), _tensor(module, scale))
+    module.register_buffer(name, matrix.dequantize(dtype), persistent=False)
     return name
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,11 @@ from twellc.eager.fp8_linear import Fp8Linear
 from twellc.eager.module_blocks import called_otherwise, find_blocks, matrices_of, reads_weight
 from twellc.loaders.method import Matrix
 from twellc.plugins.fp8 import LARGEST, Fp8, refuse_infinite
+
+# The forms of scales that ops read, of a matrix [out, in].
+_FORMS_OF_LINEAR = ("tensor", "row", "block")
+_FORMS_OF_GATE_AND_UP = ("tensor", "row")
+_FORMS_OF_DOWN = ("tensor", "row", "column")
 
 
 def refuse_overflow(path: Path, matrices: Mapping[str, Matrix], dtype: torch.dtype) -> None:
@@ -90,7 +95,8 @@ def kept_layers(
             for operand in matrices_of(found.weights).values():
                 path, parameter = ".".join(filter(None, (module, operand.layer))), operand.parameter(found.module)
                 name = "" if dequantised else places.get(f"{path}.weight", "")
-                layers[path] = name if _fits(matrices.get(name), parameter, operand.transposed) else None
+                forms = _FORMS_OF_DOWN if operand.transposed else _FORMS_OF_GATE_AND_UP
+                layers[path] = name if _fits(matrices.get(name), parameter, forms) else None
             if None not in layers.values():
                 kept |= {path: name for path, name in layers.items() if name is not None}
             of_blocks |= layers.keys()
@@ -99,16 +105,16 @@ def kept_layers(
             continue
         for path in same(first):
             name = places.get(f"{path}.weight", "")
-            if path not in of_blocks and _fits(matrices.get(name), layer.weight):
+            if path not in of_blocks and _fits(matrices.get(name), layer.weight, _FORMS_OF_LINEAR):
                 kept[path] = name
     return kept
 
 
-def _fits(matrix: Matrix | None, parameter: Tensor | None, is_down: bool = False) -> bool:
-    """Whether an op reads a matrix in the place of a parameter: scales by input are for w_down alone."""
-    if not isinstance(matrix, Fp8) or parameter is None or matrix.shape != parameter.shape:
-        return False
-    return matrix.form in (("tensor", "row", "column") if is_down else ("tensor", "row"))
+def _fits(matrix: Matrix | None, parameter: Tensor | None, forms: Collection[str]) -> bool:
+    """Whether an op reads a matrix in the place of a parameter, with scales of these forms."""
+    return (
+        isinstance(matrix, Fp8) and parameter is not None and matrix.shape == parameter.shape and matrix.form in forms
+    )
 
 
 def _without_repetitions(model: torch.nn.Module) -> Callable[[str], list[str]]:

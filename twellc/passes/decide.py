@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from twellc.base.dtypes import dtype_name, kernel_dtypes
 from twellc.base.errors import UserError, first_few
+from twellc.passes.fp8 import KEPT_WITH_BLOCKS
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.find_linear import FoundLinear
 from twellc.passes.match.linear import Weight, width
@@ -108,7 +109,8 @@ def decide_linear(
     for each in found:
         limit = _linear_limits(each)
         bits = weights(each)
-        reason = limit or left_alone(each.site, linear, calls(each.x), ranks, taken, fp8=reads_fp8(bits))
+        multiplied = reads_fp8(bits) and bits != KEPT_WITH_BLOCKS  # with many tokens, in FP8
+        reason = limit or left_alone(each.site, linear, calls(each.x), ranks, taken, fp8=multiplied)
         bits = None if reason else bits
         result.append(
             Linear(
@@ -144,7 +146,7 @@ def left_alone(
         calls: The most rows of what it reads, in a call of each optimization profile.
         ranks: How many ranks share the program.
         taken: What an earlier compilation has taken, to do it again.
-        fp8: Whether the weights would be read in FP8.
+        fp8: Whether many tokens would be multiplied in FP8.
     """
     if taken is not None:
         return "" if site in taken else "an earlier compilation left it"

@@ -1,6 +1,7 @@
 """FP8 weights in a program: those that it has, and which blocks are computed with such.
 
-    before   linear(x, to(q, float32) * s)          q  float8_e4m3fn [rows, columns], s  [], [rows, 1] or [1, columns]
+    before   linear(x, to(q, float32) * s)          q  float8_e4m3fn [rows, columns], s  [], [rows, 1], [1, columns], or
+                                                       [rows, columns], equal within blocks of 128 x 128
     after    linear(x, w)                           w  a constant; q and s are known by its name
 
 `dequantize` does this for every weight of a product, so that all other passes see constants of 16 or 32 bits. A block
@@ -31,7 +32,7 @@ from twellc.passes.match.linear import CASTS, VALUE_PRESERVING, Weight, operand
 from twellc.passes.report import Weights, reads_fp8
 from twellc.passes.rewrite_ffn import arranged_view, weights_of
 from twellc.plugins.block import FLOAT32, SCALES, TensorField, WeightOperands
-from twellc.plugins.fp8 import E4M3, Fp8, refuse_infinite, refuse_nan
+from twellc.plugins.fp8 import BLOCK, E4M3, Fp8, refuse_infinite, refuse_nan, scale_of_each, stacked_scales
 from twellc.plugins.library import MAX_PACKED_D_FF
 
 aten = torch.ops.aten
@@ -40,6 +41,7 @@ aten = torch.ops.aten
 _OF_LOGITS = VALUE_PRESERVING | CASTS | {aten.argmax, aten.select, aten.slice, aten.tanh}
 QUANTISED = "quantised"  # why weights are read in FP8 that the model has in 16
 KEPT = Weights(8, "as the model has them")
+KEPT_WITH_BLOCKS = Weights(8, f"as the model has them, with scales for blocks of {BLOCK} x {BLOCK}")
 
 
 # Returns a constant in FP8, in its shape; None if the model does not have it so.
@@ -122,8 +124,11 @@ def _products(constants: ProgramConstants) -> Iterator[tuple[Node, Node, Fp8]]:
 def scaled(values: Tensor, scale: Tensor) -> Fp8 | None:
     """Return the matrix that values times scales are; None where scales are not finite, or of another shape."""
     scale = scale.float().reshape(()) if scale.numel() == 1 else scale.float()
+    if scale.shape == values.shape and scale.dim() == 2:
+        blocks = scale[::BLOCK, ::BLOCK].contiguous()
+        scale = blocks if torch.equal(scale_of_each(blocks, scale.shape), scale) else scale
     found = Fp8(values, scale[None] if scale.dim() == 1 else scale)
-    return found if found.form in ("tensor", "row", "column") and bool(scale.isfinite().all()) else None
+    return found if found.form is not None and bool(scale.isfinite().all()) else None
 
 
 def folded_in_fp8(program: ExportedProgram) -> list[str]:
@@ -272,8 +277,8 @@ def _arranged(block: FfnBlock, stored: Stored) -> dict[str, Fp8 | None]:
 
     def arrange(weight: Weight, role: TensorField) -> Fp8 | None:
         found = stored(weight)
-        if found is None:
-            return None
+        if found is None or found.form == "block":
+            return found
         values, scale = arranged_view(found.values, weight, role.in_out)[1], found.scale
         if scale.dim():
             # Scales take the way of the matrix, as one of its size, and are then one along the axis that shares them.
@@ -296,6 +301,8 @@ def _fault(found: Mapping[str, Fp8 | None]) -> str:
     for name, each in found.items():
         if name != "w_down" and each is not None and each.form == "column":
             return f"{name} has a scale for each input"
+        if each is not None and each.form == "block":
+            return f"{name} has scales for blocks of {BLOCK} x {BLOCK}"
     return ""
 
 
@@ -306,11 +313,15 @@ def judge_linear(layer: FoundLinear, stored: Stored, wish: Wish) -> Weights | No
     """Return in how many bits the weights of linear layers are read if TwELL runs them; see `judge`."""
     found = [(each.weight, stored(each.weight)) for each in layer.linears]
     known = [_as_linear_reads(weight, each) for weight, each in found if each is not None]
-    fault = "the model has only some of them in FP8" if len(known) < len(found) else ""
+    fault = ""
     if any(each.form == "column" for each in known):
         fault = "a weight has a scale for each input"
+    elif len(known) < len(found):
+        fault = "the model has only some of them in FP8"
+    elif stacked_scales(known) is None:
+        fault = f"they are computed together, and blocks of {BLOCK} rows do not begin with each of them"
     if not fault:
-        return KEPT
+        return KEPT_WITH_BLOCKS if any(each.form == "block" for each in known) else KEPT
     if not wish.linear:
         return Weights(16, f"dequantised: {fault}") if known else None
     if wish.most is not None:
@@ -333,7 +344,7 @@ def _is_returned(node: Node) -> bool:
 
 
 def linear_in_fp8(layer: FoundLinear, stored: Stored, tensor: Callable[[Weight], Tensor]) -> Fp8:
-    """Return the weight [out, in] of linear layers that are to be read in FP8, with a scale for each output.
+    """Return the weight [out, in] of linear layers that are to be read in FP8, with scales for outputs or blocks.
 
     Args:
         layer: The layers.
@@ -347,8 +358,9 @@ def linear_in_fp8(layer: FoundLinear, stored: Stored, tensor: Callable[[Weight],
         _as_linear_reads(each.weight, stored(each.weight) or quantised_linear(each.weight, tensor))
         for each in layer.linears
     ]
-    values = torch.cat([each.values.view(torch.uint8) for each in known]).view(E4M3)
-    return Fp8(values, torch.cat([each.scale.expand(len(each.values), 1) for each in known]).contiguous())
+    scale = stacked_scales(known)
+    assert scale is not None, "judge_linear has refused the layer"
+    return Fp8(torch.cat([each.values.view(torch.uint8) for each in known]).view(E4M3), scale)
 
 
 def quantised_linear(weight: Weight, tensor: Callable[[Weight], Tensor]) -> Fp8:

@@ -44,7 +44,7 @@ from twellc.passes.feature_last import feature_last
 from twellc.passes.fold_constants import fold_constants
 from twellc.passes.fold_weights import fold_weights
 from twellc.passes.fp8 import (
-    KEPT,
+    QUANTISED,
     Wish,
     dequantize,
     folded_in_fp8,
@@ -184,7 +184,7 @@ class Rewritten:
         weights = self.fp8_linears.get(layer)
         if weights is None:
             return None
-        known = self.fp8 if weights == KEPT else {}
+        known = self.fp8 if weights.reason != QUANTISED else {}
         return linear_in_fp8(layer, lambda each: known.get(each.name), lambda each: tensor_of(self.program, each.name))
 
     @property

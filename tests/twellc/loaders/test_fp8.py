@@ -7,9 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import pytest
 import torch
 import transformers
+from onnx import numpy_helper
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -138,6 +141,27 @@ def test_blocks_keep_their_bytes(form: str, folder: Path) -> None:
     assert f"{kept} matrices stay in FP8" in said
     dequantised = "6 matrices in E4M3 with scales for blocks of 128 x 128 are dequantised to bfloat16: model.layers.0."
     assert (dequantised in said) == (form == "blocks")
+
+
+def test_linear_layers_keep_scales_of_blocks(tmp_path: Path) -> None:
+    """In the loaded model, the program, the plan's graph and what `check` compares; a block's are dequantised."""
+    folder, graph = tmp_path / "model", tmp_path / "model.onnx"
+    models.llama(hidden_size=256, num_attention_heads=4, num_key_value_heads=2).bfloat16().save_pretrained(folder)
+    dequantized, stored = write(folder, "blocks"), load_file(folder / "model.safetensors")
+    model, _, notes = open_directory(folder)
+    layers = {path: each for path, each in model.named_modules() if isinstance(each, Fp8Linear)}
+    assert len(layers) == 8 and all(".self_attn." in path for path in layers)
+    assert "6 matrices in E4M3 with scales for blocks of 128 x 128 are dequantised to bfloat16" in "; ".join(notes)
+    for path, layer in layers.items():
+        assert torch.equal(layer.matrix.dequantize(torch.bfloat16), dequantized[f"{path}.weight"])
+    manifest = twellc.compile(folder, backend="none", onnx=graph, linear="twell")
+    said = "weights in 8 bits, as the model has them, with scales for blocks of 128 x 128"
+    assert [str(row.weights) for row in manifest.linear or []] == [said] * 4 + ["None"]
+    held = {each.name: numpy_helper.to_array(each) for each in onnx.load(graph).graph.initializer}
+    of_q, of_k, of_v = (stored[f"model.layers.1.self_attn.{each}_proj.weight_scale_inv"] for each in "qkv")
+    assert any(np.array_equal(each, torch.cat([of_q, of_k, of_v]).numpy()) for each in held.values())
+    checked = twellc.check(folder, graph)
+    assert checked.within, checked.causes
 
 
 def test_generation_runs_blocks_in_fp8(folder: Path) -> None:
