@@ -23,6 +23,7 @@ from tests.conftest import ROOT
 from tests.processes import TWELLC, captured, environment
 from tests.runtimes import tensorrt
 from tests.tolerance import assert_as_accurate
+from twellc.base.dtypes import dtype_name
 from twellc.checks.accuracy import measure
 from twellc.checks.checking import check
 from twellc.compiling.translate import translate_to_file
@@ -217,6 +218,7 @@ class Files:
     archive: Path
     pickled: Path
     arrays: Path
+    input_spec: str
 
 
 @pytest.fixture(scope="module", params=[CASES[0], CASES[3]], ids=name_of)
@@ -225,9 +227,11 @@ def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     made = make(*request.param)
     # A class of the tests, which a child process would have to import, is not what is tested.
     plain = nn.Sequential(nn.Linear(D_MODEL, D_FF), nn.ReLU(), nn.Linear(D_FF, D_MODEL)).eval()
-    found = Files(folder / "m.pt2", folder / "m.pt", folder / "x.npz")
+    dtype = request.param[1]
+    declared = f"input:{dtype_name(dtype)}[tokens,{D_MODEL}]"
+    found = Files(folder / "m.pt2", folder / "m.pt", folder / "x.npz", declared)
     torch.export.save(made.program, found.archive)
-    torch.save(plain.to(request.param[1]).to(DEVICE), found.pickled)
+    torch.save(plain.to(dtype).to(DEVICE), found.pickled)
     np.savez(found.arrays, x=np.random.default_rng(0).standard_normal((TOKENS, D_MODEL), np.float32))
     return found
 
@@ -249,9 +253,9 @@ def test_commands(files: Files, settings: dict[str, str], tmp_path: Path) -> Non
     command("compile", files.archive, *shared, **settings)
     assert "within" in command("check", files.archive, graph, "--json", **settings)
     command("compile", files.archive, *shared, "--firing-profile", profile, **settings)
-    declared = f"--input-spec=input:float32[tokens,{D_MODEL}]"
-    command("inspect", files.pickled, "--trust-model", declared, **settings)
-    command("compile", files.pickled, "--trust-model", declared, *shared, **settings)
+    pickled = (files.pickled, "--trust-model", f"--input-spec={files.input_spec}")
+    command("inspect", *pickled, **settings)
+    command("compile", *pickled, *shared, **settings)
 
 
 def test_bench_command(files: Files) -> None:
