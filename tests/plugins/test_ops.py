@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.tolerance import assert_as_accurate, assert_same
 from twellc.plugins.block import BlockOptions, Operands
-from twellc.plugins.meaning import as_read
+from twellc.plugins.kernel_calls import as_read
 from twellc.plugins.ops import GATED_MLP, MLP, run_block
 
 ROWS, D_MODEL, D_FF, D_OUT = 7, 16, 300, 24

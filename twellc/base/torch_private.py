@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,8 @@ NAMES = {
     "has_any_global_hook": "torch.nn.modules.module._has_any_global_hook",
     "is_traceable_wrapper_subclass": "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
     "scaled_mm": "torch._scaled_mm",
+    # GPUs
+    "current_raw_stream": "torch._C._cuda_getCurrentRawStream",
     # autograd
     "AutoDispatchBelowAutograd": "torch._C._AutoDispatchBelowAutograd",
     "DispatchKey": "torch._C.DispatchKey",
@@ -105,9 +108,8 @@ def set_guards(program: ExportedProgram, guards: list[str]) -> None:
 
 def forward_mode_level() -> int:
     """Return how deep this thread is in forward mode, from 0 on; -1 outside of it."""
-    from torch.autograd import forward_ad
-
-    return forward_ad._current_level
+    level: int = sys.modules["torch.autograd.forward_ad"]._current_level  # importing torch imports it
+    return level
 
 
 @contextmanager

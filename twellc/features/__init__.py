@@ -10,16 +10,12 @@ rounded once. The same call on the same device gives the same bits. Nothing is r
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from twellc.features import cpu, gpu
-from twellc.features.encoder import Encoder
-from twellc.plugins.block import BlockOptions
-from twellc.plugins.meaning import check_floating, check_matrix, check_tensor
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,6 @@ class Features:
         return torch.sparse_csr_tensor(rows, columns, self.values[:total], (len(self.offsets) - 1, self.d_ff))
 
 
-@torch.no_grad()
 def encode(
     x: Tensor,
     w_enc: Tensor,
@@ -88,14 +83,12 @@ def encode(
     """
     if capacity is not None and capacity < 1:
         raise ValueError(f"twell: capacity must be 1 or more, got {capacity}")
-    encoder = Encoder(w_enc, b_enc, w_enc_scale, BlockOptions(activation=activation, threshold=threshold), thresholds)
-    encoder.check(x)
+    given = {"x": x, "w_enc": w_enc, "b_enc": b_enc, "w_enc_scale": w_enc_scale, "thresholds": thresholds}
     run = gpu.encode if x.is_cuda else cpu.encode
-    lists = run(encoder, x.reshape(-1, x.shape[-1]), capacity)
+    lists = run({**given, "activation": activation, "threshold": threshold}, capacity)
     return Features(*lists, w_enc.shape[0], x.shape[:-1])
 
 
-@torch.no_grad()
 def decode(features: Features | tuple[Tensor, Tensor], w_dec: Tensor, b_dec: Tensor | None = None) -> Tensor:
     """Return y [..., d_out], the sum of each token's rows of w_dec times their values.
 
@@ -119,13 +112,7 @@ def decode(features: Features | tuple[Tensor, Tensor], w_dec: Tensor, b_dec: Ten
         if indices.shape != values.shape or indices.is_floating_point():
             got = f"{tuple(indices.shape)} of {indices.dtype} and {tuple(values.shape)}"
             raise ValueError(f"twell: indices, of integers, and values must have one shape [..., k], got {got}")
-    check_matrix("w_dec", w_dec)
     d_ff = features.d_ff if isinstance(features, Features) else len(w_dec)
-    check_tensor("w_dec", w_dec, (d_ff, w_dec.shape[1]), w_dec.dtype)
-    check_floating(w_dec.dtype)
-    check_tensor("values", values, tuple(values.shape), w_dec.dtype, "the weights")
-    if b_dec is not None:
-        check_tensor("b_dec", b_dec, (w_dec.shape[1],), w_dec.dtype, "the weights")
+    given = {"indices": indices, "values": values, "w_dec": w_dec, "b_dec": b_dec, "d_ff": d_ff}
     run = gpu.decode if values.is_cuda else cpu.decode
-    y = run((indices.reshape(-1), values.reshape(-1)), offsets, math.prod(leading), w_dec, b_dec)
-    return y.reshape(*leading, w_dec.shape[1])
+    return run(given, offsets, leading)

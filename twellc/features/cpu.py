@@ -8,16 +8,21 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from twellc.features.encoder import Encoder
+from twellc.features.encoder import Encoder, check_decoder
 from twellc.plugins.fp8 import Fp8
+from twellc.plugins.kernel_calls import Given
 from twellc.plugins.meaning import combined, math_dtype, project
 
 # Neurons, tokens and entries of a piece.
 _NEURONS, _TOKENS, _ENTRIES = 4096, 256, 4096
 
 
-def encode(encoder: Encoder, x: Tensor, capacity: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return indices, values and offsets of all tokens of x [tokens, d_model]."""
+@torch.no_grad()
+def encode(given: Given, capacity: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return indices, values and offsets of all tokens, of the arguments of `features.encode`."""
+    encoder = Encoder.of(given)
+    encoder.check(given["x"])
+    x = given["x"].reshape(-1, given["x"].shape[-1])
     wide, found = math_dtype(x.dtype), []
     for first in range(0, len(encoder.weight), _NEURONS):
         own = slice(first, first + _NEURONS)
@@ -45,11 +50,12 @@ def _nothing(x: Tensor) -> Iterator[Tensor]:
     return iter((x.new_empty(0, dtype=torch.int64), x.new_empty(0, dtype=torch.int32), x.new_empty(0)))
 
 
-def decode(
-    entries: tuple[Tensor, Tensor], offsets: Tensor | None, tokens: int, w_dec: Tensor, b_dec: Tensor | None
-) -> Tensor:
-    """Return y [tokens, d_out] of the indices and values of all tokens."""
-    indices, values = entries
+@torch.no_grad()
+def decode(given: Given, offsets: Tensor | None, leading: torch.Size) -> Tensor:
+    """Return y [..., d_out], of the arguments of `features.decode` and `d_ff`."""
+    check_decoder(given)
+    indices, values, w_dec, b_dec = (given[name] for name in ("indices", "values", "w_dec", "b_dec"))
+    indices, values, tokens = indices.reshape(-1), values.reshape(-1), math.prod(leading)
     wide, capacity = math_dtype(values.dtype), len(indices)
     y = torch.zeros(tokens, w_dec.shape[1], dtype=wide)
     counts = capacity // max(1, tokens) if offsets is None else offsets.diff()
@@ -62,4 +68,5 @@ def decode(
         y.index_add_(0, rows[place], read * factors[place, None])
     if offsets is not None:
         y[offsets[1:] > capacity] = math.nan
-    return (y if b_dec is None else y + b_dec.to(wide)).to(values.dtype)
+    y = (y if b_dec is None else y + b_dec.to(wide)).to(values.dtype)
+    return y.reshape(*leading, w_dec.shape[1])

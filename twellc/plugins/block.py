@@ -362,9 +362,11 @@ def set_scales(problem: library.Problem, gate_up: str, down: str) -> None:
     problem.gate_up_scale, problem.down_scale = library.SCALE_FORMS[gate_up], library.SCALE_FORMS[down]
 
 
+def field_of(variant: Variant, name: str) -> str:
+    """Return the name of a tensor in the C API, which calls the first projection of any block `gate`."""
+    return name.replace("_up", "_gate") if variant is PLAIN else name
+
+
 def tensors_of(operands: Operands[int], y: int) -> library.Tensors:
-    """Return the pointers for the C API, which calls the first projection of any block `gate`."""
-    pointers = operands.named()
-    if operands.variant is PLAIN:
-        pointers = {name.replace("_up", "_gate"): pointer for name, pointer in pointers.items()}
-    return library.Tensors(**pointers, y=y)
+    """Return the pointers for the C API."""
+    return library.Tensors(**{field_of(operands.variant, name): each for name, each in operands.named().items()}, y=y)

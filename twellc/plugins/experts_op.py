@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,15 +33,8 @@ from twellc.base.torch_private import OpOverload
 from twellc.plugins import library
 from twellc.plugins.block import GATED, PLAIN
 from twellc.plugins.fp8 import E4M3, Fp8
-from twellc.plugins.meaning import (
-    activate,
-    as_read,
-    check_on_gpu,
-    check_problem,
-    check_tensor,
-    launch,
-    math_dtype,
-)
+from twellc.plugins.kernel_calls import Given, KernelCall, Prepared, Reading, check_on_gpu, check_problem
+from twellc.plugins.meaning import activate, check_tensor, math_dtype
 from twellc.plugins.torch_library import define
 
 _MATRICES = ("gate", "up", "down")
@@ -88,6 +81,9 @@ class _Call:
     def sizes(self) -> _Sizes:
         (tokens, top), (experts, d_ff, d_model) = self.ids.shape, self.up.shape
         return _Sizes(tokens, top, experts, d_ff, d_model, self.down.shape[2])
+
+
+_ARGUMENTS = tuple(each.name for each in fields(_Call))
 
 
 def exceeded_limit(
@@ -231,28 +227,48 @@ def _infer(*arguments: object, **named: object) -> Tensor:
     return call.x.new_empty(call.sizes.tokens, call.sizes.d_out)
 
 
-def _launch(*arguments: object, **named: object) -> Tensor:
-    """Run the experts on the GPU, through the C API on the current stream."""
-    call = _Call(*arguments, **named)  # type: ignore[arg-type]
-    y = _infer(*arguments, **named)
-    check_on_gpu(call.named())
-    for name, matrix in call.matrices.items():
+def _prepare(given: Given) -> KernelCall:
+    """Check a call, and return what computes it and those alike, through the C API on the current stream."""
+    call = _Call(**given)
+    _check(call)
+    named = call.named()
+    check_on_gpu(named)
+    _check_rows(given)
+    problem = _problem(call)
+    check_problem(problem)
+    reading = Reading.of(named, {name: name for name in named})
+    reading = replace(reading, copied={name: copy for name, copy in reading.copied.items() if name not in _MATRICES})
+    lib = library.load()
+    with torch.cuda.device(call.x.device):
+        workspace_bytes = lib.twell_experts_workspace_bytes(problem)
+    results, fixed = (((call.sizes.tokens, call.sizes.d_out), call.x.dtype),), tuple(call.matrices)
+    return KernelCall(
+        lib.twell_experts, problem, workspace_bytes, library.ExpertsTensors, reading, results, fixed, _check_rows
+    )
+
+
+def _check_rows(given: Given) -> list[Tensor]:
+    """Raise ValueError if the kernels cannot read a matrix in place: a copy at each call would cost too much."""
+    for name in _MATRICES:
+        matrix: Tensor | None = given.get(name)
+        if matrix is None:
+            continue
         vector = 16 // matrix.element_size()
         if matrix.stride(2) != 1 or any(step % vector for step in matrix.stride()[:2]) or matrix.data_ptr() % 16:
-            # A copy at each call would cost more than the experts.
             raise ValueError(
                 f"twell: rows of {name} must be contiguous and start at multiples of 16 bytes, got strides "
                 f"{matrix.stride()}; make it contiguous once"
             )
-    problem = _problem(call)
-    check_problem(problem)
-    # Kept alive until the kernels are launched.
-    read = {name: tensor if name in _MATRICES else as_read(tensor) for name, tensor in call.named().items()}
-    tensors = library.ExpertsTensors(**{name: tensor.data_ptr() for name, tensor in read.items()}, y=y.data_ptr())
-    lib = library.load()
-    with torch.cuda.device(call.x.device):
-        launch(lib.twell_experts, lib.twell_experts_workspace_bytes(problem), problem, tensors)
-    return y
+    return []
+
+
+_PREPARED = Prepared(_prepare)
+
+
+def _launch(*arguments: Any, **named: Any) -> Tensor:
+    """Run the experts on a GPU."""
+    given = {**dict(zip(_ARGUMENTS, arguments, strict=False)), **named}
+    return _PREPARED.of(given)(given)[0]
 
 
 def _problem(call: _Call) -> library.ExpertsProblem:

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from twellc.base.dtypes import dtype_name
 from twellc.plugins import library
-from twellc.plugins.block import GATED, Operands, problem_of, tensors_of
+from twellc.plugins.block import GATED, Operands, field_of, problem_of, tensors_of
 from twellc.plugins.gradients_call import KEPT_DTYPES, Call, Kept
-from twellc.plugins.meaning import as_read, check_on_gpu, check_problem, check_status, launch, widths_of
+from twellc.plugins.kernel_calls import as_read, check_on_gpu, check_problem, launch, run_on
+from twellc.plugins.meaning import widths_of
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,11 @@ class _Run:
         down = self.x.new_empty(self.hot, self.widths["d_out"])
         parts = zip(names, first.chunk(len(names)), strict=True)
         _copy_rows(
+            self.x.device,
             [
                 *(_copy(weights[f"w_{name}"], part, self.hot, from_rows=self.hot_rows) for name, part in parts),
                 _copy(weights["w_down"], down, self.hot, from_rows=self.hot_rows),
-            ]
+            ],
         )
         return [first], down
 
@@ -123,23 +125,18 @@ def _copy(
     return library.TrainCopy(rows=rows, width=source.shape[1], **pointers)
 
 
-def _copy_rows(copies: list[library.TrainCopy]) -> None:
+def _copy_rows(device: torch.device, copies: list[library.TrainCopy]) -> None:
     array = (library.TrainCopy * len(copies))(*copies)
-    check_status(library.load().twell_train_copy_rows(array, len(copies), _stream()))
+    run_on(device, library.load().twell_train_copy_rows, array, len(copies))
 
 
 def _run_hot(run: _Run, tensors: library.TrainHot) -> None:
-    check_status(library.load().twell_train_hot(run.problem(run.hot), tensors, _stream()))
+    run_on(run.x.device, library.load().twell_train_hot, run.problem(run.hot), tensors)
 
 
 def _pointers(**tensors: Tensor | None) -> dict[str, int]:
     """Return the addresses of the tensors that are there, by name."""
     return {name: each.data_ptr() for name, each in tensors.items() if each is not None}
-
-
-def _stream() -> int:
-    stream: int = torch.cuda.current_stream().cuda_stream
-    return stream
 
 
 def _run_of(call: Call) -> _Run:
@@ -239,14 +236,14 @@ def _forward_cold(run: _Run, kept: Kept, hot_y: Tensor | None, y: Tensor, row_l1
         # Tensor cores read the gate's rows in order; rows of other weights are read one by one, in place.
         weight, bias = run.operands.first
         named[f"w_{run.first}"] = weight.new_empty(run.cold, weight.shape[1])
-        _copy_rows([_copy(weight, named[f"w_{run.first}"], run.cold, from_rows=run.cold_rows)])
+        _copy_rows(run.x.device, [_copy(weight, named[f"w_{run.first}"], run.cold, from_rows=run.cold_rows)])
         if bias is not None:
             named[f"b_{run.first}"] = bias.index_select(0, run.cold_rows)
     pointers = _pointers(neurons=run.cold_rows, hot=hot_y, row_l1=row_l1, counts=counts)
     given = library.TrainForward(pairs=_pairs(run, kept), **pointers)
     tensors = tensors_of(Operands(**named).map(Tensor.data_ptr), y.data_ptr())
     size = lib.twell_train_forward_bytes(problem, _capacity(run.call))
-    launch(lib.twell_train_forward, size, problem, tensors, given)
+    launch(run.x.device, lib.twell_train_forward, size, problem, tensors, given)
 
 
 def backward(dy: Tensor, dl1: Tensor, kept: Kept, call: Call, wanted: Sequence[str]) -> dict[str, Tensor]:
@@ -291,7 +288,8 @@ def _backward_hot(run: _Run, dy: Tensor, dl1: Tensor, kept: Tensor, found: dict[
                 torch.mm(product.t(), x, out=found[name])
         else:
             rows = dict(zip(names, (gradients.t() @ x).chunk(len(names)), strict=True), w_down=h.t() @ dy)
-            _copy_rows([_copy(part, found[name], run.hot, to_rows=run.hot_rows) for name, part in rows.items()])
+            copies = [_copy(part, found[name], run.hot, to_rows=run.hot_rows) for name, part in rows.items()]
+            _copy_rows(run.x.device, copies)
         for name, part in zip(run.hot_projections, [dz, *dup], strict=True):
             if f"b_{name}" in found:
                 _put(found[f"b_{name}"], part.sum(0), run.hot_rows)
@@ -314,11 +312,10 @@ def _backward_cold(
 ) -> None:
     """Write dx, and the sparse neurons' rows of the weights' gradients."""
     lib, problem = library.load(), run.problem(run.cold)
-    weights = {name: each for name, each in found.items() if name not in ("x", "b_down")}
-    if not run.gated:
-        weights = {name.replace("_up", "_gate"): each for name, each in weights.items()}
+    variant = run.operands.variant
+    weights = {field_of(variant, name): each for name, each in found.items() if name not in ("x", "b_down")}
     pointers = _pointers(neurons=run.cold_rows, dy=dy, dl1=dl1, hot=hot_dx, dx=found.get("x"), **weights)
     given = library.TrainBackward(pairs=_pairs(run, kept), **pointers)
     tensors = tensors_of(run.operands.map(Tensor.data_ptr), 0)
     size = lib.twell_train_backward_bytes(problem, _capacity(run.call))
-    launch(lib.twell_train_backward, size, problem, tensors, given)
+    launch(run.x.device, lib.twell_train_backward, size, problem, tensors, given)

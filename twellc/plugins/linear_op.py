@@ -23,7 +23,8 @@ by no more than dense rounding. A NaN in a row of x reaches all of that row of y
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,17 +33,9 @@ from twellc.base.dtypes import dtype_name
 from twellc.base.torch_private import OpOverload
 from twellc.plugins import library
 from twellc.plugins.fp8 import E4M3, Fp8, scale_blocks
-from twellc.plugins.linear import SCHEMA, TENSORS, LinearOperands, LinearOptions, call_of
-from twellc.plugins.meaning import (
-    as_read,
-    check_norm,
-    check_on_gpu,
-    check_problem,
-    check_tensor,
-    launch,
-    math_dtype,
-    normalised,
-)
+from twellc.plugins.kernel_calls import Given, KernelCall, Prepared, Reading, check_on_gpu, check_problem
+from twellc.plugins.linear import ARGUMENTS, SCHEMA, TENSORS, LinearOperands, LinearOptions, call_of
+from twellc.plugins.meaning import check_norm, check_tensor, math_dtype, normalised
 from twellc.plugins.torch_library import define
 
 
@@ -94,44 +87,53 @@ def _compute(operands: LinearOperands[Tensor], options: LinearOptions) -> list[T
     return [each.to(dtype, memory_format=torch.contiguous_format, copy=True) for each in y.split(widths, -1)]
 
 
+def _results(
+    operands: LinearOperands[Tensor], options: LinearOptions
+) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    """Return shape and dtype of each result."""
+    x = operands.x
+    if options.choose:
+        return ((x.shape[:-1], torch.int64),)
+    return tuple(((*x.shape[:-1], width), x.dtype) for width in options.widths(operands.weight.shape[0]))
+
+
 def _infer(operands: LinearOperands[Tensor], options: LinearOptions) -> list[Tensor]:
     """Give the shapes and dtype of the results, for tracing."""
     _check(operands, options)
-    x, widths = operands.x, options.widths(operands.weight.shape[0])
-    if options.choose:
-        return [x.new_empty(x.shape[:-1], dtype=torch.int64)]
-    return [x.new_empty((*x.shape[:-1], width)) for width in widths]
+    return [operands.x.new_empty(shape, dtype=dtype) for shape, dtype in _results(operands, options)]
 
 
-def _launch(operands: LinearOperands[Tensor], options: LinearOptions) -> list[Tensor]:
-    """Run the layer on the GPU: through the C API on the current stream, or by torch's own operations.
+def _prepare(given: Given) -> Callable[[Given], list[Tensor]]:
+    """Check a call, and return what computes it and those alike: the C API on the current stream, or torch.
 
-    Torch computes calls of many tokens with weights of 16 bits.
+    Torch's own operations compute calls of many tokens with weights of 16 bits.
     """
-    results = _infer(operands, options)
-    check_on_gpu(operands.named())
+    operands, options = call_of((), given)
+    _check(operands, options)
+    named = operands.named()
+    check_on_gpu(named)
     (out, inner), scale = operands.weight.shape, operands.weight_scale
     tokens = operands.x.shape[:-1].numel()
     form = None if scale is None else Fp8(operands.weight, scale).form
     problem = options.problem(dtype_name(operands.x.dtype), tokens=tokens, inner=inner, out=out, scale=form)
     check_problem(problem)
-    if tokens > library.FEW_TOKENS_LINEAR and scale is None:
-        return _by_torch(operands, options)
-    read = operands.map(as_read)  # kept alive until the kernels are launched
     # NOTE: a kernel reads weights before earlier launches have ended, so they must not be fresh copies.
-    weights = ("weight", "norm_weight", "norm_bias")
-    if any(getattr(read, name) is not getattr(operands, name) for name in weights):
-        return _by_torch(operands, options)
-    y = (ctypes.c_void_p * library.MAX_SPLITS)(*map(Tensor.data_ptr, results))
-    tensors = library.LinearTensors(**read.map(Tensor.data_ptr).named(), y=y)
+    fixed = tuple(name for name in ("weight", "norm_weight", "norm_bias") if name in named)
+    reading = Reading.of(named, {name: name for name in named})
+    if (tokens > library.FEW_TOKENS_LINEAR and scale is None) or not reading.copied.keys().isdisjoint(fixed):
+        return _by_torch
     lib = library.load()
     with torch.cuda.device(operands.x.device):
-        launch(lib.twell_linear, lib.twell_linear_workspace_bytes(problem), problem, tensors)
-    return results
+        workspace_bytes = lib.twell_linear_workspace_bytes(problem)
+    results = _results(operands, options)
+    return KernelCall(
+        lib.twell_linear, problem, workspace_bytes, library.LinearTensors, reading, results, fixed, _by_torch
+    )
 
 
-def _by_torch(operands: LinearOperands[Tensor], options: LinearOptions) -> list[Tensor]:
+def _by_torch(given: Given) -> list[Tensor]:
     """Compute the layer by torch's own operations, each of which rounds."""
+    operands, options = call_of((), given)
     x, weight, functional = operands.x, operands.weight, torch.nn.functional
     if options.norm == "rms":
         x = functional.rms_norm(x, x.shape[-1:], operands.norm_weight, options.eps)
@@ -146,10 +148,21 @@ def _by_torch(operands: LinearOperands[Tensor], options: LinearOptions) -> list[
     return [each.contiguous() for each in y.split(options.widths(weight.shape[0]), -1)]
 
 
-LINEAR: OpOverload = define(
-    SCHEMA,
-    *(lambda *arguments, run=run, **named: run(*call_of(arguments, named)) for run in (_compute, _launch, _infer)),
-)
+_PREPARED = Prepared(_prepare)
+
+
+def _launch(*arguments: Any, **named: Any) -> list[Tensor]:
+    """Run the layer on a GPU."""
+    given = {**dict(zip(ARGUMENTS, arguments, strict=False)), **named}
+    return _PREPARED.of(given)(given)
+
+
+def _implementation(run: Callable[[LinearOperands[Tensor], LinearOptions], list[Tensor]]) -> Callable[..., Any]:
+    """Return the function that torch calls with the arguments of the op."""
+    return lambda *arguments, **named: run(*call_of(arguments, named))
+
+
+LINEAR: OpOverload = define(SCHEMA, _implementation(_compute), _launch, _implementation(_infer))
 
 
 def run_linear(operands: LinearOperands[Tensor], options: LinearOptions) -> list[Tensor]:

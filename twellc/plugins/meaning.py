@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from twellc.base.dtypes import dtype_name
-from twellc.plugins import library
 from twellc.plugins.block import (
     FLOAT32,
     NORM_TENSORS,
@@ -232,39 +229,3 @@ def output_of(h: Tensor, operands: Operands[Tensor]) -> Tensor:
     """Return y from h, rounded to the element type."""
     y = project(h, operands.w_down.t(), operands.b_down)
     return (y if operands.residual is None else operands.residual.to(y.dtype) + y).to(operands.x.dtype)
-
-
-def check_on_gpu(tensors: Mapping[str, Tensor]) -> None:
-    """Raise TypeError if the kernels do not take the dtype of x, ValueError if tensors are not all on one device."""
-    dtype, device = dtype_name(tensors["x"].dtype), tensors["x"].device
-    if dtype not in library.DTYPES:
-        raise TypeError(f"twell: the CUDA kernels take {' or '.join(library.DTYPES)}, got {dtype}")
-    for name, tensor in tensors.items():
-        if tensor.device != device:
-            raise ValueError(f"twell: {name} must be on {device}, got {tensor.device}")
-
-
-def check_problem(problem: library.Problem | library.LinearProblem | library.ExpertsProblem) -> None:
-    """Raise ValueError if the library refuses a problem."""
-    fault = library.fault_of(problem)
-    if fault:
-        raise ValueError(f"twell: {fault}")
-
-
-def check_status(status: int) -> None:
-    """Raise RuntimeError if a function of the C API has returned an error of CUDA."""
-    if status:
-        raise RuntimeError(f"twell: the kernels failed with CUDA error {status}")
-
-
-def launch(function: Callable[..., int], workspace_bytes: int, *arguments: ctypes.Structure | int) -> None:
-    """Call a function of the C API with a workspace and the stream of the current GPU."""
-    workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device="cuda")
-    stream = torch.cuda.current_stream().cuda_stream
-    check_status(function(*arguments, workspace.data_ptr(), workspace_bytes, stream))
-
-
-def as_read(tensor: Tensor) -> Tensor:
-    """Return the tensor as the kernels read it: contiguous, and in memory from a multiple of 16 bytes on."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()

@@ -26,14 +26,15 @@ tokens compute the first `hot` neurons as a dense product. Results stay the same
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from twellc.base.dtypes import dtype_name
-from twellc.base.torch_private import OpOverload
+from twellc.base.torch_private import AutoDispatchBelowAutograd, OpOverload
 from twellc.plugins import library
 from twellc.plugins.block import (
     GATED,
@@ -42,20 +43,18 @@ from twellc.plugins.block import (
     Operands,
     Variant,
     call_of,
+    field_of,
     problem_of,
     schema_of,
     set_scales,
-    tensors_of,
 )
+from twellc.plugins.gradients_modes import is_transformed
 from twellc.plugins.gradients_ops import register_gradients
+from twellc.plugins.kernel_calls import Given, KernelCall, Prepared, Reading, as_read, check_on_gpu, check_problem
 from twellc.plugins.meaning import (
-    as_read,
     check_call,
-    check_on_gpu,
-    check_problem,
     dequantize,
     hidden_of,
-    launch,
     output_of,
     scale_kinds,
     widths_of,
@@ -71,62 +70,50 @@ def _compute(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
     return output_of(hidden_of(operands, options)[-1], operands)
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """Facts about calls with the same options, shapes and types: working them out takes longer than a launch.
-
-    Attributes:
-        problem: The problem for the C API.
-        workspace_bytes: The size of the workspace.
-        expanded: The scales of gate and up that are a single number, and must be repeated for each neuron.
-    """
-
-    problem: library.Problem
-    workspace_bytes: int
-    expanded: tuple[str, ...]
-
-
-_MOST_PREPARED = 4096
-_PREPARED: dict[tuple[Any, ...], _Prepared] = {}
-
-
-def _prepare(operands: Operands[Tensor], options: BlockOptions) -> _Prepared:
-    """Check a call for the current GPU."""
+def _prepare(variant: Variant, given: Given) -> Callable[[Given], list[Tensor]]:
+    """Check a call, and return what computes it and those alike on the current stream of its GPU."""
+    operands, options = call_of(variant, (), given)
+    named = operands.named()
+    check_on_gpu(named)
     check_call(operands, options)
     x, widths, kinds = operands.x, widths_of(operands), scale_kinds(operands)
     tokens = x.numel() // widths["d_model"]
-    problem = problem_of(operands.variant, options, dtype_name(x.dtype), tokens=tokens, **widths)
+    problem = problem_of(variant, options, dtype_name(x.dtype), tokens=tokens, **widths)
+    reading = Reading.of(named, {name: field_of(variant, name) for name in named})
     if kinds is not None:
         set_scales(problem, *kinds)
-    check_problem(problem)
-    single = (name for name, each in operands.scales().items() if not each.dim() and name != "w_down_scale")
-    expanded = tuple(single) if kinds is not None and kinds[0] == "row" else ()
-    return _Prepared(problem, library.load().twell_workspace_bytes(problem), expanded)
-
-
-def _launch(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
-    """Run the block on the GPU through the C API, on the current stream."""
-    x, named = operands.x, operands.named()
-    check_on_gpu(named)
+        single = {name for name, each in operands.scales().items() if not each.dim()} - {"w_down_scale"}
+        if kinds[0] == "row" and single:  # a single number is repeated for each neuron
+            repeated = dict.fromkeys(single, partial(_repeated, widths["d_ff"]))
+            reading = replace(reading, copied={**reading.copied, **repeated})
     with torch.cuda.device(x.device):
-        key = (options, x.device, *((name, each.shape, each.dtype) for name, each in named.items()))
-        prepared = _PREPARED.get(key)
-        if prepared is None:
-            prepared = _prepare(operands, options)
-            if len(_PREPARED) >= _MOST_PREPARED:
-                _PREPARED.clear()
-            _PREPARED[key] = prepared
-        given = named | {name: named[name].expand(len(operands.w_up), 1) for name in prepared.expanded}
-        read = {name: as_read(each) for name, each in given.items()}  # kept alive until the kernels are launched
-        copies = {name for name, each in given.items() if read[name] is not each}
-        # NOTE: with a norm, kernels read weights before earlier launches have ended: these must not be fresh copies.
-        if options.norm != "none" and copies - {"x", "residual"}:
-            return _launch(*without_norm(operands, options))
-        y = x.new_empty((*x.shape[:-1], operands.w_down.shape[1]))
-        pointers = Operands(**{name: each.data_ptr() for name, each in read.items()})
-        tensors = tensors_of(pointers, y.data_ptr())
-        launch(library.load().twell_mlp, prepared.workspace_bytes, prepared.problem, tensors)
-    return y
+        check_problem(problem)
+        workspace_bytes = library.load().twell_workspace_bytes(problem)
+    # NOTE: with a norm, kernels read weights before earlier launches have ended: these must not be fresh copies.
+    fixed = tuple(name for name in named if name not in ("x", "residual")) if options.norm != "none" else ()
+    normalises = partial(_launch_without_norm, variant)
+    if not reading.copied.keys().isdisjoint(fixed):
+        return normalises
+    results = (((*x.shape[:-1], widths["d_out"]), x.dtype),)
+    function = library.load().twell_mlp
+    return KernelCall(function, problem, workspace_bytes, library.Tensors, reading, results, fixed, normalises)
+
+
+def _repeated(count: int, scale: Tensor) -> Tensor:
+    return as_read(scale.expand(count, 1))
+
+
+def _launch_without_norm(variant: Variant, given: Given) -> list[Tensor]:
+    """Run the block on norm(x), which torch computes."""
+    operands, options = without_norm(*call_of(variant, (), given))
+    return _run_kernels(variant, {**operands.named(), **options.named()})
+
+
+_PREPARED = {variant: Prepared(partial(_prepare, variant)) for variant in (GATED, PLAIN)}
+
+
+def _run_kernels(variant: Variant, given: Given) -> list[Tensor]:
+    return _PREPARED[variant].of(given)(given)
 
 
 def _infer(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
@@ -144,8 +131,20 @@ def _implementation(variant: Variant, run: Callable[[Operands[Tensor], BlockOpti
     return call
 
 
+def _on_gpu(variant: Variant) -> Callable[..., Tensor]:
+    """Return the same for a GPU: it runs the block through the C API."""
+    names = variant.arguments
+
+    def call(*arguments: Any, **named: Any) -> Tensor:
+        return _run_kernels(variant, {**dict(zip(names, arguments, strict=False)), **named})[0]
+
+    return call
+
+
 OPS: dict[Variant, OpOverload] = {
-    variant: define(schema_of(variant), *(_implementation(variant, run) for run in (_compute, _launch, _infer)))
+    variant: define(
+        schema_of(variant), _implementation(variant, _compute), _on_gpu(variant), _implementation(variant, _infer)
+    )
     for variant in (GATED, PLAIN)
 }
 GATED_MLP, MLP = OPS.values()
@@ -156,5 +155,12 @@ VARIANT_OF = {op: variant for variant, op in OPS.items()}
 
 def run_block(operands: Operands[Tensor], options: BlockOptions) -> Tensor:
     """Call the op of a block."""
-    y: Tensor = OPS[operands.variant](*operands.arguments(), *options.arguments(), **operands.by_name())
-    return y
+    op = OPS[operands.variant]
+    arguments, named = (*operands.arguments(), *options.arguments()), operands.by_name()
+    records = torch.is_grad_enabled() and any(each.requires_grad for each in operands.named().values())
+    if records or torch.compiler.is_compiling() or is_transformed():
+        found: Tensor = op(*arguments, **named)
+    else:  # autograd's part of the op does no more than this, but for another way through torch's dispatcher
+        with AutoDispatchBelowAutograd():
+            found = op(*arguments, **named)
+    return found
