@@ -4,7 +4,9 @@ python benchmarks/quality.py examples/bytelm --text FILE
 
 The same windows of a text go through each form: the model as it is; with weights, input and hidden tensor of its
 blocks in E4M3 (the rival of `twellc bench`, calibrated on the first window); with its blocks by twellc in the model's
-type; and by twellc with weights in E4M3, a scale for each neuron. Runs on a CPU, too, where ops compute in float64.
+type; by twellc with weights in E4M3, a scale for each neuron; and by the program that `twellc.LLM` runs, with its
+cache in the model's type, and in E4M3 with scales of 1 and of the first window. Runs on a CPU, too, where ops compute
+in float64.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -25,8 +28,10 @@ from transformers import AutoModelForCausalLM
 
 import twellc
 from twellc.benchmarking.forms import FP8, DenseFp8
+from twellc.generation.directory import load_directory
+from twellc.options.commands import LLMOptions
 
-WINDOW = 1024
+WINDOW, _CHUNK = 1024, 256
 _BYTELM = Path(__file__).parents[1] / "examples/bytelm"
 
 
@@ -35,6 +40,20 @@ def bits_a_byte(model: Any, ids: Tensor) -> float:
     found = [model(input_ids=window[None], use_cache=False).logits[0, :-1].float() for window in ids]
     nats = functional.cross_entropy(torch.cat(found), ids[:, 1:].flatten())
     return float(nats) / math.log(2)
+
+
+class _Program:
+    """What `twellc.LLM` runs, in the shape of a model of transformers; it keeps all keys and values in its cache."""
+
+    def __init__(self, directory: Path, device: str, **options: Any) -> None:
+        self._backend, *_ = load_directory(directory, LLMOptions(device=device, layers="all", **options))
+
+    def __call__(self, input_ids: Tensor, use_cache: bool) -> SimpleNamespace:
+        """Return the logits behind each token, [rows, tokens, vocabulary], in chunks that see those before them."""
+        self._backend.begin(*input_ids.shape)
+        starts = range(0, input_ids.shape[1], _CHUNK)
+        parts = [self._backend.fill(input_ids[:, start : start + _CHUNK], start, every=True) for start in starts]
+        return SimpleNamespace(logits=torch.cat(parts, 1))
 
 
 @click.command()
@@ -52,6 +71,8 @@ def main(directory: Path, text: Path, windows: int, json_path: Path | None) -> N
     ids = ids[: len(ids) // WINDOW * WINDOW].reshape(-1, WINDOW).to(device)
     if not len(ids):
         raise click.UsageError(f"{text} has {len(data)} bytes, fewer than a window of {WINDOW}")
+    first = Path(harness.scratch_folder()) / "first.txt"
+    first.write_text(data[:WINDOW].decode(errors="ignore"))
     loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
     model = loaded.to(device).eval()
     forms: dict[str, Callable[[], Any]] = {
@@ -59,6 +80,11 @@ def main(directory: Path, text: Path, windows: int, json_path: Path | None) -> N
         FP8: lambda: with_forms(model, DenseFp8, ids[:1]),
         "twell bf16": lambda: twellc.optimize(copy.deepcopy(model), layers="all"),
         "twell FP8": lambda: twellc.optimize(copy.deepcopy(model), layers="all", weights="fp8:blocks"),
+        "LLM": lambda: _Program(directory, device),
+        "LLM, FP8 cache, scales of 1": lambda: _Program(directory, device, kv_cache_dtype="fp8"),
+        "LLM, FP8 cache, scales of the first window": lambda: _Program(
+            directory, device, kv_cache_dtype="fp8", text=first
+        ),
     }
     report = {**harness.new_report(), "bytes": ids.numel(), "text": text.name}
     click.echo("| blocks | bits a byte | more than bf16 |\n| --- | ---: | ---: |")

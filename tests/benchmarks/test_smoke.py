@@ -99,6 +99,7 @@ def test_quality(tmp_path: Path) -> None:
     page = smoke("quality.py", "--json", tmp_path / "r.json")
     bits = {each["blocks"]: each["bits_a_byte"] for each in report(tmp_path / "r.json")["results"]}
     assert abs(bits["twell bf16"] - bits["bf16"]) < 0.01 < 0.1 > abs(bits["twell FP8"] - bits["bf16"]) > 0
+    assert 0 < abs(bits["LLM, FP8 cache, scales of 1"] - bits["LLM"]) < 0.1
     assert f"| dense FP8 | {bits['dense FP8']:.5f} |" in page
 
 

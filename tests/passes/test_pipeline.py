@@ -56,9 +56,10 @@ def test_each_pass_is_seen(tmp_path: Path) -> None:
     assert list(graphs) == [
         "traced", "decompose", "name_casts", "dequantize", "write_numbers", "merge_views", "name_relus", "fold_weights",
         "fold_constants", "feature_last", "in_precision", "rewrite_ffn", "rewrite_experts", "rewrite_attention",
-        "rewrite_linear", "rotate_in_caches",
+        "caches_in_fp8", "rewrite_linear", "rotate_in_caches",
     ]  # fmt: skip
     assert graphs.pop("rotate_in_caches") == graphs["rewrite_linear"]  # there is no cache
+    assert graphs.pop("caches_in_fp8") == graphs["rewrite_attention"]  # likewise
     texts = list(graphs.values())
     assert all(before != after for before, after in itertools.pairwise(texts))
     expected = {

@@ -121,6 +121,7 @@ SAME: dict[str, set[Any]] = {
     "logits": {"all"},
     "backend": {"none"},
     "attention": {"auto", "tensorrt"},
+    "kv_cache_dtype": {"auto"},
     "gpu": {"H100"},
     "device": {"cpu"} if torch.cuda.is_available() else {"cpu", "auto"},
 }

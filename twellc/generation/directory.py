@@ -8,14 +8,16 @@ So a step has the very ops of a plan, whatever the passes find. What is computed
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from twellc.base.caches import ASKED, KeyValueCache
 from twellc.base.devices import choose_device
-from twellc.base.dtypes import DTYPES
+from twellc.base.dtypes import DTYPES, dtype_name
 from twellc.base.errors import UserError, first_few
+from twellc.compiling.cache_scales import choose_scales
 from twellc.compiling.fp8 import measure_errors, wish_of
 from twellc.eager.optimization import refuse_other_weights
 from twellc.generation.plan import PlanBackend
@@ -23,7 +25,7 @@ from twellc.generation.program import ProgramCalls
 from twellc.loaders.cached import LARGEST_BATCH, NO_LIMIT, load_with_cache
 from twellc.loaders.model import load_model
 from twellc.loaders.precision import choose_dtype
-from twellc.options.commands import LLMOptions
+from twellc.options.commands import CACHE_DTYPES, FP8_CACHE, LLMOptions
 from twellc.options.source import CacheOptions, TracingOptions
 from twellc.options.weights import refuse_samples
 from twellc.passes.attention import CUDNN, OPERATOR
@@ -33,6 +35,7 @@ from twellc.passes.pipeline import PassOptions, Rewritten, run_passes
 from twellc.passes.report import reads_fp8
 from twellc.passes.sizes.inputs import program_inputs
 from twellc.plugins.cache_op import attends_by_cudnn
+from twellc.plugins.fp8 import E4M3
 from twellc.samples.samples import Limits, read_text
 
 # Tokens of a row in a call: there a mask says which keys are seen, and all are read that come later in the same call.
@@ -54,7 +57,8 @@ def load_directory(path: Path, options: LLMOptions) -> tuple[PlanBackend, KeyVal
         UserError: There is no causal language model, no such device, or see `load_with_cache`.
     """
     refuse_other_weights(options.weights, options.fp8_error)
-    refuse_samples(options, {"--text": options.text})
+    fp8_cache = _asks_for_fp8(options.kv_cache_dtype)
+    refuse_samples(options, {"--text": options.text}, only_to_measure=not fp8_cache)
     chosen, length = choose_device(options.device), options.max_model_len
     in_dtype, notes = _precision_for(options.dtype, chosen)
     sizes = CacheOptions(NO_LIMIT if length is None else length, LARGEST_BATCH, _CHUNKS.get(chosen.type))
@@ -62,25 +66,49 @@ def load_directory(path: Path, options: LLMOptions) -> tuple[PlanBackend, KeyVal
     cache = loaded.cache
     assert cache is not None
     errors = None
-    if options.text is not None:  # a model with a cache has other inputs than a text; its blocks are those without
+    if (
+        options.fp8_error is not None and options.text is not None
+    ):  # a model with a cache has other inputs than a text; its blocks are those without
         plain = load_model(TracingOptions(path))
         limits = Limits(program_inputs(plain.program), None, plain.vocabulary)
         samples = read_text(options.text, path, plain.language_model, limits).samples
         precision = cache.dtype if cache.dtype in DTYPES else None
         errors = measure_errors(plain, choose_dtype(plain, precision)[0], samples, lambda _: None)
-    by_lengths = chosen.type == "cuda" and attends_by_cudnn()
+    scales = None
+    if fp8_cache:
+        scales, said_of_scales = choose_scales(loaded, options.text, chosen)
+        cache, notes = replace(cache, dtype=dtype_name(E4M3)), [*notes, *said_of_scales]
+    by_lengths = fp8_cache or (chosen.type == "cuda" and attends_by_cudnn())
     attention = (CUDNN, OPERATOR) if by_lengths else (OPERATOR,)
     wanted = PassOptions(
-        layers=options.layers, attention=attention, weights=wish_of(options, errors), linear="twell", experts=False
+        layers=options.layers,
+        attention=attention,
+        cache_scales=scales,
+        weights=wish_of(options, errors),
+        linear="twell",
+        experts=False,
     )
     with quiet_torch():
         rewritten = run_passes(loaded.program, wanted)
     names = [loaded.input_names[node.name] for node in user_inputs(loaded.program)]
     notes = [*loaded.notes, *notes, *rewritten.notes]
     said, of_blocks = _said(rewritten, options.layers, chosen)
-    name = f"torch on {_device_name(chosen)}, {said} by the twell ops{', compiled' * options.compiled}"
+    name = f"torch on {_device_name(chosen)}, {said} by the twell ops"
+    name += ", a cache in FP8" * fp8_cache + ", compiled" * options.compiled
     calls = ProgramCalls(on_device(rewritten.program, chosen, {}), names, chosen, options.compiled)
     return PlanBackend(name, cache, calls, growing=length is None), cache, [*notes, *of_blocks]
+
+
+def _asks_for_fp8(kv_cache_dtype: str) -> bool:
+    """Whether caches are to be in FP8.
+
+    Raises:
+        UserError: There is no such choice.
+    """
+    if kv_cache_dtype not in CACHE_DTYPES:
+        what = "no such choice"
+        raise UserError("kv_cache_dtype", what, got=repr(kv_cache_dtype), expected=" or ".join(CACHE_DTYPES))
+    return kv_cache_dtype == FP8_CACHE
 
 
 def _said(rewritten: Rewritten, layers: str, device: torch.device) -> tuple[str, list[str]]:

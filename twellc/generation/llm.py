@@ -51,6 +51,7 @@ _DTYPES: dict[str, str | None] = {
     "float32": "fp32",
     "float": "fp32",
 }
+_CACHE_DTYPES: Mapping[Any, str] = {None: "auto", "fp8_e4m3": "fp8"}
 
 
 class LLM:
@@ -71,7 +72,11 @@ class LLM:
             and the linear layers outside of them.
         fp8_error: With these: leave a block as it is where, on `text`, FP8 changes its output by more than
             this: the norm of the difference over the norm of the output. Linear layers are left, too.
-        text: With `fp8_error`: a file with text, in UTF-8, which the tokenizer of the directory reads.
+        kv_cache_dtype: The type of the cache of keys and values: `auto`, that of the model or the plan; `fp8`, which
+            vLLM also calls `fp8_e4m3`, of a directory in 16 bits: E4M3, with a scale for the keys and one for the
+            values of each layer, which are the checkpoint's `k_scale` and `v_scale`, else measured on `text`, else 1.
+        text: With `fp8_error`, or an `fp8` cache: a file with text, in UTF-8, which the tokenizer of the directory
+            reads.
         skip_tokenizer_init: Whether no tokenizer is read: prompts and answers are token ids. So they are of a model
             without one, too.
         logprobs_mode: What `SamplingParams(logprobs=…)` returns: `raw_logprobs`, log probabilities of what the
@@ -102,6 +107,7 @@ class LLM:
         layers: str = "auto",
         weights: str = KEEP,
         fp8_error: float | None = None,
+        kv_cache_dtype: str = "auto",
         text: str | os.PathLike[str] | None = None,
         skip_tokenizer_init: bool = False,
         logprobs_mode: str = RAW,
@@ -130,6 +136,7 @@ class LLM:
             layers=layers,
             weights=weights,
             fp8_error=fp8_error,
+            kv_cache_dtype=_CACHE_DTYPES.get(kv_cache_dtype, kv_cache_dtype),
             text=None if text is None else Path(text),
         )
         if path.is_dir():
@@ -496,7 +503,7 @@ def _refuse_other_kinds(
 
 def _refuse_of_a_plan(options: LLMOptions) -> None:
     """Fail if options are given that a plan has no choice of."""
-    for name in ("dtype", "compiled", "layers", "weights", "fp8_error", "text"):
+    for name in ("dtype", "compiled", "layers", "weights", "fp8_error", "kv_cache_dtype", "text"):
         if getattr(options, name) != getattr(LLMOptions(), name):
             raise UserError(name, "is of directories alone: a plan is what it was compiled to be", fix="Leave it out.")
 

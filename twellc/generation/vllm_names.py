@@ -80,7 +80,6 @@ ENGINE: Names = {
     "enable_expert_parallel": ((False, None), _ONE_GPU),
     "distributed_executor_backend": ((None, "uni"), _ONE_GPU),
     "quantization": ((None,), _BY_ITS_FILES),
-    "kv_cache_dtype": (("auto", None), "the cache has the element type of the model"),
     "load_format": (("auto", "safetensors", "hf", None), "weights are read from safetensors"),
     "revision": ((None,), _LOCAL),
     "code_revision": ((None,), _LOCAL),

@@ -76,10 +76,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             needs remote code.
     """
     config = read_config(path)
-    files, notes = _weight_files(path)
-    stored: dict[str, torch.Tensor] = {}
-    for file in files:
-        stored |= read_tensors(file)
+    stored, notes = _read_weights(path)
     _refuse_adapter(path, stored)
     tensors, wrappers = _unwrapped(stored)
     if len(tensors) < len(stored):
@@ -244,6 +241,23 @@ def activations(config: dict[str, Any]) -> dict[str, str]:
 
 
 # ---- weights ----
+
+
+def read_stored(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a directory as its files have them, by name; they are in the mapped files.
+
+    Raises:
+        UserError: The files are missing or damaged.
+    """
+    return _read_weights(path)[0]
+
+
+def _read_weights(path: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
+    files, notes = _weight_files(path)
+    stored: dict[str, torch.Tensor] = {}
+    for file in files:
+        stored |= read_tensors(file)
+    return stored, notes
 
 
 def _weight_files(path: Path) -> tuple[list[Path], list[str]]:

@@ -16,8 +16,9 @@ from twellc.loaders.method import SCALE, TAKE_ORIGINAL, Matrix, Method
 METHODS: list[Method] = [CompressedTensors(), FineGrained(), Fbgemm(), ModelOpt()]
 # Methods that transformers knows, but cannot undo.
 _LASTING = ("awq", "gptq", "modelopt", "modelopt_fp4", "auto-round", "aqlm", "hqq", "quanto", "quark", "vptq", "eetq")
-# Scales of activations and of the cache of keys and values.
-_ACTIVATIONS = ("input_scale", "activation_scale", "input_scale_ub", "output_scale", "q_scale", "k_scale", "v_scale")
+# Scales of activations, and of the cache of keys and values, which `cache_scales.py` reads.
+_ACTIVATIONS = ("input_scale", "activation_scale", "input_scale_ub", "output_scale", "q_scale")
+_CACHES = ("k_scale", "v_scale")
 # What other methods store beside weights, or in their place.
 _OTHER_NAMES = re.compile(
     r"qweight|qzeros|absmax|SCB|(weight_)?g_idx|weight_(packed|shape|zero_point|scale_2|global_scale)|"
@@ -46,10 +47,12 @@ def take_matrices(path: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, 
     for method in METHODS:
         matrices |= method.take(path, rest)
     _refuse_others(path, rest)
-    unused = [name for name in rest if matrices and name.rpartition(".")[2] in _ACTIVATIONS]
+    kinds = {name: name.rpartition(".")[2] for name in rest} if matrices else {}
+    unused = [name for name, kind in kinds.items() if kind in _ACTIVATIONS]
     if unused:
-        what = "scales of activations and caches are not used, as these keep their 16 bits"
+        what = "scales of activations are not used, as these keep their 16 bits"
         notes.append(f"{len(unused)} {what}: {first_few(unused)}")
+    unused += [name for name, kind in kinds.items() if kind in _CACHES]
     return {name: tensor for name, tensor in rest.items() if name not in unused}, matrices, notes
 
 

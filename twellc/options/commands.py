@@ -18,6 +18,7 @@ from twellc.passes.report import Earlier
 from twellc.plugins.library import GPUS
 
 ATTENTIONS = ("auto", "tensorrt", "cudnn")
+CACHE_DTYPES = _, FP8_CACHE = ("auto", "fp8")
 BACKENDS = ("auto", "tensorrt", "tensorrt-rtx", "none")
 DEFAULT_DENSITY = 0.005
 DEFAULT_TOKENS = 2048
@@ -214,7 +215,11 @@ class LLMOptions(WeightOptions):
             needed, or the cache of a plan.
         compiled: Let torch.compile compile a directory: it takes minutes, then it is faster.
         layers: Which matching blocks of a directory to rewrite; REGEX is searched in their module paths.
-        text: With --fp8-error: measure on this text, in UTF-8, through the tokenizer in the model's directory.
+        kv_cache_dtype: The type of the cache of keys and values. auto: that of the model, or of a plan. fp8: E4M3, of a
+            directory in 16 bits, with a scale for the keys and one for the values of each layer: those of the
+            checkpoint, else measured on --text, else 1.
+        text: With --fp8-error, or --kv-cache-dtype fp8: measure on this text, in UTF-8, through the tokenizer in the
+            model's directory.
         max_num_batched_tokens: Compute prompts in chunks of this many tokens, all prompts together, to save memory.
             Default: at once, or in the chunks of a plan.
     """
@@ -225,6 +230,7 @@ class LLMOptions(WeightOptions):
     max_model_len: int | None = option(None, "N", COUNT)
     compiled: bool = option(False)
     layers: str = option("auto", "auto|all|none|REGEX")
+    kv_cache_dtype: str = option("auto", kind=CACHE_DTYPES)
     text: Path | None = option(None, "FILE", Path)
     max_num_batched_tokens: int | None = option(None, "N", COUNT)
 

@@ -12,7 +12,7 @@ Each stage has its steps, in `STEPS`; a step is added there, and every command t
     SHARE        which of them one of several ranks has, if the program is to be that of a rank
     FFN          blocks as `twell` ops
     SPLIT        the program of that rank
-    ATTENTION    attention in a form that the host can fuse
+    ATTENTION    attention in a form that the host can fuse, and key-value caches in FP8
     FIND_LINEAR  linear layers outside of the blocks are found, and what becomes of them is decided
     LINEAR       these layers as `twell` ops
 
@@ -32,11 +32,13 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from twellc.base.errors import first_few
 from twellc.base.records import Json, as_json
 from twellc.base.threads import PROCESS_WIDE
 from twellc.passes import neurons
-from twellc.passes.attention import rewrite_attention
+from twellc.passes.attention import CUDNN, rewrite_attention
 from twellc.passes.block_profile import Calibration
+from twellc.passes.caches_in_fp8 import caches_in_fp8
 from twellc.passes.decide import Advise, decide, decide_linear, left_alone, options_of, repeat
 from twellc.passes.decompose import decompose
 from twellc.passes.dump import NOWHERE, GraphDump
@@ -111,6 +113,8 @@ class PassOptions:
         linear: Which linear layers outside of the blocks to rewrite, see `decide_linear`, and whether blocks take the
             norms before them.
         experts: Whether mixtures of experts are looked for.
+        cache_scales: The scales of key-value caches that are to be in FP8, see `caches_in_fp8`; None leaves caches as
+            they are.
         earlier: What an earlier run has decided of blocks and linear layers, to do it again.
         calls: Returns the most rows of a tensor in a call of each optimization profile.
         dump: Receives the graph as traced, and after each pass.
@@ -127,6 +131,7 @@ class PassOptions:
     part: Part = WHOLE
     linear: str = "auto"
     experts: bool = True
+    cache_scales: Mapping[str, tuple[float, float]] | None = None
     earlier: Earlier = Earlier()  # noqa: RUF009
     calls: Callable[[Node], Sequence[int]] = lambda x: ()
     dump: GraphDump = NOWHERE
@@ -319,6 +324,13 @@ def _rewrite_attention(passed: Rewritten, options: PassOptions) -> Rewritten:
     return replace(passed, program=program, attention=attention)
 
 
+def _caches_in_fp8(passed: Rewritten, options: PassOptions) -> Rewritten:
+    if options.cache_scales is None:
+        return passed
+    others = [f"{each.module}: {each.reason}" for each in passed.attention if each.form != CUDNN]
+    return replace(passed, program=caches_in_fp8(passed.program, options.cache_scales, first_few(others)))
+
+
 def _find_linear(passed: Rewritten, options: PassOptions) -> Rewritten:
     of_blocks = [part for each in passed.blocks for part in (each.gate, each.up, each.down) if part is not None]
     without = {node.name for part in of_blocks for node in part.nodes}
@@ -365,7 +377,7 @@ STEPS: dict[Stage, tuple[Step, ...]] = {
     Stage.SHARE: (Step("share", _share, edits=False),),
     Stage.FFN: (Step("rewrite_ffn", _rewrite_ffn), Step("rewrite_experts", _rewrite_experts)),
     Stage.SPLIT: (Step("tensor_parallel", _split),),
-    Stage.ATTENTION: (Step("rewrite_attention", _rewrite_attention),),
+    Stage.ATTENTION: (Step("rewrite_attention", _rewrite_attention), Step("caches_in_fp8", _caches_in_fp8)),
     Stage.FIND_LINEAR: (Step("find_linear", _find_linear, edits=False),),
     Stage.LINEAR: (Step("rewrite_linear", _rewrite_linear), Step("rotate_in_caches", _rotate_in_caches)),
 }

@@ -225,12 +225,13 @@ def test_a_block_with_a_matrix_in_16_bits(folder: Path) -> None:
     tensors |= {
         f"{GATE}.weight": dequantized[f"{GATE}.weight"],
         "model.layers.0.self_attn.k_proj.k_scale": torch.ones(()),
+        "model.layers.0.self_attn.k_proj.input_scale": torch.ones(()),
     }
     save_file(tensors, folder / "model.safetensors")
     model, _, notes = open_directory(folder)
     layers = [path for path, each in model.named_modules() if isinstance(each, Fp8Linear) and ".mlp." in path]
     assert {path[:14] for path in layers} == {"model.layers.1"}
-    assert any(note.startswith("1 scales of activations and caches are not used") for note in notes)
+    assert any(note.startswith("1 scales of activations are not used") for note in notes)
 
 
 def test_logits_that_are_stored_for_the_embedding_too(tmp_path: Path) -> None:
