@@ -26,8 +26,8 @@ from twellc.base.transformers_private import (
     register_experts,
 )
 from twellc.eager.changes import store
-from twellc.eager.mixed import forms_of, is_plain, is_taken
-from twellc.eager.module_blocks import has_global_hooks, has_hooks
+from twellc.eager.mixed import are_changed, forms_of, inner_modules, is_plain, is_taken
+from twellc.eager.module_blocks import has_hooks
 from twellc.eager.tracing import trace_alone
 from twellc.eager.training_block import blended_of
 from twellc.passes.match.find_ffn import FfnBlock
@@ -187,7 +187,7 @@ def take_experts(found: FoundExperts, layer: Layer, undo: ExitStack) -> None:
     experts, block = found.module, found.block
     register_experts(NAME, _compute)
     store(experts.down_proj, by_neuron=True, undo=undo)
-    forms = forms_of(list(experts.modules())[1:])
+    forms = forms_of(inner_modules(experts))
     taken = TakenExperts(layer, experts.config, block.threshold, _rows(block.gate), _rows(block.up), forms)
     undo.callback(_set, experts, experts.config, None)
     _set(experts, config_with_experts(experts.config, NAME), taken)
@@ -240,7 +240,7 @@ def _compute(experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
 
 def _runs(experts: Any, taken: TakenExperts, x: Tensor, ids: Tensor) -> bool:
     """Whether the op computes the same as transformers."""
-    inner = list(experts.modules())[1:]
+    inner = inner_modules(experts)
     held = [up_of(experts), experts.down_proj]
     if x.device.type not in DEVICES or not is_plain(x) or not is_taken(x) or x.dim() != 2:
         return False
@@ -250,9 +250,7 @@ def _runs(experts: Any, taken: TakenExperts, x: Tensor, ids: Tensor) -> bool:
         return False
     if ids.shape[1] > MAX_EXPERTS_OF_TOKEN or ids.dtype not in (torch.int32, torch.int64):
         return False
-    if forms_of(inner) != taken.forms or any(map(has_hooks, inner)) or has_global_hooks():
-        return False
-    if blended_of(inner) is not None:
+    if are_changed(inner, taken.forms) or blended_of(inner) is not None:
         return False
     if torch.is_grad_enabled() and any(each.requires_grad for each in (x, *held)):
         return False

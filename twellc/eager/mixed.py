@@ -72,17 +72,26 @@ def taken_by(module: nn.Module) -> tuple[TakenBlock, ...]:
     return found
 
 
-def inner_modules(module: nn.Module, parts: tuple[str, ...]) -> list[nn.Module]:
+def inner_modules(module: nn.Module, parts: tuple[str, ...] = ()) -> list[nn.Module]:
     """Return the modules of a block: the children `parts`, or all inner modules without any."""
-    if not parts:
-        return list(module.modules())[1:]
-    held = [module._modules.get(part) for part in parts]
-    return [each for each in held if each is not None]
+    if parts:
+        held = [module._modules.get(part) for part in parts]
+        return [each for each in held if each is not None]
+    found = []  # as of module.modules(), which takes longer than all else before a call
+    for child in module._modules.values():
+        if child is not None:
+            found += [child, *inner_modules(child)]
+    return found
 
 
 def forms_of(inner: list[nn.Module]) -> tuple[_Form, ...]:
     """Return the forms of modules, to see later whether one has changed."""
-    return tuple((original_class(each) or type(each), "forward" in vars(each)) for each in inner)
+    return tuple([(original_class(each) or type(each), "forward" in vars(each)) for each in inner])
+
+
+def are_changed(inner: list[nn.Module], forms: tuple[_Form, ...]) -> bool:
+    """Whether modules are other ones than when their forms were noted, or have hooks."""
+    return forms_of(inner) != forms or any(map(has_hooks, inner)) or has_global_hooks()
 
 
 # ---- classes ----
@@ -340,7 +349,7 @@ def _weights(module: nn.Module, block: TakenBlock, x: Tensor) -> WeightOperands[
     if not is_plain(x) or x.dim() not in block.ranks or x.shape[-1] != block.layer.d_model:
         return None
     inner = inner_modules(module, block.parts)
-    if forms_of(inner) != block.forms or any(map(has_hooks, inner)) or has_global_hooks():
+    if are_changed(inner, block.forms):
         return None
     read = _of_inference if block.training is None else _of_training
     return read(module, block, x, inner)
@@ -363,11 +372,14 @@ def _of_inference(
             return None
         if parameter.dtype != dtype and name != THRESHOLDS.name:
             return None
-        if (records and parameter.requires_grad) or (block.parts and is_sharded(parameter)):
+        if records and parameter.requires_grad:
             return None
-        held = local_of(parameter)
-        if is_traceable_wrapper_subclass(held):  # such as a quantized parameter
-            return None
+        held: Tensor = parameter
+        if type(parameter) is not nn.Parameter:
+            held = local_of(parameter)
+            is_part = held is not parameter
+            if (block.parts and is_part) or is_traceable_wrapper_subclass(held):  # such as a quantized parameter
+                return None
         tensors[name] = operand.view(held)
     if THRESHOLDS.name in tensors:
         tensors[THRESHOLDS.name] = tensors[THRESHOLDS.name].float()
