@@ -208,6 +208,15 @@ def measured(case: Smoke, folder: Path) -> tuple[dict[str, Any], str]:
     return found, page
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_host_time(device: str, tmp_path: Path) -> None:
+    of_blocks = (f"block{each}" for each in (", op", "", " in FP8", ", norm and residual", ", module", ", torch"))
+    others = ("linear, norm and residual", "linear in FP8", "linear, torch", "experts", "encode", "encode in FP8")
+    case = Smoke("host_time.py", "call", (*of_blocks, *others, "decode"), ("host",), ("--device", device))
+    measured(case, tmp_path)
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMOKES)
