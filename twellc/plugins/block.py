@@ -193,7 +193,7 @@ class WeightOperands(Generic[T]):
 
     def of(self, x: T, residual: T | None = None) -> Operands[T]:
         """Return them together with the inputs of the block."""
-        return Operands(**self.named(), x=x, residual=residual)
+        return Operands(**vars(self), x=x, residual=residual)
 
 
 @dataclass(frozen=True, kw_only=True)
