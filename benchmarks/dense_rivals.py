@@ -2,7 +2,8 @@
 
 Keys and values stand in static caches [batch, kv_heads, places, head_dim], which are written in place. First tokens
 attend to one another by torch's scaled_dot_product_attention; later ones by `twell.cached_attention`, which goes by
-lengths, as the programs do that they are compared with. All layers are causal.
+lengths, as the programs do that they are compared with. All layers are causal. Caches may be in FP8, with scales of 1,
+by the ops that those programs have, too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from transformers import Cache, StaticLayer
 
 from twellc.base.transformers_private import OwnAttention
 from twellc.generation.program import compiled_call
-from twellc.plugins.cache_op import CACHED_ATTENTION
+from twellc.plugins.cache_op import APPEND_IN_PLACE, CACHED_ATTENTION
+from twellc.plugins.fp8 import E4M3
 
 
 class Counts(NamedTuple):
@@ -40,15 +42,22 @@ class _Layer(StaticLayer):  # type: ignore[no-untyped-call]
     keys: Tensor
     values: Tensor
 
-    def __init__(self, call: NextCall, length: int) -> None:
+    def __init__(self, call: NextCall, length: int, fp8: bool) -> None:
         super().__init__(length)
-        self._call = call
+        self._call, self._fp8 = call, fp8
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write keys and values [batch, kv_heads, tokens, head_dim]; return those that queries may see."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+            if self._fp8:
+                self.keys, self.values = self.keys.to(E4M3), self.values.to(E4M3)
         tokens = key_states.shape[2]
+        if self._fp8:
+            starts = self._call.index.to(torch.int32)
+            new = (key_states.transpose(1, 2), value_states.transpose(1, 2))
+            APPEND_IN_PLACE(self.keys, self.values, *new, starts, torch.full_like(starts, tokens))
+            return (key_states, value_states) if self._call.is_prefill else (self.keys, self.values)
         if self._call.is_prefill:
             self.keys[:, :, :tokens] = key_states
             self.values[:, :, :tokens] = value_states
@@ -73,8 +82,19 @@ class _Layer(StaticLayer):  # type: ignore[no-untyped-call]
 class DenseBackend:
     """A causal model of transformers as a `Backend` of twellc, with caches of `longest` places."""
 
-    def __init__(self, model: Any, name: str, longest: int, compiled: bool, compiled_fill: bool) -> None:
-        """Take a model where it is to run, and whether torch.compile compiles steps, and first tokens of each size."""
+    def __init__(
+        self, model: Any, name: str, longest: int, compiled: bool, compiled_fill: bool, *, fp8_cache: bool = False
+    ) -> None:
+        """Take a model where it is to run.
+
+        Args:
+            model: The model.
+            name: What to call it.
+            longest: Places of its caches.
+            compiled: Whether torch.compile compiles steps.
+            compiled_fill: Whether it compiles first tokens, for each size.
+            fp8_cache: Whether caches are in FP8.
+        """
         self.name, self.longest = name, longest
         self.largest_batch: int | None = None
         self.chunk, self.scores_prompts, self.chooses = 1 << 20, False, False
@@ -85,13 +105,14 @@ class DenseBackend:
         self._call = NextCall(torch.zeros(1, dtype=torch.int64, device=self.device), True)
         self._attention = OwnAttention(model, _attention, self._mask)
         self._cache: Any = None
+        self._fp8_cache = fp8_cache
 
     @torch.no_grad()
     def begin(self, batch: int, places: int) -> bool:
         """Make room; see `Backend`."""
         self._cache = None  # and its memory, before there is another
         count = self._model.config.num_hidden_layers
-        self._cache = Cache(layers=[_Layer(self._call, self.longest) for _ in range(count)])
+        self._cache = Cache(layers=[_Layer(self._call, self.longest, self._fp8_cache) for _ in range(count)])
         ids = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
         self._call.index, self._call.is_prefill = ids[:, 0], True
         with self._attention:  # the first tokens make the tensors of the cache

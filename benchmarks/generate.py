@@ -8,11 +8,11 @@ The model is that of model.py, 1.5 billion parameters, and every contestant keep
 cache, and attends to it by lengths. A step is one new token of each sequence in the last place of a full cache, the
 greedy choice included, as a CUDA graph. Contestants are the dense model (`dense_rivals.py`), eager, compiled, and
 compiled with gate and up in one product; that with blocks in FP8 and in INT4, and with all linear layers but the
-logits' in FP8; the program that `twellc.LLM` runs, eager and compiled, and with weights in
-FP8; and with --plans a dense plan of `twellc compile --kv-cache`, and rewritten ones, of blocks alone and of
-linear layers, too, in bf16 and in FP8, which need full TensorRT. All take turns, in a new order in each
-repetition. Before that, the logits of each are compared with float64. Plans that are in the folder
-already are used again, so that building and timing may be two calls.
+logits' in FP8; the program that `twellc.LLM` runs, eager and compiled, and with weights in FP8; that dense model, and
+the compiled programs, with a cache in FP8 of scale 1, too; and with --plans a dense plan of
+`twellc compile --kv-cache`, and rewritten ones, of blocks alone and of linear layers, too, in bf16 and in FP8, which
+need full TensorRT. All take turns, in a new order in each repetition. Before that, the logits of each are compared with
+float64. Plans that are in the folder already are used again, so that building and timing may be two calls.
 
 By the contestants of twellc a whole answer is decoded, too, which gives tokens a second as a user has them, and the gap
 that the host leaves between two steps.
@@ -70,16 +70,24 @@ from twellc.options.commands import LLMOptions
 from twellc.options.option import COUNT, option
 
 FP8_LINEAR = f"{FP8} all linear"
+FP8_CACHE = "FP8 cache"
+FP8_LINEAR_CACHE = f"{FP8_LINEAR} {FP8_CACHE}"
 TWELL_COMPILED_FP8, PLAN_TWELL_FP8 = f"{TWELL_COMPILED} FP8", f"{PLAN_TWELL} FP8"
+TWELL_COMPILED_CACHE, TWELL_COMPILED_FP8_CACHE = (
+    f"{each} {FP8_CACHE}" for each in (TWELL_COMPILED, TWELL_COMPILED_FP8)
+)
 PLAN_LINEAR, PLAN_LINEAR_FP8 = f"{PLAN_TWELL} linear", f"{PLAN_TWELL} linear FP8"
 # Where these stand among the contestants, the first one is the yardstick of errors.
 LABELS = (
-    *(EAGER, COMPILED, PACKED, FP8, FP8_LINEAR, INT4),
-    *(TWELL_EAGER, TWELL_COMPILED, TWELL_COMPILED_FP8),
+    *(EAGER, COMPILED, PACKED, FP8, FP8_LINEAR, FP8_LINEAR_CACHE, INT4),
+    *(TWELL_EAGER, TWELL_COMPILED, TWELL_COMPILED_CACHE, TWELL_COMPILED_FP8, TWELL_COMPILED_FP8_CACHE),
     *(PLAN_DENSE, PLAN_TWELL, PLAN_TWELL_FP8, PLAN_LINEAR, PLAN_LINEAR_FP8),
 )
 # More than the model's dtype does.
-_ROUNDED = (*LOSSY, FP8_LINEAR, TWELL_COMPILED_FP8, PLAN_TWELL_FP8, PLAN_LINEAR_FP8)
+_ROUNDED = (
+    *(*LOSSY, FP8_LINEAR, FP8_LINEAR_CACHE, TWELL_COMPILED_CACHE, TWELL_COMPILED_FP8, TWELL_COMPILED_FP8_CACHE),
+    *(PLAN_TWELL_FP8, PLAN_LINEAR_FP8),
+)
 # Options of twellc compile.
 _PLANS = {
     PLAN_DENSE: ("--layers", "none", "--linear", "tensorrt"),
@@ -90,8 +98,14 @@ _PLANS = {
 }
 _CHECKED_ROWS = 2
 _PROMPT, _ANSWER = 64, 96
-# What `twellc.LLM` runs: whether it is compiled, and its weights.
-_PROGRAMS = {TWELL_EAGER: (False, "keep"), TWELL_COMPILED: (True, "keep"), TWELL_COMPILED_FP8: (True, "fp8")}
+# What `twellc.LLM` runs: whether it is compiled, its weights, and the type of its cache.
+_PROGRAMS = {
+    TWELL_EAGER: (False, "keep", "auto"),
+    TWELL_COMPILED: (True, "keep", "auto"),
+    TWELL_COMPILED_CACHE: (True, "keep", "fp8"),
+    TWELL_COMPILED_FP8: (True, "fp8", "auto"),
+    TWELL_COMPILED_FP8_CACHE: (True, "fp8", "fp8"),
+}
 
 
 class _Form(nn.Module):
@@ -163,7 +177,8 @@ def make_contestants(model: Any, cache: int, labels: list[str], prefill: bool) -
 
     def backend(changed: Callable[[], Any], label: str) -> Backend:
         compiled = label != EAGER
-        return DenseBackend(changed(), label, cache, compiled and not prefill, compiled and prefill)
+        compiles = (compiled and not prefill, compiled and prefill)
+        return DenseBackend(changed(), label, cache, *compiles, fp8_cache=label == FP8_LINEAR_CACHE)
 
     made: dict[str, Callable[[], Any]] = {
         EAGER: lambda: model,
@@ -173,7 +188,7 @@ def make_contestants(model: Any, cache: int, labels: list[str], prefill: bool) -
     block = _block_of(model.model.layers[0])
     if takes_fp8(block):
         made[FP8] = lambda: with_forms(model, DenseFp8, calibration)
-        made[FP8_LINEAR] = lambda: with_fp8_linears(model)
+        made[FP8_LINEAR] = made[FP8_LINEAR_CACHE] = lambda: with_fp8_linears(model)
     if takes_int4(block):
         made[INT4] = lambda: with_forms(model, lambda block, _: Int4(block), calibration)
     backends: dict[str, Callable[[], Backend]] = {}
@@ -185,12 +200,13 @@ def make_contestants(model: Any, cache: int, labels: list[str], prefill: bool) -
     return backends
 
 
-def _program(model: Any, cache: int, compiled: bool, weights: str) -> Backend:
+def _program(model: Any, cache: int, compiled: bool, weights: str, cache_dtype: str) -> Backend:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         options = LLMOptions(
-            device=harness.DEVICE, max_model_len=cache, compiled=compiled, layers="all", weights=weights
-        )
+            device=harness.DEVICE, max_model_len=cache, compiled=compiled, layers="all", weights=weights,
+            kv_cache_dtype=cache_dtype,
+        )  # fmt: skip
         return load_directory(Path(folder), options)[0]
 
 
@@ -324,6 +340,7 @@ def page_of(report: dict[str, Any], what: str) -> str:
     labels = list(dict.fromkeys(label for result in results for label in result["times"]))
     rivals: dict[str, tuple[str, ...]] = {"the fastest dense form in bf16": BASELINES}
     rivals |= {FP8: (FP8,), FP8_LINEAR: (FP8_LINEAR,), INT4: (INT4,), "the dense plan": (PLAN_DENSE,)}
+    rivals[FP8_LINEAR_CACHE] = (FP8_LINEAR_CACHE,)
     ours = [label for label in labels if "twell" in label]
     gains = {f"{label} over {name}": over(theirs, label) for label in ours for name, theirs in rivals.items()}
     blocks = [

@@ -167,7 +167,14 @@ SMOKES = {
     ),
     "model": Smoke("model.py", "setting", ("prefill 2x64", "decode 2"), BOTH),
     "generate": Smoke(
-        "generate.py", "setting", ("prefill", "decode-2"), (*BOTH, "dense FP8 all linear", "twell compiled FP8")
+        *("generate.py", "setting", ("prefill", "decode-2")),
+        (
+            *BOTH,
+            "dense FP8 all linear",
+            "twell compiled FP8",
+            "dense FP8 all linear FP8 cache",
+            "twell compiled FP8 cache",
+        ),
     ),
     "tensor_parallel": Smoke(
         "tensor_parallel.py", "shape", ("1x16", "2x40"), ("dense", "twell", "dense, 2 ranks", "twell, 2 ranks")

@@ -187,6 +187,25 @@ def test_a_checkpoint_with_blocks_in_fp8(made: Any, ask: Ask, tmp_path: Path, st
     assert BLOCKS_RUN in answer.log and IN_FP8 in answer.log
 
 
+def test_a_cache_in_fp8(made: Any, ask: Ask, tmp_path: Path) -> None:
+    """vLLM's attention keeps its cache in E4M3 under our class as under its own, with the checkpoint's scales."""
+    model, folder = made("llama")[0], tmp_path / "model"
+    folder.mkdir()
+    config = json.loads((model / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+    config["quantization_config"] = {
+        **{"quant_method": "compressed-tensors", "format": "dense", "quantization_status": "compressed"},
+        **{"config_groups": {}, "kv_cache_scheme": scheme, "ignore": []},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(model / "model.safetensors")
+    names = [f"model.layers.{layer}.self_attn.{each}_scale" for layer in range(LAYERS) for each in "kv"]
+    save_file(tensors | {name: torch.tensor([0.01]) for name in names}, folder / "model.safetensors")
+    answer, expected = (ask(folder, kv_cache_dtype="fp8", **options) for options in (TWELL, DENSE))
+    assert answer.tokens == expected.tokens and "Using fp8 data type to store kv cache" in answer.log
+    assert answer.calls == {"twell::gated_mlp": LAYERS * TOKENS}
+
+
 # On a CPU vLLM 0.32 lacks what makes one scale of those of q, k and v.
 @pytest.mark.parametrize("strategy", ["channel", pytest.param("tensor", marks=pytest.mark.gpu)])
 def test_a_checkpoint_in_fp8(made: Any, ask: Ask, tmp_path: Path, strategy: str) -> None:
