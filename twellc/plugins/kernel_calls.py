@@ -87,13 +87,19 @@ class Prepared(Generic[P]):
             ValueError, TypeError: As `prepare` does, at each call.
         """
         facts: list[Any] = []
+        add = facts.append
         for name, value in given.items():
-            if isinstance(value, Tensor):
-                facts += (name, value.dtype, value.device)
-                if name not in self._free:
-                    facts += (value.shape, value.is_contiguous() or value.stride())
-            elif value is not None:
-                facts += (name, tuple(value) if isinstance(value, list) else value)
+            if value is None:
+                continue
+            add(name)
+            if not isinstance(value, Tensor):
+                add(tuple(value) if isinstance(value, list) else value)
+                continue
+            add(value.dtype)
+            add(value.device)
+            if name not in self._free:
+                add(value.shape)
+                add(value.is_contiguous() or value.stride())
         key = tuple(facts)
         found = self._known.get(key)
         if found is None:
