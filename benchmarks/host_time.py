@@ -63,7 +63,7 @@ def blocks(x: Tensor, d_ff: int) -> dict[str, Call]:
     d_model = x.shape[1]
     gate, up, down = (draw(d_ff, d_model) for _ in range(3))
     dense = Mlp(d_model, d_ff).to(x).eval()
-    module = twellc.optimize(Mlp(d_model, d_ff).to(x).eval())
+    module = twellc.optimize(Mlp(d_model, d_ff).to(x).eval(), layers="all")
     bf16 = Operands(x=x, w_gate=gate, w_up=up, w_down=down)
     scaled = {name: Fp8.quantize(each, "row") for name, each in bf16.weights.named().items()}
     scales = {f"{name}_scale": each.scale for name, each in scaled.items()}
