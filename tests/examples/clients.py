@@ -9,7 +9,9 @@ import sys
 from typing import Any
 
 MESSAGES = [{"role": "user", "content": "the lazy dog"}]
-PAIRS = [("the lazy", " dog"), ("the quick", " brown fox"), ("the", " end")]
+AT_ONCE = 20
+# Two in a request, so that AT_ONCE requests are made.
+PAIRS = [("the lazy" + " quick" * number, " brown fox") for number in range(2 * AT_ONCE)]
 
 
 def langchain(url: str, _: str) -> Any:
@@ -26,7 +28,7 @@ def langchain(url: str, _: str) -> Any:
         "text": chat.invoke("the lazy dog").content,
         "streamed": streamed.content,
         "tokens": streamed.usage_metadata["output_tokens"],
-        "at once": [each.content for each in chat.batch(["the lazy dog"] * 20, {"max_concurrency": 20})],
+        "at once": [each.content for each in chat.batch(["the lazy dog"] * AT_ONCE, {"max_concurrency": AT_ONCE})],
         "first": first["logprob"],
         "completion": OpenAI(**options).invoke("the lazy dog"),
     }
@@ -37,12 +39,16 @@ def litellm(url: str, _: str) -> Any:
 
     options: Any = {"api_base": url, "api_key": "none", "max_tokens": 14, "temperature": 0}
     chat = {**options, "model": "openai/any", "messages": MESSAGES}
-    whole, pieces = litellm.completion(**chat), litellm.completion(**chat, stream=True)
+    whole = litellm.completion(**chat, logprobs=True, top_logprobs=2)
+    pieces = litellm.completion(**chat, stream=True)
+    many = litellm.batch_completion(**{**chat, "messages": [MESSAGES] * AT_ONCE}, max_workers=AT_ONCE)
     text = litellm.text_completion(**options, model="text-completion-openai/any", prompt="the lazy dog")
     return {
         "text": whole.choices[0].message.content,
         "streamed": "".join(each.choices[0].delta.content or "" for each in pieces),
         "tokens": whole.usage.completion_tokens,
+        "at once": [each.choices[0].message.content for each in many],
+        "first": whole.choices[0].logprobs.content[0].logprob,
         "completion": text.choices[0].text,
     }
 
@@ -58,6 +64,7 @@ def lm_eval(url: str, tokenizer: str) -> Any:
         tokenizer=tokenizer,
         max_length=64,
         batch_size=2,
+        num_concurrent=AT_ONCE,
     )
     asked: Any = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(PAIRS)]
     until: Any = [Instance("generate_until", {}, ("the lazy dog", {"until": ["\0"], "max_gen_toks": 14}), 0)]

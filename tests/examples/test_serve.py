@@ -236,8 +236,8 @@ def test_requests_at_once_and_one_that_is_given_up(client: Any) -> None:
     next(iter(chunks))
     chunks.close()
     found: list[str] = []
-    at_once(lambda _: found.append(ask(client, max_tokens=12).choices[0].message.content), 3)
-    assert found == [expected] * 3
+    at_once(lambda _: found.append(ask(client, max_tokens=12).choices[0].message.content), 20)
+    assert found == [expected] * 20
 
 
 def test_completions(client: Any, talker: Path) -> None:
@@ -353,7 +353,7 @@ def test_clients_that_hang_up_a_full_queue_a_key_and_a_limit(tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["langchain", "litellm", "lm_eval"])
 def test_real_clients(name: str, address: str, talker: Path) -> None:
-    """In the environment of TWELLC_CLIENTS_PYTHON, or in this one."""
+    """In the environment of TWELLC_CLIENTS_PYTHON, or in this one; 20 requests at once, too."""
     python = os.environ.get("TWELLC_CLIENTS_PYTHON", sys.executable)
     command = [python, str(ROOT / "tests" / "examples" / "clients.py"), name, f"{address}/v1", str(talker)]
     offline = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1"}
@@ -362,7 +362,7 @@ def test_real_clients(name: str, address: str, talker: Path) -> None:
         pytest.skip(f"{run.stderr.strip()} in {python}")
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.strip().splitlines()[-1])
-    llm, params = LLM(talker, device="cpu"), SamplingParams(max_tokens=14)
+    llm, params = LLM(talker, device="cpu"), SamplingParams(max_tokens=14, logprobs=1)
     assert found["completion"] == llm.generate("the lazy dog", params)[0].outputs[0].text
     if name == "lm_eval":
         for (context, whole), (likely, greedy) in zip(found["tokens"], found["likely"], strict=True):
@@ -373,7 +373,9 @@ def test_real_clients(name: str, address: str, talker: Path) -> None:
         return
     answer = llm.chat(MESSAGES, params)[0].outputs[0]
     assert found["text"] == found["streamed"] == answer.text and found["tokens"] == len(answer.token_ids)
-    assert found.get("at once", []) in ([], [answer.text] * 20)
+    assert found["at once"] == [answer.text] * 20
+    first = (answer.logprobs or [])[0][answer.token_ids[0]].logprob
+    assert found["first"] == pytest.approx(first, abs=1e-4)
 
 
 def ends_by(server: subprocess.Popen[bytes], address: str, signals: tuple[signal.Signals, ...], busy: bool) -> None:
