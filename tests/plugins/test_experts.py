@@ -343,11 +343,12 @@ def test_every_configuration_is_chosen() -> None:
     function.restype, function.argtypes = ctypes.c_size_t, [ctypes.c_char_p, ctypes.c_size_t]
     known = {line for line in library.read_text(function).splitlines() if line.startswith("experts")}
     found = set()
-    for mean, variant, experts in itertools.product((0, 1, 4, 10, 24, 64, 500), ("plain", "gated"), (16, 1024)):
+    means = (0, 1, 4, 10, 24, 64, 500)
+    for mean, variant, experts, gpu in itertools.product(means, ("plain", "gated"), (16, 1024), ("H200", "A100")):
         given = problem(max(mean * experts, 1), variant, experts)  # at 0, one token in all
 
-        def describe(text: Any, size: int, given: library.ExpertsProblem = given) -> int:
-            count: int = library.load().twell_experts_describe(given, library.GPUS["H200"], text, size)
+        def describe(text: Any, size: int, given: library.ExpertsProblem = given, gpu: str = gpu) -> int:
+            count: int = library.load().twell_experts_describe(given, library.GPUS[gpu], text, size)
             return count
 
         found |= {line.partition(" | ")[0] for line in library.read_text(describe).splitlines()}
@@ -400,6 +401,23 @@ def test_kernels(tokens: int, scale: str | None, gated: bool, dtype: torch.dtype
         again = on_gpu.run()
     graph.replay()
     assert torch.equal(y.view(torch.int16), again.view(torch.int16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [None, "column"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_many_tokens_of_wide_experts(gated: bool, scale: str | None) -> None:
+    """Several tiles of neurons, outputs and columns, the last ones not whole; infinity counts where it is active."""
+    call = draw(500, 5, 2, (208, 600, 528), torch.bfloat16, gated=gated, scale=scale)
+    call.ids[:400, 0] = 3
+    call.x[7, 3] = torch.nan
+    if scale is None:
+        call.down[3, 5, 9] = torch.inf
+    y, expected = call.on_gpu().run().cpu().double(), call.oracle()
+    for kind in (torch.isnan, torch.isposinf, torch.isneginf):
+        assert torch.equal(kind(y), kind(expected))
+    y, expected = (each.nan_to_num(0, 0, 0) for each in (y, expected))
+    assert (y - expected).norm() < 8e-3 * expected.norm()
 
 
 @pytest.mark.gpu

@@ -32,6 +32,7 @@ SOURCES = {
     "many_tokens/schedule/schedule.cu": (GENERIC, 2),
     "many_tokens/gate/gate_sm90.cu": (("90a",), 24),
     "few_tokens/few_sm90.cu": (("90a",), 8),
+    "experts/many_sm90.cu": (("90a",), 26),
     "matmul/dense_sm90.cu": (("90a",), 48),
     "matmul/dense_bytes_sm90.cu": (("90a",), 34),
     "dense_block/hidden_sm90.cu": (("90a",), 42),

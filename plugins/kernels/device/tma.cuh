@@ -22,6 +22,16 @@ __device__ __forceinline__ void load_box(uint32_t destination, CUtensorMap const
         : "memory");
 }
 
+// The same, of one of several matrices.
+__device__ __forceinline__ void load_box(uint32_t destination, CUtensorMap const& map, uint32_t barrier, int column,
+                                         int row, int matrix) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+        "[%2];" ::"r"(destination),
+        "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(matrix)
+        : "memory");
+}
+
 // Brings what load_box would load to L2.
 __device__ __forceinline__ void prefetch_box(CUtensorMap const& map, int column, int row) {
     asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(column), "r"(row)

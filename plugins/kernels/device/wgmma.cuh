@@ -10,6 +10,7 @@ namespace twell {
 
 // Wgmma<Element, N>::run: d[64, N] = a[64, 16] b[N, 16]^T + (accumulate ? d : 0), fp32 accumulation, by one warpgroup.
 // a and b are shared-memory descriptors: b's of a K-major matrix, a's too unless kTransposedA, then of an M-major one.
+// Or a lies in registers, as in the MMA instruction of a warp, 16 rows each.
 template <class Element, int N>
 struct Wgmma;
 
@@ -79,7 +80,8 @@ struct Wgmma;
 #define TWELL_OPERANDS_124 TWELL_OPERANDS_120, TWELL_OPERANDS_4(120)
 #define TWELL_OPERANDS_128 TWELL_OPERANDS_124, TWELL_OPERANDS_4(124)
 
-#define TWELL_WGMMA_OF(Element, type, n, registers, operands, num_registers, a_idx, b_idx, accumulate_idx, trans_idx) \
+#define TWELL_WGMMA_OF(Element, type, n, registers, operands, num_registers, a_idx, b_idx, accumulate_idx, trans_idx, \
+                       idx_4, idx_5)                                                                                 \
     template <>                                                                                                      \
     struct Wgmma<Element, n> {                                                                                       \
         template <bool kTransposedA>                                                                                 \
@@ -94,6 +96,18 @@ struct Wgmma;
                 "}\n"                                                                                                \
                 : operands                                                                                           \
                 : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposedA ? 1 : 0));                                       \
+        }                                                                                                            \
+        static __device__ __forceinline__ void run(float (&d)[num_registers], uint32_t const (&a)[4], uint64_t b,    \
+                                                   int accumulate) {                                                 \
+            asm volatile(                                                                                            \
+                "{\n"                                                                                                \
+                ".reg .pred accumulate;\n"                                                                           \
+                "setp.ne.b32 accumulate, %" #idx_5 ", 0;\n"                                                          \
+                "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers "}, "                 \
+                "{%" #a_idx ", %" #b_idx ", %" #accumulate_idx ", %" #trans_idx "}, %" #idx_4 ", accumulate, 1, 1, 0;\n" \
+                "}\n"                                                                                                \
+                : operands                                                                                           \
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                              \
         }                                                                                                            \
     };
 // Of FP8: a step is 32 along K, as many bytes, and both operands are K-major. Or a lies in registers: each has
@@ -132,9 +146,9 @@ struct Wgmma;
     TWELL_WGMMA_OF_BYTES(n, TWELL_REGISTERS_##num_registers, TWELL_OPERANDS_##num_registers, num_registers, a_idx,   \
                          b_idx, accumulate_idx, trans_idx, idx_4, idx_5)                                             \
     TWELL_WGMMA_OF(Bf16, "bf16", n, TWELL_REGISTERS_##num_registers, TWELL_OPERANDS_##num_registers, num_registers,  \
-                   a_idx, b_idx, accumulate_idx, trans_idx)                                                          \
+                   a_idx, b_idx, accumulate_idx, trans_idx, idx_4, idx_5)                                                          \
     TWELL_WGMMA_OF(Fp16, "f16", n, TWELL_REGISTERS_##num_registers, TWELL_OPERANDS_##num_registers, num_registers,   \
-                   a_idx, b_idx, accumulate_idx, trans_idx)
+                   a_idx, b_idx, accumulate_idx, trans_idx, idx_4, idx_5)
 
 TWELL_WGMMA(16, 8, 8, 9, 10, 11, 12, 13)
 TWELL_WGMMA(24, 12, 12, 13, 14, 15, 16, 17)

@@ -39,8 +39,9 @@ constexpr Row kRows[] = {
 };
 constexpr int kRowCount = static_cast<int>(std::size(kRows));
 // Of more tokens for each expert hardly a row of w_down is one that none needs: products are dense, of tiles of 64 or
-// 128 tokens. Any GPU has these; on an H200 torch's products of groups are faster (1393 us of 899 with 2048 tokens).
+// 128 tokens. On compute capability 9.0 they are faster from fewer tokens on.
 constexpr int kMostOfNarrowTiles = 64;
+constexpr int kMostSparseSm90 = 10;
 
 struct ExpertsConfig {
     int row;    // of kRows; behind the last one: dense
@@ -49,19 +50,27 @@ struct ExpertsConfig {
     bool is_direct;  // each pair is a group: of one token
     bool sorts_at_once;
     bool is_dense;
+    bool by_sm90;
 };
 
 int64_t num_pairs(twell_experts_problem const& problem) { return problem.tokens * problem.top; }
 
 int num_masks(twell_experts_problem const& problem) { return static_cast<int>(ceil_div(problem.d_ff, MMA_M)); }
 
-ExpertsConfig choose(twell_experts_problem const& problem) {
+// sm90: the device has kernels of 9.0.
+ExpertsConfig choose(twell_experts_problem const& problem, bool sm90) {
     int64_t const pairs = num_pairs(problem);
     ExpertsConfig config = {};
     int64_t const mean = ceil_div(pairs, problem.experts);
     while (config.row < kRowCount &&
            (problem.tokens > kRows[config.row].most_tokens || mean > kRows[config.row].most_mean)) {
         ++config.row;
+    }
+    if constexpr (kHasSm90) {
+        if (sm90 && problem.tokens > 1 && mean > kMostSparseSm90 && experts_many_sm90_supports(problem)) {
+            config.by_sm90 = true;
+            config.row = kRowCount;
+        }
     }
     config.is_dense = config.row == kRowCount;
     config.width = config.is_dense ? mean <= kMostOfNarrowTiles ? 64 : 128 : kRows[config.row].tiles * kTile;
@@ -79,6 +88,7 @@ struct Scratch {
     int* counts;
     uint16_t* h;
     uint16_t* masks;
+    uint16_t* sorted;
     float* y_of_pairs;
 };
 
@@ -89,6 +99,9 @@ Scratch take_all(unsigned char*& memory, twell_experts_problem const& problem, E
     scratch.groups = take<Group>(memory, groups);
     scratch.order = take<int>(memory, pairs);
     scratch.counts = take<int>(memory, problem.experts);
+    if (config.by_sm90) {
+        scratch.sorted = take<uint16_t>(memory, pairs * problem.d_model);
+    }
     if (config.is_dense) {
         scratch.h = take<uint16_t>(memory, pairs * experts_many_pitch(problem.d_ff));
     } else {
@@ -209,9 +222,17 @@ cudaError_t launch(ExpertsCall const& call, ExpertsConfig const& config, void* w
     down.d_ff = problem.d_ff;
     down.d_out = problem.d_out;
     down.scale_of_column = problem.down_scale == TWELL_SCALE_OUTPUT ? 1 : 0;
-    TWELL_TRY(config.is_dense                      ? launch_experts_many(call, up, down, config.width)
-              : problem.weight_dtype == TWELL_E4M3 ? launch<Element, E4m3>(call, config, up, down)
-                                                   : launch<Element, uint16_t>(call, config, up, down));
+    auto const launch_products = [&] {
+        if constexpr (kHasSm90) {
+            if (config.by_sm90) {
+                return launch_experts_many_sm90(call, up, down, scratch.sorted, config.width);
+            }
+        }
+        return config.is_dense                      ? launch_experts_many(call, up, down, config.width)
+               : problem.weight_dtype == TWELL_E4M3 ? launch<Element, E4m3>(call, config, up, down)
+                                                    : launch<Element, uint16_t>(call, config, up, down);
+    };
+    TWELL_TRY(launch_products());
 
     AddParams const add = {ids, scratch.y_of_pairs, static_cast<uint16_t*>(tensors.y), problem.top, problem.d_out};
     dim3 const grid(static_cast<unsigned>(problem.tokens),
@@ -222,18 +243,26 @@ cudaError_t launch(ExpertsCall const& call, ExpertsConfig const& config, void* w
 }  // namespace
 
 size_t experts_bytes(twell_experts_problem const& problem) {
-    auto const bytes_of = [](twell_experts_problem const& of) {
-        ExpertsConfig const config = choose(of);
-        return bytes_taken([&](unsigned char*& memory) { take_all(memory, of, config); });
+    // Of a call of so many tokens, on any device.
+    auto const bytes_of = [&](int64_t tokens) {
+        twell_experts_problem of = problem;
+        of.tokens = tokens;
+        size_t most = 0;
+        for (bool const sm90 : {false, true}) {
+            ExpertsConfig const config = choose(of, sm90);
+            most = std::max(most, bytes_taken([&](unsigned char*& memory) { take_all(memory, of, config); }));
+        }
+        return most;
     };
-    size_t const bytes = bytes_of(problem);
-    twell_experts_problem fewer = problem;
-    fewer.tokens = int64_t{kRows[kRowCount - 1].most_mean} * problem.experts / problem.top;
-    if (problem.tokens <= fewer.tokens || fewer.tokens == 0) {
-        return bytes;
-    }
     // Dense products take less, but more tokens never need less memory.
-    return std::max(bytes, bytes_of(fewer));
+    size_t bytes = bytes_of(problem.tokens);
+    for (int const mean : {kMostSparseSm90, kRows[kRowCount - 1].most_mean}) {
+        int64_t const fewer = int64_t{mean} * problem.experts / problem.top;
+        if (fewer > 0 && fewer < problem.tokens) {
+            bytes = std::max(bytes, bytes_of(fewer));
+        }
+    }
+    return bytes;
 }
 
 void list_experts(Text& text) {
@@ -246,11 +275,14 @@ void list_experts(Text& text) {
         text.add("experts_down tokens=%d columns=%d\n", tokens, row.column_warps * kWarpOut);
     }
     list_experts_many(text);
+    if constexpr (kHasSm90) {
+        list_experts_many_sm90(text);
+    }
     text.add("experts_add\n");
 }
 
 cudaError_t launch_experts(ExpertsCall const& call, void* workspace) {
-    ExpertsConfig const config = choose(call.problem);
+    ExpertsConfig const config = choose(call.problem, is_sm90(call.device));
     return call.problem.dtype == TWELL_BF16 ? launch<Bf16>(call, config, workspace)
                                             : launch<Fp16>(call, config, workspace);
 }

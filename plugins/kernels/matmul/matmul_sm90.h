@@ -30,10 +30,20 @@ inline EncodeTiled find_encode_tiled() {
                                                                          : nullptr;
 }
 
-// Describes a matrix [rows, columns] of 16-bit elements, whose rows begin `stride` elements apart and which TMA moves
-// in boxes of [box_rows, kRowElements].
-inline cudaError_t encode(Device const& device, CUtensorMap& map, void const* matrix, int64_t rows, int64_t columns,
-                          int64_t stride, int box_rows, int32_t dtype) {
+// Matrices [count, rows, columns] of 16-bit elements; rows begin `row_stride` elements apart, matrices `stride`.
+struct Matrices {
+    void const* values;
+    int64_t count;
+    int64_t rows;
+    int64_t columns;
+    int64_t row_stride;
+    int64_t stride;
+};
+
+// Describes matrices that TMA moves in boxes of [box_rows, kRowElements] of one.
+// dimensions: 3, or 2 of a single matrix.
+inline cudaError_t encode(Device const& device, CUtensorMap& map, Matrices const& matrices, int dimensions,
+                          int box_rows, int32_t dtype) {
     if (device.trace != nullptr) {
         return cudaSuccess;  // a trace has no matrix
     }
@@ -41,16 +51,25 @@ inline cudaError_t encode(Device const& device, CUtensorMap& map, void const* ma
     if (encode_tiled == nullptr) {
         return cudaErrorSymbolNotFound;
     }
-    cuuint64_t const extents[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-    cuuint64_t const strides[1] = {static_cast<cuuint64_t>(stride) * 2};
-    cuuint32_t const box[2] = {kRowElements, static_cast<cuuint32_t>(box_rows)};
-    cuuint32_t const steps[2] = {1, 1};
+    cuuint64_t const extents[3] = {static_cast<cuuint64_t>(matrices.columns), static_cast<cuuint64_t>(matrices.rows),
+                                   static_cast<cuuint64_t>(matrices.count)};
+    cuuint64_t const strides[2] = {static_cast<cuuint64_t>(matrices.row_stride) * 2,
+                                   static_cast<cuuint64_t>(matrices.stride) * 2};
+    cuuint32_t const box[3] = {kRowElements, static_cast<cuuint32_t>(box_rows), 1};
+    cuuint32_t const steps[3] = {1, 1, 1};
     static_assert(kBytesRow == 128, "a box's row is as long as the swizzle pattern");
     CUresult const result =
-        encode_tiled(&map, dtype == TWELL_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2,
-                     const_cast<void*>(matrix), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                     CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        encode_tiled(&map, dtype == TWELL_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                     static_cast<cuuint32_t>(dimensions), const_cast<void*>(matrices.values), extents, strides, box,
+                     steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// The same of one matrix.
+inline cudaError_t encode(Device const& device, CUtensorMap& map, void const* matrix, int64_t rows, int64_t columns,
+                          int64_t stride, int box_rows, int32_t dtype) {
+    return encode(device, map, {matrix, 1, rows, columns, stride, 0}, 2, box_rows, dtype);
 }
 
 inline cudaError_t encode(Device const& device, CUtensorMap& map, void const* matrix, int64_t rows, int64_t columns,
