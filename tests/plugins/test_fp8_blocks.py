@@ -249,7 +249,10 @@ ROUTES = [
     (8192, "H100 all hot", ["dense_block", "quantise", "hidden_gated_bytes_sm90", "dense_down_bytes_sm90"]),
     (1, "H100", ["one_or_two_tokens", "contribute", "add_contributions"]),
     (8, "H100", ["few_tokens", "gate_up_few", "down_few"]),
-    (33, "H100", ["dense_block", "quantise", "hidden_gated_bytes_sm90", "dense_down_bytes_sm90"]),
+    (16, "H100", ["few_tokens", "gate_up_few", "down_few"]),
+    (17, "H100", ["dense_block", "quantise", "hidden_gated_bytes_sm90", "dense_down_bytes_sm90", "skipping_down"]),
+    (64, "H100", ["dense_block", "quantise", "hidden_gated_bytes_sm90", "dense_down_bytes_sm90", "skipping_down"]),
+    (64, "A100", ["few_tokens", "gate_up_few", "down_few"]),
     (768, "H100", ["dense_block", "quantise", "hidden_gated_bytes_sm90", "dense_down_bytes_sm90"]),
     (769, "H100", ["many_tokens", "quantise", "gate_bytes_sm90", "dense_up_bytes_sm90", "dense_down_bytes_sm90"]),
     (2048, "H100", ["many_tokens", "gate_bytes_sm90", "sparse_up_direct", "dense_up_bytes_sm90", "sparse_down"]),
@@ -320,6 +323,13 @@ GPU_CASES = [
         # Of the last tile of 256 neurons the second half is empty, and sums of y have two parts.
         *(((256, 5488, 256), 40), ((2048, 5488, 2048), 256), ((2048, 5488, 2048), 1000)),
     )
+    for case in KINDS
+]
+# Down projections that skip inactive neurons.
+GPU_CASES += [
+    dataclasses.replace(case, tokens=tokens, d_model=d_model, d_ff=d_ff, d_out=d_out, density=0.005)
+    for d_model, d_ff, d_out in ((144, 700, 272), (2048, 9000, 2048))
+    for tokens in (17, 40, 64)
     for case in KINDS
 ]
 
@@ -393,9 +403,11 @@ def test_the_workspace_is_large_enough(d_model: int, d_ff: int, d_out: int, toke
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("path", [Run.DENSE_BLOCK, Run.EARLY, Run.MANY_TOKENS])
-def test_weights_of_inactive_neurons_do_not_matter(path: Run) -> None:
-    case = Case(tokens=70, d_out=80, path=path)
+@pytest.mark.parametrize(
+    ("path", "tokens"), [(Run.ROUTES, 17), (Run.DENSE_BLOCK, 70), (Run.EARLY, 70), (Run.MANY_TOKENS, 70)]
+)
+def test_weights_of_inactive_neurons_do_not_matter(path: Run, tokens: int) -> None:
+    case = Case(tokens=tokens, d_out=80, density=0.05 if tokens > 64 else 0.01, path=path)
     operands, options = make(case, "cuda")
     assert operands.w_gate is not None and operands.b_gate is not None
     operands.w_gate.view(torch.uint8)[200] = 0
@@ -410,8 +422,8 @@ def test_weights_of_inactive_neurons_do_not_matter(path: Run) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("path", [Run.ROUTES, Run.DENSE_BLOCK, Run.MANY_TOKENS, Run.EARLY])
 def test_sanitize(path: Run) -> None:
-    for tokens, d_ff in ((66, 300), (130, 700)):
-        case = Case(tokens=tokens, d_model=128, d_ff=d_ff, d_out=144, residual=True, path=path)
+    for tokens, d_ff, density in ((40, 300, 0.005), (66, 300, 0.05), (130, 700, 0.05)):
+        case = Case(tokens=tokens, d_model=128, d_ff=d_ff, d_out=144, density=density, residual=True, path=path)
         operands, options = make(case, "cuda")
         assert not run(case, operands, options).isnan().any()
 

@@ -37,7 +37,7 @@ SOURCES = {
     "matmul/dense_bytes_sm90.cu": (("90a",), 34),
     "dense_block/hidden_sm90.cu": (("90a",), 42),
     "dense_block/hidden_bytes_sm90.cu": (("90a",), 32),
-    "dense_block/skipping_down_sm90.cu": (("90a",), 4),
+    "dense_block/skipping_down_sm90.cu": (("90a",), 8),
     "many_tokens/chunks/hot_sm90.cu": (("90a",), 14),
 }
 

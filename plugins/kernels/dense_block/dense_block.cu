@@ -69,8 +69,7 @@ DenseBlockConfig choose(twell_problem const& problem, Device const& device, bool
         auto const choose_down = scaled ? choose_dense_down_bytes_sm90 : choose_dense_down_sm90;
         config.hidden = choose_hidden(problem, device);
         config.down = choose_down(problem, most_part_sums(problem), device);
-        config.skips =
-            may_skip && !scaled && problem.tokens <= kMostTokensSkipping && hidden_sm90_leaves_active(config.hidden);
+        config.skips = may_skip && problem.tokens <= kMostTokensSkipping && hidden_sm90_leaves_active(config.hidden);
         config.skipping_columns = choose_skipping_columns_sm90(problem, device);
     }
     return config;
@@ -109,7 +108,8 @@ cudaError_t launch_dense_block(Call const& call, void* workspace, bool may_skip)
         if (scaled) {
             rows.bytes = memory.bytes;
             TWELL_TRY(launch_quantise(call, rounded));
-            TWELL_TRY(launch_hidden_bytes_sm90(call, config.hidden, rounded, rows.bytes, memory.parts));
+            TWELL_TRY(launch_hidden_bytes_sm90(call, config.hidden, rounded, rows.bytes, memory.parts, memory.active,
+                                               memory.most_counts));
         } else {
             TWELL_TRY(
                 launch_hidden_sm90(call, config.hidden, memory.h, memory.parts, memory.active, memory.most_counts));
@@ -124,7 +124,7 @@ cudaError_t launch_dense_block(Call const& call, void* workspace, bool may_skip)
         auto const launch_down = scaled ? launch_dense_down_bytes_sm90 : launch_dense_down_sm90;
         TWELL_TRY(launch_down(call, rows, config.down));
         if (config.skips) {
-            return launch_skipping_down_sm90(call, rows.skipping, memory.h, config.skipping_columns);
+            return launch_skipping_down_sm90(call, rows.skipping, memory.h, memory.bytes, config.skipping_columns);
         }
     }
     return cudaSuccess;

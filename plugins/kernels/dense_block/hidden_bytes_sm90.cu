@@ -7,9 +7,12 @@ hidden_sm90::Tiling choose_hidden_bytes_sm90(twell_problem const& problem, Devic
 }
 
 cudaError_t launch_hidden_bytes_sm90(Call const& call, hidden_sm90::Tiling const& tiling, Quantised const& rounded,
-                                     HiddenBytes const& h, PartSums const& parts) {
-    return hidden_sm90::launch<E4m3>(call, tiling, rounded.x, parts, {}, [&](hidden_sm90::ParamsOf<E4m3>& params) {
+                                     HiddenBytes const& h, PartSums const& parts, Active const& active,
+                                     int64_t most_counts) {
+    Choice const choice = hidden_sm90::choice_of(active, most_counts);
+    return hidden_sm90::launch<E4m3>(call, tiling, rounded.x, parts, choice, [&](hidden_sm90::ParamsOf<E4m3>& params) {
         set_scales(params, call.problem, call.tensors);
+        params.active = active;
         params.x_scale = rounded.scale;
         params.h_bytes = h.values;
         params.h_scale = h.scales;

@@ -62,6 +62,11 @@ Tiling choose_tiling(twell_problem const& problem, Device const& device) {
                  : choose(product, clusters, typename TilingsOf<Stored, false>::Type());
 }
 
+// The counts that a kernel leaves, for a trace.
+inline Choice choice_of(Active const& active, int64_t most_counts) {
+    return {{}, int64_t{active.num_groups} * active.counts_of_group, active.masks == nullptr ? 0 : most_counts};
+}
+
 // `x`: the rows that are multiplied. set_output(params) says where h goes.
 template <class Element, class Stored, bool kGated, class SetOutput>
 cudaError_t launch(Call const& call, Tiling const& tiling, void const* x, PartSums const& parts, Choice const& choice,

@@ -23,8 +23,7 @@ void list_hidden_sm90(Text& text) {
 
 cudaError_t launch_hidden_sm90(Call const& call, sm90::Tiling const& tiling, uint16_t* h, PartSums const& parts,
                                Active const& active, int64_t most_counts) {
-    Choice const choice = {
-        {}, int64_t{active.num_groups} * active.counts_of_group, active.masks == nullptr ? 0 : most_counts};
+    Choice const choice = sm90::choice_of(active, most_counts);
     return sm90::launch<uint16_t>(call, tiling, call.tensors.x, parts, choice, [&](sm90::Params& params) {
         params.h = h;
         params.active = active;

@@ -75,27 +75,21 @@ __device__ __forceinline__ uint32_t activate_and_multiply(Params const& params, 
     return kMarks ? h | (active & ~Element::is_not_zero2(h) & kSigns) : h;
 }
 
-// Leaves which neurons of a CTA's part of a tile are active, by all consumers. `bits`: a lane's, of the (lane / 2 + 16
-// i)-th token in byte i % 4 of word i / 4, for half of the warp's neurons. `result`: as large as pass_result needs for
-// all warps; `counts`: [kConsumerWarps].
-template <class Cfg, int kWords>
+// Leaves which neurons of a CTA's part of a tile are active, by all consumers. store(): puts a warp's into `result`,
+// kBytesToken a token, of which two are the warp's. `result`: as large as pass_result needs for all warps; `counts`:
+// [kConsumerWarps].
+constexpr int kBytesToken = BLOCK_M / 8;
+template <class Cfg, class Params, class Store>
 __device__ __forceinline__ void leave_active(Params const& params, unsigned char* result, uint32_t* counts,
-                                             int consumer_warp, uint32_t const (&bits)[kWords], Tile const& tile,
-                                             int rank, Tokens const& tokens) {
-    constexpr int kBytesToken = BLOCK_M / 8;
+                                             int consumer_warp, Store store, Tile const& tile, int rank,
+                                             Tokens const& tokens) {
     static_assert(Cfg::BLOCK_N * kBytesToken <= Cfg::kBytesResult && kBytesToken == sizeof(uint4) &&
                       Cfg::BLOCK_N <= kConsumers * kWarpgroupSize && BLOCK_M < kMostCountedOfRow,
                   "a thread has a token");
     auto const sync_consumers = [] { sync_some_threads<1, kConsumers * kWarpgroupSize>(); };
     int const lane = threadIdx.x % kWarpSize;
     sync_consumers();  // the memory is no longer in use
-#pragma unroll
-    for (int i = 0; i < (Cfg::BLOCK_N + 15) / 16; ++i) {
-        if (i < Cfg::BLOCK_N / 16 || lane < 16) {
-            result[(lane / 2 + 16 * i) * kBytesToken + consumer_warp * 2 + lane % 2] =
-                static_cast<unsigned char>(bits[i / 4] >> i % 4 * 8);
-        }
-    }
+    store();
     sync_consumers();
     int const token = consumer_warp * kWarpSize + lane;
     uint32_t active = 0;
@@ -157,11 +151,26 @@ __device__ __forceinline__ float2 compute_h(ParamsOf<E4m3> const& params, float2
     return make_float2((active & 0xffffu) != 0 ? marked(h.x) : 0.0f, (active >> 16) != 0 ? marked(h.y) : 0.0f);
 }
 
-// Rounds and stores a consumer's part of h, by all consumers. result: memory of all warps, Cfg::kBytesResult.
+// Which of 16 neurons are not +0, a bit each, of bytes in the order 0, 8, 1, 9, ...
+__device__ __forceinline__ uint32_t find_nonzero_bytes(uint4 bytes) {
+    constexpr uint32_t kLow = 0x7f7f7f7fu;
+    uint32_t const words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+    uint32_t found = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        uint32_t const signs = ((words[i] & kLow) + kLow) | words[i];
+        found |= ((signs >> 7 & 1) | (signs >> 15 & 1) << 8 | (signs >> 23 & 1) << 1 | (signs >> 31) << 9) << 2 * i;
+    }
+    return found;
+}
+
+// Rounds and stores a consumer's part of h, by all consumers. result: memory of all warps, Cfg::kBytesResult; counts:
+// as for leave_active.
 template <class Element, class Cfg>
 __device__ __forceinline__ void store_bytes(ParamsOf<E4m3> const& params,
                                             float (&sums)[Cfg::kProducts][Cfg::kAccumulators], unsigned char* result,
-                                            int consumer_warp, Tile const& tile, int rank, Tokens const& tokens) {
+                                            uint32_t* counts, int consumer_warp, Tile const& tile, int rank,
+                                            Tokens const& tokens) {
     constexpr int N = Cfg::BLOCK_N;
     constexpr bool kGated = Cfg::kProducts == 2;
     constexpr float kLargest = 448.0f;
@@ -253,6 +262,7 @@ __device__ __forceinline__ void store_bytes(ParamsOf<E4m3> const& params,
     constexpr int kAtOnce = 4;
     uint32_t const warp_bytes = shared_address(result) + consumer_warp * Cfg::kBytesWarp;
     int const column = tile.neuron_of<Cfg>(rank) + consumer_warp * kWarpNeurons;
+    uint32_t active[(N + kWarpSize - 1) / kWarpSize] = {};  // of the token that a lane stores at a time
 #pragma unroll
     for (int j = 0; j < N / 8; j += kAtOnce) {
         uint32_t const place = warp_bytes + j / kAtOnce % 2 * (Cfg::kBytesWarp / 2) + lane * kWarpNeurons;
@@ -267,9 +277,25 @@ __device__ __forceinline__ void store_bytes(ParamsOf<E4m3> const& params,
         __syncwarp();
         int const token = j * 8 + lane;
         if ((is_whole || lane < 16) && tokens.has(token)) {
-            *reinterpret_cast<uint4*>(params.h_bytes + (tokens.begin + token) * params.stride + column) =
-                load_chunk(place);
+            uint4 const bytes = load_chunk(place);
+            *reinterpret_cast<uint4*>(params.h_bytes + (tokens.begin + token) * params.stride + column) = bytes;
+            if (kLeavesActive<Cfg>) {
+                active[j / kAtOnce] = find_nonzero_bytes(bytes);
+            }
         }
+    }
+    if (kLeavesActive<Cfg> && params.active.masks != nullptr) {
+        auto const store = [&] {
+#pragma unroll
+            for (int i = 0; i < (N + kWarpSize - 1) / kWarpSize; ++i) {
+                int const token = i * kWarpSize + lane;
+                if (token < N) {
+                    *reinterpret_cast<uint16_t*>(result + token * kBytesToken + consumer_warp * 2) =
+                        static_cast<uint16_t>(active[i]);
+                }
+            }
+        };
+        leave_active<Cfg>(params, result, counts, consumer_warp, store, tile, rank, tokens);
     }
 }
 
@@ -313,8 +339,10 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                 float accumulators[Cfg::kProducts][Cfg::kAccumulators];
                 multiply<E4m3, Cfg, false>(accumulators, shared, ring, consumer_warp / kWarpgroupWarps,
                                            params.num_slices);
-                store_bytes<Element, Cfg>(params, accumulators, shared_bytes + Cfg::kOffsetResult, consumer_warp, tile,
-                                          rank, Tokens::of<Cfg>(tile, rank, static_cast<int>(params.tokens)));
+                store_bytes<Element, Cfg>(params, accumulators, shared_bytes + Cfg::kOffsetResult,
+                                          reinterpret_cast<uint32_t*>(shared_bytes + Cfg::kOffsetMoreBarriers),
+                                          consumer_warp, tile, rank,
+                                          Tokens::of<Cfg>(tile, rank, static_cast<int>(params.tokens)));
             } else {
                 // Of a tile a warp has 16 neurons, if tall 16 tokens.
                 int const first_neuron = tile.neuron_of<Cfg>(rank) + (Cfg::kIsTall ? 0 : consumer_warp * kWarpNeurons);
@@ -370,9 +398,20 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                         }
                     });
                 if (leaves_active) {
-                    leave_active<Cfg>(params, shared_bytes + Cfg::kOffsetResult,
+                    unsigned char* const result = shared_bytes + Cfg::kOffsetResult;
+                    // A lane has the (lane / 2 + 16 i)-th token in byte i % 4 of word i / 4, of half of the neurons.
+                    auto const store = [&] {
+#pragma unroll
+                        for (int i = 0; i < (Cfg::BLOCK_N + 15) / 16; ++i) {
+                            if (i < Cfg::BLOCK_N / 16 || lane < 16) {
+                                result[(lane / 2 + 16 * i) * kBytesToken + consumer_warp * 2 + lane % 2] =
+                                    static_cast<unsigned char>(bits[i / 4] >> i % 4 * 8);
+                            }
+                        }
+                    };
+                    leave_active<Cfg>(params, result,
                                       reinterpret_cast<uint32_t*>(shared_bytes + Cfg::kOffsetMoreBarriers),
-                                      consumer_warp, bits, tile, rank, tokens);
+                                      consumer_warp, store, tile, rank, tokens);
                 }
             }
         }

@@ -28,7 +28,8 @@ cudaError_t launch_hidden_sm90(Call const& call, matmul_sm90::Tiling const& tili
 // The same with FP8 weights, of x rounded to these.
 matmul_sm90::Tiling choose_hidden_bytes_sm90(twell_problem const& problem, Device const& device);
 cudaError_t launch_hidden_bytes_sm90(Call const& call, matmul_sm90::Tiling const& tiling, Quantised const& rounded,
-                                     HiddenBytes const& h, PartSums const& parts);
+                                     HiddenBytes const& h, PartSums const& parts, Active const& active,
+                                     int64_t most_counts);
 
 // The rows of the configurations, a line each.
 void list_hidden_sm90(Text& text);

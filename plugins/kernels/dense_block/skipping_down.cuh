@@ -2,6 +2,8 @@
 // and the dense one (dense_sm90.cuh) read the counts of the kernel of the hidden activations, and one of them leaves.
 #pragma once
 
+#include <type_traits>
+
 #include "device/dependent_launch.cuh"
 #include "device/sum_again.cuh"
 #include "device/vector.cuh"
@@ -10,17 +12,20 @@
 
 namespace twell::skipping_down {
 
-struct Params {
+template <class Stored>
+struct ParamsOf {
     SkippingLimits limits;
-    masked_down::Params down;
+    masked_down::ParamsOf<Stored> down;
 };
 
 constexpr int kThreads = 256;
 constexpr int kCtasPerMultiprocessor = 4;  // at once
 
 // A CTA for each row and slab of columns.
-template <class Element, class Cfg>
-__global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor) down_kernel(Params const params) {
+template <class Element, class Stored, class Cfg>
+__global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor) down_kernel(ParamsOf<Stored> const params) {
+    constexpr bool kBytes = sizeof(Stored) == 1;
+    using Hidden = std::conditional_t<kBytes, E4m3, uint16_t>;
     __shared__ masked_down::Shared<Cfg> shared;
     __shared__ masked_down::WordTotals totals;
     allow_dependent_launch();
@@ -39,16 +44,18 @@ __global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor) down_kernel(
     int const end = masked_down::scan_words(totals, mask, thread);
     __syncthreads();
     bool const failed =
-        masked_down::compute<Element, Cfg, false, uint16_t>(params.down, shared, totals, slab, row, mask, end);
-    // A vector was stored by kLanes threads.
-    constexpr int kLanes = kVector / 2;
-    uint32_t const lanes = __ballot_sync(0xffffffffu, failed);
-    __syncwarp();  // after the first store of these values
-    for (int first = 0; lanes != 0 && first < kWarpSize; first += kLanes) {
-        if ((lanes >> first & ((1u << kLanes) - 1)) != 0) {
-            int const first_thread = thread / kWarpSize * kWarpSize + first;
-            sum_again<Element>(params.down, params.down.h_rounded + row * params.down.num_mask_words * kMaskBits, row,
-                               slab * Cfg::kColumns + first_thread * 2);
+        masked_down::compute<Element, Cfg, false, Hidden>(params.down, shared, totals, slab, row, mask, end);
+    if constexpr (!kBytes) {  // in FP8 h does not overflow
+        // A vector was stored by kLanes threads.
+        constexpr int kLanes = kVector / 2;
+        uint32_t const lanes = __ballot_sync(0xffffffffu, failed);
+        __syncwarp();  // after the first store of these values
+        for (int first = 0; lanes != 0 && first < kWarpSize; first += kLanes) {
+            if ((lanes >> first & ((1u << kLanes) - 1)) != 0) {
+                int const first_thread = thread / kWarpSize * kWarpSize + first;
+                sum_again<Element>(params.down, masked_down::h_of<uint16_t>(params.down, row), row,
+                                   slab * Cfg::kColumns + first_thread * 2);
+            }
         }
     }
     // A launch that waits for the end of this one takes it for the end of those before.

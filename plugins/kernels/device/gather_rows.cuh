@@ -1,6 +1,8 @@
 // Sums of gathered rows of a matrix, each times a factor: sums += h[n] W[n, columns] for the rows n of a list.
 #pragma once
 
+#include <type_traits>
+
 #include "device/cp_async.cuh"
 #include "device/element.cuh"
 #include "device/shared.cuh"
@@ -31,13 +33,13 @@ __device__ __forceinline__ void add_row(float (&sums)[kVector], H h, RowVector r
 }
 
 // Adds kRows rows, each by one thread: those at `position` of the list, at position + slots and so on, as far as the
-// list's `count` goes. `matrix` is that of the thread's columns. NOTE: all loads are issued together and under no
-// condition; else the compiler delays each to its use.
-template <class Element, int kRows, class H, class Stored>
+// list's `count` goes. `matrix` is that of the thread's columns, h[n] a row's factor. NOTE: all loads are issued together
+// and under no condition; else the compiler delays each to its use.
+template <class Element, int kRows, class Factors, class Stored>
 __device__ __forceinline__ void gather_some(float (&sums)[kVector], uint16_t const* list, int position, int slots,
-                                            int count, H const* h, Stored const* matrix, int row_length) {
+                                            int count, Factors h, Stored const* matrix, int row_length) {
     Vector<Stored> vectors[kRows];
-    H values[kRows];
+    std::decay_t<decltype(h[0])> values[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
         uint32_t const n = list[min(position + r * slots, count - 1)];
@@ -53,9 +55,9 @@ __device__ __forceinline__ void gather_some(float (&sums)[kVector], uint16_t con
 }
 
 // The same for all rows of the list from `position` on in steps of `slots`, up to kMostRows at once.
-template <class Element, int kMostRows, class H, class Stored>
+template <class Element, int kMostRows, class Factors, class Stored>
 __device__ __forceinline__ void gather_listed(float (&sums)[kVector], uint16_t const* list, int position, int slots,
-                                              int count, H const* h, Stored const* matrix, int row_length) {
+                                              int count, Factors h, Stored const* matrix, int row_length) {
     for (; position + 3 * slots < count; position += kMostRows * slots) {
         gather_some<Element, kMostRows>(sums, list, position, slots, count, h, matrix, row_length);
     }

@@ -9,6 +9,8 @@
 // The tensor cores take weights in FP8 only with tokens in FP8. Here they are widened on their way through registers.
 #pragma once
 
+#include <type_traits>
+
 #include "device/dependent_launch.cuh"
 #include "device/warps.cuh"
 #include "experts/down.cuh"
@@ -26,16 +28,21 @@ constexpr int kRegistersLoader = 40;
 constexpr int kRegistersMultiply = 232;
 static_assert(sm90::registers_suffice(kRegistersLoader, kRegistersMultiply), "setmaxnreg.inc would wait for ever");
 
+// A result for matmul_sm90.cuh's pass_result.
+template <int kColumns>
+struct PassedColumns {
+    static constexpr int BLOCK_N = kColumns;
+    static constexpr bool kIsTall = false;
+    static constexpr int kBytesWarp = 2 * 2 * sm90::kRowsPerSwizzle * sm90::kBytesWarpRow;
+};
+
 // Where everything lies in shared memory. kWidth: tokens of a group.
 template <class Stored, int kWidth>
 struct ManySm90 {
     static constexpr bool kBytes = sizeof(Stored) == 1;
-    static constexpr int BLOCK_N = kWidth;  // this, and the next two, for pass_result
-    static constexpr bool kIsTall = false;
-    static constexpr int kBytesWarp = 2 * 2 * sm90::kRowsPerSwizzle * sm90::kBytesWarpRow;
+    static constexpr int kBytesWarp = PassedColumns<kWidth>::kBytesWarp;
     static constexpr int kTokenBoxes = kBytes ? 2 : 1;
     static constexpr int kSlice = kTokenBoxes * sm90::kRowElements;  // of the products' common extent
-    static constexpr int kSums = sm90::WGMMA_M * kWidth / sm90::kWarpgroupSize;
     static constexpr int kBytesHalf = kHalfRows * sm90::kBytesRow;
     static constexpr int kBytesBox = kWidth * sm90::kBytesRow;
     static constexpr int kBytesStage = kHalves * kBytesHalf + kTokenBoxes * kBytesBox;
@@ -143,12 +150,12 @@ __device__ __forceinline__ void load_widened(uint32_t (&a)[2][4], uint32_t half,
 
 // sums = a piece's products, by one warp of a consumer, of weights in FP8. A slice comes in two parts: one is widened
 // while the other is multiplied.
-template <class Element, bool kIsDown, int kWidth>
-__device__ __forceinline__ void multiply_widened(float (&sums)[kHalves][ManySm90<E4m3, kWidth>::kSums],
-                                                 ManySm90<E4m3, kWidth> const& shared,
+template <class Element, bool kIsDown, int kWidth, int kSums>
+__device__ __forceinline__ void multiply_widened(float (&sums)[kHalves][kSums], ManySm90<E4m3, kWidth> const& shared,
                                                  sm90::Ring<ManySm90<E4m3, kWidth>::kStages>& ring, int consumer_warp,
                                                  int num_slices) {
     using Shape = ManySm90<E4m3, kWidth>;
+    constexpr int kColumns = kSums * 2;
     constexpr int kParts = 2;
     constexpr int kSteps = Shape::kSlice / kParts / sm90::WGMMA_K;
     uint32_t a[kParts][kHalves][kSteps][4];
@@ -190,8 +197,8 @@ __device__ __forceinline__ void multiply_widened(float (&sums)[kHalves][ManySm90
             for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
                 for (int half = 0; half < kHalves; ++half) {
-                    Wgmma<Element, kWidth>::run(sums[half], a[part][half][step],
-                                                b + (step * (sm90::WGMMA_K * 2) >> 4), (slice | part | step) != 0);
+                    Wgmma<Element, kColumns>::run(sums[half], a[part][half][step],
+                                                  b + (step * (sm90::WGMMA_K * 2) >> 4), (slice | part | step) != 0);
                 }
             }
             commit_wgmma();
@@ -206,13 +213,26 @@ __device__ __forceinline__ void multiply_widened(float (&sums)[kHalves][ManySm90
     wait_wgmma<0>();
     keep(kParts - 1);
 #pragma unroll
-    for (int i = 0; i < kHalves * Shape::kSums; ++i) {
-        asm volatile("" : "+f"(sums[i / Shape::kSums][i % Shape::kSums])::"memory");
+    for (int i = 0; i < kHalves * kSums; ++i) {
+        asm volatile("" : "+f"(sums[i / kSums][i % kSums])::"memory");
     }
     release(stage_before);
 }
 
-// Goes through a CTA's pieces. finish(group, tile, sums) is what a consumer warp does with its sums of both halves.
+// Calls use(std::integral_constant) with the tokens of a product: those of a group, or, if it has no more, half of them.
+// With weights in FP8 there are not enough registers for a choice.
+template <class Stored, int kWidth, class Use>
+__device__ __forceinline__ void with_columns(int count, Use use) {
+    if constexpr (sizeof(Stored) == 2) {
+        if (count <= kWidth / 2) {
+            return use(std::integral_constant<int, kWidth / 2>());
+        }
+    }
+    use(std::integral_constant<int, kWidth>());
+}
+
+// Goes through a CTA's pieces. finish(group, tile, sums, consumer_warp, warp_bytes) is what a consumer warp does with
+// its sums of both halves.
 template <class Element, class Stored, int kMatrices, int kWidth, class Params, class Finish>
 __device__ __forceinline__ void multiply_pieces(Params const& params, unsigned char* memory, int rows, Finish finish) {
     using Shape = ManySm90<Stored, kWidth>;
@@ -242,7 +262,6 @@ __device__ __forceinline__ void multiply_pieces(Params const& params, unsigned c
     int const consumer_warp = warp - sm90::kWarpgroupWarps;
     int const consumer = consumer_warp / sm90::kWarpgroupWarps;
     sm90::Ring<Shape::kStages> ring;
-    float sums[kHalves][Shape::kSums];
     Groups const& groups = params.inner.groups;
     int const num_pieces = groups.most_groups * params.num_tiles;
     for (int piece = static_cast<int>(blockIdx.x); piece < num_pieces; piece += static_cast<int>(gridDim.x)) {
@@ -250,20 +269,24 @@ __device__ __forceinline__ void multiply_pieces(Params const& params, unsigned c
         if (group.count == 0) {
             continue;
         }
-        if constexpr (Shape::kBytes) {
-            multiply_widened<Element, kMatrices == 0>(sums, shared, ring, consumer_warp, params.num_slices);
-        } else {
-            sm90::multiply_slices<Element, kWidth, kMatrices == 0, Shape::kBytesHalf>(
-                sums, ring, params.num_slices, [&](int stage) { return shared.full(stage); },
-                [&](int stage) { return shared.weights(stage) + consumer * (sm90::WGMMA_M * sm90::kBytesRow); },
-                [&](int stage) { return shared.tokens(stage); },
-                [&](int, int stage) {
-                    if (threadIdx.x % kWarpSize == 0) {
-                        arrive(shared.empty(stage));
-                    }
-                });
-        }
-        finish(group, piece % params.num_tiles, sums, consumer_warp, shared.result(consumer_warp));
+        with_columns<Stored, kWidth>(group.count, [&](auto columns) {
+            constexpr int kColumns = decltype(columns)::value;
+            float sums[kHalves][sm90::WGMMA_M * kColumns / sm90::kWarpgroupSize];
+            if constexpr (Shape::kBytes) {
+                multiply_widened<Element, kMatrices == 0>(sums, shared, ring, consumer_warp, params.num_slices);
+            } else {
+                sm90::multiply_slices<Element, kColumns, kMatrices == 0, Shape::kBytesHalf>(
+                    sums, ring, params.num_slices, [&](int stage) { return shared.full(stage); },
+                    [&](int stage) { return shared.weights(stage) + consumer * (sm90::WGMMA_M * sm90::kBytesRow); },
+                    [&](int stage) { return shared.tokens(stage); },
+                    [&](int, int stage) {
+                        if (threadIdx.x % kWarpSize == 0) {
+                            arrive(shared.empty(stage));
+                        }
+                    });
+            }
+            finish(group, piece % params.num_tiles, sums, consumer_warp, shared.result(consumer_warp));
+        });
     }
 }
 
@@ -312,8 +335,8 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
     extern __shared__ __align__(1024) unsigned char memory[];
     UpParams const& up = params.inner;
     int const pitch = many_pitch(up.d_ff);
-    auto const finish = [&](Group const& group, int tile, float(&sums)[kHalves][Shape::kSums], int consumer_warp,
-                            uint32_t warp_bytes) {
+    auto const finish = [&](Group const& group, int tile, auto const& sums, int consumer_warp, uint32_t warp_bytes) {
+        constexpr int kColumns = sizeof(sums[0]) / sizeof(float) * 2;
         int const lane = threadIdx.x % kWarpSize;
         float const* const cuts =
             up.thresholds == nullptr ? nullptr : up.thresholds + int64_t{group.expert} * up.d_ff;
@@ -336,7 +359,7 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
                     scales[1][k] = scale_of(up.up);
                 }
             }
-            sm90::pass_result<Shape>(
+            sm90::pass_result<PassedColumns<kColumns>>(
                 warp_bytes,
                 [&](int i) {
                     int const k = i % 4 / 2;
@@ -366,9 +389,18 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
     extern __shared__ __align__(1024) unsigned char memory[];
     DownParams const& down = params.inner;
     int const pitch = many_pitch(down.d_ff);
-    auto const finish = [&](Group const& group, int tile, float(&sums)[kHalves][Shape::kSums], int consumer_warp,
-                            uint32_t) {
+    auto const finish = [&](Group const& group, int tile, auto const& sums, int consumer_warp, uint32_t) {
+        constexpr int kColumns = sizeof(sums[0]) / sizeof(float) * 2;
         int const lane = threadIdx.x % kWarpSize;
+        // Of the i-th 32 tokens each lane has one's.
+        int pairs[kColumns / kWarpSize];
+        float weights[kColumns / kWarpSize];
+#pragma unroll
+        for (int i = 0; i < kColumns / kWarpSize; ++i) {
+            int const token = min(i * kWarpSize + lane, group.count - 1);
+            pairs[i] = pair_of(down.groups, group.begin + token);
+            weights[i] = __ldg(down.weights + pairs[i]);
+        }
         // Of the thread's sums, two of either half.
         auto const column_of = [&](int k) {
             int const first = first_of<0>(tile, k / 2) + consumer_warp * sm90::kWarpNeurons;
@@ -384,15 +416,15 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
         }
         bool are_finite = true;
 #pragma unroll
-        for (int i = 0; i < Shape::kSums; i += 4) {
+        for (int i = 0; i < kColumns / 2; i += 4) {
 #pragma unroll
             for (int t = 0; t < 2; ++t) {
                 int const token = i * 2 + lane % 4 * 2 + t;
+                int const pair = __shfl_sync(kAllLanes, pairs[i * 2 / kWarpSize], token % kWarpSize);
+                float const weight = __shfl_sync(kAllLanes, weights[i * 2 / kWarpSize], token % kWarpSize);
                 if (token >= group.count) {
                     continue;
                 }
-                int const pair = pair_of(down.groups, group.begin + token);
-                float const weight = __ldg(down.weights + pair);
                 float* const y = down.y + int64_t{pair} * down.d_out;
 #pragma unroll
                 for (int k = 0; k < 2 * kHalves; ++k) {
@@ -407,7 +439,7 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
         }
         if (!are_finite) {
 #pragma unroll 1
-            for (int i = 0; i < kWidth / 4 * 2 * kHalves; ++i) {
+            for (int i = 0; i < kColumns / 4 * 2 * kHalves; ++i) {
                 int const token = i / 4 / 2 * 8 + lane % 4 * 2 + i / 4 % 2;
                 int const column = column_of(i % 4);
                 if (token >= group.count || column >= down.d_out) {

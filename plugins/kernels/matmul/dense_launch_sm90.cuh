@@ -92,6 +92,11 @@ cudaError_t launch(Call const& call, DenseRows const& rows, DenseShape const& sh
         params.h_scale = h.scales;
         params.h_scale_stride = h.scale_stride;
     }
+    if constexpr (!kUp) {
+        params.may_skip = rows.skipping.active.masks != nullptr;
+        params.next_overlaps = !rows.all_rows || params.may_skip;  // then a sparse down projection follows
+        params.skipping = rows.skipping;
+    }
     if constexpr (kBytes && kUp) {
         int const columns = problem.d_model / 2;
         params.x_scale = rows.x_scale;
@@ -108,7 +113,6 @@ cudaError_t launch(Call const& call, DenseRows const& rows, DenseShape const& sh
             encode(params.tokens[1], rows.x_part, rows.part, d_model, d_model, kernel.rows_loaded),
         }));
     } else if constexpr (kBytes) {
-        params.next_overlaps = !rows.all_rows;  // then a sparse down projection follows
         TWELL_TRY(first_error({
             encode(params.weights, tensors.w_down, problem.d_ff, problem.d_out / 2, problem.d_out / 2,
                    kernel.weight_rows_loaded),
@@ -118,10 +122,6 @@ cudaError_t launch(Call const& call, DenseRows const& rows, DenseShape const& sh
                           problem.tokens, rows.bytes.scale_stride, shape.tiling.block),
         }));
     } else {
-        bool const may_skip = rows.skipping.active.masks != nullptr;
-        params.next_overlaps = !rows.all_rows || may_skip;  // then a sparse down projection follows
-        params.may_skip = may_skip;
-        params.skipping = rows.skipping;
         uint16_t const* const h_part = rows.all_rows ? rows.gate.spilled : rows.h_part;
         TWELL_TRY(first_error({
             encode(params.weights, tensors.w_down, problem.d_ff, problem.d_out, problem.d_out, BLOCK_K),

@@ -6,6 +6,8 @@
 // that is few CTAs: then several share out the neurons, if many are active, and the last one adds up.
 #pragma once
 
+#include <type_traits>
+
 #include "device/block.cuh"
 #include "device/element.cuh"
 #include "device/epilogue.cuh"
@@ -15,11 +17,29 @@
 
 namespace twell::masked_down {
 
+// A row of h in FP8, as hidden_sm90.cuh leaves it.
+struct HiddenBytesRow {
+    uint8_t const* values;
+    float const* scales;  // of 128 neurons each
+    int64_t scale_stride;
+
+    // From a multiple of 128 on.
+    __device__ __forceinline__ HiddenBytesRow operator+(int64_t neuron) const {
+        return {values + neuron, scales + neuron / 128 * scale_stride, scale_stride};
+    }
+    __device__ __forceinline__ float operator[](uint32_t neuron) const {
+        uint32_t const within = neuron % 16;
+        uint32_t const bits = values[neuron - within + within % 8 * 2 + within / 8];
+        return Fp16::to_float2(e4m3_to_fp16_pair(bits)).x * scales[neuron / 128 * scale_stride];
+    }
+};
+
 template <class Stored>
 struct ParamsOf : BlockTensorsOf<Stored> {
-    // Valid where a neuron is active: in fp32, or rounded to the element type.
+    // Valid where a neuron is active: in fp32, rounded to the element type, or in FP8.
     float const* h;             // [tokens, d_ff]
     uint16_t const* h_rounded;  // [tokens, num_mask_words * kMaskBits]
+    HiddenBytesRow h_bytes;     // the first of [tokens, num_mask_words * kMaskBits]; scales of tokens are neighbours
     uint32_t const* masks;      // [tokens, num_mask_words]
     int num_mask_words;
     // Where CTAs may share out a token's neurons:
@@ -125,8 +145,12 @@ __device__ __forceinline__ void list_active(uint16_t* list, WordTotals const& to
 
 // A token's.
 template <class H, class Stored>
-__device__ __forceinline__ H const* h_of(ParamsOf<Stored> const& params, int64_t token) {
-    if constexpr (sizeof(H) == sizeof(float)) {
+__device__ __forceinline__ auto h_of(ParamsOf<Stored> const& params, int64_t token) {
+    if constexpr (std::is_same_v<H, E4m3>) {
+        HiddenBytesRow const& first = params.h_bytes;
+        return HiddenBytesRow{first.values + token * params.num_mask_words * kMaskBits, first.scales + token,
+                              first.scale_stride};
+    } else if constexpr (sizeof(H) == sizeof(float)) {
         return params.h + token * params.d_ff;
     } else {
         return params.h_rounded + token * params.num_mask_words * kMaskBits;
@@ -210,7 +234,7 @@ __device__ __forceinline__ bool compute(ParamsOf<Stored> const& params, Shared<C
         __syncthreads();
         mask = load_mask(params, token, word_begin + kPassWords, thread);
         int64_t const neuron_begin = static_cast<int64_t>(word_begin) * kMaskBits;
-        H const* const h = h_of<H>(params, token) + neuron_begin;
+        auto const h = h_of<H>(params, token) + neuron_begin;
         Stored const* const w_down = params.w_down + neuron_begin * params.d_out + column;
         int position = slot;
         if constexpr (kIsShared) {
