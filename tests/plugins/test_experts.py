@@ -415,10 +415,12 @@ def test_many_tokens_of_wide_experts(gated: bool, scale: str | None) -> None:
     if scale is None:
         call.down[3, 5, 9] = torch.inf
     y = call.on_gpu().run().cpu().double()
-    assert torch.equal(y.isnan().all(1), expected.isnan().all(1))
-    assert bool(y[:, 9].isinf().any()) == (scale is None)
+    infinite = y.isinf()
+    assert bool(infinite[:, 9].any()) == (scale is None)
+    assert torch.equal(y.isfinite() | infinite, expected.isfinite())
+    assert not infinite[:, :9].any()
+    assert not infinite[:, 10:].any()
     known = y.isfinite()
-    assert known[expected.isfinite()].sum() > (scale is None) * -250 + expected.isfinite().sum()
     assert (y - expected)[known].norm() < 8e-3 * expected[known].norm()
 
 
