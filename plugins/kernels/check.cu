@@ -46,13 +46,16 @@ char const* find_fault(twell_problem const& problem, bool encodes) {
         return "weight_dtype must be the same as dtype, or e4m3 (2)";
     }
     bool const scaled = problem.weight_dtype == TWELL_E4M3;
-    if (problem.gate_up_scale < TWELL_SCALE_TENSOR ||
-        problem.gate_up_scale > (scaled ? TWELL_SCALE_NEURON : TWELL_SCALE_TENSOR)) {
-        return "gate_up_scale must be tensor (0), or of e4m3 weights neuron (1)";
+    bool const may_have_blocks = scaled && !encodes;
+    if (problem.gate_up_scale != TWELL_SCALE_TENSOR && !(scaled && problem.gate_up_scale == TWELL_SCALE_NEURON) &&
+        !(may_have_blocks && problem.gate_up_scale == TWELL_SCALE_BLOCK)) {
+        return "gate_up_scale must be tensor (0), or of e4m3 weights neuron (1), or block (4) but for twell_encode";
     }
-    if (problem.down_scale < TWELL_SCALE_TENSOR ||
-        problem.down_scale > (scaled ? TWELL_SCALE_OUTPUT : TWELL_SCALE_TENSOR)) {
-        return "down_scale must be tensor (0), or of e4m3 weights neuron (1) or output (2)";
+    if (problem.down_scale != TWELL_SCALE_TENSOR &&
+        !(scaled && (problem.down_scale == TWELL_SCALE_NEURON || problem.down_scale == TWELL_SCALE_OUTPUT)) &&
+        !(may_have_blocks && problem.down_scale == TWELL_SCALE_BLOCK)) {
+        return "down_scale must be tensor (0), or of e4m3 weights neuron (1) or output (2), or block (4) but for "
+               "twell_encode";
     }
     if (problem.variant != TWELL_GATED && problem.variant != TWELL_PLAIN) {
         return "variant must be gated (0) or plain (1)";

@@ -182,9 +182,10 @@ char const* name_of(Route route) {
 
 namespace {
 
-// The route of weights that have scales.
+// The route of weights that have scales. Those of blocks are read by few_tokens and dense_block alone.
 Route choose_scaled_route(twell_problem const& problem, Device const& device) {
-    if (choose_route(problem, device) == Route::kOneOrTwoTokens) {
+    bool const of_blocks = has_block_scales(problem);
+    if (!of_blocks && choose_route(problem, device) == Route::kOneOrTwoTokens) {
         return Route::kOneOrTwoTokens;
     }
     bool const has_few = problem.d_model <= kMostDModelFew;
@@ -194,7 +195,7 @@ Route choose_scaled_route(twell_problem const& problem, Device const& device) {
     int const narrow = problem.variant == TWELL_GATED ? kNarrowGated : kNarrowPlain;
     bool const is_narrow = std::max(problem.d_model, problem.d_out) <= narrow;
     if (dense_block_takes_scales(problem, device) &&
-        (is_narrow || problem.hot == problem.d_ff || problem.tokens <= kMostTokensDenseScaled ||
+        (of_blocks || is_narrow || problem.hot == problem.d_ff || problem.tokens <= kMostTokensDenseScaled ||
          gate_products(problem) <= kMostProductsDenseScaled)) {
         return Route::kDenseBlock;
     }

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "twell/twell.h"
+
 namespace twell {
 namespace {
 
@@ -99,6 +101,10 @@ Dims dims_of(std::initializer_list<int64_t> extents) {
     dims.nbDims = static_cast<int32_t>(extents.size());
     std::copy(extents.begin(), extents.end(), dims.d);
     return dims;
+}
+
+int64_t scale_blocks(int64_t extent) {
+    return extent == kAny ? kAny : (extent + TWELL_SCALE_BLOCK_SIZE - 1) / TWELL_SCALE_BLOCK_SIZE;
 }
 
 int64_t rows_of(Dims const& x) {

@@ -58,6 +58,9 @@ using Shapes = std::array<nvinfer1::Dims, kMostInputs>;
 
 nvinfer1::Dims dims_of(std::initializer_list<int64_t> extents);
 
+// Blocks of TWELL_SCALE_BLOCK along an extent; kAny of kAny.
+int64_t scale_blocks(int64_t extent);
+
 // The rows of x [..., columns]: extents that are not known count as 1, and extents beyond 64 bits as their largest
 // number.
 int64_t rows_of(nvinfer1::Dims const& x);

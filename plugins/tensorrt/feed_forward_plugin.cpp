@@ -92,23 +92,31 @@ twell_problem FeedForwardPlugin::problem_of(Shapes const& inputs, Types const& t
     return problem;
 }
 
-// Writes into the problem which form scales have, by their shapes: [], [d_ff, 1], or of w_down [1, d_out].
+// Writes into the problem which form scales have, by their shapes: [], [d_ff, 1], of w_down [1, d_out], or of blocks.
 void FeedForwardPlugin::check_scales(Shapes const& inputs, twell_problem& problem) const {
-    int64_t const d_ff = shape(inputs, kWGate).d[0];
-    bool const by_neuron = shape(inputs, kGateScale).nbDims != 0;
-    if (by_neuron) {
-        check(inputs, kGateScale, dims_of({d_ff, 1}), "none, or [d_ff, 1]");
-    }
-    check(inputs, kUpScale, by_neuron ? dims_of({d_ff, 1}) : dims_of({}), "that of w_gate_scale");
-    Dims const& down = shape(inputs, kDownScale);
-    bool const by_output = down.nbDims == 2 && down.d[1] != 1;  // d_out is a multiple of 8
-    if (down.nbDims != 0) {
-        check(inputs, kDownScale, by_output ? dims_of({1, shape(inputs, kWDown).d[1]}) : dims_of({d_ff, 1}),
-              by_output ? "none, [d_ff, 1] or [1, d_out]" : "none, [1, d_out] or [d_ff, 1]");
-    }
     problem.weight_dtype = TWELL_E4M3;
-    problem.gate_up_scale = by_neuron ? TWELL_SCALE_NEURON : TWELL_SCALE_TENSOR;
-    problem.down_scale = down.nbDims == 0 ? TWELL_SCALE_TENSOR : by_output ? TWELL_SCALE_OUTPUT : TWELL_SCALE_NEURON;
+    problem.gate_up_scale = check_scale(inputs, kGateScale, shape(inputs, kWGate), false);
+    check(inputs, kUpScale, shape(inputs, kGateScale), "that of w_gate_scale");
+    problem.down_scale = check_scale(inputs, kDownScale, shape(inputs, kWDown), true);
+}
+
+// The form of the scales of a matrix.
+int32_t FeedForwardPlugin::check_scale(Shapes const& inputs, BlockRole role, Dims const& matrix, bool is_down) const {
+    Dims const& scales = shape(inputs, role);
+    if (scales.nbDims == 0) {
+        return TWELL_SCALE_TENSOR;
+    }
+    if (scales.nbDims == 2 && scales.d[0] == scale_blocks(matrix.d[0]) && scales.d[1] == scale_blocks(matrix.d[1])) {
+        return TWELL_SCALE_BLOCK;
+    }
+    if (is_down && scales.nbDims == 2 && scales.d[1] != 1) {  // d_out is a multiple of 8
+        check(inputs, role, dims_of({1, matrix.d[1]}), "none, [d_ff / 128, d_out / 128], [d_ff, 1] or [1, d_out]");
+        return TWELL_SCALE_OUTPUT;
+    }
+    check(inputs, role, dims_of({matrix.d[0], 1}),
+          is_down ? "none, [d_ff / 128, d_out / 128], [1, d_out] or [d_ff, 1]"
+                  : "none, [d_ff / 128, d_model / 128] or [d_ff, 1]");
+    return TWELL_SCALE_NEURON;
 }
 
 // ---- build ----

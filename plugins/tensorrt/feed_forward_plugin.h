@@ -57,6 +57,7 @@ class FeedForwardPlugin final : public KernelPlugin<FeedForwardPlugin, twell_pro
     std::unique_ptr<PlanFields> plan_fields() const override { return plan_fields_of(variant_, options_); }
 
     void check_scales(Shapes const& inputs, twell_problem& problem) const;
+    int32_t check_scale(Shapes const& inputs, BlockRole role, nvinfer1::Dims const& matrix, bool is_down) const;
 
     twell_variant const variant_;
     Options const options_;

@@ -77,11 +77,6 @@ std::array<Role, kLinearRoles> roles_of(LinearOptions const& options) {
     return roles;
 }
 
-// Blocks that share a scale along an extent, kAny of kAny.
-int64_t scale_blocks(int64_t extent) {
-    return extent == kAny ? kAny : (extent + TWELL_SCALE_BLOCK_SIZE - 1) / TWELL_SCALE_BLOCK_SIZE;
-}
-
 }  // namespace
 
 // ---- constructor ----
@@ -105,7 +100,7 @@ twell_linear_problem LinearPlugin::problem_of(Shapes const& inputs, Types const&
         bool const by_block = shape(inputs, kLinearScale).d[0] == scale_blocks(out);
         scale_form = by_block ? TWELL_SCALE_BLOCK : TWELL_SCALE_NEURON;
         check(inputs, kLinearScale, by_block ? dims_of({scale_blocks(out), scale_blocks(in)}) : dims_of({out, 1}),
-              "none, [out / 128, in / 128], rounded up, or [out, 1]");
+              "none, [out / 128, in / 128] or [out, 1]");
     }
 
     twell_linear_problem problem{};

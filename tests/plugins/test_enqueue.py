@@ -32,6 +32,7 @@ from tests.plugins.plugin_host import (
 )
 from twellc.plugins import library
 from twellc.plugins.block import set_scales
+from twellc.plugins.fp8 import scale_blocks
 
 __all__ = ["host", "lib", "make_plan"]
 
@@ -71,7 +72,8 @@ class Block:
         if self.scales is not None:
             forms: dict[str, tuple[int, ...]] = {"tensor": (), "row": (self.d_ff, 1), "column": (1, self.d_out)}
             for name in [name for name in shapes if name[:2] == "w_"]:
-                shapes[f"{name}_scale"] = forms[self.scales[name == "w_down"]]
+                form = self.scales[name == "w_down"]
+                shapes[f"{name}_scale"] = scale_blocks(*shapes[name]) if form == "block" else forms[form]
         if self.thresholds:
             shapes["thresholds"] = (self.d_ff,)
         return shapes | dict.fromkeys(self.of_norm, (self.d_model,))
@@ -134,6 +136,7 @@ BLOCKS = [
     Block(gated=False, hot=300),
     Block(gated=True, biases=("gate", "up", "down"), residual=True, scales=("row", "row"), d_model=128),
     Block(gated=True, scales=("tensor", "column")),
+    Block(gated=True, scales=("block", "block"), residual=True, d_model=200),
     Block(gated=False, biases=("down",), scales=("row", "tensor")),
     Block(gated=False, biases=("gate", "down"), activation="fatrelu", thresholds=True, d_ff=70_000),
     Block(gated=True, residual=True, activation="fatrelu", thresholds=True, scales=("tensor", "tensor")),
@@ -247,8 +250,20 @@ OF_KEYS, OF_Y = "expected [batch, keys, kv_heads, width]", "expected that of y, 
         (RESIDUAL, 4, (4, 32), FP16, f"input residual is fp16; {ONE_TYPE} (x is bf16)"),
         (SCALED, 1, (300, 64), BF16, "input w_up is bf16; expected fp8, or int8 with its bytes"),
         (SCALED, 0, (4, 64), FP8, "input x is fp8; all inputs but weights and their scales must be bf16, or all fp16"),
-        (SCALED, 3, (64, 1), FLOAT32, "input w_up_scale has shape [64, 1]; expected none, or [d_ff, 1] = [300, 1]"),
-        (SCALED, 4, (1, 300), FLOAT32, "input w_down_scale has shape [1, 300]; expected none, [d_ff, 1] or [1, d_out]"),
+        (
+            SCALED,
+            3,
+            (64, 1),
+            FLOAT32,
+            "input w_up_scale has shape [64, 1]; expected none, [d_ff / 128, d_model / 128] or [d_ff, 1] = [300, 1]",
+        ),
+        (
+            SCALED,
+            4,
+            (1, 300),
+            FLOAT32,
+            "input w_down_scale has shape [1, 300]; expected none, [d_ff / 128, d_out / 128], [d_ff, 1] or [1, d_out]",
+        ),
         (None, 0, (2, 9, 256), BF16, "input q has shape [2, 9, 256]; expected [batch, tokens, heads, width] = [?, ?"),
         (None, 0, (2, 9, 3, 64), BF16, "heads must be a positive multiple of kv_heads (q [2, 9, 3, 64], k [2, 9, 2, "),
         (None, 0, (2, 9, 4, 60), BF16, f"input k has shape [2, 9, 2, 64]; {OF_KEYS} = [2, 9, ?, 60]"),

@@ -14,8 +14,8 @@ from torch import Tensor
 from tests.plugins.calls import BEST, SUCCESS, Choice, Run, assert_replays, choose
 from twellc.plugins import library
 from twellc.plugins.block import GATED, PLAIN, BlockOptions, Operands, problem_of, set_scales, tensors_of
-from twellc.plugins.fp8 import E4M3
-from twellc.plugins.meaning import activate, dequantize, scale_kinds
+from twellc.plugins.fp8 import E4M3, scale_blocks, scale_of_each
+from twellc.plugins.meaning import activate, dequantize, repeated_scales, scale_kinds
 from twellc.plugins.ops import run_block
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -24,6 +24,10 @@ FORMS = {"tensor": None, "row": 1, "column": 0}
 
 
 def quantised(weight: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    if form == "block":
+        largest = torch.nn.functional.max_pool2d(weight.abs()[None, None], 128, ceil_mode=True)[0, 0]
+        scale = (largest / LARGEST).float().clamp(min=1e-12)
+        return (weight / scale_of_each(scale, weight.shape)).clamp(-LARGEST, LARGEST).to(E4M3), scale
     dim = FORMS[form]
     largest = weight.abs().amax() if dim is None else weight.abs().amax(dim, keepdim=True)
     scale = (largest / LARGEST).float().clamp(min=1e-12)
@@ -62,16 +66,27 @@ def make(case: Case, device: str = "cpu") -> tuple[Operands[Tensor], BlockOption
     def draw(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, generator=generator) * scale).to(device)
 
+    def matrix(*shape: int, form: str, scale: float) -> Tensor:
+        drawn = draw(*shape, scale=scale)
+        if form != "block":
+            return drawn
+        uneven = 2.0 ** torch.randint(-3, 2, scale_blocks(*shape), generator=generator)
+        return drawn * scale_of_each(uneven, shape).to(device)
+
     density = torch.tensor(1 - case.density)
     shift = float(torch.distributions.Normal(0.0, 1.0).icdf(density)) if case.density < 1 else -12.0
-    x, first = draw(case.tokens, case.d_model), draw(case.d_ff, case.d_model, scale=case.d_model**-0.5)
+    x = draw(case.tokens, case.d_model)
+    first = matrix(case.d_ff, case.d_model, form=case.gate_up, scale=case.d_model**-0.5)
     x[:, 0], first[:, 0] = 1.0, -shift
     weights = {
         "w_gate" if case.gated else "w_up": quantised(first, case.gate_up),
-        "w_down": quantised(draw(case.d_ff, case.d_out, scale=(1 + case.density * case.d_ff) ** -0.5), case.down),
+        "w_down": quantised(
+            matrix(case.d_ff, case.d_out, form=case.down, scale=(1 + case.density * case.d_ff) ** -0.5), case.down
+        ),
     }
     if case.gated:
-        weights["w_up"] = quantised(draw(case.d_ff, case.d_model, scale=case.d_model**-0.5), case.gate_up)
+        up = matrix(case.d_ff, case.d_model, form=case.gate_up, scale=case.d_model**-0.5)
+        weights["w_up"] = quantised(up, case.gate_up)
     tensors = {name: pair[0] for name, pair in weights.items()}
     tensors |= {f"{name}_scale": pair[1] for name, pair in weights.items()}
     if case.biases:
@@ -120,7 +135,15 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("case", KINDS, ids=str)
+OF_BLOCKS = [
+    Case(gate_up="block", down="block"),
+    Case(dtype=FP16, gate_up="block", down="row", activation="drelu", residual=True, density=0.5),
+    Case(gated=False, gate_up="block", down="block", biases=False, density=0.3),
+    Case(gated=False, dtype=FP16, gate_up="tensor", down="block", density=1.0),
+]
+
+
+@pytest.mark.parametrize("case", [*KINDS, *OF_BLOCKS], ids=str)
 def test_the_meaning_is_that_of_the_dequantised_weights(case: Case) -> None:
     operands, options = make(case)
     y = run_block(operands, options)
@@ -159,8 +182,12 @@ def wrong(**changes: Any) -> tuple[dict[str, Any], str]:
 
 WRONG = [
     wrong(w_up_scale=None, message="weights of torch.float8_e4m3fn have a scale each, and others none: w_up_scale"),
-    wrong(w_up_scale=torch.ones(1, 128), message="w_up_scale must have shape () or (300, 1), got (1, 128)"),
-    wrong(w_down_scale=torch.ones(72), message="w_down_scale must have shape () or (300, 1) or (1, 72), got (72,)"),
+    wrong(w_up_scale=torch.ones(1, 128), message="w_up_scale must have shape () or (300, 1) or (3, 1), got (1, 128)"),
+    wrong(
+        w_down_scale=torch.ones(72),
+        message="w_down_scale must have shape () or (300, 1) or (1, 72) or (3, 1), got (72,)",
+    ),
+    wrong(w_up_scale=torch.ones(3, 1), message="w_gate_scale and w_up_scale must not be one of neurons and one of bl"),
     wrong(w_gate_scale=torch.ones((), dtype=BF16), message="w_gate_scale must be torch.float32, got torch.bfloat16"),
     wrong(w_down=torch.ones(300, 72, dtype=BF16), message="w_down must be torch.float8_e4m3fn, got torch.bfloat16"),
     wrong(b_up=torch.ones(300), message="b_up must be torch.bfloat16 like x, got torch.float32"),
@@ -187,6 +214,13 @@ def test_the_scale_of_a_single_neuron_is_no_scale_for_outputs() -> None:
     assert scale_kinds(operands) == ("row", "column")
 
 
+def test_a_single_scale_beside_those_of_blocks_is_repeated() -> None:
+    operands, _ = make(Case(gate_up="block", d_model=200))
+    operands = dataclasses.replace(operands, w_gate_scale=torch.ones(()))
+    assert scale_kinds(operands) == ("block", "row")
+    assert repeated_scales(operands) == {"w_gate_scale": (3, 2)}
+
+
 def test_there_are_no_gradients() -> None:
     operands, options = make(Case())
     operands.x.requires_grad_()
@@ -202,7 +236,7 @@ def problem(**changes: Any) -> library.Problem:
 
 
 @pytest.mark.parametrize("dtype", [0, 1])
-@pytest.mark.parametrize(("gate_up", "down"), itertools.product((0, 1), (0, 1, 2)))
+@pytest.mark.parametrize(("gate_up", "down"), itertools.product((0, 1, 4), (0, 1, 2, 4)))
 def test_problems_with_scales_are_valid(dtype: int, gate_up: int, down: int) -> None:
     lib = library.load()
     scaled = problem(**SCALED, dtype=dtype, gate_up_scale=gate_up, down_scale=down)
@@ -257,15 +291,20 @@ ROUTES = [
     (769, "H100", ["many_tokens", "quantise", "gate_bytes_sm90", "dense_up_bytes_sm90", "dense_down_bytes_sm90"]),
     (2048, "H100", ["many_tokens", "gate_bytes_sm90", "sparse_up_direct", "dense_up_bytes_sm90", "sparse_down"]),
     (2048, "A100", ["widened", "widen", "many_tokens", "gate_generic"]),
+    (1, "H100 blocks", ["few_tokens", "gate_up_few", "down_few"]),
+    (33, "H100 blocks", ["dense_block", "quantise", "hidden_gated_bytes_sm90", "dense_down_bytes_sm90"]),
+    (8192, "H100 blocks", ["dense_block", "quantise", "hidden_gated_bytes_sm90", "dense_down_bytes_sm90"]),
+    (64, "A100 blocks", ["few_tokens", "gate_up_few", "down_few"]),
+    (65, "A100 blocks", ["widened", "widen", "many_tokens"]),
 ]
 
 
 @pytest.mark.parametrize(("tokens", "gpu", "names"), ROUTES, ids=str)
 def test_routes(tokens: int, gpu: str, names: list[str]) -> None:
-    name, _, all_hot = gpu.partition(" ")
-    options = BlockOptions(activation="relu", hot=5632 if all_hot else 0)
+    name, _, kind = gpu.partition(" ")
+    options = BlockOptions(activation="relu", hot=5632 if kind == "all hot" else 0)
     scaled = problem_of(GATED, options, "bfloat16", tokens=tokens, d_model=2048, d_ff=5632, d_out=2048)
-    set_scales(scaled, "row", "column")
+    set_scales(scaled, *(("block", "block") if kind == "blocks" else ("row", "column")))
     found = library.describe(scaled, library.GPUS[name])
     positions = [found.index(name) for name in names]
     assert positions == sorted(positions)
@@ -274,9 +313,11 @@ def test_routes(tokens: int, gpu: str, names: list[str]) -> None:
 @pytest.mark.parametrize("tokens", [1, 2, 16, 33, 64, 65, 300, 768, 769, 2048])
 @pytest.mark.parametrize(("d_model", "d_ff"), [(2048, 5632), (8192, 28672), (2056, 5632)])
 @pytest.mark.parametrize("variant", [0, 1], ids=("gated", "plain"))
-def test_the_workspace_holds_what_a_route_reads(variant: int, d_model: int, d_ff: int, tokens: int) -> None:
+@pytest.mark.parametrize("form", ["tensor", "block"])
+def test_the_workspace_holds_what_a_route_reads(form: str, variant: int, d_model: int, d_ff: int, tokens: int) -> None:
     """Of FP8 weights a copy in 16 where the GPU's kernels read one, and no copy elsewhere."""
     own = problem(**SCALED, tokens=tokens, d_model=d_model, d_ff=d_ff, d_out=d_model, variant=variant)
+    set_scales(own, form, form)
     copies = {name: _copies(own, gpu) for name, gpu in library.GPUS.items()}
     reads = {name: "\nwiden |" in library.describe(own, gpu) for name, gpu in library.GPUS.items()}
     assert copies == reads
@@ -294,7 +335,7 @@ def _workspace(own: library.Problem, gpu: library.Device) -> int:
 def _copies(own: library.Problem, gpu: library.Device) -> bool:
     """Whether the workspace has room for a copy of the weights; all else differs little from that of a 16-bit call."""
     wide = library.Problem.from_buffer_copy(own)
-    wide.weight_dtype = wide.dtype
+    wide.weight_dtype, wide.gate_up_scale, wide.down_scale = wide.dtype, 0, 0
     copy = 2 * (3 if own.variant == 0 else 2) * own.d_model * own.d_ff
     more = _workspace(own, gpu) - _workspace(wide, gpu)
     found = more > copy / 2
@@ -346,6 +387,20 @@ _FORCED = [
 GPU_CASES += [
     Case(tokens=tokens, d_ff=d_ff, d_out=d_out, gated=gated, dtype=dtype, density=0.02, path=path)
     for (tokens, gated, d_ff, d_out, path), dtype in itertools.product(_FORCED, (BF16, FP16))
+]
+GPU_CASES += [
+    dataclasses.replace(case, tokens=tokens, d_model=d_model, d_ff=d_ff, d_out=d_out)
+    for (d_model, d_ff, d_out), tokens in (
+        *itertools.product(((144, 700, 272), (1040, 3000, 528)), (1, 2, 7, 17, 64, 300, 2100)),
+        *itertools.product(((136, 300, 264), (2056, 520, 72)), (7, 64, 65)),  # no rows that TMA can take
+        *(((2048, 5632, 2048), 2), ((2048, 5632, 2048), 64), ((2048, 5488, 2048), 256)),
+    )
+    for case in OF_BLOCKS
+]
+GPU_CASES += [
+    Case(tokens, 400, d_ff, d_out, gated=gated, gate_up="block", down="block", density=0.02, path=path)
+    for tokens, gated, d_ff, d_out, path in _FORCED
+    if path is Run.DENSE_BLOCK
 ]
 
 
@@ -404,10 +459,17 @@ def test_the_workspace_is_large_enough(d_model: int, d_ff: int, d_out: int, toke
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("path", "tokens"), [(Run.ROUTES, 17), (Run.DENSE_BLOCK, 70), (Run.EARLY, 70), (Run.MANY_TOKENS, 70)]
+    ("path", "tokens", "form"),
+    [
+        *((Run.ROUTES, 17, form) for form in ("row", "block")),
+        *((Run.DENSE_BLOCK, 70, form) for form in ("row", "block")),
+        (Run.EARLY, 70, "row"),
+        (Run.MANY_TOKENS, 70, "row"),
+    ],
 )
-def test_weights_of_inactive_neurons_do_not_matter(path: Run, tokens: int) -> None:
-    case = Case(tokens=tokens, d_out=80, density=0.05 if tokens > 64 else 0.01, path=path)
+def test_weights_of_inactive_neurons_do_not_matter(path: Run, tokens: int, form: str) -> None:
+    density = 0.05 if tokens > 64 else 0.01
+    case = Case(tokens=tokens, d_model=256, d_out=208, density=density, gate_up=form, down=form, path=path)
     operands, options = make(case, "cuda")
     assert operands.w_gate is not None and operands.b_gate is not None
     operands.w_gate.view(torch.uint8)[200] = 0
@@ -420,10 +482,13 @@ def test_weights_of_inactive_neurons_do_not_matter(path: Run, tokens: int) -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("form", ["row", "block"])
 @pytest.mark.parametrize("path", [Run.ROUTES, Run.DENSE_BLOCK, Run.MANY_TOKENS, Run.EARLY])
-def test_sanitize(path: Run) -> None:
-    for tokens, d_ff, density in ((32, 300, 0.005), (66, 300, 0.05), (130, 700, 0.05)):
-        case = Case(tokens=tokens, d_model=128, d_ff=d_ff, d_out=144, density=density, residual=True, path=path)
+def test_sanitize(path: Run, form: str) -> None:
+    if form == "block" and path in (Run.MANY_TOKENS, Run.EARLY):
+        pytest.skip("it reads no scales of blocks")
+    for tokens, d_ff, density in ((9, 300, 0.05), (32, 300, 0.005), (66, 300, 0.05), (130, 700, 0.05)):
+        case = Case(tokens, 256, d_ff, 144, density=density, gate_up=form, down=form, residual=True, path=path)
         operands, options = make(case, "cuda")
         assert not run(case, operands, options).isnan().any()
 

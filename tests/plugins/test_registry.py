@@ -557,7 +557,7 @@ NOT_BUILT: list[tuple[Case, str]] = [
     ),
     (
         scaled(block(PLAIN), [64], []),
-        wrong_shape("w_up_scale", "[64]", "none, or [d_ff, 1] = [300, 1]"),
+        wrong_shape("w_up_scale", "[64]", "none, [d_ff / 128, d_model / 128] or [d_ff, 1] = [300, 1]"),
     ),
     (
         scaled(block(GATED), [300, 1], [], w_up_scale=["fp32", []]),
@@ -565,7 +565,7 @@ NOT_BUILT: list[tuple[Case, str]] = [
     ),
     (
         scaled(block(GATED), [], [1, 300]),
-        wrong_shape("w_down_scale", "[1, 300]", "none, [d_ff, 1] or [1, d_out] = [1, 64]"),
+        wrong_shape("w_down_scale", "[1, 300]", "none, [d_ff / 128, d_out / 128], [d_ff, 1] or [1, d_out] = [1, 64]"),
     ),
     (block(PLAIN, attributes=EACH, thresholds=["fp32", [299]]), wrong_shape("thresholds", "[299]", "[d_ff] = [300]")),
     (block(PLAIN, attributes=EACH, thresholds=["bf16", [300]]), "input thresholds is bf16"),
@@ -593,7 +593,7 @@ NOT_BUILT: list[tuple[Case, str]] = [
     (linear(attributes={"bias": 1}), "got 2 inputs; expected 3: x, weight, bias"),
     (
         linear(weight=["fp8", [64, 128]], weight_scale=["fp32", [64]]),
-        wrong_shape("weight_scale", "[64]", "none, [out / 128, in / 128], rounded up, or [out, 1] = [64, 1]"),
+        wrong_shape("weight_scale", "[64]", "none, [out / 128, in / 128] or [out, 1] = [64, 1]"),
     ),
     (experts(x=["bf16", ["tokens", 32]]), wrong_shape("x", "[?, 32]", "[tokens, d_model] = [?, 64]")),
     (experts(x=["bf16", ["batch", "tokens", 64]]), wrong_shape("x", "[?, ?, 64]", "[tokens, d_model] = [?, 64]")),

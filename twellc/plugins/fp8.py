@@ -88,6 +88,15 @@ def scale_blocks(rows: int, columns: int) -> tuple[int, int]:
     return math.ceil(rows / BLOCK), math.ceil(columns / BLOCK)
 
 
+def rows_of_blocks(rows: tuple[int, int, int]) -> tuple[int, int, int] | None:
+    """Return which rows of the scales of blocks belong to some rows of a matrix, (start, stop, step) of either.
+
+    None if the rows do not begin with a block, or are not neighbours.
+    """
+    start, stop, step = rows
+    return (start // BLOCK, math.ceil(stop / BLOCK), 1) if step == 1 and start % BLOCK == 0 else None
+
+
 def scale_of_each(scale: Tensor, shape: Sequence[int]) -> Tensor:
     """Return the scales of blocks for each element of a matrix of a shape [rows, columns]."""
     rows, columns = shape

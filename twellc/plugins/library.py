@@ -30,7 +30,8 @@ ATTENTION_NAME, CACHED_ATTENTION_NAME, APPEND_NAME = ATTENTION_NAMES
 
 DTYPES = CODES
 E4M3 = 2  # `weight_dtype` of weights that have scales
-SCALE_FORMS = {"tensor": 0, "row": 1, "column": 2, "expert": 3, "block": 4}  # experts', linear layers' alone
+# Of experts alone there is `expert`, and of them no `block`.
+SCALE_FORMS = {"tensor": 0, "row": 1, "column": 2, "expert": 3, "block": 4}
 VARIANTS = {"gated": 0, "plain": 1}
 ACTIVATIONS = {"relu": 0, "relu2": 1, "fatrelu": 2, "drelu": 3}
 NORMS = {"none": 0, "rms": 1, "layer": 2}

@@ -18,7 +18,7 @@ from twellc.plugins.block import (
     Operands,
     WeightOperands,
 )
-from twellc.plugins.fp8 import E4M3, Fp8
+from twellc.plugins.fp8 import E4M3, Fp8, scale_blocks
 
 
 def activate(z: Tensor, activation: str, threshold: float | Tensor) -> Tensor:
@@ -141,7 +141,8 @@ def _check_scales(operands: Operands[Tensor]) -> set[str]:
     """Return the names of the weights that have scales: all or none.
 
     Raises:
-        ValueError: A scale is missing, or has another shape than a matrix may have.
+        ValueError: A scale is missing, or has another shape than a matrix may have, or gate and up have one for each
+            neuron and for each block.
         TypeError: A scale, or a matrix without one, has another dtype.
     """
     given, scales = operands.named(), operands.scales()
@@ -155,9 +156,32 @@ def _check_scales(operands: Operands[Tensor]) -> set[str]:
         if weight is None or scale is None:
             continue
         rows, columns = weight.shape
-        check_scale(name, scale, [(), (rows, 1), *([(1, columns)] if name == "w_down_scale" else [])])
+        blocks = scale_blocks(rows, columns)
+        check_scale(name, scale, [(), (rows, 1), *([(1, columns)] if name == "w_down_scale" else []), blocks])
         scaled.add(name.removesuffix("_scale"))
+    if len(gate_up_forms(operands) - {"tensor"}) > 1:
+        raise ValueError("twell: w_gate_scale and w_up_scale must not be one of neurons and one of blocks")
     return scaled
+
+
+def gate_up_forms(operands: Operands[Tensor]) -> set[str | None]:
+    """Return the forms of the scales of gate and up."""
+    return {Fp8(each, scale).form for each, scale in _gate_and_up(operands).values()}
+
+
+def _gate_and_up(operands: Operands[Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    scales, named = operands.scales(), operands.named()
+    return {name: (named[name], scales[f"{name}_scale"]) for name in ("w_gate", "w_up") if f"{name}_scale" in scales}
+
+
+def repeated_scales(operands: Operands[Tensor]) -> dict[str, tuple[int, int]]:
+    """Return the scales of gate and up that are a single number where the other has several: the shape of these."""
+    forms = gate_up_forms(operands)
+    return {
+        f"{name}_scale": scale_blocks(*each.shape) if "block" in forms else (len(each), 1)
+        for name, (each, scale) in _gate_and_up(operands).items()
+        if len(forms) > 1 and not scale.dim()
+    }
 
 
 def dequantize(operands: Operands[Tensor], dtype: torch.dtype = torch.float64) -> Operands[Tensor]:
@@ -181,9 +205,10 @@ def scale_kinds(operands: Operands[Tensor]) -> tuple[str, str] | None:
     scales = operands.scales()
     if not scales:
         return None
-    down = Fp8(operands.w_down, scales.pop("w_down_scale")).form
+    down = Fp8(operands.w_down, scales["w_down_scale"]).form
+    several = gate_up_forms(operands) - {"tensor"}
     assert down is not None  # see `check_call`
-    return "row" if any(each.dim() for each in scales.values()) else "tensor", down
+    return next(iter(several), None) or "tensor", down
 
 
 def math_dtype(dtype: torch.dtype) -> torch.dtype:

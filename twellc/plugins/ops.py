@@ -56,6 +56,7 @@ from twellc.plugins.meaning import (
     dequantize,
     hidden_of,
     output_of,
+    repeated_scales,
     scale_kinds,
     widths_of,
     without_norm,
@@ -82,9 +83,8 @@ def _prepare(variant: Variant, given: Given) -> Callable[[Given], list[Tensor]]:
     reading = Reading.of(named, {name: field_of(variant, name) for name in named})
     if kinds is not None:
         set_scales(problem, *kinds)
-        single = {name for name, each in operands.scales().items() if not each.dim()} - {"w_down_scale"}
-        if kinds[0] == "row" and single:  # a single number is repeated for each neuron
-            repeated = dict.fromkeys(single, partial(_repeated, widths["d_ff"]))
+        repeated = {name: partial(_repeated, shape) for name, shape in repeated_scales(operands).items()}
+        if repeated:
             reading = replace(reading, copied={**reading.copied, **repeated})
     with torch.cuda.device(x.device):
         check_problem(problem)
@@ -99,8 +99,8 @@ def _prepare(variant: Variant, given: Given) -> Callable[[Given], list[Tensor]]:
     return KernelCall(function, problem, workspace_bytes, library.Tensors, reading, results, fixed, normalises)
 
 
-def _repeated(count: int, scale: Tensor) -> Tensor:
-    return as_read(scale.expand(count, 1))
+def _repeated(shape: tuple[int, int], scale: Tensor) -> Tensor:
+    return as_read(scale.expand(shape))
 
 
 def _launch_without_norm(variant: Variant, given: Given) -> list[Tensor]:

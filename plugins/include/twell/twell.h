@@ -39,9 +39,9 @@ extern "C" {
 typedef enum { TWELL_BF16 = 0, TWELL_FP16 = 1, TWELL_E4M3 = 2 } twell_dtype;
 
 // How many scales a weight matrix of TWELL_E4M3 has: its values times their scales are the weights. One for all, one
-// for each neuron (row of the matrix as it is stored), one for each output (column; of w_down alone), or, of linear
-// layers alone, one for each block of TWELL_SCALE_BLOCK_SIZE rows and as many columns, the last ones of which may be
-// cut off: [ceil(rows / TWELL_SCALE_BLOCK_SIZE), ceil(columns / TWELL_SCALE_BLOCK_SIZE)].
+// for each neuron (row of the matrix as it is stored), one for each output (column; of w_down alone), or one for each
+// block of TWELL_SCALE_BLOCK_SIZE rows and as many columns, the last ones of which may be cut off:
+// [ceil(rows / TWELL_SCALE_BLOCK_SIZE), ceil(columns / TWELL_SCALE_BLOCK_SIZE)], not of twell_encode.
 typedef enum {
     TWELL_SCALE_TENSOR = 0,
     TWELL_SCALE_NEURON = 1,

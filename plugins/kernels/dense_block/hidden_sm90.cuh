@@ -333,12 +333,18 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
         take_registers<kRegistersMultiplier>();
         int const consumer_warp = warp - kWarpgroupWarps;
         Ring<Cfg::kNumStages> ring;
-        for (int i = tiles_begin; i < tiles_end; i += tiles_step) {
+        // NOTE: of bytes it is multiplied again: no register is left for it.
+        for (int i = tiles_begin; i < (kBytes ? params.num_blocks * params.num_tiles : tiles_end); i += tiles_step) {
             Tile const tile(params.num_blocks, params.num_tiles, i);
             if constexpr (kBytes) {
                 float accumulators[Cfg::kProducts][Cfg::kAccumulators];
-                multiply<E4m3, Cfg, false>(accumulators, shared, ring, consumer_warp / kWarpgroupWarps,
-                                           params.num_slices);
+                auto const scale_of = [&](int product, int slice) {
+                    // Behind the last neuron those of the last one: nobody reads the sums.
+                    int const row = min(tile.neuron_of<Cfg>(rank), params.d_ff - 1) / BLOCK_M;
+                    return (product == 0 ? params.gate_scale : params.up_scale)[row * params.gate_up_blocks + slice];
+                };
+                multiply_bytes<Cfg>(accumulators, shared, ring, consumer_warp / kWarpgroupWarps, params.num_slices,
+                                    params.gate_up_blocks != 0, scale_of);
                 store_bytes<Element, Cfg>(params, accumulators, shared_bytes + Cfg::kOffsetResult,
                                           reinterpret_cast<uint32_t*>(shared_bytes + Cfg::kOffsetMoreBarriers),
                                           consumer_warp, tile, rank,

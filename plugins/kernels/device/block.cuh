@@ -4,6 +4,7 @@
 #include <stdint.h>
 
 #include "device/element.cuh"
+#include "twell/twell.h"
 
 namespace twell {
 
@@ -13,17 +14,27 @@ struct ScalesOf {
     static constexpr bool kHasScales = false;
     static constexpr float const* gate_scale = nullptr;
     static constexpr float const* up_scale = nullptr;
+    static constexpr float const* down_scale = nullptr;
+    static constexpr int gate_up_blocks = 0;
+    static constexpr int down_blocks = 0;
 };
 template <>
 struct ScalesOf<E4m3> {
     static constexpr bool kHasScales = true;
-    float const* gate_scale;  // of neuron n at n * gate_up_step
+    float const* gate_scale;  // of neuron n at n * gate_up_step, or of blocks
     float const* up_scale;
-    float const* down_scale;  // of neuron n at n * down_step, or, if by_output, of column c at c
+    float const* down_scale;  // of neuron n at n * down_step, or, if by_output, of column c at c, or of blocks
     int gate_up_step;         // 0: one for all
     int down_step;
+    int gate_up_blocks;  // not 0: blocks of TWELL_SCALE_BLOCK_SIZE rows and columns have one each, in rows of that many
+    int down_blocks;
     bool by_output;
 };
+
+// The scales of the blocks that a row has a part of; null where blocks have none. Of rows in one block it is the same.
+__device__ __forceinline__ float const* block_scales_of(float const* scales, int blocks, int64_t row) {
+    return blocks == 0 ? nullptr : scales + row / TWELL_SCALE_BLOCK_SIZE * blocks;
+}
 
 // The tensors and options of a block: the beginning of most kernels' parameters, which may use a part of them only.
 // Stored: of weights, uint16_t for those of the element type, or E4m3.
@@ -47,20 +58,22 @@ struct BlockTensorsOf : ScalesOf<Stored> {
 using BlockTensors = BlockTensorsOf<uint16_t>;
 
 // A sum of products with a neuron's row of w_gate or w_up, times the row's scale: one of params.gate_scale or up_scale.
+// Where blocks have scales, sums have been multiplied by them before.
 template <class Params>
 __device__ __forceinline__ float scale_sum(Params const& params, float const* scales, float sum, int neuron) {
     if constexpr (Params::kHasScales) {
-        return sum * scales[static_cast<int64_t>(neuron) * params.gate_up_step];
+        return params.gate_up_blocks != 0 ? sum : sum * scales[static_cast<int64_t>(neuron) * params.gate_up_step];
     } else {
         return sum;
     }
 }
 
-// h of a neuron, for products with its row of w_down: times the row's scale, unless the columns have theirs.
+// h of a neuron, for products with its row of w_down: times the row's scale, unless columns or blocks have theirs.
 template <class Params>
 __device__ __forceinline__ float scale_h(Params const& params, float h, int neuron) {
     if constexpr (Params::kHasScales) {
-        return params.by_output ? h : h * params.down_scale[static_cast<int64_t>(neuron) * params.down_step];
+        bool const has_one = !params.by_output && params.down_blocks == 0;
+        return has_one ? h * params.down_scale[static_cast<int64_t>(neuron) * params.down_step] : h;
     } else {
         return h;
     }

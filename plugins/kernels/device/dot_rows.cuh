@@ -7,6 +7,7 @@
 #include "device/element.cuh"
 #include "device/shared.cuh"
 #include "device/vector.cuh"
+#include "twell/twell.h"
 
 namespace twell {
 
@@ -58,14 +59,17 @@ constexpr int kBytesDot = kDotSteps * 2 * kBytesPiece;
 
 // Calls emit(i, x_of(i) . w_of(i)) in one lane for i = 0 ... count - 1, by one warp. `queue` is kSlots x kBytesDot
 // bytes of shared memory of this warp's own: there the rows of kSlots products are under way at once, and no compiler
-// can delay a load to its use. The order of a sum depends on d_model only.
+// can delay a load to its use. The order of a sum depends on d_model only. `block_scales`: see block_scales_of; of all
+// rows, which lie in one block.
 template <class Element, int kSlots, class XOf, class WOf, class Emit>
-__device__ __forceinline__ void dot_products(int count, int d_model, uint32_t queue, XOf x_of, WOf w_of, Emit emit) {
+__device__ __forceinline__ void dot_products(int count, int d_model, uint32_t queue, XOf x_of, WOf w_of, Emit emit,
+                                             float const* block_scales = nullptr) {
     using Stored = std::remove_const_t<std::remove_pointer_t<decltype(w_of(0))>>;
     int const lane = threadIdx.x % kWarpSize;
     int const num_vectors = d_model / kVector;
     int const num_chunks = (num_vectors + kDotSteps * kWarpSize - 1) / (kDotSteps * kWarpSize);
     int const num_items = count * num_chunks;
+    bool const has_block_scales = sizeof(Stored) == 1 && block_scales != nullptr;
     queue += lane * 16;
 
     auto const fetch = [&](int item, uint32_t slot) {
@@ -97,10 +101,22 @@ __device__ __forceinline__ void dot_products(int count, int d_model, uint32_t qu
         float parts[4] = {};  // shorter chains of dependent additions
         for (int chunk = 0; chunk < num_chunks; ++chunk, ++item) {
             wait_async<kSlots - 1>();
+            if (has_block_scales) {
+                int const first = chunk * (kDotSteps * kWarpSize) + lane;
 #pragma unroll
-            for (int k = 0; k < kDotSteps; ++k) {
-                accumulate<Element>(parts[k % 4], load_chunk(slot + (kDotSteps + k) * kBytesPiece),
-                                    load_shared_vector<Stored>(slot + k * kBytesPiece));
+                for (int k = 0; k < kDotSteps; ++k) {
+                    float sum = 0.0f;
+                    accumulate<Element>(sum, load_chunk(slot + (kDotSteps + k) * kBytesPiece),
+                                        load_shared_vector<Stored>(slot + k * kBytesPiece));
+                    int const vector = min(first + k * kWarpSize, num_vectors - 1);  // those behind it are zeros
+                    parts[k % 4] = fmaf(sum, block_scales[vector / (TWELL_SCALE_BLOCK_SIZE / kVector)], parts[k % 4]);
+                }
+            } else {
+#pragma unroll
+                for (int k = 0; k < kDotSteps; ++k) {
+                    accumulate<Element>(parts[k % 4], load_chunk(slot + (kDotSteps + k) * kBytesPiece),
+                                        load_shared_vector<Stored>(slot + k * kBytesPiece));
+                }
             }
             fetch(item + kSlots, slot);
             slot = slot == queue + (kSlots - 1) * kBytesDot ? queue : slot + kBytesDot;

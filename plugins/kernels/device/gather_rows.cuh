@@ -7,6 +7,7 @@
 #include "device/element.cuh"
 #include "device/shared.cuh"
 #include "device/vector.cuh"
+#include "twell/twell.h"
 
 namespace twell {
 
@@ -32,9 +33,21 @@ __device__ __forceinline__ void add_row(float (&sums)[kVector], H h, RowVector r
     }
 }
 
+// Factors of rows, h[n], times the scales of the blocks that a thread's columns have a part of.
+template <class Factors>
+struct BlockScaled {
+    Factors h;
+    float const* scales;  // of the first rows
+    int step;             // to those of the next ones
+
+    __device__ __forceinline__ float operator[](uint32_t n) const {
+        return h[n] * scales[static_cast<int64_t>(n / TWELL_SCALE_BLOCK_SIZE) * step];
+    }
+};
+
 // Adds kRows rows, each by one thread: those at `position` of the list, at position + slots and so on, as far as the
-// list's `count` goes. `matrix` is that of the thread's columns, h[n] a row's factor. NOTE: all loads are issued together
-// and under no condition; else the compiler delays each to its use.
+// list's `count` goes. `matrix` is that of the thread's columns, h[n] a row's factor. NOTE: all loads are issued
+// together and under no condition; else the compiler delays each to its use.
 template <class Element, int kRows, class Factors, class Stored>
 __device__ __forceinline__ void gather_some(float (&sums)[kVector], uint16_t const* list, int position, int slots,
                                             int count, Factors h, Stored const* matrix, int row_length) {

@@ -120,8 +120,8 @@ __device__ __forceinline__ void sum_again(BlockTensors const& block, uint16_t co
 }
 
 // The same with FP8 weights. h_row: h in FP8, -0 where an active neuron's is 0, 16 neurons in the order 0, 8, 1, 9,
-// ...; worth h_scale[n / 128 * scale_stride] each, times the neuron's scale of w_down included. No h overflows, so a
-// NaN has to stay one.
+// ...; worth h_scale[n / 128 * scale_stride] each, times the neuron's scale of w_down included, if it has one. No h
+// overflows, so a NaN has to stay one.
 template <class Element>
 __device__ __forceinline__ void sum_again(BlockTensorsOf<E4m3> const& block, uint8_t const* h_row, float const* h_scale,
                                           int64_t scale_stride, int64_t row, int first_column) {
@@ -132,8 +132,11 @@ __device__ __forceinline__ void sum_again(BlockTensorsOf<E4m3> const& block, uin
         int const within = neuron % 16;
         uint32_t const bits = __ldcg(h_row + (neuron - within + within % 8 * 2 + within / 8));
         if (bits != 0) {
-            float const h =
-                Fp16::to_float2(e4m3_to_fp16_pair(bits)).x * __ldcg(h_scale + neuron / kScaled * scale_stride);
+            float h = Fp16::to_float2(e4m3_to_fp16_pair(bits)).x * __ldcg(h_scale + neuron / kScaled * scale_stride);
+            if (block.down_blocks != 0) {
+                h *=
+                    block_scales_of(block.down_scale, block.down_blocks, neuron)[first_column / TWELL_SCALE_BLOCK_SIZE];
+            }
             float values[kVector];
             unpack<Element>(values,
                             load_vector(block.w_down + static_cast<int64_t>(neuron) * block.d_out + first_column));

@@ -115,8 +115,12 @@ __device__ __forceinline__ void project(Neurons const& neurons, Tokens const& to
     exchange<Cfg::kTilesM, Cfg::kTilesN, Cfg::kTilesExchanged>(accumulators, reinterpret_cast<float*>(dynamic), emit);
 }
 
+// Those of bytes keep registers free for two CTAs at least, as there is shared memory for them.
+template <class Stored, class Cfg>
+constexpr int kMinBlocks = sizeof(Stored) == 1 && Cfg::kMinBlocks < 2 ? 2 : Cfg::kMinBlocks;
+
 template <class Element, class Stored, class Cfg>
-__global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(ParamsOf<Stored> const params) {
+__global__ void __launch_bounds__(kThreads, kMinBlocks<Stored, Cfg>) gate_up_kernel(ParamsOf<Stored> const params) {
     extern __shared__ __align__(128) unsigned char dynamic[];
     __shared__ Shared<Cfg> shared;
     constexpr bool kHasScales = ParamsOf<Stored>::kHasScales;
@@ -179,7 +183,9 @@ __global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(Para
     };
 
     // Gate projection
-    project<Element, Cfg>(Consecutive<Stored>{params.w_gate, neuron_begin, params.d_ff - neuron_begin},
+    static_assert(TWELL_SCALE_BLOCK_SIZE % Cfg::kNeurons == 0, "a CTA's neurons lie in one block");
+    project<Element, Cfg>(Consecutive<Stored>{params.w_gate, neuron_begin, params.d_ff - neuron_begin,
+                                              block_scales_of(params.gate_scale, params.gate_up_blocks, neuron_begin)},
                           Consecutive<uint16_t>{params.x, 0, params.tokens}, params.d_model, dynamic, begin, end,
                           [&](int m, int n, float sum) {
                               bool const valid = neuron_begin + m < params.d_ff && n < params.tokens;
@@ -278,7 +284,8 @@ __global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(Para
                 count, params.d_model, shared_address(dynamic) + warp * (Cfg::kDotSlots * kBytesDot),
                 [&](int i) { return params.x + static_cast<int64_t>(token_of(i)) * params.d_model; },
                 [&](int i) { return params.w_up + static_cast<int64_t>(neuron_begin + neuron_of(i)) * params.d_model; },
-                [&](int i, float sum) { finish(neuron_of(i), token_of(i), sum); });
+                [&](int i, float sum) { finish(neuron_of(i), token_of(i), sum); },
+                block_scales_of(params.up_scale, params.gate_up_blocks, neuron_begin));
         }
         return;
     }
@@ -317,7 +324,8 @@ __global__ void __launch_bounds__(kThreads, Cfg::kMinBlocks) gate_up_kernel(Para
         return;
     }
     project<Element, Cfg>(
-        Listed<Stored>{params.w_up, neuron_begin, num_neurons, shared.neurons},
+        Listed<Stored>{params.w_up, neuron_begin, num_neurons, shared.neurons,
+                       block_scales_of(params.up_scale, params.gate_up_blocks, neuron_begin)},
         Listed<uint16_t>{params.x, 0, num_tokens, shared.tokens}, params.d_model, dynamic, [] {}, [] {},
         [&](int m, int n, float sum) {
             if (m < num_neurons && n < num_tokens) {

@@ -14,6 +14,11 @@ inline int64_t ceil_div(int64_t value, int64_t divisor) { return (value + diviso
 // Whether weights are in FP8, with scales.
 inline bool has_scales(twell_problem const& problem) { return problem.weight_dtype == TWELL_E4M3; }
 
+// Whether blocks of one of them have scales.
+inline bool has_block_scales(twell_problem const& problem) {
+    return problem.gate_up_scale == TWELL_SCALE_BLOCK || problem.down_scale == TWELL_SCALE_BLOCK;
+}
+
 // Blocks of TWELL_SCALE_BLOCK that rows or columns of a matrix make.
 inline int64_t scale_blocks(int64_t count) { return ceil_div(count, TWELL_SCALE_BLOCK_SIZE); }
 
@@ -78,6 +83,9 @@ inline void set_scales(ScalesOf<E4m3>& scales, twell_problem const& problem, twe
     scales.down_scale = static_cast<float const*>(tensors.w_down_scale);
     scales.gate_up_step = problem.gate_up_scale == TWELL_SCALE_NEURON ? 1 : 0;
     scales.down_step = problem.down_scale == TWELL_SCALE_NEURON ? 1 : 0;
+    scales.gate_up_blocks =
+        problem.gate_up_scale == TWELL_SCALE_BLOCK ? static_cast<int>(scale_blocks(problem.d_model)) : 0;
+    scales.down_blocks = problem.down_scale == TWELL_SCALE_BLOCK ? static_cast<int>(scale_blocks(problem.d_out)) : 0;
     scales.by_output = problem.down_scale == TWELL_SCALE_OUTPUT;
 }
 

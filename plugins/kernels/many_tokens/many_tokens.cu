@@ -61,7 +61,7 @@ ManyTokensConfig choose_many_tokens(twell_problem const& problem, Device const& 
 bool many_tokens_take_scales(twell_problem const& problem, Device const& device) {
     constexpr int kMultiple = 16;  // bytes that a lane loads at once
     GateConfig const gate = choose_gate(problem, device, Kernels::kBest);
-    return gate.exists && gate.is_sm90 && problem.d_out % kMultiple == 0;
+    return gate.exists && gate.is_sm90 && problem.d_out % kMultiple == 0 && !has_block_scales(problem);
 }
 
 bool many_tokens_widen(twell_problem const& problem) { return has_scales(problem) && problem.variant == TWELL_PLAIN; }

@@ -462,7 +462,14 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                                       ? make_float2(0.0f, 0.0f)
                                       : load_biases<Element>(params.bias, first_neuron + lane / 4, params.num_neurons);
             if constexpr (kBytes && !kUp) {
-                multiply_scaled<Cfg>(accumulators[0], shared, ring, consumer_warp, slices.count());
+                static_assert(BLOCK_M == TWELL_SCALE_BLOCK_SIZE,
+                              "a CTA's columns lie in one block, and so does a slice");
+                int const blocks = params.block.down_blocks;
+                float const* const scales = blocks == 0
+                                                ? nullptr
+                                                : params.block.down_scale + int64_t{slices.begin} * blocks +
+                                                      min(tile.neuron_of<Cfg>(rank), params.num_neurons - 1) / BLOCK_M;
+                multiply_scaled<Cfg>(accumulators[0], shared, ring, consumer_warp, slices.count(), scales, blocks);
             } else {
                 multiply<Operand, Cfg, !kUp>(accumulators, shared, ring, consumer, slices.count());
             }

@@ -242,8 +242,22 @@ __device__ __forceinline__ bool compute(ParamsOf<Stored> const& params, Shared<C
             count = count * (share + 1) / params.num_shares;
         }
         constexpr int kRowsAtOnce = kIsShared ? kSharedRowsAtOnce : 6;  // as many as there are registers for
-        gather_listed<Element, kRowsAtOnce>(accumulators, shared.list, position, Cfg::kSlots, count, h, w_down,
-                                            params.d_out);
+        auto const gather = [&](auto factors) {
+            gather_listed<Element, kRowsAtOnce>(accumulators, shared.list, position, Cfg::kSlots, count, factors,
+                                                w_down, params.d_out);
+        };
+        if constexpr (sizeof(Stored) == 1) {
+            static_assert(kPassNeurons % TWELL_SCALE_BLOCK_SIZE == 0, "a pass begins with a block");
+            float const* const scales = block_scales_of(params.down_scale, params.down_blocks, neuron_begin);
+            if (scales != nullptr) {
+                gather(BlockScaled<decltype(h_of<H>(params, token))>{h, scales + column / TWELL_SCALE_BLOCK_SIZE,
+                                                                     params.down_blocks});
+            } else {
+                gather(h);
+            }
+        } else {
+            gather(h);
+        }
         if (word_begin + kPassWords < params.num_mask_words) {
             end = scan_words(totals, mask, thread);
             __syncthreads();  // the next pass also overwrites the list

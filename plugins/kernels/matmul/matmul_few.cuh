@@ -12,6 +12,7 @@
 #include "device/element.cuh"
 #include "device/shared.cuh"
 #include "device/vector.cuh"
+#include "twell/twell.h"
 
 namespace twell::matmul_few {
 
@@ -36,6 +37,7 @@ struct Consecutive {
     Stored const* matrix;
     int64_t first;
     int count;
+    float const* block_scales = nullptr;  // see block_scales_of: of all rows, which lie in one block
 };
 
 // Rows `first` + list[i] of a matrix, i < count; likewise.
@@ -47,6 +49,7 @@ struct Listed {
     int64_t first;
     int count;
     int const* list;
+    float const* block_scales = nullptr;
 };
 
 // Rows in shared memory, `stride` bytes apart, zeros from d_model on up to a whole step of all warps. They are there
@@ -150,6 +153,14 @@ struct Places {
     __device__ __forceinline__ static uint32_t read_swap(int lane) { return (lane / 4 >> kPairs & 1) * kQuad; }
 };
 
+template <int kTilesM, int kTilesN>
+__device__ __forceinline__ void multiply_by(float factor, float (&accumulators)[kTilesM][kTilesN][4]) {
+#pragma unroll
+    for (int i = 0; i < kTilesM * kTilesN * 4; ++i) {
+        accumulators[i / (kTilesN * 4)][i / 4 % kTilesN][i % 4] *= factor;
+    }
+}
+
 // accumulators += matrix[rows, k] x[tokens, k] over this warp's share of k. The order of each sum does not depend on
 // the number of tiles. begin() is called before anything is read. Queues have no place for tokens that are Resident.
 template <class Element, int kTilesM, int kTilesN, int kNumStages, class Neurons, class Tokens, class Begin>
@@ -197,8 +208,19 @@ __device__ __forceinline__ void multiply(float (&accumulators)[kTilesM][kTilesN]
         resident = tokens.first_chunk();
     }
     uint32_t stage = queue;
+    // NOTE: there are no registers for a step's sums beside the others, so these are brought to the scale of a step
+    // before it is added.
+    constexpr int kVectorsPerBlock = TWELL_SCALE_BLOCK_SIZE / kVector;
+    static_assert(kVectorsPerBlock % kVectorsPerStep == 0, "a step of a warp lies in one block");
+    bool const has_block_scales = sizeof(Stored) == 1 && neurons.block_scales != nullptr;
+    auto const block_scale = [&](int step) {  // behind the last vector, where all is zero, that of the last one
+        return neurons.block_scales[min((step * kWarps + warp) * kVectorsPerStep, num_vectors - 1) / kVectorsPerBlock];
+    };
 #pragma unroll 1
     for (int step = 0; step < num_steps; ++step) {
+        if (has_block_scales && step != 0) {
+            multiply_by(block_scale(step - 1) / block_scale(step), accumulators);
+        }
         wait_async<kNumStages - 1>();
         __syncwarp();
 #pragma unroll
@@ -236,6 +258,9 @@ __device__ __forceinline__ void multiply(float (&accumulators)[kTilesM][kTilesN]
         stage = stage == queue + (kNumStages - 1) * kBytesStage ? queue : stage + kBytesStage;
     }
     wait_async<0>();
+    if (has_block_scales) {
+        multiply_by(block_scale(num_steps - 1), accumulators);
+    }
 }
 
 // Adds up the warps' shares and calls emit(m, n, sum) once for each of the 16 kTilesM x 8 kTilesN sums.

@@ -340,19 +340,38 @@ struct Loader {
     }
 };
 
+// The compiler does not know that accumulators must not change behind begin_wgmma(), nor that they are not valid before
+// wait_wgmma().
+template <int kProducts, int kAccumulators>
+__device__ __forceinline__ void keep_in_place(float (&accumulators)[kProducts][kAccumulators]) {
+#pragma unroll
+    for (int product = 0; product < kProducts; ++product) {
+#pragma unroll
+        for (int k = 0; k < kAccumulators; ++k) {
+            asm volatile("" : "+f"(accumulators[product][k])::"memory");
+        }
+    }
+}
+
+struct DoNothing {
+    __device__ __forceinline__ void operator()(int) const {}
+};
+
 // accumulators[p] = the sum over slices of a product's operands, of kColumns columns, by one warpgroup. full(stage):
 // the barrier that says that a stage is there; a(stage), b(stage): where the first product's operands lie, the next
-// one's kProductA and kProductB bytes on; release(slice, stage): a slice's stage has been read. Without slices the
-// accumulators stay as they are.
+// one's kProductA and kProductB bytes on; release(slice, stage): a slice's stage has been read; before(slice): what to
+// do before it is multiplied. Without slices the accumulators stay as they are.
 template <class Element, int kColumns, bool kTransposedA, int kProductA = 0, int kProductB = 0, int kProducts,
-          int kAccumulators, int kNumStages, class Full, class A, class B, class Release>
+          int kAccumulators, int kNumStages, class Full, class A, class B, class Release, class Before = DoNothing>
 __device__ __forceinline__ void multiply_slices(float (&accumulators)[kProducts][kAccumulators], Ring<kNumStages>& ring,
-                                                int num_slices, Full full, A a_of, B b_of, Release release) {
+                                                int num_slices, Full full, A a_of, B b_of, Release release,
+                                                Before before = {}) {
     // An M-major A has 16 whole rows for each step along K, else a step moves along the rows.
     constexpr int kStepA = kTransposedA ? WGMMA_K * kBytesRow : WGMMA_K * 2;
     int stage_before = 0;
     for (int slice = 0; slice < num_slices; ++slice) {
         wait_barrier(full(ring.stage), ring.parity);
+        before(slice);
         uint64_t const a = describe(a_of(ring.stage));
         uint64_t const b = describe(b_of(ring.stage));
         begin_wgmma();
@@ -375,14 +394,7 @@ __device__ __forceinline__ void multiply_slices(float (&accumulators)[kProducts]
         ring.advance();
     }
     wait_wgmma<0>();
-    // The compiler does not know that the accumulators were not valid until here.
-#pragma unroll
-    for (int product = 0; product < kProducts; ++product) {
-#pragma unroll
-        for (int k = 0; k < kAccumulators; ++k) {
-            asm volatile("" : "+f"(accumulators[product][k])::"memory");
-        }
-    }
+    keep_in_place(accumulators);
     release(num_slices - 1, stage_before);
 }
 
@@ -395,29 +407,64 @@ __device__ __forceinline__ void release_stage(uint32_t empty) {
 }
 
 // accumulators = the product of the slices that the loader loads, by one consumer.
-template <class Element, class Cfg, bool kTransposedA>
+template <class Element, class Cfg, bool kTransposedA, class Before = DoNothing>
 __device__ __forceinline__ void multiply(float (&accumulators)[Cfg::kProducts][Cfg::kAccumulators],
                                          Shared<Cfg> const& shared, Ring<Cfg::kNumStages>& ring, int consumer,
-                                         int num_slices) {
+                                         int num_slices, Before before = {}) {
     constexpr int kProductA = Cfg::kIsTall ? 0 : Cfg::kBytesMatrix;
     constexpr int kProductB = Cfg::kIsTall ? Cfg::kBytesMatrix : 0;
     multiply_slices<Element, Cfg::BLOCK_N, kTransposedA, kProductA, kProductB>(
         accumulators, ring, num_slices, [&](int stage) { return shared.stage_full(stage); },
         [&](int stage) { return shared.stage_a(stage) + consumer * (WGMMA_M * BLOCK_K * 2); },
         [&](int stage) { return shared.stage_b(stage); },
-        [&](int, int stage) { release_stage(shared.stage_empty(stage)); });
+        [&](int, int stage) { release_stage(shared.stage_empty(stage)); }, before);
+}
+
+// The same for bytes. If `has_scales`, of their blocks, scale_of(product, slice) is that of a slice of a product's
+// weights. NOTE: there are no registers for products beside the sums, so sums are brought to the scale of a slice
+// before it is added.
+template <class Cfg, class ScaleOf>
+__device__ __forceinline__ void multiply_bytes(float (&accumulators)[Cfg::kProducts][Cfg::kAccumulators],
+                                               Shared<Cfg> const& shared, Ring<Cfg::kNumStages>& ring, int consumer,
+                                               int num_slices, bool has_scales, ScaleOf scale_of) {
+    static_assert(!Cfg::kIsTall && BLOCK_K * 2 == TWELL_SCALE_BLOCK_SIZE && BLOCK_M == TWELL_SCALE_BLOCK_SIZE,
+                  "a CTA's part of a slice of bytes is a block");
+    auto const multiply_by = [&](auto factor_of) {
+#pragma unroll
+        for (int product = 0; product < Cfg::kProducts; ++product) {
+            float const factor = factor_of(product);
+#pragma unroll
+            for (int i = 0; i < Cfg::kAccumulators; ++i) {
+                accumulators[product][i] *= factor;
+            }
+        }
+    };
+    multiply<E4m3, Cfg, false>(accumulators, shared, ring, consumer, num_slices, [&](int slice) {
+        if (has_scales && slice != 0) {
+            wait_wgmma<0>();
+            keep_in_place(accumulators);
+            multiply_by([&](int product) { return scale_of(product, slice - 1) / scale_of(product, slice); });
+            keep_in_place(accumulators);
+        }
+    });
+    if (has_scales) {
+        multiply_by([&](int product) { return scale_of(product, num_slices - 1); });
+    }
 }
 
 // Computes the sums of the bytes that the loader loads, by one consumer warp: of transposed weights, and of tokens
-// whose values have a scale for each slice. The tensor cores take bytes along K alone, so weights go through registers:
-// of two neighbouring neurons a thread has the bytes of one, then of the other, as rows lane / 4 and that plus 8 of the
-// sums. Along K they lie in the order 0, 8, 1, 9, ... 7, 15, and so must those of the tokens.
+// whose values have a scale for each slice. Of weights of which blocks have scales, `block_scales` is that of the first
+// slice, and others follow in steps of `scale_step`; null: they have none. The tensor cores take bytes along K alone,
+// so weights go through registers: of two neighbouring neurons a thread has the bytes of one, then of the other, as
+// rows lane / 4 and that plus 8 of the sums. Along K they lie in the order 0, 8, 1, 9, ... 7, 15, and so must those of
+// the tokens.
 //
 // Of large blocks a slice is multiplied in pieces of tokens: there are registers for the products of two, and those of
 // one are added while the next one's are computed.
 template <class Cfg>
 __device__ __forceinline__ void multiply_scaled(float (&sums)[Cfg::kAccumulators], Shared<Cfg> const& shared,
-                                                Ring<Cfg::kNumStages>& ring, int consumer_warp, int num_slices) {
+                                                Ring<Cfg::kNumStages>& ring, int consumer_warp, int num_slices,
+                                                float const* block_scales, int scale_step) {
     constexpr int kSteps = BLOCK_K / WGMMA_K;
     constexpr int kPieces = Cfg::BLOCK_N > 176 ? 4 : 1;
     constexpr int kPiece = Cfg::BLOCK_N / kPieces;
@@ -454,16 +501,17 @@ __device__ __forceinline__ void multiply_scaled(float (&sums)[Cfg::kAccumulators
         }
         commit_wgmma();
     };
-    auto const add = [&](int piece, uint32_t scales) {
+    auto const add = [&](int piece, uint32_t scales, auto scale_of) {
 #pragma unroll
         for (int i = 0; i < kPieceSums; i += 4) {
             uint2 const pair = load_half_chunk(scales + piece * kPiece * 4 + i * 8);
+            float const scale[2] = {scale_of(__uint_as_float(pair.x)), scale_of(__uint_as_float(pair.y))};
             float* const to = sums + piece * kPieceSums + i;
             float const* const of = products[piece % 2] + i;
-            to[0] = fmaf(of[0], __uint_as_float(pair.x), to[0]);
-            to[1] = fmaf(of[1], __uint_as_float(pair.y), to[1]);
-            to[2] = fmaf(of[2], __uint_as_float(pair.x), to[2]);
-            to[3] = fmaf(of[3], __uint_as_float(pair.y), to[3]);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                to[k] = fmaf(of[k], scale[k % 2], to[k]);
+            }
         }
     };
     for (int slice = 0; slice < num_slices; ++slice, ring.advance()) {
@@ -492,7 +540,12 @@ __device__ __forceinline__ void multiply_scaled(float (&sums)[Cfg::kAccumulators
             for (int k = 0; k < kSteps && is_last; ++k) {
                 asm volatile("" ::"r"(a[k][0]), "r"(a[k][1]), "r"(a[k][2]), "r"(a[k][3]) : "memory");
             }
-            add(piece, scales);
+            if (block_scales == nullptr) {
+                add(piece, scales, [](float scale) { return scale; });
+            } else {
+                float const of_block = block_scales[int64_t{slice} * scale_step];
+                add(piece, scales, [&](float scale) { return scale * of_block; });
+            }
         }
         __syncwarp();
         release_stage(shared.stage_empty(ring.stage));

@@ -30,8 +30,9 @@ struct GateScalesOf {
 template <>
 struct GateScalesOf<E4m3> {
     static constexpr bool kHasScales = true;
-    float const* x_scale;     // [tokens], and one block more that is read, but not used
-    float const* gate_scale;  // see ScalesOf
+    static constexpr int gate_up_blocks = 0;  // such scales take other routes
+    float const* x_scale;                     // [tokens], and one block more that is read, but not used
+    float const* gate_scale;                  // see ScalesOf
     int gate_up_step;
 };
 
