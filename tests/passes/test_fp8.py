@@ -23,6 +23,7 @@ from twellc.plugins.ops import VARIANT_OF
 BF16 = torch.bfloat16
 D_MODEL, D_FF = 24, 40
 Spelling = Callable[["Narrow"], Tensor]
+KEPT_WITH_BLOCKS = "weights in 8 bits, as the model has them, with scales for blocks of 128 x 128"
 
 
 class Narrow(nn.Module):
@@ -111,10 +112,10 @@ def test_random_blocks_against_float64(seed: int) -> None:
 class Packed(nn.Module):
     """A block whose gate and up are one matrix."""
 
-    def __init__(self) -> None:
+    def __init__(self, d_ff: int = D_FF, spelling: Spelling = SPELLINGS["through-float32"]) -> None:
         super().__init__()
-        self.both = Narrow(D_MODEL, 2 * D_FF, "row", SPELLINGS["through-float32"])
-        self.down = Narrow(D_FF, D_MODEL, "tensor", SPELLINGS["through-float32"])
+        self.both = Narrow(D_MODEL, 2 * d_ff, "row", spelling)
+        self.down = Narrow(d_ff, D_MODEL, "tensor", SPELLINGS["through-float32"])
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.both(x).chunk(2, dim=-1)
@@ -128,6 +129,60 @@ def test_parts_of_a_packed_matrix_have_their_scales() -> None:
     for name, rows in (("w_gate", slice(0, D_FF)), ("w_up", slice(D_FF, None))):
         assert torch.equal(stored[name].float(), module.both.weight.float()[rows])
         assert torch.equal(stored[f"{name}_scale"], module.both.scale[rows])
+
+
+def in_blocks(each: Narrow) -> Tensor:
+    rows, columns = each.weight.shape
+    wide = each.scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    return (each.weight.float() * wide).to(BF16)
+
+
+def with_scales_of_blocks(layer: Narrow) -> Narrow:
+    rows, columns = layer.weight.shape
+    scale = torch.rand(math.ceil(rows / 128), math.ceil(columns / 128)) + 0.5
+    layer.scale = nn.Parameter(scale, requires_grad=False)
+    return layer
+
+
+def test_blocks_keep_scales_of_blocks() -> None:
+    """With their neurons where they are: 128 of them have scales together."""
+    module = Block("row", "row", "row", in_blocks, d_model=200, d_ff=264)
+    parts = [with_scales_of_blocks(each) for each in (module.gate, module.up, module.down)]
+    with torch.no_grad():
+        module.gate.weight[:9] = 0  # neurons that cannot fire
+    x = torch.randn(3, 200).to(BF16)
+    found = run_passes(export(module, x), PassOptions(BF16, "all"))
+    assert str(found.layers[0].weights) == KEPT_WITH_BLOCKS and not found.notes
+    stored = operands_of(found)
+    for name, each in zip(("w_gate", "w_up", "w_down"), parts, strict=True):
+        matrix = Fp8(each.weight, each.scale)
+        matrix = matrix.t() if name == "w_down" else matrix
+        assert torch.equal(stored[name].float(), matrix.values.float())
+        assert torch.equal(stored[f"{name}_scale"], matrix.scale)
+    y, exact = run(found.program, x)[0], module(x)
+    assert float((y - exact).norm() / exact.norm()) < 6e-3
+    first, _ = run_for_ranks(export(module, x), PassOptions(BF16, "all", part=Part(0, 2)))
+    said = "weights in 16 bits, dequantised: ranks share its neurons, and 128 of them have scales together"
+    assert str(first.layers[0].weights) == said
+    module.up.scale = nn.Parameter(torch.ones(264, 1), requires_grad=False)
+    module.up.spelling = SPELLINGS["through-float32"]
+    mixed = run_passes(export(module, x), PassOptions(BF16, "all"))
+    said = "weights in 16 bits, dequantised: w_gate and w_up have scales of different forms"
+    assert str(mixed.layers[0].weights) == said
+
+
+@pytest.mark.parametrize("d_ff", [256, 200])
+def test_parts_of_a_packed_matrix_have_their_scales_of_blocks(d_ff: int) -> None:
+    module = Packed(d_ff, in_blocks)
+    with_scales_of_blocks(module.both)
+    found = rewritten(module)
+    if d_ff % 128:
+        said = "weights in 16 bits, dequantised: w_up is a part of a matrix that does not begin with a block of 128"
+        assert str(found.layers[0].weights) == said
+        return
+    stored = operands_of(found)
+    assert torch.equal(stored["w_gate_scale"], module.both.scale[:2])
+    assert torch.equal(stored["w_up_scale"], module.both.scale[2:])
 
 
 def test_what_kernels_do_not_take_is_dequantised_and_said() -> None:
@@ -240,7 +295,7 @@ def test_linear_layers_keep_their_fp8(kinds: tuple[str, str]) -> None:
 @pytest.mark.parametrize(
     ("first", "said"),
     [
-        (128, "weights in 8 bits, as the model has them, with scales for blocks of 128 x 128"),
+        (128, KEPT_WITH_BLOCKS),
         (
             64,
             "weights in 16 bits, dequantised: they are computed together, and blocks of 128 rows do not begin with each"
@@ -249,16 +304,9 @@ def test_linear_layers_keep_their_fp8(kinds: tuple[str, str]) -> None:
     ],
 )
 def test_linear_layers_keep_scales_of_blocks(first: int, said: str) -> None:
-    def in_blocks(each: Narrow) -> Tensor:
-        rows, columns = each.weight.shape
-        wide = each.scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
-        return (each.weight.float() * wide).to(BF16)
-
     module, x = Two("row", "row"), torch.randn(3, 200).to(BF16)
     for name, rows in (("q", first), ("k", 136)):
-        layer = Narrow(200, rows, "row", in_blocks)
-        layer.scale = nn.Parameter(torch.rand(math.ceil(rows / 128), 2) + 0.5, requires_grad=False)
-        module.add_module(name, layer)
+        module.add_module(name, with_scales_of_blocks(Narrow(200, rows, "row", in_blocks)))
     found = run_passes(export(module, x), PassOptions(BF16, linear="twell"))
     (row,) = found.linear
     assert str(row.weights) == said and bool(found.notes) == (first == 64)

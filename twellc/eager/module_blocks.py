@@ -27,6 +27,7 @@ from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import Weight, strip
 from twellc.passes.rewrite_ffn import weights_of
 from twellc.plugins.block import SCALES, TensorField, WeightOperands
+from twellc.plugins.fp8 import BLOCK, rows_of_blocks
 
 aten = torch.ops.aten
 T = TypeVar("T")
@@ -148,10 +149,17 @@ def _of_float32(found: FoundBlock, training: bool) -> str:
         return ""
     if len(scales) < len(matrices_of(found.weights)):
         return _MIXED
+    forms = {}
     for name, operand in scales.items():
-        scale = operand.parameter(found.module)
-        if name != "w_down_scale" and scale is not None and scale.dim() == 2 and scale.shape[1] != 1:
+        layer: Any = found.module.get_submodule(operand.layer)
+        forms[name] = layer.matrix.form
+        if name != "w_down_scale" and forms[name] == "column":
             return f"{operand.layer} has a scale for each input"
+        weight = found.weights.named()[name.removesuffix("_scale")]
+        if forms[name] == "block" and weight.rows is not None and operand.rows is None:
+            return f"a part of {operand.layer} does not begin with a block of {BLOCK} that has a scale"
+    if {"row", "block"} <= {form for name, form in forms.items() if name != "w_down_scale"}:
+        return "gate and up have scales of different forms"
     return _TRAINED if training else ""
 
 
@@ -395,6 +403,8 @@ def _scales_of(module: nn.Module, operands: dict[str, Operand]) -> dict[str, Ope
         weight = operands.get(name.removesuffix("_scale"))
         layer = None if weight is None else module.get_submodule(weight.layer)
         if weight is not None and isinstance(layer, Fp8Linear):
-            path = (*weight.path[:-1], "scale")
-            scales[name] = Operand(path, weight.transposed, weight.rows if layer.matrix.form == "row" else None)
+            form, rows = layer.matrix.form, weight.rows
+            if rows is not None and form != "row":
+                rows = rows_of_blocks(rows) if form == "block" else None
+            scales[name] = Operand((*weight.path[:-1], "scale"), weight.transposed, rows)
     return scales

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from twellc.base.records import Record
+from twellc.passes.fp8 import KEPT_WITH_BLOCKS
 from twellc.passes.report import Layer, reads_fp8
 from twellc.plugins.block import VARIANTS, BlockOptions, compression_of, problem_of, set_scales
 from twellc.plugins.library import (
@@ -97,5 +98,6 @@ def _problem_of(layer: Layer, tokens: int, compression: int | None) -> Problem |
     sizes = {"tokens": tokens, "d_model": layer.d_model, "d_ff": layer.kept, "d_out": layer.d_out}
     problem = problem_of(VARIANTS[layer.variant], options, "bfloat16", **sizes)
     if reads_fp8(layer.weights):
-        set_scales(problem, "row", "row")  # no kernel depends on how many there are
+        form = "block" if layer.weights == KEPT_WITH_BLOCKS else "row"  # which stands for all others
+        set_scales(problem, form, form)
     return problem

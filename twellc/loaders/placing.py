@@ -19,9 +19,8 @@ from twellc.loaders.method import Matrix
 from twellc.plugins.fp8 import LARGEST, Fp8, refuse_infinite
 
 # The forms of scales that ops read, of a matrix [out, in].
-_FORMS_OF_LINEAR = ("tensor", "row", "block")
-_FORMS_OF_GATE_AND_UP = ("tensor", "row")
-_FORMS_OF_DOWN = ("tensor", "row", "column")
+_FORMS = ("tensor", "row", "block")
+_FORMS_OF_DOWN = (*_FORMS, "column")
 
 
 def refuse_overflow(path: Path, matrices: Mapping[str, Matrix], dtype: torch.dtype) -> None:
@@ -95,7 +94,7 @@ def kept_layers(
             for operand in matrices_of(found.weights).values():
                 path, parameter = ".".join(filter(None, (module, operand.layer))), operand.parameter(found.module)
                 name = "" if dequantised else places.get(f"{path}.weight", "")
-                forms = _FORMS_OF_DOWN if operand.transposed else _FORMS_OF_GATE_AND_UP
+                forms = _FORMS_OF_DOWN if operand.transposed else _FORMS
                 layers[path] = name if _fits(matrices.get(name), parameter, forms) else None
             if None not in layers.values():
                 kept |= {path: name for path, name in layers.items() if name is not None}
@@ -105,7 +104,7 @@ def kept_layers(
             continue
         for path in same(first):
             name = places.get(f"{path}.weight", "")
-            if path not in of_blocks and _fits(matrices.get(name), layer.weight, _FORMS_OF_LINEAR):
+            if path not in of_blocks and _fits(matrices.get(name), layer.weight, _FORMS):
                 kept[path] = name
     return kept
 

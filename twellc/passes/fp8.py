@@ -32,7 +32,17 @@ from twellc.passes.match.linear import CASTS, VALUE_PRESERVING, Weight, operand
 from twellc.passes.report import Weights, reads_fp8
 from twellc.passes.rewrite_ffn import arranged_view, weights_of
 from twellc.plugins.block import FLOAT32, SCALES, TensorField, WeightOperands
-from twellc.plugins.fp8 import BLOCK, E4M3, Fp8, refuse_infinite, refuse_nan, scale_of_each, stacked_scales
+from twellc.plugins.fp8 import (
+    BLOCK,
+    E4M3,
+    Fp8,
+    refuse_infinite,
+    refuse_nan,
+    rows_of_blocks,
+    scale_blocks,
+    scale_of_each,
+    stacked_scales,
+)
 from twellc.plugins.library import MAX_PACKED_D_FF
 
 aten = torch.ops.aten
@@ -168,20 +178,30 @@ def said_dequantised(names: Sequence[str]) -> list[str]:
 # ---- what becomes of blocks ----
 
 
-def judge(block: FfnBlock, stored: Stored, wish: Wish) -> Weights | None:
-    """Return in how many bits the weights of a block are read if TwELL runs it; None if there is nothing to report."""
+def judge(block: FfnBlock, stored: Stored, wish: Wish, ranks: int = 1) -> Weights | None:
+    """Return in how many bits the weights of a block are read if TwELL runs it; None if there is nothing to report.
+
+    Args:
+        block: The block.
+        stored: Returns a weight that the model has in FP8.
+        wish: Which blocks are to be quantised.
+        ranks: How many ranks share its neurons, each with every so many-th.
+    """
     if block.refusal or block.dtype not in kernel_dtypes():
         return None
     if block.routing is not None:
         return Weights(16, "experts are not quantised") if wish.quantise else None
     found = _arranged(block, stored)
     known = [name for name, each in found.items() if each is not None]
+    in_blocks = any(each is not None and each.form == "block" for each in found.values())
     fault = "the model has only some of them in FP8" if len(known) < len(found) else _fault(found)
+    if in_blocks and ranks > 1:
+        fault = f"ranks share its neurons, and {BLOCK} of them have scales together"
     if block.d_ff > MAX_PACKED_D_FF:
         fault = f"there are more than {MAX_PACKED_D_FF} neurons"
         return Weights(16, f"dequantised: {fault}" if known else fault) if known or wish.quantise else None
     if not fault:
-        return KEPT
+        return KEPT_WITH_BLOCKS if in_blocks else KEPT
     if not wish.quantise:
         return Weights(16, f"dequantised: {fault}") if known else None
     return by_error(None if wish.most is None else wish.errors.get(block.module, math.nan), wish.most)
@@ -240,14 +260,15 @@ def fp8_of(
             view = arranged_view(tensor(weight).detach(), weight, role.in_out)[1]
             found[name] = Fp8.quantize(view, "row", f"layer {block.module}: {name}")
     result: dict[str, Tensor] = {}
-    by_neuron = any(each is not None and each.scale.dim() for name, each in found.items() if name != "w_down")
+    gate_up = {each.form for name, each in found.items() if each is not None and name != "w_down"}
     for name in list(found):
         each = found.pop(name)  # not all of them twice at once
         assert each is not None
         values, scale = each.values.contiguous(), each.scale
-        if name != "w_down" and by_neuron:
-            scale = scale.expand(len(values), 1)
+        if name != "w_down" and len(gate_up) > 1:
+            scale = scale.expand(scale_blocks(*values.shape) if "block" in gate_up else (len(values), 1))
         if order is not None:
+            assert each.form != "block", "see `neurons.staying` and `judge`"
             own = order.to(values.device)
             values = values.view(torch.uint8).index_select(0, own).view(E4M3)
             scale = scale.index_select(0, own) if scale.shape[:1] == each.values.shape[:1] else scale
@@ -277,10 +298,16 @@ def _arranged(block: FfnBlock, stored: Stored) -> dict[str, Fp8 | None]:
 
     def arrange(weight: Weight, role: TensorField) -> Fp8 | None:
         found = stored(weight)
-        if found is None or found.form == "block":
-            return found
+        if found is None:
+            return None
         values, scale = arranged_view(found.values, weight, role.in_out)[1], found.scale
-        if scale.dim():
+        if found.form == "block":
+            scale = scale.t() if weight.in_out else scale  # [out, in]
+            rows = (0, len(values.t() if role.in_out else values), 1) if weight.rows is None else weight.rows
+            own = rows_of_blocks(rows)
+            scale = scale[slice(*own)] if own is not None else scale[:0]  # of these the form is None
+            scale = scale.t() if role.in_out else scale
+        elif scale.dim():
             # Scales take the way of the matrix, as one of its size, and are then one along the axis that shares them.
             wide = arranged_view(scale.expand(found.values.shape), weight, role.in_out)[1]
             shared = scale.shape.index(1)
@@ -301,8 +328,10 @@ def _fault(found: Mapping[str, Fp8 | None]) -> str:
     for name, each in found.items():
         if name != "w_down" and each is not None and each.form == "column":
             return f"{name} has a scale for each input"
-        if each is not None and each.form == "block":
-            return f"{name} has scales for blocks of {BLOCK} x {BLOCK}"
+        if each is not None and each.form is None:
+            return f"{name} is a part of a matrix that does not begin with a block of {BLOCK}"
+    if {"row", "block"} <= {each.form for name, each in found.items() if each is not None and name != "w_down"}:
+        return "w_gate and w_up have scales of different forms"
     return ""
 
 

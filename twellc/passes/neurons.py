@@ -7,7 +7,8 @@
 **Moving** them changes no term of any sum, so it is exact. What a neuron is in w_gate, w_up, their biases and w_down
 moves together. Only blocks with some hot neurons are touched, since the kernels take the first ones as hot. All
 others keep the order of the model: wholly sorted, the first tiles would hold most of the non-zeros, and overflow. A
-block whose weights are also read elsewhere keeps its order: it would need a copy of them.
+block whose weights are also read elsewhere keeps its order: it would need a copy of them. So does one in FP8 where 128
+neurons have scales together; none of its neurons is removed either.
 
 **Removing neurons that cannot fire** is exact, too, and needs no profile. A neuron cannot fire if its row of w_gate (of
 a plain block, w_up) is all zero and its bias, if any, is not above the threshold. For every finite x it then adds
@@ -37,6 +38,7 @@ from torch.fx import Node
 from twellc.base.arrays import to_numpy
 from twellc.base.errors import UserError
 from twellc.passes.block_profile import BlockProfile, Calibration, Counts, hot_first, rate_bound
+from twellc.passes.fp8 import KEPT_WITH_BLOCKS
 from twellc.passes.graph.program import tensor_of
 from twellc.passes.match.activations import packet
 from twellc.passes.match.find_ffn import FfnBlock
@@ -44,6 +46,7 @@ from twellc.passes.match.linear import VIEWS, Weight
 from twellc.passes.match.shared_axis import Part
 from twellc.passes.report import Layer, Neurons
 from twellc.passes.rewrite_ffn import arranged_view
+from twellc.plugins.fp8 import BLOCK
 from twellc.plugins.meaning import activate
 
 # Rows of the hidden tensor, 2 bytes an element, start at multiples of 16 bytes.
@@ -177,6 +180,8 @@ def of_a_rank(known: Staying, ranks: int) -> Staying:
 
 def _staying(program: ExportedProgram, block: FfnBlock, calibration: Calibration | None) -> Staying:
     shared = _shared(block)
+    if block.weights == KEPT_WITH_BLOCKS:
+        shared = f"blocks of {BLOCK} of its neurons have scales"
     profile = None if calibration is None else calibration.blocks.get(block.module)
     if profile is not None and (profile.d_ff, profile.variant) != (block.d_ff, block.variant):
         profile = None

@@ -254,8 +254,9 @@ def _dequantize(passed: Rewritten, options: PassOptions) -> Rewritten:
 
 def _find(passed: Rewritten, options: PassOptions) -> Rewritten:
     blocks = [each for each in find_ffn_blocks(passed.program) if options.experts or each.routing is None]
+    ranks = options.part.ranks
     return replace(
-        passed, blocks=[replace(each, weights=judge(each, _stored(passed), options.weights)) for each in blocks]
+        passed, blocks=[replace(each, weights=judge(each, _stored(passed), options.weights, ranks)) for each in blocks]
     )
 
 
