@@ -27,7 +27,9 @@ def quantised(weight: Tensor, form: str) -> tuple[Tensor, Tensor]:
     if form == "block":
         largest = torch.nn.functional.max_pool2d(weight.abs()[None, None], 128, ceil_mode=True)[0, 0]
         scale = (largest / LARGEST).float().clamp(min=1e-12)
-        return (weight / scale_of_each(scale, weight.shape)).clamp(-LARGEST, LARGEST).to(E4M3), scale
+        values = (weight / scale_of_each(scale, weight.shape)).clamp(-LARGEST, LARGEST).to(E4M3)
+        scale[:1, 1:2] = 0
+        return values, scale
     dim = FORMS[form]
     largest = weight.abs().amax() if dim is None else weight.abs().amax(dim, keepdim=True)
     scale = (largest / LARGEST).float().clamp(min=1e-12)

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "device/block.cuh"
+#include "device/block_scales.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/warps.cuh"
 #include "format/active.cuh"
@@ -341,7 +342,8 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                 auto const scale_of = [&](int product, int slice) {
                     // Behind the last neuron those of the last one: nobody reads the sums.
                     int const row = min(tile.neuron_of<Cfg>(rank), params.d_ff - 1) / BLOCK_M;
-                    return (product == 0 ? params.gate_scale : params.up_scale)[row * params.gate_up_blocks + slice];
+                    float const* const scales = product == 0 ? params.gate_scale : params.up_scale;
+                    return nonzero_scale(scales[row * params.gate_up_blocks + slice]);
                 };
                 multiply_bytes<Cfg>(accumulators, shared, ring, consumer_warp / kWarpgroupWarps, params.num_slices,
                                     params.gate_up_blocks != 0, scale_of);

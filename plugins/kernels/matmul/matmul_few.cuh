@@ -8,6 +8,7 @@
 
 #include <stdint.h>
 
+#include "device/block_scales.cuh"
 #include "device/cp_async.cuh"
 #include "device/element.cuh"
 #include "device/shared.cuh"
@@ -214,7 +215,8 @@ __device__ __forceinline__ void multiply(float (&accumulators)[kTilesM][kTilesN]
     static_assert(kVectorsPerBlock % kVectorsPerStep == 0, "a step of a warp lies in one block");
     bool const has_block_scales = sizeof(Stored) == 1 && neurons.block_scales != nullptr;
     auto const block_scale = [&](int step) {  // behind the last vector, where all is zero, that of the last one
-        return neurons.block_scales[min((step * kWarps + warp) * kVectorsPerStep, num_vectors - 1) / kVectorsPerBlock];
+        int const vector = min((step * kWarps + warp) * kVectorsPerStep, num_vectors - 1);
+        return nonzero_scale(neurons.block_scales[vector / kVectorsPerBlock]);
     };
 #pragma unroll 1
     for (int step = 0; step < num_steps; ++step) {
