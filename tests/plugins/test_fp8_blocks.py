@@ -484,12 +484,18 @@ def test_weights_of_inactive_neurons_do_not_matter(path: Run, tokens: int, form:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", ["row", "block"])
-@pytest.mark.parametrize("path", [Run.ROUTES, Run.DENSE_BLOCK, Run.MANY_TOKENS, Run.EARLY])
+@pytest.mark.parametrize(
+    ("path", "form"),
+    [
+        *itertools.product((Run.ROUTES, Run.DENSE_BLOCK), ("row", "block")),
+        *itertools.product((Run.MANY_TOKENS, Run.EARLY), ("row",)),  # they read no scales of blocks
+    ],
+)
 def test_sanitize(path: Run, form: str) -> None:
-    if form == "block" and path in (Run.MANY_TOKENS, Run.EARLY):
-        pytest.skip("it reads no scales of blocks")
-    for tokens, d_ff, density in ((9, 300, 0.05), (32, 300, 0.005), (66, 300, 0.05), (130, 700, 0.05)):
+    cases = [(66, 300, 0.05), (130, 700, 0.05)]
+    if path is Run.ROUTES:
+        cases += [(9, 300, 0.05), (32, 300, 0.005)]
+    for tokens, d_ff, density in cases:
         case = Case(tokens, 256, d_ff, 144, density=density, gate_up=form, down=form, residual=True, path=path)
         operands, options = make(case, "cuda")
         assert not run(case, operands, options).isnan().any()

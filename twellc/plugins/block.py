@@ -193,7 +193,8 @@ class WeightOperands(Generic[T]):
 
     def of(self, x: T, residual: T | None = None) -> Operands[T]:
         """Return them together with the inputs of the block."""
-        return Operands(**vars(self), x=x, residual=residual)
+        # NOTE: torch 2.11 does not compile vars() of a frozen dataclass.
+        return Operands(**self.named(), x=x, residual=residual)
 
 
 @dataclass(frozen=True, kw_only=True)
