@@ -173,6 +173,7 @@ def test_dump_graphs(cli: Cli, archive: Path, linear: Path, tmp_path: Path) -> N
         "rewrite_ffn",
         "rewrite_experts",
         "rewrite_attention",
+        "caches_in_fp8",
         "rewrite_linear",
         "rotate_in_caches",
         "onnx",
