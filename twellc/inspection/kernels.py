@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from twellc.base.records import Record
-from twellc.passes.fp8 import KEPT_WITH_BLOCKS
-from twellc.passes.report import Layer, reads_fp8
+from twellc.passes.report import KEPT_WITH_BLOCKS, Layer, reads_fp8
 from twellc.plugins.block import VARIANTS, BlockOptions, compression_of, problem_of, set_scales
 from twellc.plugins.library import (
     ACTIVATIONS,

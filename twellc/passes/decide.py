@@ -11,12 +11,11 @@ from torch.fx import Node
 
 from twellc.base.dtypes import dtype_name, kernel_dtypes
 from twellc.base.errors import UserError, first_few
-from twellc.passes.fp8 import KEPT_WITH_BLOCKS
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.find_linear import FoundLinear
 from twellc.passes.match.linear import Weight, width
 from twellc.passes.neurons import Staying, all_of
-from twellc.passes.report import Choice, Layer, Linear, Repeated, Weights, reads_fp8
+from twellc.passes.report import KEPT_WITH_BLOCKS, Choice, Layer, Linear, Repeated, Weights, reads_fp8
 from twellc.plugins.block import BlockOptions, compression_of
 from twellc.plugins.experts_op import exceeded_limit
 from twellc.plugins.library import MAX_D_FF, MAX_PACKED_D_FF

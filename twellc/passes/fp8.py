@@ -29,7 +29,7 @@ from twellc.passes.match.activations import arguments, packet
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.find_linear import FoundLinear
 from twellc.passes.match.linear import CASTS, VALUE_PRESERVING, Weight, operand
-from twellc.passes.report import Weights, reads_fp8
+from twellc.passes.report import KEPT_WITH_BLOCKS, Weights, reads_fp8
 from twellc.passes.rewrite_ffn import arranged_view, weights_of
 from twellc.plugins.block import FLOAT32, SCALES, TensorField, WeightOperands
 from twellc.plugins.fp8 import (
@@ -51,7 +51,6 @@ aten = torch.ops.aten
 _OF_LOGITS = VALUE_PRESERVING | CASTS | {aten.argmax, aten.select, aten.slice, aten.tanh}
 QUANTISED = "quantised"  # why weights are read in FP8 that the model has in 16
 KEPT = Weights(8, "as the model has them")
-KEPT_WITH_BLOCKS = Weights(8, f"as the model has them, with scales for blocks of {BLOCK} x {BLOCK}")
 
 
 # Returns a constant in FP8, in its shape; None if the model does not have it so.

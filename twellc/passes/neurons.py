@@ -38,13 +38,12 @@ from torch.fx import Node
 from twellc.base.arrays import to_numpy
 from twellc.base.errors import UserError
 from twellc.passes.block_profile import BlockProfile, Calibration, Counts, hot_first, rate_bound
-from twellc.passes.fp8 import KEPT_WITH_BLOCKS
 from twellc.passes.graph.program import tensor_of
 from twellc.passes.match.activations import packet
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import VIEWS, Weight
 from twellc.passes.match.shared_axis import Part
-from twellc.passes.report import Layer, Neurons
+from twellc.passes.report import KEPT_WITH_BLOCKS, Layer, Neurons
 from twellc.passes.rewrite_ffn import arranged_view
 from twellc.plugins.fp8 import BLOCK
 from twellc.plugins.meaning import activate

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from twellc.base.errors import UserError
+from twellc.plugins.library import SCALE_BLOCK_SIZE
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
-BLOCK = 128  # rows, and columns, of a block that shares a scale
+BLOCK = SCALE_BLOCK_SIZE
 _SHARED_AXIS = {"tensor": None, "row": 1, "column": 0}  # the axis that a scale is shared along; None: both
 # Elements in float32 at a time: at most this part of a tensor, and this many.
 _PARTS, _MOST_ELEMENTS = 16, 1 << 24

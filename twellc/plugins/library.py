@@ -36,6 +36,7 @@ VARIANTS = {"gated": 0, "plain": 1}
 ACTIVATIONS = {"relu": 0, "relu2": 1, "fatrelu": 2, "drelu": 3}
 NORMS = {"none": 0, "rms": 1, "layer": 2}
 COMPRESSIONS = (1, 2, 4, 8)
+SCALE_BLOCK_SIZE = 128  # rows, and columns, of a block of a matrix in FP8 that shares a scale
 TILE = 256
 MAX_D_FF = 1 << 20  # for plain blocks with 16-bit weights
 MAX_PACKED_D_FF = 65536  # for all others

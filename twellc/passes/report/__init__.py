@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from twellc.base.records import OPTIONAL, Amount, Count, OneOf, Record, Share, Size, Time
-from twellc.plugins.library import ATTENTION_FORMS, COMPRESSIONS, NORMS
+from twellc.plugins.library import ATTENTION_FORMS, COMPRESSIONS, NORMS, SCALE_BLOCK_SIZE
 
 Decision = Annotated[str, OneOf(("twell", "dense"))]
 Compression = Annotated[int, OneOf(COMPRESSIONS)]
@@ -176,6 +176,11 @@ class Weights(Record):
     def __str__(self) -> str:
         changed = "" if self.error is None or self.bits > 8 else f", which changes its output by {self.error:.2%}"
         return f"weights in {self.bits} bits, {self.reason}{changed}"
+
+
+KEPT_WITH_BLOCKS = Weights(
+    8, f"as the model has them, with scales for blocks of {SCALE_BLOCK_SIZE} x {SCALE_BLOCK_SIZE}"
+)
 
 
 def reads_fp8(weights: Weights | None) -> bool:
