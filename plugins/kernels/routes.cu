@@ -86,8 +86,9 @@ constexpr int64_t kFew128 = kMostTokensFew;
 constexpr int kWidestPair = kMostColumnsOneOrTwo;
 constexpr int kWidestBlock = kMostDModelDenseBlock;
 // With weights that have scales: beyond so many tokens a dense block, whose down projection may skip, is faster unless
-// hardly a neuron is active; the generic kernels took 4 times as long where all are (H200, 17 to 32 tokens). Up to so many tokens or products packing gains 9 to 13 % at 0.5 % active and nothing from 0.7 % on, but one
-// round of products takes all rows, so that a single heavy row makes all of them dense.
+// hardly a neuron is active; the generic kernels took 4 times as long where all are (H200, 17 to 32 tokens). Up to so
+// many tokens or products packing gains 9 to 13 % at 0.5 % active and nothing from 0.7 % on, but one round of products
+// takes all rows, so that a single heavy row makes all of them dense.
 constexpr int64_t kMostTokensFewScaled = 16;
 constexpr int64_t kMostTokensDenseScaled = 768;
 constexpr float kMostProductsDenseScaled = 768.0f * kProductsPerToken;

@@ -21,8 +21,8 @@ constexpr int64_t kMostPartRowsPerToken = 8;
 // kMostOfRowSkipping of one token. Measured on an H200 with d_model 2048 to 5120, see benchmarks/LOG.md.
 constexpr float kMostPairsSkipping = 0.6f;
 constexpr float kMostOfRowSkipping = 0.07f;
-// With FP8 weights it is the fastest at 0.5 % active up to so many tokens: of 2048 / 5632, 32 tokens, on an H200 20.6 us
-// for 23.3 of the dense one, but 24.4 from 2 % on. With 64 tokens they are 22.5, 23.3 and 24.7.
+// With FP8 weights it is the fastest at 0.5 % active up to so many tokens: of 2048 / 5632, 32 tokens, on an H200 20.6
+// us for 23.3 of the dense one, but 24.4 from 2 % on. With 64 tokens they are 22.5, 23.3 and 24.7.
 constexpr int64_t kMostTokensSkippingScaled = 32;
 
 // With the columns that tiles have outside.

@@ -15,8 +15,7 @@ using namespace experts;
 constexpr int64_t kEndOfStride = int64_t{1} << 39;
 
 bool takes(twell_experts_problem const& problem, twell_expert_strides const& strides) {
-    return strides.row < kEndOfStride && strides.expert < kEndOfStride &&
-           (strides.expert > 0 || problem.experts == 1);
+    return strides.row < kEndOfStride && strides.expert < kEndOfStride && (strides.expert > 0 || problem.experts == 1);
 }
 
 // Those of the experts, two in FP8 as one element of 16 bits.
@@ -53,30 +52,30 @@ cudaError_t launch(ExpertsCall const& call, Label const& label, void (*kernel)(M
     }));
     int64_t const pieces = int64_t{inner.groups.most_groups} * num_tiles;
     dim3 const grid(static_cast<unsigned>(std::min<int64_t>(pieces, call.device.num_multiprocessors)));
-    return launch_dependent(label, kernel, params, grid, sm90::kThreads, Shape::kSharedBytes, call.device,
-                            call.stream);
+    return launch_dependent(label, kernel, params, grid, sm90::kThreads, Shape::kSharedBytes, call.device, call.stream);
 }
 
 template <class Element, class Stored, int kMatrices, int kWidth>
 cudaError_t launch_up(ExpertsCall const& call, UpParams const& up, uint16_t const* sorted) {
     int const rows = kMatrices == 2 ? kHalfRows : kHalves * kHalfRows;
     Label const label = {kMatrices == 2 ? "experts_many_gate_up_sm90" : "experts_many_up_sm90", {{"tokens", kWidth}}};
-    return launch<Stored, kMatrices, kWidth>(
-        call, label, many_up_sm90_kernel<Element, Stored, kMatrices, kWidth>, up, kMatrices == 2 ? up.gate : up.up,
-        up.up, sorted, up.d_model, up.d_ff, up.d_model, static_cast<int>(ceil_div(many_pitch(up.d_ff), rows)));
+    return launch<Stored, kMatrices, kWidth>(call, label, many_up_sm90_kernel<Element, Stored, kMatrices, kWidth>, up,
+                                             kMatrices == 2 ? up.gate : up.up, up.up, sorted, up.d_model, up.d_ff,
+                                             up.d_model, static_cast<int>(ceil_div(many_pitch(up.d_ff), rows)));
 }
 
 template <class Element, class Stored, int kWidth>
 cudaError_t launch(ExpertsCall const& call, UpParams const& up, DownParams const& down, uint16_t* sorted) {
     GatherParams const gather = {up.groups, up.x, sorted, up.d_model, up.top};
     dim3 const grid(kWidth / kGatherRows, static_cast<unsigned>(up.groups.most_groups));
-    TWELL_TRY(launch_dependent({"experts_gather"}, gather_kernel<sizeof(Stored) == 1>, gather, grid, kGatherThreads, 0,
+    constexpr bool kPermuted = sizeof(Stored) == 1;
+    TWELL_TRY(launch_dependent({"experts_gather"}, gather_kernel<kPermuted>, gather, grid, kGatherThreads, 0,
                                call.device, call.stream));
     TWELL_TRY(call.problem.variant == TWELL_GATED ? launch_up<Element, Stored, 2, kWidth>(call, up, sorted)
                                                   : launch_up<Element, Stored, 1, kWidth>(call, up, sorted));
     return launch<Stored, 0, kWidth>(call, {"experts_many_down_sm90", {{"tokens", kWidth}}},
-                                     many_down_sm90_kernel<Element, Stored, kWidth>, down, down.down, down.down,
-                                     down.h, many_pitch(down.d_ff), down.d_out, down.d_ff,
+                                     many_down_sm90_kernel<Element, Stored, kWidth>, down, down.down, down.down, down.h,
+                                     many_pitch(down.d_ff), down.d_out, down.d_ff,
                                      static_cast<int>(ceil_div(down.d_out, kHalves * kHalfRows)));
 }
 

@@ -64,7 +64,8 @@ struct ManySm90 {
 
 template <class Inner>
 struct ManySm90Params {
-    // [experts, rows, columns], of FP8 two columns as one. Boxes have 128 rows; of w_down in 16 bits 64, as a slice has.
+    // [experts, rows, columns], of FP8 two columns as one. Boxes have 128 rows; of w_down in 16 bits 64, as a slice
+    // has.
     CUtensorMap weights[kHalves];
     CUtensorMap tokens;  // [pairs, columns], boxes of [width, 64]
     Inner inner;
@@ -140,7 +141,8 @@ __device__ __forceinline__ void load_widened(uint32_t (&a)[2][4], uint32_t half,
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
         uint2 const first = widen4<Element>(kIsDown ? __byte_perm(words[2 * step], 0, 0x3120) : words[2 * step]);
-        uint2 const second = widen4<Element>(kIsDown ? __byte_perm(words[2 * step + 1], 0, 0x3120) : words[2 * step + 1]);
+        uint2 const second =
+            widen4<Element>(kIsDown ? __byte_perm(words[2 * step + 1], 0, 0x3120) : words[2 * step + 1]);
         a[step][0] = first.x;
         a[step][1] = kIsDown ? first.y : second.x;
         a[step][2] = kIsDown ? second.x : first.y;
@@ -219,8 +221,8 @@ __device__ __forceinline__ void multiply_widened(float (&sums)[kHalves][kSums], 
     release(stage_before);
 }
 
-// Calls use(std::integral_constant) with the tokens of a product: those of a group, or, if it has no more, half of them.
-// With weights in FP8 there are not enough registers for a choice.
+// Calls use(std::integral_constant) with the tokens of a product: those of a group, or, if it has no more, half of
+// them. With weights in FP8 there are not enough registers for a choice.
 template <class Stored, int kWidth, class Use>
 __device__ __forceinline__ void with_columns(int count, Use use) {
     if constexpr (sizeof(Stored) == 2) {
@@ -330,7 +332,7 @@ __global__ void __launch_bounds__(kGatherThreads) gather_kernel(GatherParams con
 
 template <class Element, class Stored, int kMatrices, int kWidth>
 __global__ void __launch_bounds__(sm90::kThreads, 1)
-    many_up_sm90_kernel(const __grid_constant__ ManySm90Params<UpParams> params) {
+    many_up_sm90_kernel(__grid_constant__ const ManySm90Params<UpParams> params) {
     using Shape = ManySm90<Stored, kWidth>;
     extern __shared__ __align__(1024) unsigned char memory[];
     UpParams const& up = params.inner;
@@ -338,8 +340,7 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
     auto const finish = [&](Group const& group, int tile, auto const& sums, int consumer_warp, uint32_t warp_bytes) {
         constexpr int kColumns = sizeof(sums[0]) / sizeof(float) * 2;
         int const lane = threadIdx.x % kWarpSize;
-        float const* const cuts =
-            up.thresholds == nullptr ? nullptr : up.thresholds + int64_t{group.expert} * up.d_ff;
+        float const* const cuts = up.thresholds == nullptr ? nullptr : up.thresholds + int64_t{group.expert} * up.d_ff;
         constexpr int kActivated = kMatrices == 2 ? 1 : kHalves;
 #pragma unroll
         for (int half = 0; half < kActivated; ++half) {
@@ -384,7 +385,7 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
 
 template <class Element, class Stored, int kWidth>
 __global__ void __launch_bounds__(sm90::kThreads, 1)
-    many_down_sm90_kernel(const __grid_constant__ ManySm90Params<DownParams> params) {
+    many_down_sm90_kernel(__grid_constant__ const ManySm90Params<DownParams> params) {
     using Shape = ManySm90<Stored, kWidth>;
     extern __shared__ __align__(1024) unsigned char memory[];
     DownParams const& down = params.inner;
