@@ -246,9 +246,10 @@ def _runs(experts: Any, taken: TakenExperts, x: Tensor, ids: Tensor) -> bool:
         return False
     if experts.training or any(each.training for each in inner) or getattr(experts, "_is_expert_parallel", False):
         return False
-    is_sm90 = x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
-    if ids.numel() > (_MOST_TOKENS_SM90 if is_sm90 else _MOST_TOKENS) * experts.num_experts:
-        return False
+    if ids.numel() > _MOST_TOKENS * experts.num_experts:
+        is_sm90 = x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
+        if not is_sm90 or ids.numel() > _MOST_TOKENS_SM90 * experts.num_experts:
+            return False
     if ids.shape[1] > MAX_EXPERTS_OF_TOKEN or ids.dtype not in (torch.int32, torch.int64):
         return False
     if are_changed(inner, taken.forms) or blended_of(inner) is not None:

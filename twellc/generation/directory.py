@@ -66,9 +66,8 @@ def load_directory(path: Path, options: LLMOptions) -> tuple[PlanBackend, KeyVal
     cache = loaded.cache
     assert cache is not None
     errors = None
-    if (
-        options.fp8_error is not None and options.text is not None
-    ):  # a model with a cache has other inputs than a text; its blocks are those without
+    # A model with a cache has other inputs than a text; its blocks are those without.
+    if options.fp8_error is not None and options.text is not None:
         plain = load_model(TracingOptions(path))
         limits = Limits(program_inputs(plain.program), None, plain.vocabulary)
         samples = read_text(options.text, path, plain.language_model, limits).samples
