@@ -14,25 +14,20 @@ using nvinfer1::PluginTensorDesc;
 using nvinfer1::TensorRTPhase;
 
 constexpr int32_t kSchemaVersion = 1;
-constexpr char const* kRotated = "rotated";
 constexpr int32_t kElementBytes = 2;
 
-int64_t bytes_of(Dims const& dims) {
-    int64_t bytes = kElementBytes;
+int64_t volume_of(Dims const& dims) {
+    int64_t volume = 1;
     for (int32_t i = 0; i < dims.nbDims; ++i) {
-        bytes *= dims.d[i];
+        volume *= dims.d[i];
     }
-    return bytes;
+    return volume;
 }
 
-std::vector<Input> inputs_of(bool rotated) {
-    std::vector<Input> inputs{{"keys"},
-                              {"values"},
-                              {"new_keys"},
-                              {"new_values"},
-                              {"starts", InputType::kInt32},
-                              {"counts", InputType::kInt32}};
-    if (rotated) {
+std::vector<Input> inputs_of(CacheOptions const& options) {
+    std::vector<Input> inputs{{"keys", options.type()}, {"values", options.type()},    {"new_keys"},
+                              {"new_values"},           {"starts", InputType::kInt32}, {"counts", InputType::kInt32}};
+    if (options.rotated) {
         inputs.insert(inputs.end(), {{"cosines"}, {"sines"}});
     }
     return inputs;
@@ -40,13 +35,13 @@ std::vector<Input> inputs_of(bool rotated) {
 
 }  // namespace
 
-AppendPlugin::AppendPlugin(std::string layer, bool rotated)
-    : PluginBase(kAppendName, std::move(layer), inputs_of(rotated)), rotated_(rotated) {}
+AppendPlugin::AppendPlugin(std::string layer, CacheOptions const& options)
+    : PluginBase(kAppendName, std::move(layer), inputs_of(options)), options_(options) {}
 
 // ---- build ----
 
 std::string AppendPlugin::allowed_types(nvinfer1::DataType) const {
-    return "expected bf16, or fp16, for all keys and values";
+    return "expected bf16, or fp16, for all keys and values that are not in FP8";
 }
 
 void AppendPlugin::check_shapes(Shapes const& shapes) const {
@@ -64,7 +59,7 @@ void AppendPlugin::check_shapes(Shapes const& shapes) const {
     check(kSlotNewValues, dims_of({keys.d[0], fresh.d[1], keys.d[1], values.d[3]}), rows);
     check(kSlotStarts, dims_of({keys.d[0]}), "[batch]");
     check(kSlotCounts, dims_of({keys.d[0]}), "[batch]");
-    if (rotated_) {
+    if (options_.rotated) {
         for (AppendSlot const slot : {kSlotKeyCosines, kSlotKeySines}) {
             check(slot, dims_of({keys.d[0], fresh.d[1], keys.d[3]}), "[batch, tokens, width]");
         }
@@ -72,6 +67,10 @@ void AppendPlugin::check_shapes(Shapes const& shapes) const {
             throw Refusal("keys that are rotated must have a width of a multiple of 16, and values one of 8, got " +
                           text_of(keys) + " and " + text_of(values));
         }
+    }
+    if (options_.fp8 && ((keys.d[3] != kAny && keys.d[3] % 8 != 0) || (values.d[3] != kAny && values.d[3] % 8 != 0))) {
+        throw Refusal("caches in FP8 must have widths of multiples of 8, got " + text_of(keys) + " and " +
+                      text_of(values));
     }
 }
 
@@ -95,7 +94,7 @@ void AppendPlugin::run(PluginTensorDesc const* descs, void const* const* inputs,
     // A host binds input and output to one address. Where it does not, TensorRT passes both and copies nothing.
     for (int32_t slot : {kSlotKeys, kSlotValues}) {
         if (inputs[slot] != outputs[slot]) {
-            auto const bytes = static_cast<size_t>(bytes_of(descs[slot].dims));
+            auto const bytes = static_cast<size_t>(volume_of(descs[slot].dims) * (options_.fp8 ? 1 : kElementBytes));
             check(cudaMemcpyAsync(outputs[slot], inputs[slot], bytes, cudaMemcpyDeviceToDevice, stream));
         }
     }
@@ -108,8 +107,11 @@ void AppendPlugin::run(PluginTensorDesc const* descs, void const* const* inputs,
     problem.kv_heads = static_cast<int32_t>(keys.d[1]);
     problem.key_bytes = static_cast<int32_t>(keys.d[3]) * kElementBytes;
     problem.value_bytes = static_cast<int32_t>(values.d[3]) * kElementBytes;
-    problem.rotated = rotated_ ? 1 : 0;
-    problem.dtype = descs[kSlotKeys].type == nvinfer1::DataType::kHALF ? TWELL_FP16 : TWELL_BF16;
+    problem.rotated = options_.rotated ? 1 : 0;
+    problem.dtype = descs[kSlotNewKeys].type == nvinfer1::DataType::kHALF ? TWELL_FP16 : TWELL_BF16;
+    problem.fp8 = options_.fp8 ? 1 : 0;
+    problem.key_scale = options_.key_scale;
+    problem.value_scale = options_.value_scale;
     twell_append_tensors tensors{};
     tensors.keys = outputs[kSlotKeys];
     tensors.values = outputs[kSlotValues];
@@ -117,7 +119,7 @@ void AppendPlugin::run(PluginTensorDesc const* descs, void const* const* inputs,
     tensors.new_values = inputs[kSlotNewValues];
     tensors.starts = static_cast<int32_t const*>(inputs[kSlotStarts]);
     tensors.counts = static_cast<int32_t const*>(inputs[kSlotCounts]);
-    if (rotated_) {
+    if (options_.rotated) {
         tensors.cosines = inputs[kSlotKeyCosines];
         tensors.sines = inputs[kSlotKeySines];
     }
@@ -128,28 +130,26 @@ void AppendPlugin::run(PluginTensorDesc const* descs, void const* const* inputs,
 
 std::unique_ptr<PlanFields> AppendPlugin::plan_fields() const {
     auto fields = std::make_unique<PlanFields>(kSchemaVersion);
-    if (rotated_) {
-        fields->add(kRotated, true);
-    }
+    options_.add_to(*fields);
     return fields;
 }
 
 // ---- creator ----
 
-AppendCreator::AppendCreator() : CreatorBase(kAppendName, {known_integer(kRotated)}) {}
+AppendCreator::AppendCreator() : CreatorBase(kAppendName, cache_fields()) {}
 
 nvinfer1::IPluginV3* AppendCreator::create(char const* layer, PluginFieldCollection const* fields,
                                            TensorRTPhase phase) const {
-    bool const rotated = read_with_advice(phase, "libtwell_attention.so", twell_attention_version(), [&] {
+    CacheOptions const options = read_with_advice(phase, "libtwell_attention.so", twell_attention_version(), [&] {
         FieldReader reader(fields);
         if (phase == TensorRTPhase::kRUNTIME) {
             reader.integer(kSchema, {kSchemaVersion});
         }
-        bool const is_set = reader.newer_flag(kRotated);
-        reader.reject_rest({known_integer(kRotated)});
-        return is_set;
+        CacheOptions const given = read_cache_options(reader);
+        reader.reject_rest(cache_fields());
+        return given;
     });
-    return new AppendPlugin(layer, rotated);
+    return new AppendPlugin(layer, options);
 }
 
 }  // namespace twell

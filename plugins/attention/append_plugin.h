@@ -8,6 +8,7 @@
 #include <string>
 
 #include "../tensorrt/plugin_base.h"
+#include "cache_options.h"
 
 namespace twell {
 
@@ -32,8 +33,7 @@ constexpr int32_t kAppendOutputs = 2;
 
 class AppendPlugin final : public PluginBase<AppendPlugin, nvinfer1::IPluginV3OneBuildV2, kAppendOutputs> {
   public:
-    // `rotated`: whether new keys are rotated first.
-    AppendPlugin(std::string layer, bool rotated);
+    AppendPlugin(std::string layer, CacheOptions const& options);
     AppendPlugin(AppendPlugin const& other) = default;
 
     int32_t getAliasedInput(int32_t output) noexcept override;
@@ -46,7 +46,7 @@ class AppendPlugin final : public PluginBase<AppendPlugin, nvinfer1::IPluginV3On
              cudaStream_t stream) override;
     std::unique_ptr<PlanFields> plan_fields() const override;
 
-    bool rotated_;
+    CacheOptions options_;
 };
 
 class AppendCreator final : public CreatorBase {

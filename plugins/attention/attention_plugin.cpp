@@ -9,6 +9,8 @@
 #include <mutex>
 #include <utility>
 
+#include "over_caches.h"
+
 namespace twell {
 namespace {
 
@@ -24,7 +26,6 @@ using nvinfer1::TensorRTPhase;
 constexpr char const* kScale = "scale";
 constexpr char const* kCausal = "causal";
 constexpr char const* kLengths = "lengths";
-constexpr char const* kRotated = "rotated";
 constexpr char const* kWorkspace = "workspace_mib";  // in plans only
 constexpr int32_t kSchemaVersion = 1;
 
@@ -34,9 +35,10 @@ constexpr int32_t kSchemaVersion = 1;
 constexpr int32_t kLeastWorkspaceMib = 32;
 
 std::vector<PluginField> field_names(bool cached) {
-    PluginField const scale = known_field(kScale, PluginFieldType::kFLOAT32);
-    return cached ? std::vector{scale, known_integer(kRotated)}
-                  : std::vector{scale, known_integer(kCausal), known_integer(kLengths)};
+    std::vector<PluginField> names =
+        cached ? cache_fields() : std::vector{known_integer(kCausal), known_integer(kLengths)};
+    names.insert(names.begin(), known_field(kScale, PluginFieldType::kFLOAT32));
+    return names;
 }
 
 AttentionOptions read_fields(PluginFieldCollection const* collection, TensorRTPhase phase, bool cached) {
@@ -52,7 +54,7 @@ AttentionOptions read_fields(PluginFieldCollection const* collection, TensorRTPh
         refuse(kScale, std::isnan(options.scale) ? "nan" : "infinity", "finite");
     }
     if (cached) {
-        options.rotated = fields.newer_flag(kRotated);
+        options.cache = read_cache_options(fields);
     } else {
         options.causal = fields.flag(kCausal);
         options.lengths = fields.flag(kLengths);
@@ -92,9 +94,12 @@ int64_t known(int64_t first, int64_t second) { return first == kAny ? second : f
 
 std::vector<Input> inputs_of(AttentionOptions const& options) {
     if (options.cached) {
-        std::vector<Input> inputs{
-            {"q"}, {"keys"}, {"values"}, {"query_counts", InputType::kInt32}, {"key_counts", InputType::kInt32}};
-        if (options.rotated) {
+        std::vector<Input> inputs{{"q"},
+                                  {"keys", options.cache.type()},
+                                  {"values", options.cache.type()},
+                                  {"query_counts", InputType::kInt32},
+                                  {"key_counts", InputType::kInt32}};
+        if (options.cache.rotated) {
             inputs.insert(inputs.end(), {{"cosines"}, {"sines"}});
         }
         return inputs;
@@ -161,9 +166,15 @@ twell_attention_problem AttentionPlugin::problem_of(Shapes const& inputs, DataTy
     problem.lengths = options_.lengths ? 1 : 0;
     problem.scale = options_.scale;
     problem.cached = options_.cached ? 1 : 0;
-    problem.rotated = options_.rotated ? 1 : 0;
+    problem.rotated = options_.cache.rotated ? 1 : 0;
+    problem.fp8 = options_.cache.fp8 ? 1 : 0;
+    problem.key_scale = options_.cache.key_scale;
+    problem.value_scale = options_.cache.value_scale;
     if (char const* const complaint = twell_attention_validate(&problem); complaint != nullptr) {
         throw Refusal(std::string(complaint) + " (q " + text_of(q) + ", k " + text_of(k) + ")");
+    }
+    if (options_.cache.fp8 && width != kAny && !knows_width(problem.width)) {
+        throw Refusal("caches in FP8 need heads of a width of 64, 80, 96, 128 or 256, got " + text_of(k));
     }
     return problem;
 }
@@ -247,7 +258,7 @@ void AttentionPlugin::run(PluginTensorDesc const* descs, void const* const* inpu
     if (options_.cached) {
         tensors.query_lengths = static_cast<int32_t const*>(inputs[kSlotQueryCounts]);
         tensors.lengths = static_cast<int32_t const*>(inputs[kSlotKeyCounts]);
-        if (options_.rotated) {
+        if (options_.cache.rotated) {
             tensors.cosines = inputs[kSlotCosines];
             tensors.sines = inputs[kSlotSines];
         }
@@ -264,9 +275,7 @@ std::unique_ptr<PlanFields> AttentionPlugin::plan_fields() const {
     auto fields = std::make_unique<PlanFields>(kSchemaVersion);
     fields->add(kWorkspace, options_.workspace_mib);
     fields->add(kScale, options_.scale);
-    if (options_.rotated) {
-        fields->add(kRotated, true);
-    }
+    options_.cache.add_to(*fields);
     if (!options_.cached) {
         fields->add(kCausal, options_.causal);
         fields->add(kLengths, options_.lengths);

@@ -12,6 +12,7 @@
 
 #include "../tensorrt/plugin_base.h"
 #include "attention.h"
+#include "cache_options.h"
 
 namespace twell {
 
@@ -34,7 +35,7 @@ struct AttentionOptions {
     bool causal = false;
     bool lengths = false;  // whether that input is there
     bool cached = false;   // whether k and v are caches: the name of the plugin says so
-    bool rotated = false;  // whether q is rotated first; only if cached
+    CacheOptions cache;    // only if cached
     // The workspace that a plan's builder was asked for, in MiB; not a field of a node.
     int32_t workspace_mib = 0;
 };

@@ -520,11 +520,14 @@ cudaError_t launch_stored(twell_attention_problem const& problem, twell_attentio
 
 }  // namespace
 
+bool knows_width(int32_t width) {
+    return with_width<Bf16, E4m3>(width, [](auto...) { return cudaSuccess; }) == cudaSuccess;
+}
+
 bool takes_caches(twell_attention_problem const& problem) {
     constexpr int64_t kMostSequences = 65535;        // in a grid
     constexpr int64_t kMostRows = int64_t{1} << 30;  // a token and a head each
-    auto const ok = [](auto...) { return cudaSuccess; };
-    if (problem.cached == 0 || with_width<Bf16, E4m3>(problem.width, ok) != cudaSuccess) {
+    if (problem.cached == 0 || !knows_width(problem.width)) {
         return false;
     }
     bool const fits = problem.fp8 == 1 ? problem.batch <= kMostSequences && problem.tokens * problem.heads <= kMostRows

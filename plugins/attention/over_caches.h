@@ -7,6 +7,9 @@
 
 namespace twell {
 
+// Whether there are kernels for heads of this width.
+bool knows_width(int32_t width);
+
 // Whether the kernel computes a valid problem on the current device, and is the faster way to do so.
 bool takes_caches(twell_attention_problem const& problem);
 

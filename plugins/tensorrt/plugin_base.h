@@ -18,7 +18,8 @@
 namespace twell {
 
 // `Plugin` is the class that derives from this one; clone() copies it. `Build` is the interface that it is built by.
-// All inputs and outputs have the element type of the first input, but for those that have a fixed one.
+// All inputs have the element type of the first one without a fixed type, but for those that have a fixed one; outputs
+// have the type of the first input.
 template <class Plugin, class Build = nvinfer1::IPluginV3OneBuild, int32_t OUTPUTS = 1>
 class PluginBase : public nvinfer1::IPluginV3,
                    public nvinfer1::IPluginV3OneCore,
@@ -78,10 +79,10 @@ class PluginBase : public nvinfer1::IPluginV3,
         if (desc.format != nvinfer1::TensorFormat::kLINEAR) {
             return false;
         }
-        return may_be(pos < input_count ? inputs_[pos].type
-                      : chooses()       ? InputType::kInt64
-                                        : InputType::kElement,
-                      desc.type, in_out[0].desc.type);
+        if (pos >= input_count) {
+            return desc.type == (chooses() ? nvinfer1::DataType::kINT64 : in_out[0].desc.type);
+        }
+        return may_be(inputs_[pos].type, desc.type, in_out[element_slot()].desc.type);
     }
 
     int32_t configurePlugin(nvinfer1::DynamicPluginTensorDesc const* in, int32_t input_count,
@@ -166,6 +167,11 @@ class PluginBase : public nvinfer1::IPluginV3,
     Plugin const& self() const { return static_cast<Plugin const&>(*this); }
     std::string const& layer() const { return layer_; }
     int32_t input_count() const { return static_cast<int32_t>(inputs_.size()); }
+    // The first input that has the element type.
+    size_t element_slot() const {
+        auto const is_element = [](Input const& input) { return input.type == InputType::kElement; };
+        return static_cast<size_t>(std::find_if(inputs_.begin(), inputs_.end(), is_element) - inputs_.begin());
+    }
     char const* input_name(int32_t slot) const { return inputs_[slot].name; }
 
     Shapes runtime_shapes(nvinfer1::PluginTensorDesc const* inputs) const {
@@ -203,9 +209,10 @@ class PluginBase : public nvinfer1::IPluginV3,
         for (size_t i = 0; i < inputs_.size(); ++i) {
             nvinfer1::DataType const type = type_of(i);
             InputType const expected = inputs_[i].type;
-            if (!may_be(expected, type, type_of(0))) {
+            nvinfer1::DataType const first = type_of(element_slot());
+            if (!may_be(expected, type, first)) {
                 throw Refusal("input " + std::string(inputs_[i].name) + " is " + text_of(type) + "; " +
-                              (expected == InputType::kElement ? allowed_types(type_of(0))
+                              (expected == InputType::kElement ? allowed_types(first)
                                                                : std::string("expected ") + text_of(expected)));
             }
         }

@@ -246,7 +246,8 @@ def test_creators_are_registered(created: tuple[str, Report]) -> None:
     expected |= {EXPERTS: options | dict.fromkeys(FLAGS_OF_EXPERTS, "INT32")}
     if attention_library_path():
         expected |= {ATTENTION: {"scale": "FLOAT32", "causal": "INT32", "lengths": "INT32"}}
-        expected |= {CACHED: {"scale": "FLOAT32", "rotated": "INT32"}, APPEND: {"rotated": "INT32"}}
+        cached = {"rotated": "INT32", "fp8": "INT32", "key_scale": "FLOAT32", "value_scale": "FLOAT32"}
+        expected |= {CACHED: {"scale": "FLOAT32"} | cached, APPEND: cached}
     assert created[1]["creators"] == {name: [PLUGIN_VERSION, given] for name, given in expected.items()}
 
 
@@ -403,24 +404,30 @@ def attention(
     return node(ATTENTION, inputs | changes, **said) | {"profiles": profiles}
 
 
-def cached(dtype: str = "bf16", *, rotated: bool = False, **changes: Input | None) -> Case:
+def cached(dtype: str = "bf16", *, rotated: bool = False, fp8: bool = False, **changes: Any) -> Case:
+    attributes = {"scale": 0.125, **of_caches(rotated, fp8), **changes.pop("attributes", {})}
     inputs = {
         "q": [dtype, ["batch", "tokens", 4, 64]],
-        **{name: [dtype, ["batch", 2, 128, 64]] for name in ("keys", "values")},
+        **{name: ["fp8" if fp8 else dtype, ["batch", 2, 128, 64]] for name in ("keys", "values")},
         **{name: ["int32", ["batch"]] for name in ("query_counts", "key_counts")},
         **(angles(dtype) if rotated else {}),
     }
-    return node(CACHED, inputs | changes, scale=0.125, rotated=int(rotated)) | {"profiles": 2}
+    return node(CACHED, inputs | changes, **attributes) | {"profiles": 2}
 
 
-def appending(dtype: str = "bf16", *, rotated: bool = False, **changes: Input | None) -> Case:
+def appending(dtype: str = "bf16", *, rotated: bool = False, fp8: bool = False, **changes: Any) -> Case:
+    attributes = of_caches(rotated, fp8) | changes.pop("attributes", {})
     inputs = {
-        **{name: [dtype, ["batch", 2, 128, 64]] for name in ("keys", "values")},
+        **{name: ["fp8" if fp8 else dtype, ["batch", 2, 128, 64]] for name in ("keys", "values")},
         **{name: [dtype, ["batch", "tokens", 2, 64]] for name in ("new_keys", "new_values")},
         **{name: ["int32", ["batch"]] for name in ("starts", "counts")},
         **(angles(dtype) if rotated else {}),
     }
-    return node(APPEND, inputs | changes, outputs=2, rotated=int(rotated)) | {"profiles": 2}
+    return node(APPEND, inputs | changes, outputs=2, **attributes) | {"profiles": 2}
+
+
+def of_caches(rotated: bool, fp8: bool) -> dict[str, Any]:
+    return {"rotated": int(rotated), "fp8": int(fp8), "key_scale": 0.5, "value_scale": 0.01}
 
 
 def angles(dtype: str) -> dict[str, Input]:
@@ -489,9 +496,13 @@ BUILT: dict[str, Case] = {
     "cached": cached(),
     "cached-fp16": cached("fp16"),
     "cached-rotated": cached(rotated=True),
+    "cached-fp8": cached(fp8=True),
+    "cached-fp8-rotated": cached("fp16", rotated=True, fp8=True),
     "append": appending(),
     "append-rotated": appending("fp16", rotated=True),
     "append-fp16": appending("fp16"),
+    "append-fp8": appending(fp8=True),
+    "append-fp8-rotated": appending("fp16", rotated=True, fp8=True),
     "append-two-widths": appending(
         values=["bf16", ["batch", 2, 128, 32]], new_values=["bf16", ["batch", "tokens", 2, 32]]
     ),
@@ -513,7 +524,9 @@ def wrong_shape(name: str, found: str, expected: str) -> str:
 
 QKV_60, QKV_264 = ({n: ["bf16", ["batch", "tokens", 2, width]] for n in "qkv"} for width in (60, 264))
 OTHER_KEYS = {n: ["bf16", [1, 8 if n == "q" else 9, 2, 64]] for n in "qkv"}
+NARROW_CACHES = {n: ["fp8", ["batch", 2, 128, 32]] for n in ("keys", "values")}
 SHORT_CACHES = {n: ["bf16", ["batch", 2, 32, 64]] for n in ("keys", "values")}
+ONE_TYPE_CACHES = "q, keys and values must all be bf16, or all fp16 (q"
 ONE_TYPE, ONE_TYPE_QKV = "all inputs must be bf16, or all fp16 (x", "q, k and v must all be bf16, or all fp16 (q"
 OF_KEYS, OF_Y = "[batch, keys, kv_heads, width]", "that of y, [..., d_out] = [?, ?, 64]"
 OF_CACHE, OF_ROWS = "[batch, kv_heads, length, width]", "[batch, tokens, kv_heads, width]"
@@ -697,6 +710,29 @@ NOT_BUILT: list[tuple[Case, str]] = [
         "input new_values is fp16; expected bf16, or fp16, for all keys and values",
     ),
     (appending(starts=["int64", ["batch"]]), "input starts is int64; expected int32"),
+    (cached(fp8=True, keys=["bf16", ["batch", 2, 128, 64]]), "input keys is bf16; expected fp8, or int8"),
+    (cached(keys=["fp8", ["batch", 2, 128, 64]]), f"input keys is fp8; {ONE_TYPE_CACHES} is bf16)"),
+    (
+        cached(fp8=True, attributes={"key_scale": 0.0}),
+        "field 'key_scale': got 0.000000; allowed: positive and finite",
+    ),
+    (
+        appending(fp8=True, attributes={"value_scale": math.inf}),
+        "field 'value_scale': got inf; allowed: positive and finite",
+    ),
+    (appending(fp8=True, new_values=["fp16", ["batch", "tokens", 2, 64]]), "input new_values is fp16; expected bf16"),
+    (
+        appending(
+            fp8=True,
+            values=["fp8", ["batch", 2, 128, 36]],
+            new_values=["bf16", ["batch", "tokens", 2, 36]],
+        ),
+        "caches in FP8 must have widths of multiples of 8, got [?, 2, 128, 64] and [?, 2, 128, 36]",
+    ),
+    (
+        cached(fp8=True, q=["bf16", ["batch", "tokens", 4, 32]], **NARROW_CACHES),
+        "caches in FP8 need heads of a width of 64, 80, 96, 128 or 256, got [?, 2, 128, 32]",
+    ),
     (appending(counts=None), "got 5 inputs; expected 6: keys, values, new_keys, new_values, starts, counts"),
 ]
 
@@ -729,7 +765,7 @@ def test_engine_is_built(built: dict[str, Report], name: str) -> None:
     assert not loud(result)
     dtype, extents = case["outputs"][0]
     sizes = [size if isinstance(size, int) else -1 for size in extents]
-    assert result["output"] == [{"bf16": "BF16", "fp16": "HALF", "int64": "INT64"}[dtype], sizes]
+    assert result["output"] == [{"bf16": "BF16", "fp16": "HALF", "int64": "INT64", "fp8": "FP8"}[dtype], sizes]
 
 
 @pytest.mark.parametrize(("case", "text"), NOT_BUILT, ids=[f"{case['plugin']}-{text}" for case, text in NOT_BUILT])
