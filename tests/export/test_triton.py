@@ -12,6 +12,7 @@ from google.protobuf import text_format
 
 from tests.processes import TWELLC, environment
 from tests.runtimes import install
+from twellc.base.errors import UserError
 from twellc.export.plan import Plan, Tensor
 from twellc.export.triton import model_config, model_folder
 from twellc.plugins.registration import how_to_register
@@ -54,6 +55,11 @@ def test_types_and_shapes(schema: Any) -> None:
     assert (list(scalar.dims), scalar.HasField("reshape"), list(scalar.reshape.shape)) == ([1], True, [])
     assert not config.input[0].HasField("reshape")
     assert not config.instance_group
+
+
+def test_a_type_that_triton_does_not_have() -> None:
+    with pytest.raises(UserError, match="--triton: Triton has no tensors of this type; got x in fp8"):
+        model_config("m", plan(Tensor("x", "fp8", (8,)), Tensor("y", "half", (8,))), 1, None)
 
 
 def test_every_profile_is_in_one_instance(schema: Any) -> None:

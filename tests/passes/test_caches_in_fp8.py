@@ -16,6 +16,7 @@ from twellc.plugins.cache_op import APPEND, CACHED_ATTENTION
 
 NAMES = ("q", "k", "v", "keys", "values", "cosines", "sines", "starts", "counts")
 SCALES = (0.02, 0.3)
+BY_CACHE = dict(zip(("keys", "values"), SCALES, strict=True))
 E4M3 = torch.float8_e4m3fn
 
 
@@ -57,7 +58,7 @@ def test_both_ops_get_the_scales() -> None:
     given = inputs()
     given[3:5] = [(each.float() / scale).to(E4M3) for each, scale in zip(given[3:5], SCALES, strict=True)]
     program = traced([each.bfloat16() if each.dtype == E4M3 else each for each in given])
-    rewritten = rotate_in_caches(caches_in_fp8(program, {"keys": SCALES}))
+    rewritten = rotate_in_caches(caches_in_fp8(program, BY_CACHE))
     assert [node.name for node in user_inputs(rewritten) if node.meta["val"].dtype == E4M3] == ["keys", "values"]
     found = Runner(rewritten)(dict(zip(NAMES, given, strict=True)))
     q, k, v, keys, values, *angles, starts, counts = given
@@ -70,4 +71,4 @@ def test_both_ops_get_the_scales() -> None:
 
 def test_another_reader_is_refused() -> None:
     with pytest.raises(UserError, match=r"is read only by attention over the places .*; got a reason"):
-        caches_in_fp8(traced(inputs(), reads_more=True), {"keys": SCALES}, "a reason")
+        caches_in_fp8(traced(inputs(), reads_more=True), BY_CACHE, "a reason")

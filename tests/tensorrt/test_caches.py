@@ -1,5 +1,6 @@
 """Plans with a key-value cache: prompts in chunks, then token by token to the last place, caches bound in place."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,12 @@ from torch import Tensor
 
 from tests import models
 from tests.caches import FAMILIES, feed, steps, transformers_own
-from tests.tensorrt.plans import compiled
+from tests.tensorrt.plans import compiled, twellc
 from tests.tolerance import assert_as_accurate
-from twellc.base.caches import INPUT_IDS, TOKEN_COUNT, WRITE_INDEX, KeyValueCache
+from tests.twellc.generation.test_fp8_cache import logits_of, with_scales
+from twellc import LLM, SamplingParams
+from twellc.base.caches import CACHE_TYPES, INPUT_IDS, TOKEN_COUNT, WRITE_INDEX, KeyValueCache
+from twellc.base.dtypes import BY_NAME
 from twellc.compiling.manifest import read_manifest
 from twellc.export.runner import OpenPlan, open_plan
 from twellc.export.tensorrt_host import Host
@@ -28,14 +32,14 @@ class Session:
 
     def __init__(self, plan: OpenPlan, cache: KeyValueCache, batch: int, in_place: bool = True) -> None:
         self.plan, self.cache = plan, cache
-        dtype = torch.bfloat16 if cache.dtype == "bf16" else torch.float16
+        dtype = BY_NAME[CACHE_TYPES[cache.dtype]].torch
         self.caches = [torch.zeros(batch, *pair.shape[1:], dtype=dtype, device="cuda") for pair in cache.pairs]
         self.after = self.caches if in_place else [torch.full_like(each, 7) for each in self.caches]
         self.contexts = [plan.engine.create_execution_context() for _ in range(2)]
         assert plan.engine.num_optimization_profiles == 3
         for profile, context in zip((0, 2 if batch == 1 else 1), self.contexts, strict=True):
             assert context.set_optimization_profile_async(profile, torch.cuda.current_stream().cuda_stream)
-        self.logits = torch.empty(batch, cache.vocabulary, dtype=dtype, device="cuda")
+        self.logits = torch.empty(batch, cache.vocabulary, dtype=torch.bfloat16, device="cuda")
 
     def bind(self, ids: Tensor, starts: Tensor, counts: Tensor) -> Any:
         context = self.contexts[int(ids.shape[1] == 1)]
@@ -95,6 +99,38 @@ def test_steps(tensorrt: Host, tmp_path: Path, family: str, attention: str) -> N
     assert clear.any() and torch.equal(ours[clear].argmax(-1), wide[clear].argmax(-1))
     # Bound to two addresses the caches are copied, which costs time, and they are the same.
     assert torch.equal(feed(Session(opened, cache, len(PROMPTS), in_place=False), tokens, taken), ours)
+
+
+@pytest.mark.parametrize("family", ["llama", "hunyuan"])
+def test_a_cache_in_fp8(tensorrt: Host, tmp_path: Path, family: str) -> None:
+    """With scales of the checkpoint, beyond whose range some values are: as the model that rounds them likewise."""
+    model, folder = make(family, tmp_path)
+    plan, cache = compile_cached(with_scales(folder), tmp_path / "m.plan", "--kv-cache-dtype", "fp8")
+    assert (cache.dtype, read_manifest(plan).attention[0].form) == ("fp8", "cudnn")
+    tokens, taken = torch.randint(2, 96, (len(PROMPTS), LENGTH)), steps(PROMPTS, LENGTH, CHUNK)
+    opened = open_plan(tensorrt, plan, tensorrt.version)
+    session = Session(opened, cache, len(PROMPTS))
+    ours = feed(session, tokens, taken)
+    assert {each.dtype for each in session.caches} == {torch.float8_e4m3fn}
+    ends = [(row, step.ends[row] - 1) for step in taken for row, count in enumerate(step.counts) if count]
+    rows, places = torch.tensor(ends).T
+    plain, wide = (logits_of(each.cuda(), tokens.cuda())[0].cpu() for each in (model, copy.deepcopy(model).double()))
+    assert_as_accurate(ours, plain[rows, places], wide[rows, places])
+    alone = feed(Session(opened, cache, 1), tokens[:1], steps(PROMPTS[:1], LENGTH, CHUNK))
+    assert_as_accurate(alone, plain[rows, places][rows == 0], wide[rows, places][rows == 0])
+    assert torch.equal(feed(Session(opened, cache, len(PROMPTS), in_place=False), tokens, taken), ours)
+    # `LLM` of the plan answers as that of the directory with such a cache: tokens whose logit is nearly the largest.
+    near = 2 * float((plain.double() - wide).abs().max())
+    exact, params = model.double(), SamplingParams(max_tokens=64, ignore_eos=True, detokenize=False)
+    prompts = [row[:count].tolist() for row, count in zip(tokens, PROMPTS, strict=True)]
+    for llm in (LLM(plan), LLM(folder, device="cuda", kv_cache_dtype="fp8")):
+        for answer in llm.generate(prompts, params):
+            prompt, chosen = answer.prompt_token_ids, torch.tensor(answer.outputs[0].token_ids)
+            whole = torch.tensor([[*prompt, *chosen]]).cuda()
+            logits = logits_of(exact, whole)[0][0, len(prompt) - 1 : -1].cpu()
+            assert (logits.max(-1).values - logits.gather(1, chosen[:, None])[:, 0]).max() < near
+    done = twellc("check", folder, plan)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_graph_replays_over_growing_lengths(tensorrt: Host, tmp_path: Path) -> None:

@@ -26,6 +26,9 @@ from twellc.base.records import LARGEST, Count, OneOf, Range, Record, Size
 
 INPUT_IDS, WRITE_INDEX, TOKEN_COUNT = "input_ids", "write_index", "token_count"
 LOGIT_PLACES = "logit_places"
+FP8_CACHE = "fp8"
+# Types of caches: names here, and of torch.
+CACHE_TYPES = {**DTYPES, FP8_CACHE: "float8_e4m3fn"}
 LOGITS_OF = _, ALL, GREEDY = ("last", "all", "greedy")
 ASKED = "asked"  # not in a plan
 
@@ -53,7 +56,7 @@ class KeyValueCache(Record):
         layers: How many layers have a cache of keys and one of values.
         kv_heads: The heads of keys and values, in the first layer.
         head_dim: The width of a head, in the first layer.
-        dtype: The element type of the caches: `bf16` or `fp16`.
+        dtype: The element type of the caches: `bf16`, `fp16`, or `fp8`, which is E4M3.
         vocabulary: How many tokens there are to choose from.
         end_tokens: The tokens that end a text.
         position_limit: How many positions the model was made for; None where it sets no limit.
@@ -69,7 +72,7 @@ class KeyValueCache(Record):
     layers: Size
     kv_heads: Size
     head_dim: Size
-    dtype: Annotated[str, OneOf(tuple(DTYPES))]
+    dtype: Annotated[str, OneOf(tuple(CACHE_TYPES))]
     vocabulary: Size
     end_tokens: list[Count]
     position_limit: Size | None

@@ -17,7 +17,7 @@ class DType:
         name: Its name in torch, and in NumPy with ml_dtypes.
         onnx: Its number in `onnx.TensorProto`.
         tensorrt: Its name in TensorRT's `DataType`; empty where TensorRT has none.
-        triton: Its name in Triton's configurations; empty likewise.
+        triton: Its name in Triton's configurations; empty where it has none.
         option: Its name for `--dtype`; empty where no model can be compiled in it.
         code: Its number in `twell.h`; None where the kernels do not take it.
     """
@@ -44,7 +44,7 @@ TABLE = (
     DType("float32", 1, "FLOAT", "TYPE_FP32"),
     DType("bfloat16", 16, "BF16", "TYPE_BF16", "bf16", 0),
     DType("float16", 10, "HALF", "TYPE_FP16", "fp16", 1),
-    DType("float8_e4m3fn", 17),
+    DType("float8_e4m3fn", 17, "FP8"),
     DType("int64", 7, "INT64", "TYPE_INT64"),
     DType("int32", 6, "INT32", "TYPE_INT32"),
     DType("int16", 5),

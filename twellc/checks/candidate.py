@@ -10,6 +10,7 @@ from typing import Any
 import onnx
 import torch
 
+from twellc.base.caches import FP8_CACHE
 from twellc.base.dtypes import DTYPES
 from twellc.base.errors import UserError
 from twellc.base.files import digest, external_data, why_no_file
@@ -154,6 +155,7 @@ def _graph_made_again(options: CheckOptions, manifest: Manifest, folder: Path, p
     if settings.cache is not None:
         cache = settings.cache
         asked |= {"kv_cache": cache.length, "max_batch_size": cache.batch, "prefill_chunk": cache.prefill_chunk}
+        asked |= {} if settings.cache_scales is None else {"kv_cache_dtype": FP8_CACHE}
     asked |= {
         "trust_model": options.trust_model,
         "input_specs": options.input_specs,

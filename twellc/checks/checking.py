@@ -254,6 +254,8 @@ def _check_generation(options: CheckOptions, candidate: Candidate, progress: Cal
             f"the longest prompt is computed again with {' and '.join(map(str, others))} at a time, for which the plan "
             "has other optimization profiles"
         )
+    if candidate.settings.cache_scales:
+        notes.append("keys and values are rounded to FP8 in the model, too: what that changes is no part of the error")
     comparison = _Comparison(candidate, reference)
     runs = comparison.run([{INPUT_IDS: ours.ids}], None, progress)
 

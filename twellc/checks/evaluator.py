@@ -42,7 +42,7 @@ from twellc.plugins.library import (
 )
 from twellc.plugins.linear_op import run_linear
 from twellc.plugins.meaning import activate, cast, normalised
-from twellc.plugins.onnx_node import read_experts, read_linear, read_node
+from twellc.plugins.onnx_node import read_caches, read_experts, read_linear, read_node
 from twellc.plugins.ops import run_block
 
 
@@ -215,8 +215,13 @@ def _attend(operands: list[torch.Tensor], fields: dict[str, Any]) -> list[torch.
 
 
 def _attend_to_caches(operands: list[torch.Tensor], fields: dict[str, Any]) -> list[torch.Tensor]:
-    operands = _on_fast_device(operands)
-    return [CACHED_ATTENTION(*operands[:5], float(fields["scale"]), *operands[5:])]
+    tensors, options = read_caches(_on_fast_device(operands), fields, 5)
+    return [CACHED_ATTENTION(*tensors, float(fields["scale"]), **options)]
+
+
+def _append(operands: list[torch.Tensor], fields: dict[str, Any]) -> list[torch.Tensor]:
+    tensors, options = read_caches(operands, fields, 6)
+    return list(APPEND(*tensors, **options))
 
 
 def runs_kernels() -> bool:
@@ -385,5 +390,5 @@ _OPERATORS: list[Any] = [
     _plugin_operator(EXPERTS_NAME, _experts),
     _plugin_operator(ATTENTION_NAME, _attend),
     _plugin_operator(CACHED_ATTENTION_NAME, _attend_to_caches),
-    _plugin_operator(APPEND_NAME, lambda operands, _: list(APPEND(*operands))),
+    _plugin_operator(APPEND_NAME, _append),
 ]

@@ -1,7 +1,8 @@
-"""What `twellc check` compares blocks and linear layers in FP8 with: dense FP8, and weights of 16 bits."""
+"""What `twellc check` compares FP8 with: blocks and linear layers in dense FP8, weights of 16 bits, rounded caches."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
+from twellc.base.errors import UserError
+from twellc.passes.attention import find_attention
 from twellc.passes.fp8 import QUANTISED, both_forms
 from twellc.passes.graph.program import editable, finish, stored_tensors, tensor_of
 from twellc.passes.match.find_ffn import FfnBlock
@@ -16,9 +19,11 @@ from twellc.passes.match.linear import Linear, Weight, width
 from twellc.passes.pipeline import Rewritten
 from twellc.passes.report import reads_fp8
 from twellc.plugins.block import BlockOptions, WeightOperands
-from twellc.plugins.fp8 import E4M3, Fp8, scale_blocks
+from twellc.plugins.fp8 import E4M3, LARGEST, Fp8, scale_blocks
 from twellc.plugins.meaning import activate, cast, dequantize
 from twellc.plugins.ops import run_block
+
+_KEYS = re.compile(r"past_key_values\.(\d+)\.key")  # the input of a cache, by its layer
 
 
 @dataclass(frozen=True)
@@ -146,3 +151,30 @@ def dequantized(program: ExportedProgram, known: Mapping[str, Fp8]) -> ExportedP
         tensors = program.state_dict if name in program.state_dict else program.constants
         tensors[name] = torch.nn.Parameter(new, requires_grad=False) if isinstance(old, torch.nn.Parameter) else new
     return finish(program)
+
+
+def kept_in_fp8(program: ExportedProgram, scales: Mapping[str, float]) -> dict[str, float]:
+    """Return the scales of the keys and values that attention reads, by their nodes.
+
+    Args:
+        program: A model without a cache.
+        scales: Those of the caches that a candidate has in FP8, by their inputs.
+
+    Raises:
+        UserError: The model has attention of another kind, or in other layers.
+    """
+    layers = sorted({int(found[1]) for found in map(_KEYS.fullmatch, scales) if found})
+    caches = [f"past_key_values.{layer}.{part}" for layer in layers for part in ("key", "value")]
+    blocks = [each.block for each in find_attention(program.graph)] if scales else []
+    read = dict.fromkeys(node.name for block in blocks if block is not None for node in (block.k, block.v))
+    if len(read) != len(caches) or scales.keys() != set(caches):
+        what = "does not tell which keys and values a cache in FP8 would keep"
+        got = f"{len(scales)} caches, and {len(blocks)} layers of attention"
+        raise UserError("the model", what, got=got, fix="Check a candidate without --kv-cache-dtype.")
+    return dict(zip(read, map(scales.__getitem__, caches), strict=True))
+
+
+def rounded_in_cache(value: Tensor, scale: float) -> Tensor:
+    """Return keys or values as a cache in FP8 keeps them, in their own type."""
+    wide = value if value.dtype == torch.float64 else value.float()
+    return ((wide / scale).clamp(-LARGEST, LARGEST).to(E4M3).double() * scale).to(value.dtype)

@@ -27,7 +27,9 @@ from twellc.checks.fp8 import (
     fp8_block,
     fp8_layers,
     is_quantised,
+    kept_in_fp8,
     quantised_constants,
+    rounded_in_cache,
 )
 from twellc.checks.routing import Choice, other_choices, routers_of
 from twellc.compiling.fp8 import wish_of
@@ -40,7 +42,7 @@ from twellc.options.weights import KEEP, WeightOptions
 from twellc.passes.decide import options_of, repeat
 from twellc.passes.fp8 import QUANTISED, Change, Wish, quantised_linear
 from twellc.passes.graph.constants import ProgramConstants
-from twellc.passes.graph.execution import Runner, example_inputs
+from twellc.passes.graph.execution import Runner, Visit, example_inputs
 from twellc.passes.graph.program import editable, finish, replace_node, tensor_of
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.passes.match.linear import Weight
@@ -58,6 +60,7 @@ Outputs = list[torch.Tensor]
 # Stages of the pipeline that change the program in which linear layers are found, and are left out for that.
 _BEHIND_DECIDE = tuple(stage for stage in Stage if Stage.DECIDE < stage < Stage.FIND_LINEAR)
 Progress = Callable[[str], None]
+_Run = Callable[[Sample, Visit], Outputs]  # of a program
 
 
 @dataclass(frozen=True)
@@ -207,6 +210,7 @@ class TorchReference(Reference):
     def __init__(self, model: LoadedModel, settings: Settings) -> None:
         """Lower the model as its compilation did, by the settings of the candidate, and find its blocks."""
         self.dtype = torch_dtype(settings.dtype if settings.dtype in DTYPES else choose_dtype(model, None)[0])
+        self._cache_scales = settings.cache_scales or {}
         options = PassOptions(self.dtype, weights=_wish(settings))
         functional = run_until(model.program, options, Stage.FUNCTIONAL)
         arranged = run_until(functional, options, Stage.ARRANGING)
@@ -256,8 +260,8 @@ class TorchReference(Reference):
         runs = _runs_of(graph, self._ends, self._with_blocks is self._plain)
         blocks, inputs = runs.blocks, list[Sample]()
         count = _counter(progress, "low precision", 2 * len(samples) * len(blocks))
-        run_blocks = Runner(self._with_blocks)
-        run_plain = run_blocks if runs.exact else Runner(self._plain)
+        run_blocks = self._runner(self._with_blocks)
+        run_plain = run_blocks if runs.exact else self._runner(self._plain)
         fp8: list[tuple[Ends, Fp8Block | Fp8Layer]] = [
             (ends, form) for ends, form in zip(self._ends_alone, self._fp8_blocks, strict=True) if form is not None
         ]
@@ -306,18 +310,30 @@ class TorchReference(Reference):
         runs.others.extend(_others(wide, samples, choices))
         return runs
 
-    def _widened(self, program: ExportedProgram) -> Runner:
+    def _runner(self, program: ExportedProgram) -> _Run:
+        """Return what runs a program, with keys and values rounded as the caches of the candidate keep them."""
+        runner, scales = Runner(program), kept_in_fp8(program, self._cache_scales)
+
+        def run(sample: Sample, visit: Visit) -> Outputs:
+            def see(name: str, value: Any) -> Any:
+                return visit(name, rounded_in_cache(value, scales[name]) if name in scales else value)
+
+            return runner(sample, see)
+
+        return run
+
+    def _widened(self, program: ExportedProgram) -> _Run:
         """Return what runs a program in float64, with FP8 weights dequantized exactly."""
-        return Runner(dequantized(widen(program), self._fp8))
+        return self._runner(dequantized(widen(program), self._fp8))
 
 
-def _true(wide: Runner, samples: list[Sample], choices: list[Choice]) -> list[Outputs]:
+def _true(wide: _Run, samples: list[Sample], choices: list[Choice]) -> list[Outputs]:
     """Return what a model gives in float64, with the experts that were chosen before."""
     pairs = zip(samples, choices, strict=True)
     return [_on_cpu(wide(widen_sample(sample), choice.alike())) for sample, choice in pairs]
 
 
-def _others(wide: Runner, samples: list[Sample], choices: list[Choice]) -> list[list[Outputs]]:
+def _others(wide: _Run, samples: list[Sample], choices: list[Choice]) -> list[list[Outputs]]:
     """Return `Runs.others`; behind `_true`."""
     return [[_on_cpu(wide(widen_sample(sample), visit)) for sample in samples] for visit in other_choices(choices)]
 

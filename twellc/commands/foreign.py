@@ -34,7 +34,6 @@ _ANSWERS = (
     (_TRTLLM, "--max_batch_size --max_input_len --max_seq_len", _SHAPES),
     (_TRTLLM, "--tp_size", _RANKS),
     (_VLLM, "--tensor-parallel-size", _RANKS),
-    (_VLLM, "--kv-cache-dtype", "an option of twellc generate here: plans keep their cache in bf16 or fp16"),
     (_TRTEXEC, "--workspace --memPoolSize", _MEMORY),
     (_POLYGRAPHY, "--pool-limit", _MEMORY),
     (

@@ -11,6 +11,7 @@ import click
 from rich.table import Table
 
 from twellc import api
+from twellc.base.caches import FP8_CACHE
 from twellc.base.errors import first_few
 from twellc.commands.blocks import print_attention, print_layers, print_linear
 from twellc.commands.options import FilePath, json_option, options_of
@@ -76,7 +77,8 @@ def _print_cache(cache: KeyValueCache) -> None:
     """Print the facts that a host needs about a key-value cache."""
     console = open_console()
     ends = " and ".join(map(str, cache.end_tokens)) or "none"
-    megabytes = 2 * sum(math.prod(pair.shape[1:]) for pair in cache.pairs) / 1e6
+    size = 1 if cache.dtype == FP8_CACHE else 2
+    megabytes = size * sum(math.prod(pair.shape[1:]) for pair in cache.pairs) / 1e6
     facts = (
         f"key-value cache: up to {cache.length} tokens of each of up to {cache.batch} sequences, fed at most "
         f"{cache.prefill_chunk} tokens a call; {megabytes:,.4g} MB a sequence, {cache.dtype}",

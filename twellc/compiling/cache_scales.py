@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +27,8 @@ from twellc.samples.samples import Limits, read_text
 _ROOM = 2.0
 
 
-def choose_scales(
-    model: LoadedModel, text: Path | None, device: torch.device
-) -> tuple[dict[str, tuple[float, float]], list[str]]:
-    """Return the scales of the keys and values of each layer, by the placeholders of keys, and a note on them.
+def choose_scales(model: LoadedModel, text: Path | None, device: torch.device) -> tuple[dict[str, float], list[str]]:
+    """Return the scale of each cache, by its input, and a note on them.
 
     Args:
         model: A model with a cache, as it was traced.
@@ -40,24 +40,36 @@ def choose_scales(
             computes keys or values of it that are not finite.
     """
     assert model.cache is not None
-    names = {name: placeholder for placeholder, name in model.input_names.items()}
-    keys = [names[pair.input] for pair in model.cache.pairs[::2]]
+    caches = [pair.input for pair in model.cache.pairs]
     stored = stored_scales(model.path)
     if stored:
-        layers = [int(pair.input.split(".")[1]) for pair in model.cache.pairs[::2]]
-        missing = [str(layer) for layer in layers if layer not in stored]
+        layers = [int(cache.split(".")[1]) for cache in caches]
+        missing = [str(layer) for layer in dict.fromkeys(layers) if layer not in stored]
         if missing:
             what = "the checkpoint has scales of the caches of some layers alone"
             raise UserError(str(model.path), what, got=f"none of layer {first_few(missing)}")
-        scales = {key: stored[layer] for key, layer in zip(keys, layers, strict=True)}
+        scales = {cache: stored[layer][cache.endswith(".value")] for cache, layer in zip(caches, layers, strict=True)}
         return scales, ["keys and values are kept in FP8, with the scales of the checkpoint"]
     if text is not None:
         return measure_scales(model, text, device), [f"keys and values are kept in FP8, with scales of {text.name}"]
     note = "keys and values are kept in FP8, with scales of 1, as the checkpoint has none; --text FILE measures them"
-    return dict.fromkeys(keys, (1.0, 1.0)), [note]
+    return dict.fromkeys(caches, 1.0), [note]
 
 
-def measure_scales(model: LoadedModel, text: Path, device: torch.device) -> dict[str, tuple[float, float]]:
+def by_placeholder(model: LoadedModel, scales: Mapping[str, float]) -> dict[str, float]:
+    """Return the scales by the placeholders of caches.
+
+    Raises:
+        UserError: The model has a cache without one.
+    """
+    assert model.cache is not None
+    missing = [pair.input for pair in model.cache.pairs if pair.input not in scales]
+    if missing:
+        raise UserError(str(model.path), "has a cache without a scale", got=first_few(missing))
+    return {placeholder: scales[name] for placeholder, name in model.input_names.items() if name in scales}
+
+
+def measure_scales(model: LoadedModel, text: Path, device: torch.device) -> dict[str, float]:
     """Return scales by which the largest keys and values that a model computes of a text become half of E4M3's largest.
 
     They are 1 where all are 0. See `choose_scales`.
@@ -66,27 +78,26 @@ def measure_scales(model: LoadedModel, text: Path, device: torch.device) -> dict
     inputs = program_inputs(model.program, model.input_names)
     ids_alone = replace(inputs, specs=[spec for spec in inputs.specs if spec.name == INPUT_IDS])
     samples = read_text(text, model.path, model.language_model, Limits(ids_alone, None, model.vocabulary)).samples
-    places: dict[str, list[tuple[str, int]]] = {}
-    largest: dict[str, list[float]] = {}
+    places: dict[str, list[str]] = {}
     for node in program.graph.find_nodes(op="call_function", target=APPEND):
-        largest[node.args[0].name] = [0.0, 0.0]
-        for which, new in enumerate(node.args[2:4]):
-            places.setdefault(new.name, []).append((node.args[0].name, which))
+        for cache, new in zip(node.args[:2], node.args[2:4], strict=True):
+            places.setdefault(new.name, []).append(model.input_names[cache.name])
+    largest = dict.fromkeys(itertools.chain.from_iterable(places.values()), 0.0)
 
     def visit(name: str, value: Any) -> Any:
-        for keys, which in places.get(name, ()):
+        for cache in places.get(name, ()):
             found = float(value.abs().amax())
             if not math.isfinite(found):
                 what = "the model computes keys or values of it that are not finite"
-                raise UserError(f"--text {text}", what, got=f"{found} in {keys}")
-            largest[keys][which] = max(largest[keys][which], found)
+                raise UserError(f"--text {text}", what, got=f"{found} in {cache}")
+            largest[cache] = max(largest[cache], found)
         return value
 
     runner = Runner(program)
     with torch.no_grad():
         for sample in samples:
             runner(_call(model, sample[INPUT_IDS]), visit)
-    return {keys: (_scale(found[0]), _scale(found[1])) for keys, found in largest.items()}
+    return {cache: _scale(found) for cache, found in largest.items()}
 
 
 def _scale(largest: float) -> float:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from twellc.base.caches import FP8_CACHE
 from twellc.base.errors import UnregisteredOperatorsError, UserError, first_few
 from twellc.base.files import OutputFiles, read_file
 from twellc.base.isolation import run_isolated
@@ -45,6 +46,7 @@ PTX_NOTE = (
     "no machine code for these (docs/limits.md)"
 )
 _FIRST_WITH_FP8 = (8, 9)  # of GPUs, for TensorRT
+_FIRST_WITH_FP8_CACHE = (9, 0)  # for the kernel
 TRITON_WARNING = (
     "Triton's TensorRT backend runs plans of TensorRT, not of TensorRT-RTX: compile with --backend tensorrt"
 )
@@ -68,6 +70,8 @@ def compile_model(
     """
     check_libraries(options.plugin_libraries)
     backend = None if options.backend == "none" else choose_host(options.backend)
+    if backend is not None and options.kv_cache_dtype == FP8_CACHE:
+        refuse_fp8_cache(compute_capability())
     with OutputFiles(options.overwrite) as outputs:
         if options.triton is not None and options.output is not None:
             outputs.make_folder(options.output.parent)
@@ -82,7 +86,7 @@ def compile_model(
         libraries = list(options.plugin_libraries)
         if backend is not None and options.output is not None:
             cached = options.cache is not None
-            run_isolated(check_builder, backend, options.attention, cached, libraries, progress=progress)
+            run_isolated(check_builder, backend, options.needed_attention, cached, libraries, progress=progress)
         try:
             translation = run_isolated(_translate, options, onnx_path, progress=progress)
         except UnregisteredOperatorsError as error:
@@ -169,6 +173,20 @@ def refuse_fp8(layers: list[Layer], linear: list[Linear], capability: tuple[int,
             f"layer {found[0]}", "TensorRT takes no FP8 weights on this GPU",
             got="compute capability {}.{}".format(*capability), expected="{}.{} or newer".format(*_FIRST_WITH_FP8),
             fix="Leave out --weights, or compile on another GPU.",
+        )  # fmt: skip
+
+
+def refuse_fp8_cache(capability: tuple[int, int] | None) -> None:
+    """Fail if no kernel reads a cache in FP8 on a GPU of this compute capability, None without one.
+
+    Raises:
+        UserError: None does.
+    """
+    if capability is not None and capability < _FIRST_WITH_FP8_CACHE:
+        raise UserError(
+            "--kv-cache-dtype fp8", "no kernel reads such a cache on this GPU",
+            got="compute capability {}.{}".format(*capability),
+            expected="{}.{} or newer".format(*_FIRST_WITH_FP8_CACHE), fix="Leave it out, or compile on another GPU.",
         )  # fmt: skip
 
 

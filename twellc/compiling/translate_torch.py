@@ -11,8 +11,11 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from twellc.base.caches import FP8_CACHE
+from twellc.base.devices import choose_device
 from twellc.base.dtypes import torch_dtype
 from twellc.base.errors import UserError, first_few
+from twellc.compiling.cache_scales import by_placeholder, choose_scales
 from twellc.compiling.fp8 import measure_errors, read_samples, wish_of
 from twellc.compiling.result import Translation, annotate, check_matches
 from twellc.compiling.settings import settings_of
@@ -67,7 +70,14 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
     model = _load(options)
     dtype, notes = choose_dtype(model, options.dtype)
     cached, ranks = options.cache is not None, options.tensor_parallel
-    forms = tuple(options.earlier.attention_forms or choose_forms(options.backend, options.attention, cached=cached))
+    scales, cache = None, model.cache
+    if options.kv_cache_dtype == FP8_CACHE:
+        assert cache is not None  # see compile_options
+        progress("choosing the scales of the cache")
+        scales, said = _cache_scales(options, model)
+        cache, notes = replace(cache, dtype=FP8_CACHE), [*notes, *said]
+    asked = options.needed_attention
+    forms = tuple(options.earlier.attention_forms or choose_forms(options.backend, asked, cached=cached))
     dump = GraphDump(options.dump_graphs)
     errors = _fp8_errors(options, model, dtype, progress)
     wanted = PassOptions(
@@ -76,6 +86,7 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
         part=Part(0, ranks),
         progress=lambda done, steps: progress(f"rewriting feed-forward blocks: pass {done + 1} of {steps}"),
         weights=wish_of(options, errors),
+        cache_scales=None if scales is None else by_placeholder(model, scales),
         earlier=options.earlier,
     )
     wanted, advisor, sizes = _complete(wanted, model, dtype, options, options.requested_profiles, calibrated)
@@ -102,6 +113,7 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
             decided=decided if decided or calibrated is not None else None,
             linear_taken=rewritten.taken or None,
             fp8_errors=errors if options.fp8_error is not None else None,
+            cache_scales=scales,
         )
         settings = settings_of(options, dtype, earlier, model.settings)
         annotate(graph, layers, settings)
@@ -118,7 +130,7 @@ def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]
             linear=rewritten.linear,
             notes=[*model.notes, *notes, *rewriting_notes, *advisor.notes(layers), *rewritten.notes, *sizes.notes],
             warnings=warnings,
-            cache=model.cache,
+            cache=cache,
             profiles=sizes.profiles,
             relations=sizes.relations,
         )
@@ -129,6 +141,13 @@ def _load(options: CompileOptions) -> LoadedModel:
     if options.cache is None:
         return load_model(options, fixed_sizes(options.optimization_profiles))
     return load_with_cache(options.model, options.cache, options.logits or LAST_LOGITS, options.dtype)
+
+
+def _cache_scales(options: CompileOptions, model: LoadedModel) -> tuple[dict[str, float], list[str]]:
+    """Return the scales of caches in FP8, as chosen before or now, and notes on them."""
+    if options.earlier.cache_scales is not None:
+        return options.earlier.cache_scales, []
+    return choose_scales(model, options.text, choose_device("auto"))
 
 
 def _fp8_errors(

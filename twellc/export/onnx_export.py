@@ -53,6 +53,7 @@ from twellc.plugins.onnx_node import (
     ATTRIBUTES,
     IDENTITY,
     attention_attributes,
+    cache_attributes,
     experts_attributes,
     linear_attributes,
     node_attributes,
@@ -62,6 +63,7 @@ from twellc.plugins.ops import OPS
 
 # The first with the operators of our graphs, and the first with Attention.
 _OPSET, _ATTENTION_OPSET = 20, 23
+_E4M3 = onnx_ir.DataType.FLOAT8E4M3FN
 _SCOPES = "pkg.torch.onnx.name_scopes"
 # Protobuf ends at 2 GiB a message; weights of larger models go into a file beside the model.
 _LARGEST_SINGLE_FILE = 2**30
@@ -217,17 +219,17 @@ def _schema(
     op_type: str, attributes: dict[str, type], domain: str, outputs: Sequence[str] = ("y",)
 ) -> onnx.defs.OpSchema:
     parameter, parameter_option = onnx.defs.OpSchema.FormalParameter, onnx.defs.OpSchema.FormalParameterOption
-    types = ("float16", "bfloat16", "float", "double")
+    types, fp8 = ("float16", "bfloat16", "float", "double"), "float8e4m3fn"
     return onnx.defs.OpSchema(
         op_type,
         domain,
         1,
-        # Not all of one type: lengths and numbers of experts are integers, weights may be in FP8.
+        # Not all of one type: lengths and numbers of experts are integers, weights and caches may be in FP8.
         inputs=[parameter("operands", "I", param_option=parameter_option.Variadic, is_homogeneous=False)],
         outputs=[parameter(name, "T") for name in outputs],
         type_constraints=[
-            ("T", [f"tensor({name})" for name in types], ""),
-            ("I", [f"tensor({name})" for name in (*types, "int32", "int64", "float8e4m3fn")], ""),
+            ("T", [f"tensor({name})" for name in (*types, fp8)], ""),
+            ("I", [f"tensor({name})" for name in (*types, "int32", "int64", fp8)], ""),
         ],
         attributes=[onnx.defs.OpSchema.Attribute(name, _KIND_OF[kind]) for name, kind in attributes.items()],
     )
@@ -315,24 +317,22 @@ def _attention(q: Any, k: Any, v: Any, lengths: Any, scale: float, causal: bool)
     return _NODES[ATTENTION_NODE](*inputs, **attention_attributes(scale, causal, lengths is not None))
 
 
-def _with_angles(inputs: tuple[Any, ...], cosines: Any, sines: Any) -> tuple[tuple[Any, ...], int]:
-    return (inputs, 0) if cosines is None else ((*inputs, cosines, sines), 1)
-
-
 def _cached_attention(
     q: Any, keys: Any, values: Any, query_counts: Any, key_counts: Any, scale: float, cosines: Any = None,
-    sines: Any = None,
+    sines: Any = None, key_scale: float = 1.0, value_scale: float = 1.0,
 ) -> Any:  # fmt: skip
-    inputs, rotated = _with_angles((q, keys, values, query_counts, key_counts), cosines, sines)
-    return _NODES[CACHED_ATTENTION_NODE](*inputs, scale=scale, rotated=rotated, **IDENTITY)
+    angles = [] if cosines is None else [cosines, sines]
+    attributes = cache_attributes(bool(angles), keys.dtype == _E4M3, key_scale, value_scale)
+    return _NODES[CACHED_ATTENTION_NODE](q, keys, values, query_counts, key_counts, *angles, scale=scale, **attributes)
 
 
 def _append(
     keys: Any, values: Any, new_keys: Any, new_values: Any, starts: Any, counts: Any, cosines: Any = None,
-    sines: Any = None,
+    sines: Any = None, key_scale: float = 1.0, value_scale: float = 1.0,
 ) -> Any:  # fmt: skip
-    inputs, rotated = _with_angles((keys, values, new_keys, new_values, starts, counts), cosines, sines)
-    return _NODES[APPEND_NODE](*inputs, rotated=rotated, **IDENTITY)
+    angles = [] if cosines is None else [cosines, sines]
+    attributes = cache_attributes(bool(angles), keys.dtype == _E4M3, key_scale, value_scale)
+    return _NODES[APPEND_NODE](keys, values, new_keys, new_values, starts, counts, *angles, **attributes)
 
 
 def _all_reduce(x: Any, ranks: int) -> Any:

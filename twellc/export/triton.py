@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from twellc.base.dtypes import BY_TENSORRT
+from twellc.base.errors import UserError
 from twellc.base.version import __version__
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ def model_config(name: str, plan: Plan, profiles: int, register: dict[str, str] 
         profiles: Number of its optimization profiles.
         register: How to register the plugins that it needs, see `how_to_register`; None where it needs none.
         ranks: How many GPUs the plans of the model are for.
+
+    Raises:
+        UserError: An input or output is of a type that Triton does not have.
     """
     lines = [f"# Written by twellc {__version__}."]
     if register is not None:
@@ -66,4 +70,6 @@ def _tensor(kind: str, tensor: Tensor) -> str:
     shape = tensor.shape or (1,)
     reshape = "" if tensor.shape else " reshape { shape: [ ] }"
     dims, dtype = ", ".join(map(str, shape)), BY_TENSORRT[tensor.dtype.upper()].triton
+    if not dtype:
+        raise UserError("--triton", "Triton has no tensors of this type", got=f"{tensor.name} in {tensor.dtype}")
     return f"{kind} {{ name: {json.dumps(tensor.name)} data_type: {dtype} dims: [ {dims} ]{reshape} }}"

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from twellc.base.caches import ASKED, KeyValueCache
+from twellc.base.caches import ASKED, FP8_CACHE, KeyValueCache
 from twellc.base.devices import choose_device
-from twellc.base.dtypes import DTYPES, dtype_name
+from twellc.base.dtypes import DTYPES
 from twellc.base.errors import UserError, first_few
-from twellc.compiling.cache_scales import choose_scales
+from twellc.compiling.cache_scales import by_placeholder, choose_scales
 from twellc.compiling.fp8 import measure_errors, wish_of
 from twellc.eager.optimization import refuse_other_weights
 from twellc.generation.plan import PlanBackend
@@ -25,7 +25,7 @@ from twellc.generation.program import ProgramCalls
 from twellc.loaders.cached import LARGEST_BATCH, NO_LIMIT, load_with_cache
 from twellc.loaders.model import load_model
 from twellc.loaders.precision import choose_dtype
-from twellc.options.commands import CACHE_DTYPES, FP8_CACHE, LLMOptions
+from twellc.options.commands import CACHE_DTYPES, LLMOptions
 from twellc.options.source import CacheOptions, TracingOptions
 from twellc.options.weights import refuse_samples
 from twellc.passes.attention import CUDNN, OPERATOR
@@ -35,7 +35,6 @@ from twellc.passes.pipeline import PassOptions, Rewritten, run_passes
 from twellc.passes.report import reads_fp8
 from twellc.passes.sizes.inputs import program_inputs
 from twellc.plugins.cache_op import attends_by_cudnn
-from twellc.plugins.fp8 import E4M3
 from twellc.samples.samples import Limits, read_text
 
 # Tokens of a row in a call: there a mask says which keys are seen, and all are read that come later in the same call.
@@ -75,8 +74,9 @@ def load_directory(path: Path, options: LLMOptions) -> tuple[PlanBackend, KeyVal
         errors = measure_errors(plain, choose_dtype(plain, precision)[0], samples, lambda _: None)
     scales = None
     if fp8_cache:
-        scales, said_of_scales = choose_scales(loaded, options.text, chosen)
-        cache, notes = replace(cache, dtype=dtype_name(E4M3)), [*notes, *said_of_scales]
+        found, said_of_scales = choose_scales(loaded, options.text, chosen)
+        scales = by_placeholder(loaded, found)
+        cache, notes = replace(cache, dtype=FP8_CACHE), [*notes, *said_of_scales]
     by_lengths = fp8_cache or (chosen.type == "cuda" and attends_by_cudnn())
     attention = (CUDNN, OPERATOR) if by_lengths else (OPERATOR,)
     wanted = PassOptions(

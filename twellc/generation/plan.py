@@ -12,9 +12,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from twellc.base.caches import ALL, ASKED, GREEDY, INPUT_IDS, LOGIT_PLACES, TOKEN_COUNT, WRITE_INDEX, KeyValueCache
+from twellc.base.caches import (
+    ALL,
+    ASKED,
+    CACHE_TYPES,
+    GREEDY,
+    INPUT_IDS,
+    LOGIT_PLACES,
+    TOKEN_COUNT,
+    WRITE_INDEX,
+    KeyValueCache,
+)
 from twellc.base.devices import choose_device
-from twellc.base.dtypes import BY_NAME, DTYPES
+from twellc.base.dtypes import BY_NAME
 from twellc.base.errors import UserError
 from twellc.compiling.manifest import Manifest, read_manifest, refuse_other_plugins
 from twellc.export.runner import Execution, OpenPlan, open_plan, prepare
@@ -70,7 +80,7 @@ class PlanBackend:
         self._rows = 0  # where memory ends midway there is no cache
         self._memory.clear()
         self._places = places_for(places, self.longest) if self._growing else self.longest
-        dtype = BY_NAME[DTYPES.get(self._cache.dtype, self._cache.dtype)].torch
+        dtype = BY_NAME[CACHE_TYPES.get(self._cache.dtype, self._cache.dtype)].torch
         caches: dict[str, Tensor] = {}
         self._calls.bind(caches)  # and give back the memory of the others, before there are new ones
         for pair in self._cache.pairs:

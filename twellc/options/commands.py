@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
-from twellc.base.caches import INPUT_IDS
+from twellc.base.caches import FP8_CACHE, INPUT_IDS
 from twellc.base.errors import UserError
 from twellc.export.shapes import Shape, ShapeRange, parse_profile, parse_sizes
 from twellc.export.triton import PLAN_NAME, VERSION, model_folder
@@ -18,7 +18,7 @@ from twellc.passes.report import Earlier
 from twellc.plugins.library import GPUS
 
 ATTENTIONS = ("auto", "tensorrt", "cudnn")
-CACHE_DTYPES = _, FP8_CACHE = ("auto", "fp8")
+CACHE_DTYPES = ("auto", FP8_CACHE)
 BACKENDS = ("auto", "tensorrt", "tensorrt-rtx", "none")
 DEFAULT_DENSITY = 0.005
 DEFAULT_TOKENS = 2048
@@ -53,6 +53,8 @@ class CompileOptions(TracingOptions, DecisionOptions, WeightOptions):
         max_batch_size: With --kv-cache: the most sequences of a call.
         prefill_chunk: With --kv-cache: the most tokens of a sequence in a call; longer prompts are fed in several.
             Default: 2048, or all that fit.
+        kv_cache_dtype: With --kv-cache: the type of the cache. auto: that of the model. fp8: E4M3, with a scale for the
+            keys and one for the values of each layer: those of the checkpoint, else measured on --text, else 1.
         tensor_parallel: Share the model among N GPUs of one machine: a plan for each, with a share of the heads of
             attention and of the neurons, FILE.rank0 and so on; FILE is a link to the first. With --firing-profile all
             get equally active neurons.
@@ -60,7 +62,8 @@ class CompileOptions(TracingOptions, DecisionOptions, WeightOptions):
         plugin_libraries: A library of other people's TensorRT plugins, for a graph with their nodes; several may be
             given. Its code runs here.
         arrays: With --fp8-error: measure on these arrays, named as the model's inputs.
-        text: With --fp8-error: measure on this text, in UTF-8, through the tokenizer in the model's directory.
+        text: With --fp8-error, or --kv-cache-dtype fp8: measure on this text, in UTF-8, through the tokenizer in the
+            model's directory.
         earlier: The decisions of an earlier compilation, to repeat them.
     """
 
@@ -81,6 +84,7 @@ class CompileOptions(TracingOptions, DecisionOptions, WeightOptions):
     kv_cache: int | None = option(None, "LENGTH", COUNT)
     max_batch_size: int = option(1, "N", COUNT)
     prefill_chunk: int | None = option(None, "N", COUNT)
+    kv_cache_dtype: str = option("auto", kind=CACHE_DTYPES)
     tensor_parallel: int = option(1, "N", COUNT)
     embed_plugins: bool = option(False)
     plugin_libraries: tuple[Path, ...] = option((), "FILE", Path, names=("--plugin-library",))
@@ -92,6 +96,11 @@ class CompileOptions(TracingOptions, DecisionOptions, WeightOptions):
     def cache(self) -> CacheOptions | None:
         """The sizes of the cache; None without one."""
         return None if self.kv_cache is None else CacheOptions(self.kv_cache, self.max_batch_size, self.prefill_chunk)
+
+    @property
+    def needed_attention(self) -> str:
+        """What is to compute attention: caches in FP8 are read by cuDNN's plugin alone."""
+        return "cudnn" if self.kv_cache_dtype == FP8_CACHE else self.attention
 
     @property
     def requested_profiles(self) -> list[tuple[str, ShapeRange]]:
@@ -302,7 +311,10 @@ def compile_options(
         raise UserError(f"--onnx {onnx}", "an ONNX file is not a plan", fix="Call it otherwise.")
     chosen = CompileOptions(model, output, onnx=onnx, triton=triton, **options)
     _refuse_cache(chosen)
-    refuse_samples(chosen, {"--arrays": chosen.arrays, "--text": chosen.text})
+    samples = {"--arrays": chosen.arrays, "--text": chosen.text}
+    if chosen.kv_cache_dtype == FP8_CACHE and chosen.fp8_error is None:
+        del samples["--text"]  # it has another use
+    refuse_samples(chosen, samples)
     return chosen
 
 
@@ -313,6 +325,7 @@ def _refuse_cache(options: CompileOptions) -> None:
         for name, given in (
             ("--max-batch-size", options.max_batch_size != 1),
             ("--prefill-chunk", options.prefill_chunk is not None),
+            ("--kv-cache-dtype", options.kv_cache_dtype == FP8_CACHE),
         ):
             if given:
                 raise UserError(name, "only a model with a key-value cache has one", fix="Add --kv-cache LENGTH.")
@@ -323,6 +336,9 @@ def _refuse_cache(options: CompileOptions) -> None:
         raise UserError(
             f"--prefill-chunk {cache.chunk}", "is longer than the cache", expected=f"at most --kv-cache {cache.length}"
         )
+    if options.kv_cache_dtype == FP8_CACHE and options.attention == "tensorrt":
+        what, got = "TensorRT's own attention does not read such a cache", "--attention tensorrt"
+        raise UserError(f"--kv-cache-dtype {FP8_CACHE}", what, got=got, fix="Leave one out.")
     why: dict[str, tuple[object, str]] = {
         "--optimization-profile": (
             options.optimization_profiles,

@@ -79,6 +79,7 @@ class CompileKeywords(TracingKeywords, DecisionKeywords, WeightKeywords, RunKeyw
     kv_cache: int | None
     max_batch_size: int
     prefill_chunk: int | None
+    kv_cache_dtype: str
     tensor_parallel: int
     embed_plugins: bool
     plugin_libraries: Sequence[AnyPath]

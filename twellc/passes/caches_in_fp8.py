@@ -23,14 +23,12 @@ from twellc.plugins.cache_op import APPEND, CACHED_ATTENTION
 from twellc.plugins.fp8 import E4M3
 
 
-def caches_in_fp8(
-    program: ExportedProgram, scales: Mapping[str, tuple[float, float]], others: str = ""
-) -> ExportedProgram:
+def caches_in_fp8(program: ExportedProgram, scales: Mapping[str, float], others: str = "") -> ExportedProgram:
     """Return the program with its caches in FP8.
 
     Args:
         program: The program, behind `rewrite_attention`.
-        scales: Those of keys and of values, by the names of the placeholders of keys.
+        scales: That of each cache, by the name of its placeholder.
         others: What attention is in other forms and why, for messages.
 
     Raises:
@@ -39,7 +37,7 @@ def caches_in_fp8(
     program = editable(program)
     for node in program.graph.find_nodes(op="call_function", target=APPEND):
         caches = node.args[:2]
-        key_scale, value_scale = scales[caches[0].name]
+        key_scale, value_scale = (scales[cache.name] for cache in caches)
         parts = [user for user in node.users if user.target is operator.getitem]
         readers = [reader for part in parts for reader in part.users if reader.op != "output"]
         foreign = [reader for reader in readers if reader.target is not CACHED_ATTENTION]

@@ -131,7 +131,7 @@ class PassOptions:
     part: Part = WHOLE
     linear: str = "auto"
     experts: bool = True
-    cache_scales: Mapping[str, tuple[float, float]] | None = None
+    cache_scales: Mapping[str, float] | None = None
     earlier: Earlier = Earlier()  # noqa: RUF009
     calls: Callable[[Node], Sequence[int]] = lambda x: ()
     dump: GraphDump = NOWHERE

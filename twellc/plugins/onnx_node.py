@@ -16,7 +16,8 @@ attributes of a block and of a linear layer are the options, see `block.py` and 
 the width of each output, also of a single one. Experts are those of the op in `experts_op.py`. The lengths must be 1 to
 the number of keys: a graph that cannot promise this clamps them before, since the plugin has no kernel for it. Nodes
 over caches have the meaning of the ops of the same names in `cache_op.py`; TwellAppendCaches writes its inputs in
-place, and its outputs share their memory.
+place, and its outputs share their memory. Their attribute `fp8` says that caches are float8e4m3fn, and not of the
+type of q: then `key_scale` and `value_scale` count, which are 1 else.
 
 TensorRT's parser finds the plugin by the node's type and its attributes `plugin_version` and `plugin_namespace`.
 """
@@ -43,6 +44,7 @@ T = TypeVar("T")
 ATTENTION, CACHED_ATTENTION, APPEND = ATTENTION_NAME, CACHED_ATTENTION_NAME, APPEND_NAME
 IDENTITY = {"plugin_version": PLUGIN_VERSION, "plugin_namespace": PLUGIN_NAMESPACE}
 _BY_NAME = (THRESHOLDS, *NORM_TENSORS)  # tensors of a block behind its scales
+_OF_CACHES = {"rotated": int, "fp8": int, "key_scale": float, "value_scale": float}  # of nodes over caches
 # Attributes and their types, by node.
 ATTRIBUTES: dict[str, dict[str, type]] = {
     **{
@@ -57,8 +59,8 @@ ATTRIBUTES: dict[str, dict[str, type]] = {
     LINEAR_NAME: linear.ATTRIBUTES,
     EXPERTS_NAME: {"activation": str, "threshold": float, "gate": int, SCALES_FLAG: int, THRESHOLDS.flag: int},
     ATTENTION: {"scale": float, "causal": int, "lengths": int},
-    CACHED_ATTENTION: {"scale": float, "rotated": int},
-    APPEND: {"rotated": int},
+    CACHED_ATTENTION: {"scale": float, **_OF_CACHES},
+    APPEND: _OF_CACHES,
 }
 # The tensors of experts, named and ordered as in the op, each with the attributes that it needs to be there.
 _OF_EXPERTS: dict[str, tuple[str, ...]] = {
@@ -183,3 +185,22 @@ def attention_attributes(scale: float, causal: bool, lengths: bool) -> dict[str,
         "lengths": int(lengths),
         **IDENTITY,
     }
+
+
+def cache_attributes(rotated: bool, fp8: bool, key_scale: float, value_scale: float) -> dict[str, str | int | float]:
+    """Return the attributes that nodes over caches share; see the ops in `cache_op.py`."""
+    return {
+        "rotated": int(rotated),
+        "fp8": int(fp8),
+        "key_scale": float(key_scale),
+        "value_scale": float(value_scale),
+        **IDENTITY,
+    }
+
+
+def read_caches(inputs: Sequence[T], attributes: Mapping[str, Any], count: int) -> tuple[list[T], dict[str, Any]]:
+    """Return the first `count` tensors of a node over caches, and the further arguments of its op by name."""
+    # Graphs from before caches were in FP8 lack these.
+    scales = {name: float(attributes.get(name, 1.0)) for name in ("key_scale", "value_scale")}
+    angles = dict(zip(("cosines", "sines"), inputs[count:], strict=False))
+    return list(inputs[:count]), {**angles, **scales}

@@ -19,7 +19,7 @@ import pycuda.driver as cuda
 from twellc.base.errors import UserError
 from twellc.plugins import register
 
-BYTES = {"FLOAT": 4, "INT32": 4, "HALF": 2, "BF16": 2, "INT64": 8, "BOOL": 1}
+BYTES = {"FLOAT": 4, "INT32": 4, "HALF": 2, "BF16": 2, "INT64": 8, "BOOL": 1, "FP8": 1}
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from twellc.export.runner import open_plan
 from twellc.export.tensorrt_host import load_host
 
 CACHE, UPDATED = "past_key_values.", "present."
-DTYPES = {"FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {"FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16, "FP8": torch.float8_e4m3fn}
 
 
 class Sequence:

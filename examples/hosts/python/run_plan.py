@@ -55,7 +55,7 @@ def main() -> None:
         sys.exit(str(error))
 
     dtypes = {"FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16}
-    dtypes |= {"INT32": torch.int32, "INT64": torch.int64, "BOOL": torch.bool}
+    dtypes |= {"INT32": torch.int32, "INT64": torch.int64, "BOOL": torch.bool, "FP8": torch.float8_e4m3fn}
     context = engine.create_execution_context()
     tensors: dict[str, torch.Tensor] = {}
     names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]

@@ -21,7 +21,7 @@ trt = pytest.importorskip("tensorrt_rtx_bindings", reason="TensorRT-RTX is not i
 def test_names(dtype: DType) -> None:
     assert dtype_name(dtype.torch) == np.dtype(dtype.name).name == dtype.name
     assert onnx.helper.tensor_dtype_to_np_dtype(dtype.onnx) == np.dtype(dtype.name)
-    assert bool(dtype.tensorrt) == bool(dtype.triton)
+    assert bool(dtype.triton) == (dtype.tensorrt not in ("", "FP8"))
     if dtype.tensorrt:
         assert trt.DataType.__members__[dtype.tensorrt].itemsize == np.dtype(dtype.name).itemsize
 

@@ -14,6 +14,7 @@ from onnx import TensorProto
 from tests import models
 from tests.conftest import Cli
 from tests.twellc.checks.runs import changed, run_check, set_tensor, translate
+from tests.twellc.generation.test_fp8_cache import with_scales
 from twellc.base.errors import UserError
 from twellc.checks.generation import Call, Generated, Steps, graph_steps, prompt_lengths
 from twellc.commands.check import print_accuracy
@@ -61,6 +62,27 @@ def test_ops_over_caches_rotate(tmp_path: Path) -> None:
     assert rotated == [1, 1]
     assert "Neg" not in {node.op_type for node in nodes}
     assert run_check(model, tmp_path / "m.onnx").within
+
+
+def set_value_scale(model: onnx.ModelProto) -> None:
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if node.op_type == "TwellCachedAttention" and attribute.name == "value_scale":
+                attribute.f *= 1.2
+
+
+def test_caches_in_fp8(tmp_path: Path) -> None:
+    """The model rounds its keys and values, too, so that scales that differ between two nodes show."""
+    model = with_scales(models.save(models.llama(), tmp_path / "model", torch.bfloat16))
+    translate(model, tmp_path / "m.onnx", kv_cache_dtype="fp8", **SIZES)
+    result = run_check(model, tmp_path / "m.onnx")
+    assert result.within
+    assert any(note.startswith("keys and values are rounded to FP8 in the model, too") for note in result.notes)
+    assert all(0 < step.error < 0.05 for step in result.generation.steps)  # type: ignore[union-attr]
+    assert not run_check(model, changed(tmp_path / "m.onnx", tmp_path / "other.onnx", set_value_scale)).within
+    deeper = models.save(models.llama(num_hidden_layers=3), tmp_path / "deeper", torch.bfloat16)
+    with pytest.raises(UserError, match="does not tell which keys and values a cache in FP8 would keep"):
+        run_check(deeper, tmp_path / "m.onnx")
 
 
 @pytest.mark.slow

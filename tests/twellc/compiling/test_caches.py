@@ -5,12 +5,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
+import torch
 
 import twellc
 from tests import models
 from tests.caches import FAMILIES
 from tests.conftest import Cli, run_here
+from tests.twellc.generation.test_fp8_cache import SCALES, with_scales
 from tests.twellc.test_cli import failed
 from twellc.base.errors import UserError
 from twellc.compiling.manifest import read_manifest
@@ -90,6 +93,55 @@ def test_inspect_shows_the_pairs(cli: Cli, plan: Path) -> None:
     found = json.loads(cli("inspect", plan, "--json").stdout)
     ends = {"input": "past_key_values.0.key", "output": "present.0.key"}
     assert found["cache"]["pairs"][0] == {**ends, "shape": [-1, 2, 24, 8]}
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose heads a kernel reads in FP8, with scales for them."""
+    model = models.llama(head_dim=64, num_hidden_layers=2)
+    return with_scales(models.save(model, tmp_path_factory.mktemp("models") / "wide", torch.bfloat16))
+
+
+@needs_library
+def test_a_cache_in_fp8(cli: Cli, wide: Path, tmp_path: Path) -> None:
+    plan, graph = tmp_path / "m.plan", tmp_path / "m.onnx"
+    options = ["--backend", "tensorrt-rtx", "--kv-cache-dtype", "fp8"]
+    done = cli("compile", wide, "-o", plan, "--onnx", graph, *SIZES, *options)
+    assert done.exit_code == 0, done.output
+    assert "kept in FP8, with the scales of the checkpoint" in done.output.replace("\n", " ")
+    manifest = read_manifest(plan)
+    assert manifest.cache is not None
+    assert manifest.cache.dtype == "fp8"
+    names = [pair.input for pair in manifest.cache.pairs]
+    scales = [each for layer in SCALES for each in layer]
+    assert manifest.settings.cache_scales == pytest.approx(dict(zip(names, scales, strict=True)))
+    assert manifest.plan is not None
+    tensors = [*manifest.plan.inputs, *manifest.plan.outputs]
+    assert {each.dtype for each in tensors if ".value" in each.name or ".key" in each.name} == {"fp8"}
+    assert next(each.dtype for each in tensors if each.name == "logits") == "bf16"
+    assert {(block.form, block.mask) for block in manifest.attention} == {("cudnn", "causal")}
+    found = [
+        {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+        for node in onnx.load(graph).graph.node
+        if node.op_type in ("TwellAppendCaches", "TwellCachedAttention")
+    ]
+    given = [(each["fp8"], each["key_scale"], each["value_scale"]) for each in found]
+    assert given == [pytest.approx((1, *SCALES[layer])) for layer in (0, 0, 1, 1)]
+    assert "0.01229 MB a sequence, fp8" in cli("inspect", plan).output
+
+
+def test_caches_in_fp8_that_are_refused(
+    cli: Cli, llama: Path, wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["compile", "-o", tmp_path / "m.plan", "--backend", "tensorrt-rtx", "--kv-cache-dtype", "fp8"]
+    failed(cli(*options, wide), "--kv-cache-dtype: only a model with a key-value cache has one")
+    own = "--kv-cache-dtype fp8: TensorRT's own attention does not read such a cache; got --attention tensorrt"
+    failed(cli(*options, wide, *SIZES, "--attention", "tensorrt"), own)
+    if attention_library_path() is not None:
+        failed(cli(*options, llama, *SIZES), "caches in FP8 need heads of a width of 64, 80, 96, 128 or 256, got")
+    monkeypatch.setattr("twellc.compiling.compiler.compute_capability", lambda: (8, 9))
+    failed(cli(*options, wide, *SIZES), "no kernel reads such a cache on this GPU; got compute capability 8.9")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_report_says_why_attention_is_decomposed(cli: Cli, tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ class Earlier(Record):
         linear_taken: The linear layers that were rewritten, by the first module of each, and the blocks that took the
             norms before them.
         fp8_errors: By how much FP8 changes the outputs of blocks on samples.
+        cache_scales: Of caches in FP8 the scale of each, by its input.
     """
 
     attention_forms: list[Annotated[str, OneOf(ATTENTION_FORMS)]] | None = field(default=None, metadata=OPTIONAL)
@@ -117,6 +118,7 @@ class Earlier(Record):
     decided: dict[str, Repeated] | None = field(default=None, metadata=OPTIONAL)
     linear_taken: list[str] | None = field(default=None, metadata=OPTIONAL)
     fp8_errors: dict[str, Amount] | None = field(default=None, metadata=OPTIONAL)
+    cache_scales: dict[str, Time] | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True)
