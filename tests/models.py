@@ -275,6 +275,23 @@ m2m100 = family(
     max_position_embeddings=64,
     decoder_start_token_id=2,
 )
+# A layer of four experts, one for each token, in encoder and decoder; an expert takes three tokens of a text.
+switch = family(
+    "SwitchTransformers",
+    "ForConditionalGeneration",
+    vocab_size=96,
+    d_model=32,
+    d_kv=8,
+    d_ff=96,
+    num_heads=4,
+    num_layers=1,
+    num_decoder_layers=1,
+    num_sparse_encoder_layers=1,
+    num_sparse_decoder_layers=1,
+    num_experts=4,
+    expert_capacity=3,
+    decoder_start_token_id=0,
+)
 # Its projections are Conv1D, that is addmm with a weight stored [in, out].
 gpt2 = family("GPT2", "LMHeadModel", **_GPT, n_layer=1)
 # Squared ReLU without a gate; Arcee has other norms, Persimmon and Jais-2 biases, Persimmon Q, K and V in one product.

@@ -1,5 +1,6 @@
 """Experts in real TensorRT: equal to the op bit by bit, and within tolerance of float64."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests import models
 from tests.models import export
-from tests.tensorrt.plans import run, same_bits
+from tests.tensorrt.plans import compiled, run, same_bits, twellc
+from twellc.compiling.manifest import manifest_path
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.export.plan import build_plan
 from twellc.export.runner import OpenPlan, open_plan
@@ -102,3 +105,13 @@ def test_against_the_op_and_float64(built: Built, tokens: int) -> None:
     assert same_bits(y, EXPERTS(x=x.cuda(), **on_gpu, **module.operands(dtype, "cuda")))
     truth = EXPERTS(x=x.double(), **routing, **module.operands(torch.float64, "cpu"))
     assert (y.double() - truth).norm() < TOLERANCES[dtype] * truth.norm()
+
+
+def test_switch(tensorrt: Host, tmp_path: Path) -> None:
+    """Its router counts the tokens of each expert, and drops some."""
+    model = models.save(models.switch(), tmp_path / "model")
+    plan = compiled(model, tmp_path / "m.plan")
+    assert json.loads(manifest_path(plan).read_text())["plugins"]["names"] == ["TwellExperts"]
+    done = twellc("check", model, plan, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["executed"] == "the plan"

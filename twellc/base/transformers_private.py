@@ -35,6 +35,8 @@ NEEDED: dict[str, str] = {
     "transformers.models.auto.modeling_auto:MODEL_MAPPING_NAMES": "which decoders may be encoders",
     "transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS": "a function of twellc computes experts, and counts",
     "transformers.integrations.moe:_grouped_mm": "grouped products of experts are computed as transformers does",
+    "transformers.models.nllb_moe.modeling_nllb_moe:NllbMoeSparseMLP": "it is refused with the reason",
+    "transformers.models.switch_transformers.modeling_switch_transformers:SwitchTransformersSparseMLP": "it compiles",
     "transformers:AttentionInterface.register": "attention is computed by a function of twellc",
     "transformers:AttentionMaskInterface.register": "masks are made by a function of twellc",
     "transformers:PreTrainedConfig._attn_implementation": "which attention a model has",
@@ -327,6 +329,17 @@ def experts_computed_as(config: Any, experts: Any, x: Tensor, ids: Tensor, weigh
     function = ALL_EXPERTS_FUNCTIONS.get_interface(name, type(experts).forward.__wrapped__)
     y: Tensor = function(experts, x, ids, weights)
     return y
+
+
+def layers_with_loops(model: torch.nn.Module) -> tuple[list[Any], list[Any]]:
+    """Return the modules that call experts in a loop: those of Switch, and those of NLLB-MoE.
+
+    Each of Switch has a `router`, whose forward brings its `classifier` to `dtype`, and `experts`, a dictionary of
+    modules with `wi`, `act` and `wo`.
+    """
+    names = ("SwitchTransformersSparseMLP", "NllbMoeSparseMLP")
+    switch, nllb = ([each for each in model.modules() if type(each).__name__ == name] for name in names)
+    return switch, nllb
 
 
 GROUPED_PRODUCT = "transformers.grouped_mm_fallback.default"

@@ -37,9 +37,9 @@ def routers_of(blocks: Iterable[FfnBlock]) -> dict[str, str]:
             continue
         visited.add(node)
         pending.extend(node.all_input_nodes)
-        if packet(node) is aten.topk:
+        if packet(node) in (aten.topk, aten.argmax):
             scores = operand(node).meta["val"]
-            count, dim = (*arguments(node), -1)[1:3]
+            count, dim = (*arguments(node), -1)[1:3] if packet(node) is aten.topk else (1, (*arguments(node), None)[1])
             if dim in (-1, scores.dim() - 1) and count < scores.shape[-1]:
                 routers[node.name] = operand(node).name
     return routers
@@ -60,8 +60,11 @@ def _visitor(routers: Mapping[str, str], choose: _Choose, visit: Visit = _same) 
     def see(name: str, value: Any) -> Any:
         if name in routers:
             scores = values[routers[name]]
-            ids = choose(name, scores, value[1])
-            value = scores.gather(-1, ids), ids
+            if isinstance(value, Tensor):  # of argmax
+                value = choose(name, scores, value.reshape(*scores.shape[:-1], 1)).reshape(value.shape)
+            else:
+                ids = choose(name, scores, value[1])
+                value = scores.gather(-1, ids), ids
         value = visit(name, value)
         if name in read:
             values[name] = value

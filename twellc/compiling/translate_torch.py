@@ -297,7 +297,7 @@ def refuse_grouped_products(model: LoadedModel, program: ExportedProgram, layers
     if model.cache is None:
         fix = (
             'Call model.set_experts_implementation("batched_mm"), for which ONNX has operators, export the model with'
-            " torch.export.save, and compile that archive: its experts are dense, too."
+            " torch.export.save, and compile that archive: its experts are dense, too. Switch has no such form."
         )
     raise UserError(
         str(model.path),

@@ -176,11 +176,13 @@ def _traced(
         raise _nothing_to_count(options, [f"{layer.module}: {layer.reason}" for layer in found.layers])
     notes = [*model.notes, *notes]
     if experts:
-        notes.append(
+        note = (
             f"a token counts once for each expert of {first_few([block.module for block in experts])} that it is sent"
-            " to, padding too, and the neurons at one place in all experts as one; profile the model's Hugging Face"
-            " directory to count each expert by itself, without padding"
+            " to, padding too, and the neurons at one place in all experts as one"
         )
+        if model.kind != "Hugging Face directory":
+            note += "; profile the model's Hugging Face directory to count each expert by itself, without padding"
+        notes.append(note)
     with _memory_of(device, "Use --device cpu, or a GPU with more memory."):
         observer = ProgramObserver(found.program, blocks, device)
     pads_right = model.settings.get("padding") == "none"

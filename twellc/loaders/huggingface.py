@@ -24,6 +24,7 @@ from twellc.loaders.huggingface_inputs import Input, at_sizes, inputs_of, longes
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.method import Matrix
 from twellc.loaders.placing import kept_layers, notes_on, places_of, put, refuse_overflow, stand_ins
+from twellc.loaders.switch import stack_experts
 from twellc.loaders.tracing import keep_tensor_outputs, trace
 from twellc.options.source import GREEDY_LOGITS, PADDINGS, NoChoiceError, refuse_choices
 from twellc.passes.sizes.conditions import failing_assertions
@@ -355,6 +356,7 @@ def _trace(
     for module in model.modules():
         if hasattr(module, "config"):
             module.config.use_cache = False
+    stack_experts(str(path), model)
     settings = settings_of(path, model, padding, logits)
     inputs = inputs_of(path, model, masked=settings.get("padding") != "none")
     _fix_arguments(model, settings)

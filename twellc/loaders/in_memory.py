@@ -20,6 +20,7 @@ from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.loaders.precision import choose_dtype
+from twellc.loaders.switch import with_stacked_experts
 from twellc.loaders.tracing import paths_of, trace
 from twellc.options.source import Example, TracingOptions
 from twellc.passes.graph.device import Moved, devices_of, on_device
@@ -140,7 +141,8 @@ def exported(model: ExportedProgram | torch.nn.Module, example: Example) -> Expo
     inputs = [leaf for leaf in pytree.tree_leaves((example.args, example.kwargs)) if isinstance(leaf, torch.Tensor)]
     _refuse_devices(name, {tensor.device for tensor in (*stored, *inputs)})
     with cache_switched_off(model):
-        return trace(name, model, example.args, dict(example.kwargs or {}), example.dynamic_shapes)
+        stacked = with_stacked_experts(name, model)
+        return trace(name, stacked, example.args, dict(example.kwargs or {}), example.dynamic_shapes)
 
 
 _WRAPPERS = (OptimizedModule, torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)

@@ -19,6 +19,7 @@ ENCODERS: dict[str, Callable[[], Any]] = {
     "roberta": models.family("Roberta", "ForMaskedLM", **BERT),
     "t5": models.t5,
     "m2m100": models.m2m100,
+    "switch": models.switch,
     **{name: make for name, (make, _, _) in MODELS.items()},
 }
 FORMS: dict[str, dict[str, Any]] = {"as it is": {}, "linear": {"linear": "twell"}, "fp8": {"weights": "fp8"}}

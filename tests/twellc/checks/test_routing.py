@@ -6,6 +6,7 @@ from pathlib import Path
 import onnx
 import pytest
 import torch
+import transformers
 from onnx import TensorProto, helper
 
 from tests import models
@@ -73,3 +74,33 @@ def test_other_choices(case: str, mixture: Path, tmp_path: Path) -> None:
     certain, near = result.outputs
     assert (certain.name, near.name) == ("logits", "logits (near ties)")
     assert 0 < near.elements < certain.elements
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Switch's encoder: a token has one of four experts by argmax; those in the middle have nearly the same scores."""
+    folder = tmp_path_factory.mktemp("encoder")
+    whole = models.save(models.switch(expert_capacity=64), folder / "whole")
+    model = transformers.SwitchTransformersEncoderModel.from_pretrained(whole)
+    with torch.no_grad():
+        router = model.encoder.block[0].layer[1].mlp.router.classifier.weight
+        router[2] = router[1]
+        router[2, 0] *= 1 + torch.finfo(torch.bfloat16).eps
+    graph_of(models.save(model, folder / "model"), folder / "m.onnx")
+    return folder
+
+
+@pytest.mark.parametrize(("one", "other", "within"), [(1, 2, True), (0, 3, False)])
+def test_other_choices_by_argmax(one: int, other: int, within: bool, encoder: Path, tmp_path: Path) -> None:
+    def swap(graph: onnx.ModelProto) -> None:
+        arrays = {each.name: list(each.dims) for each in graph.graph.initializer}
+        (router,) = (name for name, dims in arrays.items() if dims == [32, 4] and "bias" not in name)
+        set_tensor(graph, router, exchanged)
+
+    def exchanged(columns: torch.Tensor) -> None:
+        columns[:, [one, other]] = columns[:, [other, one]]
+
+    result = run_check(encoder / "model", changed(encoder / "m.onnx", tmp_path / "m.onnx", swap))
+    assert result.within == within
+    certain, near = result.outputs
+    assert near.name == "last_hidden_state (near ties)" and 0 < near.elements < certain.elements

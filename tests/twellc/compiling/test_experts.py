@@ -18,6 +18,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "mixtral": models.mixtral,
     "nemotron_h": lambda: models.nemotron_h(layers_block_type=["moe", "attention"]),
     "qwen3_moe": models.family("Qwen3Moe", **models.WIDE, **QWEN, hidden_act="relu2"),
+    "switch": models.switch,
 }
 
 
@@ -33,6 +34,7 @@ def archived(model: Any, path: Path, form: str) -> Path:
     [
         ("nemotron_h", "", torch.bfloat16),
         ("qwen3_moe", "", torch.float32),
+        pytest.param("switch", "", torch.bfloat16, marks=pytest.mark.slow),
         ("mixtral", "batched_mm", torch.bfloat16),
         ("mixtral", "grouped_mm", torch.float32),
     ],
@@ -46,7 +48,8 @@ def test_experts_are_compiled_and_checked(name: str, form: str, dtype: torch.dty
     rows = [row for row in json.loads((tmp_path / "m.json").read_text())["layers"] if row["experts"]]
     nodes = [node for node in onnx.load(graph).graph.node if node.op_type == "TwellExperts"]
     assert len(rows) == len(nodes) > 0
-    assert all((row["decision"], row["top"], row["reason"]) == ("twell", 2, "matches") for row in rows)
+    top = 1 if name == "switch" else 2
+    assert all((row["decision"], row["top"], row["reason"]) == ("twell", top, "matches") for row in rows)
     shown = json.loads(cli("inspect", path, "--json").stdout)
     assert [row for row in shown["layers"] if row["experts"]] == rows
     assert "experts" in {block["route"] for block in shown["kernels"]["blocks"]}

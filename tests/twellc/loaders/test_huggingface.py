@@ -173,7 +173,7 @@ UNTRACEABLE: dict[str, tuple[str, dict[str, Any], str, str]] = {
     ),
     "experts": (
         "SwitchTransformersForConditionalGeneration",
-        {**T5, "num_experts": 4},
+        {**T5, "num_experts": 4, "dense_act_fn": "gelu"},
         "torch.export cannot trace the model",
         "Mixture-of-experts models cannot be exported as they are.",
     ),
