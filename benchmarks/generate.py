@@ -8,11 +8,12 @@ The model is that of model.py, 1.5 billion parameters, and every contestant keep
 cache, and attends to it by lengths. A step is one new token of each sequence in the last place of a full cache, the
 greedy choice included, as a CUDA graph. Contestants are the dense model (`dense_rivals.py`), eager, compiled, and
 compiled with gate and up in one product; that with blocks in FP8 and in INT4, and with all linear layers but the
-logits' in FP8; the program that `twellc.LLM` runs, eager and compiled, and with weights in FP8; that dense model, and
-the compiled programs, with a cache in FP8 of scale 1, too; and with --plans a dense plan of
-`twellc compile --kv-cache`, and rewritten ones, of blocks alone and of linear layers, too, in bf16 and in FP8, which
-need full TensorRT. All take turns, in a new order in each repetition. Before that, the logits of each are compared with
-float64. Plans that are in the folder already are used again, so that building and timing may be two calls.
+logits' in FP8; the program that `twellc.LLM` runs, eager and compiled, and with weights in FP8; and with --plans a
+dense plan of `twellc compile --kv-cache`, and rewritten ones, of blocks alone and of linear layers, too, in bf16 and in
+FP8, which need full TensorRT. The dense model with linear layers in FP8, the compiled programs and the plans of linear
+layers come with a cache in FP8 of scale 1, too. All take turns, in a new order in each repetition. Before that, the
+logits of each are compared with float64. Plans that are in the folder already are used again, so that building and
+timing may be two calls.
 
 By the contestants of twellc a whole answer is decoded, too, which gives tokens a second as a user has them, and the gap
 that the host leaves between two steps.
@@ -77,16 +78,17 @@ TWELL_COMPILED_CACHE, TWELL_COMPILED_FP8_CACHE = (
     f"{each} {FP8_CACHE}" for each in (TWELL_COMPILED, TWELL_COMPILED_FP8)
 )
 PLAN_LINEAR, PLAN_LINEAR_FP8 = f"{PLAN_TWELL} linear", f"{PLAN_TWELL} linear FP8"
+PLAN_LINEAR_CACHE, PLAN_LINEAR_FP8_CACHE = (f"{each} {FP8_CACHE}" for each in (PLAN_LINEAR, PLAN_LINEAR_FP8))
 # Where these stand among the contestants, the first one is the yardstick of errors.
 LABELS = (
     *(EAGER, COMPILED, PACKED, FP8, FP8_LINEAR, FP8_LINEAR_CACHE, INT4),
     *(TWELL_EAGER, TWELL_COMPILED, TWELL_COMPILED_CACHE, TWELL_COMPILED_FP8, TWELL_COMPILED_FP8_CACHE),
-    *(PLAN_DENSE, PLAN_TWELL, PLAN_TWELL_FP8, PLAN_LINEAR, PLAN_LINEAR_FP8),
+    *(PLAN_DENSE, PLAN_TWELL, PLAN_TWELL_FP8, PLAN_LINEAR, PLAN_LINEAR_CACHE, PLAN_LINEAR_FP8, PLAN_LINEAR_FP8_CACHE),
 )
 # More than the model's dtype does.
 _ROUNDED = (
     *(*LOSSY, FP8_LINEAR, FP8_LINEAR_CACHE, TWELL_COMPILED_CACHE, TWELL_COMPILED_FP8, TWELL_COMPILED_FP8_CACHE),
-    *(PLAN_TWELL_FP8, PLAN_LINEAR_FP8),
+    *(PLAN_TWELL_FP8, PLAN_LINEAR_CACHE, PLAN_LINEAR_FP8, PLAN_LINEAR_FP8_CACHE),
 )
 # Options of twellc compile.
 _PLANS = {
@@ -96,6 +98,9 @@ _PLANS = {
     PLAN_LINEAR: ("--layers", "all", "--linear", "twell"),
     PLAN_LINEAR_FP8: ("--layers", "all", "--linear", "twell", "--weights", "fp8"),
 }
+_PLANS[PLAN_LINEAR_CACHE], _PLANS[PLAN_LINEAR_FP8_CACHE] = (
+    (*_PLANS[each], "--kv-cache-dtype", "fp8") for each in (PLAN_LINEAR, PLAN_LINEAR_FP8)
+)
 _CHECKED_ROWS = 2
 _PROMPT, _ANSWER = 64, 96
 # What `twellc.LLM` runs: whether it is compiled, its weights, and the type of its cache.

@@ -183,7 +183,8 @@ SMOKES = {
 # In full TensorRT.
 PLANS = {
     "generate": Smoke(
-        *("generate.py", "setting", ("prefill", "decode-2"), ("dense eager", "plan dense", "plan twell linear FP8")),
+        *("generate.py", "setting", ("prefill", "decode-2")),
+        ("dense eager", "plan dense", "plan twell linear FP8", "plan twell linear FP8 FP8 cache"),
         ("--plans", "PLANS", "--only", "dense eager|plan dense|plan twell linear"),
     ),
     "engine": Smoke(
@@ -242,7 +243,7 @@ def test_smoke(name: str, tmp_path: Path) -> None:
         assert 0 < found["density"]["mean"] < 0.05 and found["errors"]["twell"] < 0.1
     if name == "generate":
         answers = found["results"][1]["answers"]
-        ours = {"twell eager", "twell compiled", "twell compiled FP8"}
+        ours = {"twell eager", *(f"twell compiled{each}" for each in ("", " FP8", " FP8 cache", " FP8 FP8 cache"))}
         assert set(answers) == ours and all(each["graph"] for each in answers.values())
 
 
