@@ -1,20 +1,29 @@
 """Measure what vLLM serves of a ReLU Llama of 1.5 billion parameters, with twellc's model class and without it.
 
 python benchmarks/serving.py --json results.json
+python benchmarks/serving.py --weights fp8 --json results.json
 python benchmarks/serving.py --model FOLDER --json results.json
+python benchmarks/serving.py --drawn nano --density 0.1 --requests 1,4,16,64 --uncompiled --json results.json
 python benchmarks/serving.py --smoke --device cpu
 
 The model is that of `model.py`: random weights, sparse gates. `dense` is vLLM's own class over transformers, the only
-one of its classes that takes a ReLU Llama. With `--model` it is vLLM's own class of that model, such as OPT's or
-Nemotron-H's, and `twell` the same class with the ops; `--dummy` draws weights for a folder that has none.
+one of its classes that takes a ReLU Llama. With `--weights fp8` both get a checkpoint whose linear layers are in E4M3,
+with a scale for each output, and `dense` computes them by vLLM's own FP8. With `--model` and `--drawn` it is vLLM's own
+class of that model, such as OPT's or Nemotron-H's, and `twell` the same class with the ops.
+
+`--drawn` takes the sizes of a published model and draws its weights in the engines, so that about `--density` of the
+neurons fire: the first column of the embedding is constant, no layer writes to it, and the first columns of up
+projections shift each neuron. The share is counted in a call, and printed.
 
 Each engine has its own process; they start at the same time and then take turns. Both compile the model and replay CUDA
-graphs. All requests are there at the start. Tokens a second of the prompts are from calls that generate one token;
-those of the answers from what longer calls take beyond that. Medians of several calls.
+graphs; with `--uncompiled` they replay graphs of each step alone. All requests are there at the start. Tokens a second
+of the prompts are from calls that generate one token; those of the answers from what longer calls take beyond that.
+Medians of several calls.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import multiprocessing
@@ -31,16 +40,151 @@ import click
 import harness
 import torch
 import transformers
-from harness import NUMBERS, Columns, Result, Run, field
+from harness import NUMBERS, Result, Run, field
 from model import CAUSAL, ModelOptions, describe_model
+from safetensors.torch import load_file, save_file
 
 from twellc.options.option import COUNT, option
+from twellc.plugins.fp8 import Fp8
 from twellc.vllm import ARCHITECTURE, PREFIX
 
 CONTESTANTS: dict[str, dict[str, Any]] = {
     "dense": {"model_impl": "transformers"},
     "twell": {"hf_overrides": {"architectures": [ARCHITECTURE]}},
 }
+_KINDS = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A model whose weights engines draw.
+
+    Attributes:
+        architecture: The name of vLLM's class.
+        config: What differs from the defaults of transformers' configuration.
+        cache: Gigabytes for the cache of keys, values and states.
+    """
+
+    architecture: str
+    config: dict[str, Any]
+    cache: int
+
+    def write(self, folder: Path) -> None:
+        """Write its configuration."""
+        kind = getattr(transformers, self.architecture.replace("ForCausalLM", "Config"))
+        kind(architectures=[self.architecture], dtype="bfloat16", **self.config).save_pretrained(folder)
+
+
+def _hybrid(layers: str, cache: int, **sizes: Any) -> Drawn:
+    kinds = {"num_hidden_layers": len(layers), "layers_block_type": [_KINDS[each] for each in layers]}
+    return Drawn("NemotronHForCausalLM", {**kinds, **sizes}, cache)
+
+
+def _opt(layers: int, d_model: int, cache: int) -> Drawn:
+    sizes = {"num_hidden_layers": layers, "hidden_size": d_model, "word_embed_proj_dim": d_model}
+    return Drawn("OPTForCausalLM", {**sizes, "ffn_dim": 4 * d_model, "num_attention_heads": d_model // 128}, cache)
+
+
+_EXPERTS = {"n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856, "n_shared_experts": 1}
+_NANO = {"hidden_size": 2688, "num_key_value_heads": 2, "mamba_num_heads": 64, "routed_scaling_factor": 2.5}
+DRAWN = {
+    "nano": _hybrid(
+        "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", 5,
+        **_EXPERTS, **_NANO, moe_shared_expert_intermediate_size=3712,
+    ),
+    "nemotron-h-8b": _hybrid("M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", 20),
+    "opt-6.7b": _opt(32, 4096, 20),
+    "opt-smoke": _opt(2, 128, 1),
+}  # fmt: skip
+
+
+# ---- weights ----
+
+
+# Endings of the names of weights: of up projections, and of layers that write to the residual stream.
+_UP = ("up_proj.weight", "fc1.weight", "w13_weight")
+_WRITES = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "fc2.weight", "w2_weight")
+
+
+@torch.inference_mode()
+def draw_weights(model: Any, density: float) -> None:
+    """Draw the weights of a model in vLLM, in place, so that this share of the neurons fires."""
+    torch.manual_seed(0)
+    shift = statistics.NormalDist().inv_cdf(density)
+    for name, weight in model.named_parameters():
+        if weight.dim() < 2:
+            if "norm" in name and name.endswith("weight"):
+                weight.fill_(1)
+            elif name.endswith(".A"):
+                weight.fill_(-1)  # states decay
+        elif "embed_tokens" in name:
+            weight.normal_()
+            weight[:, 0] = weight.shape[1] ** 0.5
+        elif "embed" not in name:
+            std = weight.shape[-1] ** -0.5
+            if name.endswith(_WRITES):
+                weight.normal_(std=0.03 * std)[..., 0, :] = 0
+            else:
+                weight.normal_(std=std)[..., 0] = shift * std if name.endswith(_UP) else 0
+
+
+class Counter:
+    """Counts which share of a model's neurons fires, in a few tokens of each call while it listens."""
+
+    def __init__(self, model: Any) -> None:
+        self._shares: dict[str, list[float]] = {"blocks": [], "experts": []}
+        self._compiled = [each for each in model.modules() if getattr(each, "do_not_compile", None) is False]
+        self._hooks = [
+            each.register_forward_pre_hook(functools.partial(self._count, *found), with_kwargs=True)
+            for name, each in model.named_modules()
+            if (found := self._of(name, each))
+        ]
+        for each in self._compiled:
+            each.do_not_compile = True
+
+    @staticmethod
+    def _of(name: str, module: Any) -> tuple[str, Any] | None:
+        """Return the kind of what follows in a module, and the module with the weights; None for other modules."""
+        if f"{name}.weight".endswith(_UP):
+            return "blocks", module
+        return ("experts", module.routed_experts) if hasattr(module, "routed_experts") else None
+
+    def _count(self, kind: str, held: Any, _: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        weight = held.weight if kind == "blocks" else held.w13_weight.flatten(0, 1)
+        x = next(iter((*given, *named.values())))[:16]
+        self._shares[kind].append((x @ weight.t() > 0).double().mean().item())
+
+    def stop(self) -> dict[str, float]:
+        """Stop, and return the mean share of each kind."""
+        for hook in self._hooks:
+            hook.remove()
+        for each in self._compiled:
+            each.do_not_compile = False
+        return {kind: round(statistics.mean(shares), 4) for kind, shares in self._shares.items() if shares}
+
+
+def quantize_folder(model: Path, folder: Path) -> None:
+    """Write a checkpoint's linear layers in E4M3 as compressed-tensors does: `FP8_DYNAMIC`, a scale for each output."""
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
+    inputs = {**weights, "strategy": "token", "dynamic": True}
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
+        "ignore": ["lm_head"],
+    }
+    tensors = {name: each for path in model.glob("*.safetensors") for name, each in load_file(path).items()}
+    for name in [each for each in tensors if each.endswith("_proj.weight")]:
+        matrix = Fp8.quantize(tensors[name].to(harness.DEVICE), "row")
+        tensors |= {name: matrix.values.cpu(), f"{name}_scale": matrix.scale.cpu()}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+# ---- engines ----
 
 
 @torch.no_grad()
@@ -68,6 +212,8 @@ class Setting:
     device: str
     smoke: bool
     is_own: bool
+    uncompiled: bool
+    drawn: float | None
 
     def contestant(self, name: str) -> dict[str, Any]:
         """Return the options by which an engine serves the model with the ops, or without them."""
@@ -109,6 +255,10 @@ class Engine:
         self._process.join()
 
 
+# vLLM does not compile, and replays a graph of each step that has no prompts.
+_UNCOMPILED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+
+
 def serve(name: str, setting: Setting, pipe: Any) -> None:
     """Make an engine, tell its figures, and answer what is asked until nobody asks any more."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -118,6 +268,7 @@ def serve(name: str, setting: Setting, pipe: Any) -> None:
     from vllm import LLM, SamplingParams, __version__
 
     started = time.perf_counter()
+    graphs: dict[str, Any] = {"cudagraph_capture_sizes": list(setting.batches)}
     engine: Any = LLM(
         str(setting.folder),
         skip_tokenizer_init=True,
@@ -126,25 +277,36 @@ def serve(name: str, setting: Setting, pipe: Any) -> None:
         max_model_len=setting.prompt + setting.tokens + 8,
         enable_prefix_caching=False,
         enforce_eager=setting.smoke,
-        compilation_config={"cudagraph_capture_sizes": list(setting.batches)},
+        compilation_config=graphs | (_UNCOMPILED if setting.uncompiled else {}),
         **setting.options,
         **setting.contestant(name),
     )
     (blocks,) = engine.apply_model(count_blocks)
     if (blocks > 0) != (name == "twell"):
         raise click.ClickException(f"{name}: twellc runs {blocks} blocks")
-    pipe.send({"vllm": __version__, "blocks": blocks, "start_s": time.perf_counter() - started})
     vocabulary = int(engine.llm_engine.model_config.get_vocab_size())
+
+    def generate(count: int, length: int) -> None:
+        draw = random.Random(count)
+        prompts = [{"prompt_token_ids": draw.choices(range(vocabulary), k=setting.prompt)} for _ in range(count)]
+        sampling = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
+        engine.generate(prompts, sampling, use_tqdm=False)
+
+    active: dict[str, float] = {}
+    if setting.drawn is not None:
+        engine.apply_model(functools.partial(draw_weights, density=setting.drawn))
+        (counter,) = engine.apply_model(Counter)
+        generate(max(setting.batches), 1)
+        active = counter.stop()
+    start = round(time.perf_counter() - started, 1)
+    pipe.send({"vllm": __version__, "blocks": blocks, "active": active, "start_s": start})
     while True:
         try:
             count, length = pipe.recv()
         except EOFError:
             return
-        draw = random.Random(count)
-        prompts = [{"prompt_token_ids": draw.choices(range(vocabulary), k=setting.prompt)} for _ in range(count)]
-        sampling = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
         begin = time.perf_counter()
-        engine.generate(prompts, sampling, use_tqdm=False)
+        generate(count, length)
         pipe.send(time.perf_counter() - begin)
 
 
@@ -174,6 +336,13 @@ def _tokens_per_second(name: str) -> Callable[[Result], str]:
     return lambda result: "{prompt_tokens_per_s:.0f}, {answer_tokens_per_s:.0f}".format(**result["times"][name])
 
 
+def _times_as_fast(result: Result) -> str:
+    if result["times"].keys() < CONTESTANTS.keys():
+        return "-"
+    dense, twell = (result["times"][name] for name in CONTESTANTS)
+    return ", ".join(f"{twell[kind] / dense[kind]:.2f}" for kind in ("prompt_tokens_per_s", "answer_tokens_per_s"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options(ModelOptions):
     """The options of this benchmark.
@@ -183,7 +352,8 @@ class Options(ModelOptions):
         prompt: Tokens of each prompt.
         tokens: Tokens of each answer.
         model: Serve this folder instead.
-        dummy: Draw the weights of --model.
+        drawn: Serve a model of these sizes instead.
+        uncompiled: CUDA graphs alone, without compiled code.
         folder: Keep the model here, or take it.
     """
 
@@ -193,7 +363,9 @@ class Options(ModelOptions):
     repeats: int = option(7, "N", COUNT)
     device: str = option("cuda", kind=("cuda", "cpu"))
     model: Path | None = option(None, "DIR", Path)
-    dummy: bool = option(False)
+    drawn: str | None = option(None, kind=tuple(DRAWN))
+    weights: str = option("bf16", kind=("bf16", "fp8"))
+    uncompiled: bool = option(False)
     folder: Path | None = option(None, "DIR", Path)
 
 
@@ -201,24 +373,37 @@ class Options(ModelOptions):
 def main(run: Run, options: Options) -> None:
     """Print tokens a second for each number of requests."""
     most, length = max(options.requests), options.prompt + options.tokens
-    if options.model is None:
-        folder = options.folder or Path(harness.scratch_folder())
-        make_folder(run, options, folder)
-        # Memory for the cache is named, since engines that start at the same time would each take what is there.
-        memory = 4 * options.layers * options.d_model * most * (length + 32)
-        given: dict[str, Any] = {"kv_cache_memory_bytes": memory, "gpu_memory_utilization": 0.3}
-    else:
-        folder = options.model
+    if sum(map(bool, (options.model, options.drawn, options.weights == "fp8"))) > 1:
+        raise click.UsageError("of --model, --drawn and --weights fp8 only one can be given")
+    # Memory for the cache is named where it can be, since engines that start at once would each take what is there.
+    given: dict[str, Any] = {"gpu_memory_utilization": 0.3, "max_num_batched_tokens": max(2048, most * options.prompt)}
+    folder = options.model or options.folder or Path(harness.scratch_folder())
+    if options.model is not None:
         if not (folder / "config.json").exists():
             raise click.UsageError(f"--model {folder} has no config.json")
-        given = {"load_format": "dummy" if options.dummy else "auto", "gpu_memory_utilization": 0.45}
+        given["gpu_memory_utilization"] = 0.45
+    elif options.drawn is not None:
+        if options.device == "cpu":
+            raise click.UsageError("--drawn needs a GPU: on a CPU vLLM packs weights, which then cannot be drawn")
+        DRAWN[options.drawn].write(folder)
+        given |= {"load_format": "dummy", "kv_cache_memory_bytes": DRAWN[options.drawn].cache << 30}
+    else:
+        make_folder(run, options, folder)
+        given["kv_cache_memory_bytes"] = 4 * options.layers * options.d_model * most * (length + 32)
+        if options.weights == "fp8":
+            quantize_folder(folder, folder / "fp8")
+            folder /= "fp8"
     setting = Setting(
         folder, options.requests, options.prompt, options.tokens, given, options.device, harness.is_smoke(),
-        is_own=options.model is not None,
+        is_own=bool(options.model or options.drawn), uncompiled=options.uncompiled,
+        drawn=options.density if options.drawn else None,
     )  # fmt: skip
     engines = {name: Engine(name, setting) for name in run.chosen(CONTESTANTS)}
     run.report["engines"] = {name: engine.read() for name, engine in engines.items()}
-    columns: Columns = {f"{name}: prompt, answer tokens/s": _tokens_per_second(name) for name in engines}
+    columns: dict[str, Callable[[Result], str]] = {
+        f"{name}: prompt, answer tokens/s": _tokens_per_second(name) for name in engines
+    }
+    columns["times as fast"] = _times_as_fast
     run.begin({"requests": field("requests"), **columns}, str(run.report["engines"]))
     for count in options.requests:
         found = time_in_turns(engines, count, options.tokens, options.repeats)
