@@ -10,12 +10,9 @@
 namespace twell {
 namespace {
 
-constexpr size_t kAlignment = 16;
 constexpr int kMinComputeCapabilityMajor = 8;
 
 Refusal invalid(char const* text) { return {cudaErrorInvalidValue, text}; }
-
-bool is_aligned(void const* pointer, size_t alignment) { return reinterpret_cast<uintptr_t>(pointer) % alignment == 0; }
 
 char const* find_fault(twell_problem const& problem, bool encodes) {
     if (problem.tokens < 0 || problem.tokens > TWELL_MAX_TOKENS) {
@@ -101,7 +98,7 @@ Refusal check_pointers(Pointer const (&pointers)[kCount]) {
         if (pointer.address == nullptr && pointer.must_exist) {
             return invalid(pointer.missing);
         }
-        if (!is_aligned(pointer.address, kAlignment)) {
+        if (!is_aligned(pointer.address)) {
             return {cudaErrorMisalignedAddress, pointer.misaligned};
         }
     }

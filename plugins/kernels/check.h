@@ -22,6 +22,13 @@ Refusal read_gate_tensors(twell_tensors& copy, twell_tensors const* tensors, twe
 Refusal read_decode_tensors(twell_tensors& copy, twell_tensors const* tensors, twell_problem const& problem);
 Refusal read_tensors(twell_tensors& copy, twell_tensors const* tensors, twell_problem const& problem);
 
+// Of a matrix or a vector.
+constexpr size_t kPointerAlignment = 16;
+
+inline bool is_aligned(void const* pointer, size_t alignment = kPointerAlignment) {
+    return reinterpret_cast<uintptr_t>(pointer) % alignment == 0;
+}
+
 // Memory of a call, which must be there and aligned.
 Refusal check_memory(void const* memory, size_t alignment);
 

@@ -14,8 +14,6 @@ namespace {
 
 using twell::Device;
 
-constexpr int64_t kAlignment = 16;
-
 bool is_e4m3(twell_experts_problem const& problem) { return problem.weight_dtype == TWELL_E4M3; }
 
 // Elements of weights in 16 bytes.
@@ -113,7 +111,7 @@ cudaError_t read(twell_experts_tensors& copy, twell_experts_tensors const* tenso
     for (void const* const pointer :
          {copy.x, copy.gate, copy.up, copy.down, copy.ids, copy.weights, static_cast<void const*>(copy.y),
           copy.gate_scale, copy.up_scale, copy.down_scale, copy.thresholds}) {
-        if (reinterpret_cast<uintptr_t>(pointer) % kAlignment != 0) {
+        if (!twell::is_aligned(pointer)) {
             return cudaErrorMisalignedAddress;
         }
     }

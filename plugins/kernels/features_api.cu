@@ -10,7 +10,7 @@ namespace {
 
 using twell::Device;
 
-cudaError_t read_problem(twell_problem& copy, twell_problem const* problem) {
+cudaError_t read_encoder(twell_problem& copy, twell_problem const* problem) {
     TWELL_TRY(twell::read_problem(copy, problem, true).error);
     return copy.variant == TWELL_PLAIN && !twell::has_norm(copy) ? cudaSuccess : cudaErrorInvalidValue;
 }
@@ -23,7 +23,7 @@ extern "C" {
 
 size_t twell_encode_bytes(twell_problem const* problem, int32_t keeps_all) {
     twell_problem copy;
-    return read_problem(copy, problem) == cudaSuccess ? twell::encode_bytes(copy, keeps_all == 1) : 0;
+    return read_encoder(copy, problem) == cudaSuccess ? twell::encode_bytes(copy, keeps_all == 1) : 0;
 }
 
 cudaError_t twell_encode(twell_problem const* problem, twell_tensors const* tensors, int32_t keeps_all,
@@ -31,7 +31,7 @@ cudaError_t twell_encode(twell_problem const* problem, twell_tensors const* tens
                          size_t workspace_bytes, cudaStream_t stream) {
     twell_problem problem_copy;
     twell_tensors tensors_copy;
-    TWELL_TRY(read_problem(problem_copy, problem));
+    TWELL_TRY(read_encoder(problem_copy, problem));
     if (!is_flag(keeps_all) || offsets == nullptr || capacity < 1 || indices == nullptr || values == nullptr ||
         workspace_bytes < twell::encode_bytes(problem_copy, keeps_all == 1)) {
         return cudaErrorInvalidValue;
@@ -54,7 +54,7 @@ cudaError_t twell_decode(twell_problem const* problem, twell_tensors const* tens
                          void const* values, int64_t const* offsets, int64_t capacity, cudaStream_t stream) {
     twell_problem problem_copy;
     twell_tensors tensors_copy;
-    TWELL_TRY(read_problem(problem_copy, problem));
+    TWELL_TRY(read_encoder(problem_copy, problem));
     if (twell::has_scales(problem_copy) || capacity < 0 ||
         (capacity > 0 && (indices == nullptr || values == nullptr))) {
         return cudaErrorInvalidValue;

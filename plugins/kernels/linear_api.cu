@@ -19,8 +19,6 @@ using twell::Device;
 using twell::kVector;
 using twell::LinearCall;
 
-constexpr uintptr_t kAlignment = 16;
-
 bool is_width(int32_t width) { return width > 0 && width % kVector == 0 && width <= TWELL_MAX_WIDTH; }
 
 int32_t num_outputs(twell_linear_problem const& problem) {
@@ -114,7 +112,7 @@ cudaError_t read(twell_linear_tensors& copy, twell_linear_tensors const* tensors
     }
     for (void const* const pointer :
          {copy.x, copy.weight, copy.bias, copy.norm_weight, copy.norm_bias, copy.residual, copy.weight_scale}) {
-        if (reinterpret_cast<uintptr_t>(pointer) % kAlignment != 0) {
+        if (!twell::is_aligned(pointer)) {
             return cudaErrorMisalignedAddress;
         }
     }
@@ -122,7 +120,7 @@ cudaError_t read(twell_linear_tensors& copy, twell_linear_tensors const* tensors
         if ((copy.y[i] != nullptr) != (i < num_outputs(problem))) {
             return cudaErrorInvalidValue;
         }
-        if (reinterpret_cast<uintptr_t>(copy.y[i]) % kAlignment != 0) {
+        if (!twell::is_aligned(copy.y[i])) {
             return cudaErrorMisalignedAddress;
         }
         int64_t const y_bytes = problem.tokens * (problem.choose != 0 ? 8 : int64_t{width_of(problem, i)} * 2);

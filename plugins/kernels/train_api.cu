@@ -29,17 +29,17 @@ bool are_there(std::initializer_list<void const*> pointers) {
 
 bool are_vectors(std::initializer_list<void const*> pointers) {
     return std::all_of(pointers.begin(), pointers.end(),
-                       [](void const* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; });
+                       [](void const* pointer) { return twell::is_aligned(pointer); });
 }
 
-cudaError_t read_problem(twell_problem& copy, twell_problem const* problem) {
+cudaError_t read_trained_problem(twell_problem& copy, twell_problem const* problem) {
     TWELL_TRY(twell::read_problem(copy, problem).error);
     bool const fits = copy.d_model <= TWELL_TRAIN_MAX_WIDTH && copy.d_out <= TWELL_TRAIN_MAX_WIDTH &&
                       !twell::has_scales(copy) && !twell::has_norm(copy) && copy.d_ff <= TWELL_MAX_PACKED_D_FF;
     return fits ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-cudaError_t read_tensors(twell_tensors& copy, twell_tensors const* tensors, twell_problem const& problem) {
+cudaError_t read_trained_tensors(twell_tensors& copy, twell_tensors const* tensors, twell_problem const& problem) {
     TWELL_TRY(twell::read_tensors(copy, tensors, problem).error);
     return copy.thresholds == nullptr ? cudaSuccess : cudaErrorInvalidValue;
 }
@@ -56,14 +56,16 @@ extern "C" {
 
 size_t twell_train_forward_bytes(twell_problem const* problem, int64_t capacity) {
     twell_problem copy;
-    return read_problem(copy, problem) == cudaSuccess && copy.tokens > 0 ? twell::train_forward_bytes(copy, capacity)
-                                                                         : 0;
+    return read_trained_problem(copy, problem) == cudaSuccess && copy.tokens > 0
+               ? twell::train_forward_bytes(copy, capacity)
+               : 0;
 }
 
 size_t twell_train_backward_bytes(twell_problem const* problem, int64_t capacity) {
     twell_problem copy;
-    return read_problem(copy, problem) == cudaSuccess && copy.tokens > 0 ? twell::train_backward_bytes(copy, capacity)
-                                                                         : 0;
+    return read_trained_problem(copy, problem) == cudaSuccess && copy.tokens > 0
+               ? twell::train_backward_bytes(copy, capacity)
+               : 0;
 }
 
 cudaError_t twell_train_forward(twell_problem const* problem, twell_tensors const* tensors,
@@ -72,13 +74,13 @@ cudaError_t twell_train_forward(twell_problem const* problem, twell_tensors cons
     twell_problem problem_copy;
     twell_tensors tensors_copy;
     twell_train_forward_tensors copy;
-    TWELL_TRY(read_problem(problem_copy, problem));
+    TWELL_TRY(read_trained_problem(problem_copy, problem));
     if (!read(copy, forward) || problem_copy.tokens == 0 || !are_pairs(problem_copy, copy.pairs) ||
         !are_there({copy.row_l1, copy.counts}) ||
         workspace_bytes < twell::train_forward_bytes(problem_copy, copy.pairs.capacity)) {
         return cudaErrorInvalidValue;
     }
-    TWELL_TRY(read_tensors(tensors_copy, tensors, problem_copy));
+    TWELL_TRY(read_trained_tensors(tensors_copy, tensors, problem_copy));
     TWELL_TRY(twell::check_memory(workspace, twell::kWorkspaceAlignment).error);
     if (!are_vectors({copy.hot})) {
         return cudaErrorMisalignedAddress;
@@ -94,7 +96,7 @@ cudaError_t twell_train_backward(twell_problem const* problem, twell_tensors con
     twell_problem problem_copy;
     twell_tensors tensors_copy;
     twell_train_backward_tensors copy;
-    TWELL_TRY(read_problem(problem_copy, problem));
+    TWELL_TRY(read_trained_problem(problem_copy, problem));
     if (!read(copy, backward) || tensors == nullptr || problem_copy.tokens == 0 ||
         !are_pairs(problem_copy, copy.pairs) || copy.dy == nullptr ||
         workspace_bytes < twell::train_backward_bytes(problem_copy, copy.pairs.capacity)) {
@@ -108,7 +110,7 @@ cudaError_t twell_train_backward(twell_problem const* problem, twell_tensors con
     twell_tensors with_y = *tensors;
     with_y.y = const_cast<void*>(copy.dy);
     with_y.residual = nullptr;
-    TWELL_TRY(read_tensors(tensors_copy, &with_y, problem_copy));
+    TWELL_TRY(read_trained_tensors(tensors_copy, &with_y, problem_copy));
     TWELL_TRY(twell::check_memory(workspace, twell::kWorkspaceAlignment).error);
     if (!are_vectors({copy.dy, copy.hot, copy.dx, copy.w_gate, copy.w_up, copy.w_down})) {
         return cudaErrorMisalignedAddress;
@@ -120,13 +122,13 @@ cudaError_t twell_train_backward(twell_problem const* problem, twell_tensors con
 
 int64_t twell_train_hot_parts(twell_problem const* problem) {
     twell_problem copy;
-    return read_problem(copy, problem) == cudaSuccess ? twell::train_hot_parts(copy.tokens, copy.d_ff) : 0;
+    return read_trained_problem(copy, problem) == cudaSuccess ? twell::train_hot_parts(copy.tokens, copy.d_ff) : 0;
 }
 
 cudaError_t twell_train_hot(twell_problem const* problem, twell_train_hot_tensors const* hot, cudaStream_t stream) {
     twell_problem problem_copy;
     twell_train_hot_tensors copy;
-    TWELL_TRY(read_problem(problem_copy, problem));
+    TWELL_TRY(read_trained_problem(problem_copy, problem));
     if (!read(copy, hot) || problem_copy.tokens == 0 || !are_there({copy.z, copy.h})) {
         return cudaErrorInvalidValue;
     }

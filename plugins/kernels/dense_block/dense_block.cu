@@ -41,7 +41,7 @@ int64_t most_counts(twell_problem const& problem) {
     return (rows_skipping(problem) / kFewestOfGroup + kLastGroups) * num_tiles(problem) * kCountsOfTile;
 }
 
-struct Memory {
+struct BlockMemory {
     uint16_t* h;        // [tokens, d_ff], rows spilled_stride(problem) elements apart; null with FP8 weights
     HiddenBytes bytes;  // then
     PartSums parts;
@@ -49,8 +49,8 @@ struct Memory {
     int64_t most_counts;  // that there is room for in `active`
 };
 
-Memory take_memory(twell_problem const& problem, unsigned char*& next) {
-    Memory memory = {};
+BlockMemory take_block_memory(twell_problem const& problem, unsigned char*& next) {
+    BlockMemory memory = {};
     memory.h = take<uint16_t>(next, has_scales(problem) ? 0 : problem.tokens * spilled_stride(problem));
     memory.bytes = take_hidden_bytes(problem, next);
     memory.parts.most_sums = most_part_sums(problem);
@@ -82,7 +82,7 @@ DenseBlockConfig choose(twell_problem const& problem, Device const& device, bool
 }  // namespace
 
 size_t dense_block_bytes(twell_problem const& problem) {
-    return bytes_taken([&](unsigned char*& next) { take_memory(problem, next); });
+    return bytes_taken([&](unsigned char*& next) { take_block_memory(problem, next); });
 }
 
 void list_dense_block(Text& text) {
@@ -103,7 +103,7 @@ cudaError_t launch_dense_block(Call const& call, void* workspace, bool may_skip)
         DenseBlockConfig const config = choose(problem, call.device, may_skip);
         unsigned char* next = static_cast<unsigned char*>(workspace);
         Quantised const rounded = take_quantised(problem, next);
-        Memory memory = take_memory(problem, next);
+        BlockMemory memory = take_block_memory(problem, next);
         if (!config.skips) {
             memory.active.masks = nullptr;
         }
