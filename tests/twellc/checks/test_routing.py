@@ -76,11 +76,14 @@ def test_other_choices(case: str, mixture: Path, tmp_path: Path) -> None:
     assert 0 < near.elements < certain.elements
 
 
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Switch's encoder: a token has one of four experts by argmax; those in the middle have nearly the same scores."""
+@pytest.fixture(scope="module", params=[64, 6])
+def encoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Switch's encoder: a token has one of four experts by argmax; those in the middle have nearly the same scores.
+
+    An expert has room for all tokens of a text, or for so few that another choice of one leaves others without it.
+    """
     folder = tmp_path_factory.mktemp("encoder")
-    whole = models.save(models.switch(expert_capacity=64), folder / "whole")
+    whole = models.save(models.switch(expert_capacity=request.param), folder / "whole")
     model = transformers.SwitchTransformersEncoderModel.from_pretrained(whole)
     with torch.no_grad():
         router = model.encoder.block[0].layer[1].mlp.router.classifier.weight
