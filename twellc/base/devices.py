@@ -11,6 +11,11 @@ from twellc.base.errors import UserError
 _EXPECTED = "auto, cpu, cuda or cuda:N"
 
 
+def is_sm90(device: torch.device) -> bool:
+    """Return whether a device has compute capability 9.0, for which the library has kernels that others do not run."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def choose_device(name: Any) -> torch.device:
     """Return the device of a name or a `torch.device`, a GPU with its number; `auto` is a GPU where torch sees one.
 

@@ -1,7 +1,7 @@
 """How far a result is from the truth, and how far it may be.
 
 The truth is the same model in float64. The yardstick is the plain low-precision model: a candidate may be twice as far
-from the truth as that is, plus a floor for the rounding of the output itself. What is NaN or infinite has no distance:
+from the truth as that is, plus a floor for the rounding of the output itself. NaN and infinity have no distance:
 the truth alone says where that is right. docs/accuracy.md has the rules; this file is the only home of their numbers.
 """
 

@@ -255,7 +255,7 @@ def _check_generation(options: CheckOptions, candidate: Candidate, progress: Cal
             "has other optimization profiles"
         )
     if candidate.settings.cache_scales:
-        notes.append("keys and values are rounded to FP8 in the model, too: what that changes is no part of the error")
+        notes.append("keys and values are rounded to FP8 in the model, too: the error leaves that rounding out")
     comparison = _Comparison(candidate, reference)
     runs = comparison.run([{INPUT_IDS: ours.ids}], None, progress)
 

@@ -216,7 +216,7 @@ class TorchReference(Reference):
         arranged = run_until(functional, options, Stage.ARRANGING)
         with_blocks = run_until(arranged, options, Stage.PRECISION)
         self._source, self._with_blocks = functional.program, with_blocks.program
-        # What the model is measured by takes no part in the passes that bring its blocks into form.
+        # The yardstick of the model takes no part in the passes that bring its blocks into form.
         self._plain = self._with_blocks
         if arranged.program is not self._source:
             self._plain = run_until(functional, options, Stage.PRECISION, without=(Stage.ARRANGING,)).program

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from twellc.base.devices import is_sm90
 from twellc.base.transformers_private import (
     config_with_experts,
     experts_computed_as,
@@ -246,10 +247,9 @@ def _runs(experts: Any, taken: TakenExperts, x: Tensor, ids: Tensor) -> bool:
         return False
     if experts.training or any(each.training for each in inner) or getattr(experts, "_is_expert_parallel", False):
         return False
-    if ids.numel() > _MOST_TOKENS * experts.num_experts:
-        is_sm90 = x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
-        if not is_sm90 or ids.numel() > _MOST_TOKENS_SM90 * experts.num_experts:
-            return False
+    per_expert = ids.numel() / experts.num_experts
+    if per_expert > _MOST_TOKENS and (per_expert > _MOST_TOKENS_SM90 or not is_sm90(x.device)):
+        return False
     if ids.shape[1] > MAX_EXPERTS_OF_TOKEN or ids.dtype not in (torch.int32, torch.int64):
         return False
     if are_changed(inner, taken.forms) or blended_of(inner) is not None:

@@ -7,7 +7,7 @@ over the same axis follows, as in a norm of rotated queries (NanoChat, HunYuan) 
 (GPT-NeoX-Japanese): results were off by 10 to 60 % on an H100. In the right form they are right, and each element is
 made of the same products and the same sum.
 
-What may stand in between is not known. So every sum of two products is rewritten that has a Concat as a factor, however
+The operations in between are unknown. So every sum of two products is rewritten that has a Concat as a factor, however
 its parts came about, in either order and with either sign, and also where they alternate as in GPT-J; except where
 nothing reads it but plugins of twellc, through operators that only move elements: there it was always right, and the
 form on the left is what the plans were measured with.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from twellc.base.devices import is_sm90
 from twellc.base.dtypes import dtype_name
 from twellc.features.encoder import Encoder, check_decoder
 from twellc.plugins import library
@@ -44,7 +45,7 @@ def _prepare_encoder(given: Given) -> _Part:
     encoder.check(x)
     check_on_gpu({name: given[name] for name in _ENCODER if given[name] is not None})
     (d_ff, d_model), scale = encoder.weight.shape, encoder.scale
-    if scale is not None and (torch.cuda.get_device_capability(x.device) != (9, 0) or d_model % 128):
+    if scale is not None and (not is_sm90(x.device) or d_model % 128):
         raise ValueError("twell: w_enc in E4M3 needs compute capability 9.0 and a d_model of a multiple of 128")
     tokens, lib = x.shape[:-1].numel(), library.load()
     problem = _problem(encoder.options, x, tokens=tokens, d_model=d_model, d_ff=d_ff, d_out=d_model)

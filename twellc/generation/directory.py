@@ -2,7 +2,7 @@
 
     directory ─ traced with caches ─ passes ─ program with `twell` ops ─ torch, see `program.py`
 
-So a step has the very ops of a plan, whatever the passes find. What is computed when is `PlanBackend`'s business.
+So a step has the very ops of a plan, whatever the passes find. `PlanBackend` decides when each part is computed.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class PlanBackend:
             for memory in self._memory:
                 memory.zero_()  # a NaN at a place that no query sees would reach its result
             return False
-        self._rows = 0  # where memory ends midway there is no cache
+        self._rows = 0  # none, if memory ends midway
         self._memory.clear()
         self._places = places_for(places, self.longest) if self._growing else self.longest
         dtype = BY_NAME[CACHE_TYPES.get(self._cache.dtype, self._cache.dtype)].torch

@@ -72,7 +72,7 @@ class Decoder:
 
     def __init__(self, backend: Backend) -> None:
         # A graph with the logits that it writes. None after a first step without one, False where there cannot be one.
-        # What is named first goes first: the graph of a plan must not outlive the plan.
+        # Named before the backend, and so released before it: the graph of a plan must not outlive the plan.
         self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Tensor] | bool | None] = {}
         self.backend = backend
         self.most_tokens: int | None = None
@@ -337,7 +337,7 @@ class Decoder:
                 self._graphs[key] = graph, logits
             except RuntimeError as error:  # such as of a model that asks for a value
                 _LOG.warning("no CUDA graph can hold a step: %s", error)
-                # What draws is held by a recording that failed; graphs before draw by it, too.
+                # The failed recording holds the generator, by which earlier graphs draw, too.
                 self._graphs = {key: False}
                 self._generator = torch.Generator(self.backend.device)
                 self._generator.set_state(state)

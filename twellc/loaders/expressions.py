@@ -7,7 +7,7 @@ only if this grammar has all of it:
                 | expression if expression else expression
     size        L['x'], L['x']['y'], L['x'][0], … followed by nothing, .size()[0], .stride()[0] or .storage_offset()
 
-What it comes to is bounded, too, before anything computes it: exponents are small constants, and neither the bits of
+Its value is bounded, too, before anything computes it: exponents are small constants, and neither the bits of
 the result nor the terms of its expansion grow beyond what sizes need.
 """
 

@@ -17,7 +17,7 @@ block then takes the first of the forms that were asked for and that can express
                group as rows of one product, and no guard for rows that are masked whole: their scores are low, not -inf
 
 Queries are scaled before the product, in float32 with one rounding: a scale in bfloat16 would be off by up to 0.25 %.
-What blocks share, such as masks, is made once, and the mask of a cache is written as comparisons of positions.
+Masks and other things that blocks share are made once, and the mask of a cache is written as comparisons of positions.
 
 Left as it is, with a reason: attention with more between its products than a scale and a mask, or other shapes.
 """

@@ -50,7 +50,7 @@ def decide(
     Args:
         blocks: What `find_ffn_blocks` found.
         layers: `auto`, `all`, `none`, or a regular expression that is searched in the module paths.
-        advise: Decides for `auto`; None takes every match. What it expects of other blocks is noted, too.
+        advise: Decides for `auto`; None takes every match. It notes what it expects of other blocks, too.
         staying: Of each block the neurons that stay if TwELL runs it; None where all do, and nothing is known of them.
         decided: Paths of other blocks that are decided already: `layers` may match these alone.
         calls: Returns the most rows of a tensor in a call of each optimization profile.

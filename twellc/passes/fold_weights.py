@@ -6,9 +6,9 @@
 Such weights come from weight normalisation, from scales that a model applies to its own weights, and from weights that
 are stored as integers, also in groups of 4 bits. They are computed as the model computes them, so no value changes.
 Only what a matrix product reads as its weight is folded; a transposition, a cast or a view that keeps the matrix stays
-in the graph. What experts read, as the op that computes them, is folded in any case: nodes take it as it is. What no
-parameter takes part in becomes a buffer, since it may be no weight of the model: rotary frequencies that are scaled,
-say.
+in the graph. The weights of experts, as the op reads them, are folded in any case: nodes take them as they are. A
+result in which no parameter takes part becomes a buffer, since it may be no weight of the model: scaled rotary
+frequencies, say.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
              fired for   3   0   1   9   0   8
     after, 2 are hot     3   5 | 0   2 | 1   4         the hot ones first; those that never fired last, or removed
 
-**Moving** them changes no term of any sum, so it is exact. What a neuron is in w_gate, w_up, their biases and w_down
-moves together. Only blocks with some hot neurons are touched, since the kernels take the first ones as hot. All
+**Moving** them changes no term of any sum, so it is exact. A neuron's parts in w_gate, w_up, their biases and w_down
+move together. Only blocks with some hot neurons are touched, since the kernels take the first ones as hot. All
 others keep the order of the model: wholly sorted, the first tiles would hold most of the non-zeros, and overflow. A
 block whose weights are also read elsewhere keeps its order: it would need a copy of them. So does one in FP8 where 128
 neurons have scales together; none of its neurons is removed either.

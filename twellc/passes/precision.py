@@ -6,8 +6,8 @@ operands. Parameters are stored in the low precision, buffers (rotary frequencie
 those that hold weights, and the inputs and outputs of the program keep their dtypes. Thresholds, constants that
 something is only compared with, and comparisons with them stay in float32: rounding would turn neurons on and off.
 So does what experts, as the op that computes them, read in float32.
-What is computed from buffers and integers alone is not data of the model: its products, such as rotary angles, which
-would be wrong by whole turns, stay as they are, too.
+Values computed from buffers and integers alone are not data of the model: their products stay as they are, too, such as
+rotary angles, which would be wrong by whole turns.
 
     x: f32 ─ linear(W: f32) ─ layer_norm ─ y: f32
     x: f32 ─ cast bf16 ─ linear(W: bf16) ─ cast f32 ─ layer_norm(f32) ─ y: f32

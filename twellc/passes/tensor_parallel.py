@@ -10,8 +10,8 @@ Which neurons of a block of TwELL it has was decided before (see `neurons.py`); 
 heads are. A bias of o or of the down projection, and what a block adds its result to, are there on rank 0 alone. All
 ranks compute the rest, embedding and logits too.
 
-What rank 0 alone would read is added behind the all-reduce: ranks must not differ in what they reduce. Where attention
-runs beside the block, the two share one all-reduce:
+Operands that rank 0 alone would read are added behind the all-reduce: ranks must not differ in what they reduce. Where
+attention runs beside the block, the two share one all-reduce:
 
     before   x ─┬─ attention ─ o ─ + ─ residual of gated_mlp ─ y
                 └───────────────── ┘

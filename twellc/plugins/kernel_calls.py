@@ -1,7 +1,7 @@
 """Calls of the kernels with tensors of torch.
 
-What the host does for a call takes longer than the kernels of a few tokens. So all that calls with the same options,
-shapes, strides, dtypes and GPU have in common, checks included, is worked out once: `Prepared` remembers it. Only the
+The host's work for a call takes longer than the kernels of a few tokens. So `Prepared` does once, checks included, all
+that calls with the same options, shapes, strides, dtypes and GPU have in common. Only the
 addresses of tensors differ, and nothing that is remembered holds a tensor.
 """
 

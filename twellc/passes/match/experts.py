@@ -75,7 +75,7 @@ class ExpertsReader(LinearReader):
     """Reads nodes of one program as products of rows, each with the matrix of its expert; none has a bias.
 
     A weight of three dimensions is [experts, out, in], or [experts, in, out] if it is `in_out`; its `rows` are of
-    `out`. What a product reads is given as it is before a cast.
+    `out`. The input of a product is given as it is before a cast.
     """
 
     def __init__(self, constants: dict[Node, str]) -> None:

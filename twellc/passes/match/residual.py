@@ -8,8 +8,9 @@ A `twell` op adds its residual in float32, before the one rounding, so the Add n
 the Add there may be operations that change no value. The other operand may be computed after y, as attention is that
 runs beside the block: the op then takes the place of the Add.
 
-What is broadcast or of another dtype, a constant, or y itself is not a residual; y must have no other reader, nor be
-an output. A float32 sum, in an ONNX graph whose blocks alone compute in low precision, keeps its precision and stays.
+A broadcast operand, one of another dtype, a constant, or y itself is not a residual; y must have no other reader, nor
+be an output. A float32 sum, in an ONNX graph whose blocks alone compute in low precision, keeps its precision and
+stays.
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@
         a start: rows of W are shared            [batch, heads, tokens, width]       an end: columns of W are shared
 
 The axis is of heads of attention, or of neurons of a feed-forward block. Rank r of R has the places r / R to
-(r + 1) / R of it, at the start, wherever it goes and at the end. What an end computes is a part of a sum; the sum over
-the ranks is y.
+(r + 1) / R of it, at the start, wherever it goes and at the end. An end computes a part of a sum; the sum over the
+ranks is y.
 
 The operations between may do anything along other axes: views that keep a rank's part together, transpositions, what
-works element by element, normalisations, attention. What they read besides and has the axis whole, such as a bias for
-each head, is cut. Refused, with a reason, is what mixes the parts, such as a norm over all heads, or an axis that goes
-elsewhere than into a product with a constant weight.
+works element by element, normalisations, attention. Their other operands that have the whole axis, such as a
+bias for each head, are cut. An operation that mixes the parts, such as a norm over all heads, is refused with a
+reason, and so is an axis that goes elsewhere than into a product with a constant weight.
 """
 
 from __future__ import annotations
