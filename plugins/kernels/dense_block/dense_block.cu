@@ -35,7 +35,7 @@ int64_t rows_skipping(twell_problem const& problem) { return std::min(problem.to
 
 // The counts that there is room for: a group has at least kFewestOfGroup tokens, but the last ones of a launch.
 int64_t most_counts(twell_problem const& problem) {
-    constexpr int64_t kFewestOfGroup = 24;
+    constexpr int64_t kFewestOfGroup = 32;
     constexpr int64_t kLastGroups = 2;
     constexpr int kCountsOfTile = 2;
     return (rows_skipping(problem) / kFewestOfGroup + kLastGroups) * num_tiles(problem) * kCountsOfTile;

@@ -16,7 +16,7 @@ template <class Stored, Projection kProjection>
 struct TilingsOf;
 template <>
 struct TilingsOf<uint16_t, Projection::kUp> {
-    using Type = Tilings<Choices<144, 160, 176, 192, 200, 208, 216, 224, 232, 240, 256>, Choices<>>;
+    using Type = Tilings<Choices<144, 160, 176, 192, 208, 224, 240, 256>, Choices<>>;
 };
 template <>
 struct TilingsOf<uint16_t, Projection::kDown> {
@@ -26,7 +26,7 @@ struct TilingsOf<uint16_t, Projection::kDown> {
 };
 template <>
 struct TilingsOf<E4m3, Projection::kUp> {
-    using Type = Tilings<Choices<144, 176, 192, 208, 224, 240, 248>, Choices<>>;
+    using Type = Tilings<Choices<144, 176, 192, 208, 224, 248>, Choices<>>;
 };
 template <>
 struct TilingsOf<E4m3, Projection::kDown> {
