@@ -16,7 +16,7 @@ KERNELS: dict[str, set[str]] = {
     "host": {"device"},
     "format": {"device"},
     "matmul": {"device", "host", "format"},
-    "fp8": {"device", "host"},
+    "fp8": {"device", "host", "norm"},
     "norm": {"device", "host"},
     "one_or_two_tokens": BASE,
     "few_tokens": BASE,

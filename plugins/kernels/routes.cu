@@ -215,7 +215,7 @@ cudaError_t launch_widened(Call const& call, void* workspace) {
     return launch_route({problem, tensors, call.device, call.stream}, next);
 }
 
-// By a route; all but kOneOrTwoTokens leave the norm out.
+// By a route. The norm is left to kOneOrTwoTokens, and to what rounds x, where it normalises: else there is none.
 cudaError_t launch(Route route, Call const& call, void* workspace) {
     switch (route) {
         case Route::kWidened:
@@ -281,16 +281,16 @@ cudaError_t launch_route(Call const& call, void* workspace) {
     if (call.device.trace != nullptr) {
         call.device.trace->add("route %s\n", name_of(route));
     }
-    if (!has_norm(call.problem) || route == Route::kOneOrTwoTokens) {
-        return launch(route, call, workspace);
+    bool const rounds_x = has_scales(call.problem) && (route == Route::kDenseBlock || route == Route::kManyTokens);
+    if (!has_norm(call.problem) || route == Route::kOneOrTwoTokens ||
+        (rounds_x && quantise_normalises(call.problem.d_model, call.device))) {
+        return launch(route, call, workspace);  // what reads x first normalises it
     }
     twell_problem problem = call.problem;
     twell_tensors tensors = call.tensors;
     unsigned char* next = static_cast<unsigned char*>(workspace);
     uint16_t* const normalised = take_normalised(problem, next);
-    TWELL_TRY(launch_norm({tensors.x, normalised, tensors.norm_weight, tensors.norm_bias, problem.eps, problem.norm,
-                           problem.dtype, problem.d_model, problem.tokens},
-                          call.device, call.stream));
+    TWELL_TRY(launch_norm(norm_of(call, normalised), call.device, call.stream));
     problem.norm = TWELL_NORM_NONE;
     tensors.x = normalised;
     return launch(route, {problem, tensors, call.device, call.stream}, next);

@@ -288,6 +288,9 @@ ROUTES = [
     (16, "H100", ["few_tokens", "gate_up_few", "down_few"]),
     (17, "H100", ["dense_block", "quantise", "hidden_gated_bytes_sm90", "dense_down_bytes_sm90", "skipping_down"]),
     (33, "H100", ["dense_block", "quantise", "hidden_gated_bytes_sm90", "dense_down_bytes_sm90"]),
+    (33, "H100 norm", ["dense_block\nquantise", "hidden_gated_bytes_sm90"]),
+    (2048, "H100 norm", ["many_tokens\nquantise", "gate_bytes_sm90"]),
+    (2048, "A100 norm", ["widened\nnorm", "widen"]),
     (64, "A100", ["few_tokens", "gate_up_few", "down_few"]),
     (768, "H100", ["dense_block", "quantise", "hidden_gated_bytes_sm90", "dense_down_bytes_sm90"]),
     (769, "H100", ["many_tokens", "quantise", "gate_bytes_sm90", "dense_up_bytes_sm90", "dense_down_bytes_sm90"]),
@@ -304,7 +307,9 @@ ROUTES = [
 @pytest.mark.parametrize(("tokens", "gpu", "names"), ROUTES, ids=str)
 def test_routes(tokens: int, gpu: str, names: list[str]) -> None:
     name, _, kind = gpu.partition(" ")
-    options = BlockOptions(activation="relu", hot=5632 if kind == "all hot" else 0)
+    options = BlockOptions(
+        activation="relu", hot=5632 if kind == "all hot" else 0, norm="rms" if kind == "norm" else "none"
+    )
     scaled = problem_of(GATED, options, "bfloat16", tokens=tokens, d_model=2048, d_ff=5632, d_out=2048)
     set_scales(scaled, *(("block", "block") if kind == "blocks" else ("row", "column")))
     found = library.describe(scaled, library.GPUS[name])

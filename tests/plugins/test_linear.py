@@ -382,7 +382,7 @@ def cublas_lt_version() -> int:
 def test_which_kernels_run() -> None:
     found = cublas_lt_version()
     many = "cublas_lt bits=16" if found else "linear_many"
-    in_bytes = ["linear_round", "cublas_lt bits=8"] if found >= 120900 else ["widen", many]
+    in_bytes = ["quantise", "cublas_lt bits=8"] if found >= 120900 else ["widen", many]
     assert kernels_of(Case(tokens=8, inner=2048, out=6144), "H100") == ["linear_few tokens=8 queue=48"]
     assert kernels_of(Case(tokens=16, inner=4096, out=6144), "H100") == ["linear_few tokens=16 queue=32"]
     assert kernels_of(Case(tokens=8, inner=8192), "H100") == ["linear_few tokens=8 queue=32"]
@@ -424,8 +424,8 @@ def test_every_configuration_is_known_and_launches_fit() -> None:
     function: Any = library.load().twell_internal_configurations
     function.restype, function.argtypes = ctypes.c_size_t, [ctypes.c_char_p, ctypes.c_size_t]
     known = {line for line in library.read_text(function).splitlines() if line.startswith("linear")}
-    of_cublas_lt = {"linear_many", "linear_round"}  # in its place, and before it
-    assert known - of_cublas_lt <= found - {"widen", "norm"} <= known
+    instead_of_cublas_lt = {"linear_many"}
+    assert known - instead_of_cublas_lt <= found - {"widen", "norm", "quantise"} <= known
 
 
 def test_the_workspace_does_not_shrink() -> None:

@@ -6,6 +6,7 @@
 #include <stdint.h>
 
 #include "host/launch.h"
+#include "norm/norm.h"
 #include "twell/twell.h"
 
 namespace twell {
@@ -40,6 +41,21 @@ struct Quantised {
 
 Quantised take_quantised(twell_problem const& problem, unsigned char*& memory);
 
+// Whether rows of so many columns can be normalised as they are rounded.
+bool quantise_normalises(int32_t columns, Device const& device);
+
+// A scale for each of `count` outputs: that of all of them, for products that take no other.
+struct RepeatedScale {
+    void const* scale;
+    float* scales;
+    int32_t count;
+};
+
+// Enqueues a kernel that rounds rows behind their norm, which is none unless quantise_normalises().
+cudaError_t launch_quantise(NormCall const& rows, Quantised const& quantised, Device const& device, cudaStream_t stream,
+                            RepeatedScale const& repeated = {});
+
+// The same for the x of a block.
 cudaError_t launch_quantise(Call const& call, Quantised const& quantised);
 
 // The rows of the configurations, a line each.

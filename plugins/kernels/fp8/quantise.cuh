@@ -3,11 +3,12 @@
 
 #include "device/dependent_launch.cuh"
 #include "device/element.cuh"
+#include "device/norm.cuh"
 #include "device/vector.cuh"
 
 namespace twell::quantise {
 
-constexpr int kThreads = 128;
+constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr float kLargest = 448.0f;
 
@@ -57,52 +58,60 @@ __device__ __forceinline__ void round_vector(uint8_t* place, uint4 vector, float
 }
 
 struct Params {
-    uint16_t const* x;  // [tokens, d_model]
-    uint8_t* rounded;   // the same
-    float* scale;       // [tokens]
-    int64_t tokens;
-    int d_model;
+    uint16_t const* x;  // [tokens, columns]
+    norm::Norm norm;
+    int columns;
+    bool in_shared;         // a row fits there; else it is read again, and has no norm
+    uint8_t* rounded;       // [tokens, columns]
+    float* scale;           // [tokens]
+    float const* repeated;  // 1: a scale of weights, for products that take one for each output
+    float* repeats;         // [num_repeats]: it
+    int num_repeats;
 };
 
-// A CTA has a row. NOTE: a NaN in x stays one; an infinity makes the whole row NaN or 0, and itself NaN, since the
-// scale is infinite.
+// Normalises rows and rounds them. A CTA has a row. NOTE: a NaN in x stays one; an infinity makes the whole row NaN or
+// 0, and itself NaN, since the scale is infinite.
 template <class Element>
 __global__ void __launch_bounds__(kThreads) quantise_kernel(Params const params) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    __shared__ float sums[2][kWarps];
     __shared__ float largest[kWarps];
     wait_for_previous_launch();
     allow_dependent_launch();
-    int64_t const begin = int64_t{blockIdx.x} * params.d_model;
-    constexpr int kStep = kThreads * kVector;
-    constexpr int kKept = 4;  // vectors that stay in registers
-    uint4 kept[kKept];
+    int64_t const begin = int64_t{blockIdx.x} * params.columns;
+    int const vectors = params.columns / kVector;
+    int const first = static_cast<int>(threadIdx.x);
+    auto* const row = reinterpret_cast<uint4*>(shared);
+    norm::Moments moments = {};
+    if (params.in_shared) {
+        norm::SumOfRow<kThreads> sum_of_row = {sums};
+        moments = norm::copy_row<Element>(reinterpret_cast<uint16_t*>(shared), params.x + begin, params.norm, vectors,
+                                          first, kThreads, sum_of_row);
+    }
+    auto const load = [&](int v) {
+        return params.in_shared ? row[v] : load_written_vector(params.x + begin + int64_t{v} * kVector);
+    };
     float most = 0.0f;
-    int const first = static_cast<int>(threadIdx.x) * kVector;
-#pragma unroll
-    for (int i = 0; i < kKept; ++i) {
-        int const column = first + i * kStep;
-        kept[i] = load_written_vector_if(params.x + begin + column, column < params.d_model);
-    }
-#pragma unroll
-    for (int i = 0; i < kKept; ++i) {
-        most = largest_of<Element>(most, kept[i]);
-    }
-    for (int column = first + kKept * kStep; column < params.d_model; column += kStep) {
-        most = largest_of<Element>(most, load_written_vector(params.x + begin + column));
+#pragma unroll 2
+    for (int v = first; v < vectors; v += kThreads) {
+        uint4 vector = load(v);
+        if (params.norm.kind != TWELL_NORM_NONE) {
+            vector = norm::normalise<Element>(vector, params.norm, norm::load_norm(params.norm, v, vectors), moments);
+            row[v] = vector;
+        }
+        most = largest_of<Element>(most, vector);
     }
     float const scale = scale_of(largest_of_cta(most, largest));
     float const inverse = 1.0f / scale;
-    if (threadIdx.x == 0) {
+    for (int v = first; v < vectors; v += kThreads) {
+        round_vector<Element>(params.rounded + begin + int64_t{v} * kVector, load(v), inverse);
+    }
+    if (first == 0) {
         params.scale[blockIdx.x] = scale;
     }
-#pragma unroll
-    for (int i = 0; i < kKept; ++i) {
-        int const column = first + i * kStep;
-        if (column < params.d_model) {
-            round_vector<Element>(params.rounded + begin + column, kept[i], inverse);
-        }
-    }
-    for (int column = first + kKept * kStep; column < params.d_model; column += kStep) {
-        round_vector<Element>(params.rounded + begin + column, load_written_vector(params.x + begin + column), inverse);
+    int const step = static_cast<int>(gridDim.x) * kThreads;
+    for (int i = static_cast<int>(blockIdx.x) * kThreads + first; i < params.num_repeats; i += step) {
+        params.repeats[i] = *params.repeated;
     }
 }
 

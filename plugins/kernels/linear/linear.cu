@@ -64,17 +64,10 @@ int64_t rows_widened(twell_linear_problem const& problem) {
     return std::min<int64_t>(ceil_div(tiles, ceil_div(tiles, most)) * linear_many::BLOCK_N, problem.out);
 }
 
-// Of a row in the shared memory of the kernel that rounds it.
-int most_row_bytes(Device const& device) {
-    constexpr int kBytesBeside = 1024;
-    return device.max_shared_bytes - kBytesBeside;
-}
-
 struct Scratch {
     uint16_t* widened;     // [rows_widened, in]: FP8 weights in 16 bits
     uint16_t* normalised;  // [tokens, in]
-    uint8_t* rounded;      // [tokens, in]: x, normalised, in FP8
-    float* scale;          // [tokens], of them
+    Quantised rounded;     // x, normalised
     float* weight_scales;  // [out]
     void* of_cublas_lt;
     uint64_t* keys;  // [tokens, kMostKeys], of linear_few
@@ -89,8 +82,8 @@ Scratch take_scratch(twell_linear_problem const& problem, unsigned char*& memory
     scratch.widened = take<uint16_t>(memory, scaled ? rows_widened(problem) * in : 0);
     scratch.normalised = take<uint16_t>(memory, writes_rows ? problem.tokens * in : 0);
     bool const rounds_rows = scaled && has_product_in_bytes(problem);
-    scratch.rounded = take<uint8_t>(memory, rounds_rows ? problem.tokens * in : 0);
-    scratch.scale = take<float>(memory, rounds_rows ? problem.tokens : 0);
+    scratch.rounded.x = take<uint8_t>(memory, rounds_rows ? problem.tokens * in : 0);
+    scratch.rounded.scale = take<float>(memory, rounds_rows ? problem.tokens : 0);
     scratch.weight_scales = take<float>(memory, rounds_rows ? problem.out : 0);
     scratch.of_cublas_lt = take<unsigned char>(memory, is_few(problem) ? 0 : cublas_lt::kWorkspaceBytes);
     if (problem.choose != 0 && is_few(problem)) {
@@ -104,6 +97,13 @@ Scratch take_scratch(twell_linear_problem const& problem, unsigned char*& memory
 linear::Norm norm_of(LinearCall const& call) {
     return {static_cast<uint16_t const*>(call.tensors.norm_weight),
             static_cast<uint16_t const*>(call.tensors.norm_bias), call.problem.eps, call.problem.norm};
+}
+
+NormCall norm_call(LinearCall const& call, void* normalised) {
+    twell_linear_problem const& problem = call.problem;
+    return {call.tensors.x,         normalised,  call.tensors.norm_weight,
+            call.tensors.norm_bias, problem.eps, problem.norm,
+            problem.dtype,          problem.in,  problem.tokens};
 }
 
 // The outputs from a token on.
@@ -232,31 +232,20 @@ cudaError_t multiply_by_cublas_lt(LinearCall const& call, Scratch const& scratch
 }
 
 // The layer as an FP8 product: x, normalised, is rounded, a scale a token. cudaErrorNotSupported: elsewhere.
-template <class Element>
 cudaError_t launch_in_bytes(LinearCall const& call, Scratch const& scratch) {
     twell_linear_problem const& problem = call.problem;
     bool const good = is_sm90(call.device) && call.kernels == Kernels::kBest &&
                       cublas_lt::version() >= cublas_lt::kFirstWithScales && has_product_in_bytes(problem) &&
-                      int64_t{2} * problem.in <= most_row_bytes(call.device);
+                      quantise_normalises(problem.in, call.device);
     if (!good) {
         return cudaErrorNotSupported;
     }
     auto const* const scale = static_cast<float const*>(call.tensors.weight_scale);
     bool const has_one = problem.weight_scale == TWELL_SCALE_TENSOR;
-    linear_many::RoundParams params = {};
-    params.x = static_cast<uint16_t const*>(call.tensors.x);
-    params.norm = norm_of(call);
-    params.in = problem.in;
-    params.rounded = scratch.rounded;
-    params.scale = scratch.scale;
-    params.weight_scale = scale;
-    params.weight_scales = scratch.weight_scales;
-    params.out = has_one ? problem.out : 0;
-    TWELL_TRY(launch_dependent({"linear_round"}, linear_many::round_kernel<Element>, params,
-                               dim3(static_cast<unsigned>(problem.tokens)), linear_many::kRoundThreads, 2 * problem.in,
-                               call.device, call.stream, {}, most_row_bytes(call.device)));
-    return multiply_by_cublas_lt(call, scratch, scratch.rounded, call.tensors.weight, 0, problem.out, scratch.scale,
-                                 has_one ? scratch.weight_scales : scale);
+    RepeatedScale const repeated = {scale, scratch.weight_scales, has_one ? problem.out : 0};
+    TWELL_TRY(launch_quantise(norm_call(call, nullptr), scratch.rounded, call.device, call.stream, repeated));
+    return multiply_by_cublas_lt(call, scratch, scratch.rounded.x, call.tensors.weight, 0, problem.out,
+                                 scratch.rounded.scale, has_one ? scratch.weight_scales : scale);
 }
 
 // Rows of an FP8 weight in 16 bits, where the workspace has a place for them.
@@ -279,9 +268,7 @@ cudaError_t launch_many(LinearCall const& call, Scratch const& scratch) {
     linear_many::Params params = {};
     params.x = static_cast<uint16_t const*>(tensors.x);
     if (problem.norm != TWELL_NORM_NONE) {
-        TWELL_TRY(launch_norm({tensors.x, scratch.normalised, tensors.norm_weight, tensors.norm_bias, problem.eps,
-                               problem.norm, problem.dtype, problem.in, problem.tokens},
-                              call.device, call.stream));
+        TWELL_TRY(launch_norm(norm_call(call, scratch.normalised), call.device, call.stream));
         params.x = scratch.normalised;
     }
     bool const scaled = is_scaled(problem);
@@ -320,7 +307,7 @@ cudaError_t launch_product(LinearCall const& call, Scratch const& scratch) {
                                        : launch_few<Element, uint16_t>(call, scratch.keys);
     }
     if (is_scaled(call.problem)) {
-        cudaError_t const status = launch_in_bytes<Element>(call, scratch);
+        cudaError_t const status = launch_in_bytes(call, scratch);
         if (status != cudaErrorNotSupported) {
             return status;
         }
@@ -354,7 +341,6 @@ size_t linear_bytes(twell_linear_problem const& problem) {
 
 void list_linear(Text& text) {
     list_few(text, Few8Long(), Few8(), Few8Small(), Few16Long(), Few16(), Few16Small());
-    add_line(text, {"linear_round"});
     add_line(text, {"linear_many"});
     add_line(text, {"linear_choose"});
 }

@@ -2,67 +2,13 @@
 #pragma once
 
 #include "device/dependent_launch.cuh"
-#include "fp8/quantise.cuh"
 #include "linear/layer.cuh"
 #include "matmul/matmul_generic.cuh"
 
 namespace twell::linear_many {
 
 using namespace matmul_generic;
-using linear::Norm;
 using linear::Outputs;
-
-constexpr int kRoundThreads = 256;
-
-struct RoundParams {
-    uint16_t const* x;  // [tokens, in]
-    Norm norm;
-    int in;
-    uint8_t* rounded;           // [tokens, in]: each row with a scale
-    float* scale;               // [tokens]
-    float const* weight_scale;  // 1: the weight's, if it has one for all rows
-    float* weight_scales;       // [out]: it, for each of them
-    int out;                    // 0: it has one for each
-};
-
-// Normalises rows and writes them in FP8. A CTA has a row, which stays in shared memory.
-template <class Element>
-__global__ void __launch_bounds__(kRoundThreads) round_kernel(RoundParams const params) {
-    extern __shared__ __align__(128) unsigned char shared[];
-    constexpr int kWarps = kRoundThreads / kWarpSize;
-    __shared__ float sums[2][kWarps];
-    __shared__ float largest[kWarps];
-    wait_for_previous_launch();
-    allow_dependent_launch();
-    int64_t const begin = int64_t{blockIdx.x} * params.in;
-    int const vectors = params.in / kVector;
-    int const first = static_cast<int>(threadIdx.x);
-    auto* const row = reinterpret_cast<uint4*>(shared);
-    norm::SumOfRow<kRoundThreads> sum_of_row = {sums};
-    linear::Moments const moments = linear::copy_row<Element>(reinterpret_cast<uint16_t*>(shared), params.x + begin,
-                                                              params.norm, vectors, first, kRoundThreads, sum_of_row);
-    float most = 0.0f;
-#pragma unroll 2
-    for (int v = first; v < vectors; v += kRoundThreads) {
-        if (params.norm.kind != TWELL_NORM_NONE) {
-            row[v] =
-                linear::normalise<Element>(row[v], params.norm, linear::load_norm(params.norm, v, vectors), moments);
-        }
-        most = quantise::largest_of<Element>(most, row[v]);
-    }
-    float const scale = quantise::scale_of(quantise::largest_of_cta(most, largest));
-    float const inverse = 1.0f / scale;
-    for (int v = first; v < vectors; v += kRoundThreads) {
-        quantise::round_vector<Element>(params.rounded + begin + int64_t{v} * kVector, row[v], inverse);
-    }
-    if (first == 0) {
-        params.scale[blockIdx.x] = scale;
-    }
-    int const step = static_cast<int>(gridDim.x) * kRoundThreads;
-    for (int i = static_cast<int>(blockIdx.x) * kRoundThreads + first; i < params.out; i += step) {
-        params.weight_scales[i] = *params.weight_scale;
-    }
-}
 
 struct Params {
     uint16_t const* x;         // [tokens, in], normalised

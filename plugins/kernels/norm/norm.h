@@ -8,7 +8,7 @@ namespace twell {
 
 struct NormCall {
     void const* x;       // [tokens, columns]
-    void* normalised;    // the same
+    void* normalised;    // the same; null for other kernels that begin with the norm
     void const* weight;  // [columns] or null
     void const* bias;    // [columns] or null
     float eps;
@@ -17,6 +17,13 @@ struct NormCall {
     int32_t columns;
     int64_t tokens;
 };
+
+// That of a block.
+inline NormCall norm_of(Call const& call, void* normalised) {
+    twell_problem const& problem = call.problem;
+    return {call.tensors.x, normalised,    call.tensors.norm_weight, call.tensors.norm_bias, problem.eps,
+            problem.norm,   problem.dtype, problem.d_model,          problem.tokens};
+}
 
 // The row of the configuration, a line.
 void list_norm(Text& text);
