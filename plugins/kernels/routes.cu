@@ -215,7 +215,7 @@ cudaError_t launch_widened(Call const& call, void* workspace) {
     return launch_route({problem, tensors, call.device, call.stream}, next);
 }
 
-// By a route. The norm is left to kOneOrTwoTokens, and to what rounds x, where it normalises: else there is none.
+// By a route. Those that round x normalise it, as kOneOrTwoTokens does; others leave the norm out.
 cudaError_t launch(Route route, Call const& call, void* workspace) {
     switch (route) {
         case Route::kWidened:
@@ -282,8 +282,7 @@ cudaError_t launch_route(Call const& call, void* workspace) {
         call.device.trace->add("route %s\n", name_of(route));
     }
     bool const rounds_x = has_scales(call.problem) && (route == Route::kDenseBlock || route == Route::kManyTokens);
-    if (!has_norm(call.problem) || route == Route::kOneOrTwoTokens ||
-        (rounds_x && quantise_normalises(call.problem.d_model, call.device))) {
+    if (!has_norm(call.problem) || route == Route::kOneOrTwoTokens || rounds_x) {
         return launch(route, call, workspace);  // what reads x first normalises it
     }
     twell_problem problem = call.problem;

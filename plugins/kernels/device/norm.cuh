@@ -93,6 +93,33 @@ __device__ __forceinline__ Moments find_moments(Norm const& norm, int vectors, i
     return moments;
 }
 
+// The same where for_each(use) calls use(v, vector) for this thread's vectors, twice in a layer norm.
+template <class Element, class ForEach, class Sum>
+__device__ __forceinline__ Moments find_moments(Norm const& norm, int vectors, ForEach for_each, Sum&& sum_of_row) {
+    float const count = static_cast<float>(vectors) * kVector;
+    Moments moments = {0.0f, 1.0f};
+    float sum = 0.0f;
+    auto const add = [&](auto of) {
+        for_each([&](int, uint4 vector) {
+            float values[kVector];
+            unpack<Element>(values, vector);
+#pragma unroll
+            for (int k = 0; k < kVector; ++k) {
+                sum += of(values[k]);
+            }
+        });
+    };
+    auto const square = [&](float value) { return (value - moments.mean) * (value - moments.mean); };
+    if (norm.kind == TWELL_NORM_LAYER) {
+        add([](float value) { return value; });
+        moments.mean = sum_of_row(sum) / count;
+        sum = 0.0f;
+    }
+    add(square);
+    moments.factor = rsqrtf(sum_of_row(sum) / count + norm.eps);
+    return moments;
+}
+
 // Copies a row and finds its moments: see find_moments.
 template <class Element, class Sum>
 __device__ __forceinline__ Moments copy_row(uint16_t* to, uint16_t const* from, Norm const& norm, int vectors,

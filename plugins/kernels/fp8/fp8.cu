@@ -94,11 +94,6 @@ Quantised take_quantised(twell_problem const& problem, unsigned char*& memory) {
     return quantised;
 }
 
-bool quantise_normalises(int32_t columns, Device const& device) {
-    constexpr int kBytesBeside = 1024;
-    return int64_t{2} * columns + kBytesBeside <= device.max_shared_bytes;
-}
-
 cudaError_t launch_quantise(NormCall const& rows, Quantised const& quantised, Device const& device, cudaStream_t stream,
                             RepeatedScale const& repeated) {
     quantise::Params params = {};
@@ -106,7 +101,6 @@ cudaError_t launch_quantise(NormCall const& rows, Quantised const& quantised, De
     params.norm = {static_cast<uint16_t const*>(rows.weight), static_cast<uint16_t const*>(rows.bias), rows.eps,
                    rows.kind};
     params.columns = rows.columns;
-    params.in_shared = quantise_normalises(rows.columns, device);
     params.rounded = quantised.x;
     params.scale = quantised.scale;
     params.repeated = static_cast<float const*>(repeated.scale);
@@ -114,7 +108,7 @@ cudaError_t launch_quantise(NormCall const& rows, Quantised const& quantised, De
     params.num_repeats = repeated.count;
     auto const kernel = rows.dtype == TWELL_BF16 ? quantise::quantise_kernel<Bf16> : quantise::quantise_kernel<Fp16>;
     return launch_dependent({"quantise"}, kernel, params, dim3(static_cast<unsigned>(rows.tokens)), quantise::kThreads,
-                            params.in_shared ? 2 * rows.columns : 0, device, stream);
+                            0, device, stream);
 }
 
 cudaError_t launch_quantise(Call const& call, Quantised const& quantised) {

@@ -41,9 +41,6 @@ struct Quantised {
 
 Quantised take_quantised(twell_problem const& problem, unsigned char*& memory);
 
-// Whether rows of so many columns can be normalised as they are rounded.
-bool quantise_normalises(int32_t columns, Device const& device);
-
 // A scale for each of `count` outputs: that of all of them, for products that take no other.
 struct RepeatedScale {
     void const* scale;
@@ -51,7 +48,7 @@ struct RepeatedScale {
     int32_t count;
 };
 
-// Enqueues a kernel that rounds rows behind their norm, which is none unless quantise_normalises().
+// Enqueues a kernel that normalises and rounds rows.
 cudaError_t launch_quantise(NormCall const& rows, Quantised const& quantised, Device const& device, cudaStream_t stream,
                             RepeatedScale const& repeated = {});
 

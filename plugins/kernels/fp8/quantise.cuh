@@ -8,7 +8,7 @@
 
 namespace twell::quantise {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr float kLargest = 448.0f;
 
@@ -61,7 +61,6 @@ struct Params {
     uint16_t const* x;  // [tokens, columns]
     norm::Norm norm;
     int columns;
-    bool in_shared;         // a row fits there; else it is read again, and has no norm
     uint8_t* rounded;       // [tokens, columns]
     float* scale;           // [tokens]
     float const* repeated;  // 1: a scale of weights, for products that take one for each output
@@ -73,7 +72,6 @@ struct Params {
 // 0, and itself NaN, since the scale is infinite.
 template <class Element>
 __global__ void __launch_bounds__(kThreads) quantise_kernel(Params const params) {
-    extern __shared__ __align__(128) unsigned char shared[];
     __shared__ float sums[2][kWarps];
     __shared__ float largest[kWarps];
     wait_for_previous_launch();
@@ -81,31 +79,50 @@ __global__ void __launch_bounds__(kThreads) quantise_kernel(Params const params)
     int64_t const begin = int64_t{blockIdx.x} * params.columns;
     int const vectors = params.columns / kVector;
     int const first = static_cast<int>(threadIdx.x);
-    auto* const row = reinterpret_cast<uint4*>(shared);
-    norm::Moments moments = {};
-    if (params.in_shared) {
-        norm::SumOfRow<kThreads> sum_of_row = {sums};
-        moments = norm::copy_row<Element>(reinterpret_cast<uint16_t*>(shared), params.x + begin, params.norm, vectors,
-                                          first, kThreads, sum_of_row);
+    constexpr int kKept = 4;  // vectors that stay in registers; others are read, and normalised, again
+    uint4 kept[kKept];
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+        int const v = first + i * kThreads;
+        kept[i] = load_written_vector_if(params.x + begin + int64_t{v} * kVector, v < vectors);
     }
-    auto const load = [&](int v) {
-        return params.in_shared ? row[v] : load_written_vector(params.x + begin + int64_t{v} * kVector);
+    norm::Moments moments;
+    bool is_normalised = false;
+    auto const normalise = [&](int v, uint4 vector) {
+        return norm::normalise<Element>(vector, params.norm, norm::load_norm(params.norm, v, vectors), moments);
     };
-    float most = 0.0f;
-#pragma unroll 2
-    for (int v = first; v < vectors; v += kThreads) {
-        uint4 vector = load(v);
-        if (params.norm.kind != TWELL_NORM_NONE) {
-            vector = norm::normalise<Element>(vector, params.norm, norm::load_norm(params.norm, v, vectors), moments);
-            row[v] = vector;
+    auto const for_each = [&](auto use) {
+#pragma unroll
+        for (int i = 0; i < kKept; ++i) {
+            int const v = first + i * kThreads;
+            if (v < vectors) {
+                use(v, kept[i]);
+            }
         }
-        most = largest_of<Element>(most, vector);
+        for (int v = first + kKept * kThreads; v < vectors; v += kThreads) {
+            uint4 vector = load_written_vector(params.x + begin + int64_t{v} * kVector);
+            if (is_normalised) {
+                vector = normalise(v, vector);
+            }
+            use(v, vector);
+        }
+    };
+    if (params.norm.kind != TWELL_NORM_NONE) {
+        norm::SumOfRow<kThreads> sum_of_row = {sums};
+        moments = norm::find_moments<Element>(params.norm, vectors, for_each, sum_of_row);
+#pragma unroll
+        for (int i = 0; i < kKept; ++i) {
+            kept[i] = normalise(first + i * kThreads, kept[i]);
+        }
+        is_normalised = true;
     }
+    float most = 0.0f;
+    for_each([&](int, uint4 vector) { most = largest_of<Element>(most, vector); });
     float const scale = scale_of(largest_of_cta(most, largest));
     float const inverse = 1.0f / scale;
-    for (int v = first; v < vectors; v += kThreads) {
-        round_vector<Element>(params.rounded + begin + int64_t{v} * kVector, load(v), inverse);
-    }
+    for_each([&](int v, uint4 vector) {
+        round_vector<Element>(params.rounded + begin + int64_t{v} * kVector, vector, inverse);
+    });
     if (first == 0) {
         params.scale[blockIdx.x] = scale;
     }

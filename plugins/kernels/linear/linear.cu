@@ -235,8 +235,7 @@ cudaError_t multiply_by_cublas_lt(LinearCall const& call, Scratch const& scratch
 cudaError_t launch_in_bytes(LinearCall const& call, Scratch const& scratch) {
     twell_linear_problem const& problem = call.problem;
     bool const good = is_sm90(call.device) && call.kernels == Kernels::kBest &&
-                      cublas_lt::version() >= cublas_lt::kFirstWithScales && has_product_in_bytes(problem) &&
-                      quantise_normalises(problem.in, call.device);
+                      cublas_lt::version() >= cublas_lt::kFirstWithScales && has_product_in_bytes(problem);
     if (!good) {
         return cudaErrorNotSupported;
     }
