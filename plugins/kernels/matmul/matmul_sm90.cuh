@@ -472,7 +472,7 @@ struct ScaledProduct {
     static constexpr int kPieces = Cfg::BLOCK_N > 176 ? 4 : Cfg::BLOCK_N > 64 ? 2 : 1;
     static constexpr int kPiece = Cfg::BLOCK_N / kPieces;
     static constexpr int kPieceSums = Cfg::kAccumulators / kPieces;
-    static constexpr bool kAhead = Cfg::kAccumulators + 2 * kPieceSums + 2 * kSteps * 4 <= 200;
+    static constexpr bool kAhead = Cfg::kSharesSums && Cfg::kAccumulators + 2 * kPieceSums + 2 * kSteps * 4 <= 200;
     static_assert(kPieces * kPiece == Cfg::BLOCK_N && kPiece % kRowsPerSwizzle == 0,
                   "pieces of whole swizzle patterns");
     static_assert(kAhead || kPieces % 2 == 0, "products of a slice's first and last piece lie apart");
@@ -533,9 +533,11 @@ struct ScaledProduct {
     __device__ __forceinline__ void multiply_slice(int slice, Weights& own, Weights& next, Products& even,
                                                    Products& odd) {
         int const stage = ring.stage;
-        ring.advance();
+        if (kGoesOn) {
+            ring.advance();
+        }
         uint32_t scales = shared.stage_scales(stage) + threadIdx.x % 4 * 8;
-        if (kPieces == 4) {
+        if (kPieces != 1) {
             asm volatile("" : "+r"(scales));  // NOTE: else the compiler keeps many sums of parts of it
         }
 #pragma unroll
@@ -572,6 +574,9 @@ struct ScaledProduct {
         }
         __syncwarp();
         release_stage<Cfg::kLoaders>(shared.stage_empty(stage));
+        if (!kGoesOn) {
+            ring.advance();
+        }
     }
 
     __device__ __forceinline__ void multiply(int num_slices) {
