@@ -150,10 +150,7 @@ twell_attention_problem AttentionPlugin::problem_of(Shapes const& inputs, DataTy
         check(slot, dims_of({batch, q.d[1], width}), "[batch, tokens, width]");
     }
 
-    // Extents beyond 32 bits are beyond every limit. Placeholders for unknown extents are good values.
-    auto const narrow = [](int64_t extent, int64_t placeholder) {
-        return static_cast<int32_t>(std::min<int64_t>(known(extent, placeholder), std::numeric_limits<int32_t>::max()));
-    };
+    // Placeholders for unknown extents are good values.
     twell_attention_problem problem{};
     problem.batch = known(batch, 1);
     problem.tokens = known(q.d[1], options_.causal ? known(k.d[1], 1) : 1);
