@@ -334,7 +334,7 @@ template <class Element, class Stored, int kMatrices, int kWidth>
 __global__ void __launch_bounds__(sm90::kThreads, 1)
     many_up_sm90_kernel(__grid_constant__ const ManySm90Params<UpParams> params) {
     using Shape = ManySm90<Stored, kWidth>;
-    extern __shared__ __align__(1024) unsigned char memory[];
+    extern __shared__ __align__(1024) unsigned char shared_bytes[];
     UpParams const& up = params.inner;
     int const pitch = many_pitch(up.d_ff);
     auto const finish = [&](Group const& group, int tile, auto const& sums, int consumer_warp, uint32_t warp_bytes) {
@@ -380,14 +380,14 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
                 });
         }
     };
-    multiply_pieces<Element, Stored, kMatrices, kWidth>(params, memory, up.d_ff, finish);
+    multiply_pieces<Element, Stored, kMatrices, kWidth>(params, shared_bytes, up.d_ff, finish);
 }
 
 template <class Element, class Stored, int kWidth>
 __global__ void __launch_bounds__(sm90::kThreads, 1)
     many_down_sm90_kernel(__grid_constant__ const ManySm90Params<DownParams> params) {
     using Shape = ManySm90<Stored, kWidth>;
-    extern __shared__ __align__(1024) unsigned char memory[];
+    extern __shared__ __align__(1024) unsigned char shared_bytes[];
     DownParams const& down = params.inner;
     int const pitch = many_pitch(down.d_ff);
     auto const finish = [&](Group const& group, int tile, auto const& sums, int consumer_warp, uint32_t) {
@@ -456,7 +456,7 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
             }
         }
     };
-    multiply_pieces<Element, Stored, 0, kWidth>(params, memory, down.d_out, finish);
+    multiply_pieces<Element, Stored, 0, kWidth>(params, shared_bytes, down.d_out, finish);
 }
 
 }  // namespace twell::experts
