@@ -286,8 +286,8 @@ ROUTES = [
     (1, "H100", ["one_or_two_tokens", "contribute", "add_contributions"]),
     (8, "H100", ["few_tokens", "gate_up_few", "down_few"]),
     (16, "H100", ["few_tokens", "gate_up_few", "down_few"]),
-    (17, "H100", ["dense_block", "quantise", "hidden_gated_bytes_sm90", "split_down_sm90", "skipping_down"]),
-    (33, "H100", ["dense_block", "quantise", "hidden_gated_bytes_sm90", "split_down_sm90"]),
+    (17, "H100", ["dense_block", "quantise", "hidden_gated_bytes_sm90", "dense_down_bytes_sm90", "skipping_down"]),
+    (33, "H100", ["dense_block", "quantise", "hidden_gated_bytes_sm90", "dense_down_bytes_sm90"]),
     (33, "H100 norm", ["dense_block\nquantise", "hidden_gated_bytes_sm90"]),
     (2048, "H100 norm", ["many_tokens\nquantise", "gate_bytes_sm90"]),
     (2048, "A100 norm", ["widened\nnorm", "widen"]),
@@ -297,7 +297,7 @@ ROUTES = [
     (2048, "H100", ["many_tokens", "gate_bytes_sm90", "sparse_up_direct", "dense_up_bytes_sm90", "sparse_down"]),
     (2048, "A100", ["widened", "widen", "many_tokens", "gate_generic"]),
     (1, "H100 blocks", ["few_tokens", "gate_up_few", "down_few"]),
-    (33, "H100 blocks", ["dense_block", "quantise", "hidden_gated_bytes_sm90", "split_down_sm90"]),
+    (33, "H100 blocks", ["dense_block", "quantise", "hidden_gated_bytes_sm90", "dense_down_bytes_sm90"]),
     (8192, "H100 blocks", ["dense_block", "quantise", "hidden_gated_bytes_sm90", "dense_down_bytes_sm90"]),
     (64, "A100 blocks", ["few_tokens", "gate_up_few", "down_few"]),
     (65, "A100 blocks", ["widened", "widen", "many_tokens"]),
@@ -370,7 +370,6 @@ GPU_CASES = [
         ),
         # Of the last tile of 256 neurons the second half is empty, and sums of y have two parts.
         *(((256, 5488, 256), 40), ((2048, 5488, 2048), 256), ((2048, 5488, 2048), 1000)),
-        ((2048, 5632, 2048), 512),
     )
     for case in KINDS
 ]
@@ -401,7 +400,7 @@ GPU_CASES += [
     for (d_model, d_ff, d_out), tokens in (
         *itertools.product(((144, 700, 272), (1040, 3000, 528)), (1, 2, 7, 17, 64, 300, 2100)),
         *itertools.product(((136, 300, 264), (2056, 520, 72)), (7, 64, 65)),  # no rows that TMA can take
-        *(((2048, 5632, 2048), 2), ((2048, 5632, 2048), 64), ((2048, 5488, 2048), 256), ((2048, 5632, 2048), 512)),
+        *(((2048, 5632, 2048), 2), ((2048, 5632, 2048), 64), ((2048, 5488, 2048), 256)),
     )
     for case in OF_BLOCKS
 ]

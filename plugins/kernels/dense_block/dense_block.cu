@@ -72,9 +72,6 @@ DenseBlockConfig choose(twell_problem const& problem, Device const& device, bool
         auto const choose_down = scaled ? choose_dense_down_bytes_sm90 : choose_dense_down_sm90;
         config.hidden = choose_hidden(problem, device);
         config.down = choose_down(problem, most_part_sums(problem), device);
-        if (scaled) {
-            config.split = choose_split_down_sm90(problem, device, config.down);
-        }
         config.skips = may_skip && problem.tokens <= (scaled ? kMostTokensSkippingScaled : kMostTokensSkipping) &&
                        hidden_sm90_leaves_active(config.hidden);
         config.skipping_columns = choose_skipping_columns_sm90(problem, device);
@@ -92,7 +89,6 @@ void list_dense_block(Text& text) {
     if constexpr (kHasSm90) {
         list_hidden_sm90(text);
         list_hidden_bytes_sm90(text);
-        list_split_down_sm90(text);
         list_skipping_down_sm90(text);
     }
 }
@@ -130,8 +126,7 @@ cudaError_t launch_dense_block(Call const& call, void* workspace, bool may_skip)
         rows.skipping = {memory.active, static_cast<uint32_t>(kMostPairsSkipping * d_ff),
                          static_cast<uint32_t>(kMostOfRowSkipping * d_ff)};
         auto const launch_down = scaled ? launch_dense_down_bytes_sm90 : launch_dense_down_sm90;
-        TWELL_TRY(config.split.ctas != 0 ? launch_split_down_sm90(call, rows, config.split)
-                                         : launch_down(call, rows, config.down));
+        TWELL_TRY(launch_down(call, rows, config.down));
         if (config.skips) {
             return launch_skipping_down_sm90(call, rows.skipping, memory.h, memory.bytes, config.skipping_columns);
         }

@@ -6,7 +6,6 @@
 
 #include "host/launch.h"
 #include "matmul/dense_sm90.h"
-#include "matmul/split_down_sm90.h"
 #include "matmul/tiling_sm90.h"
 #include "twell/twell.h"
 
@@ -30,7 +29,6 @@ inline bool dense_block_takes_scales(twell_problem const& problem, Device const&
 struct DenseBlockConfig {
     matmul_sm90::Tiling hidden;
     DenseShape down;
-    SplitDown split;       // of FP8 weights: in its place, if it has CTAs
     bool skips;            // a launch behind the down projection computes y if few neurons are active
     int skipping_columns;  // of a CTA of that launch
 };

@@ -203,7 +203,7 @@ __device__ __forceinline__ void multiply(Stages<Cfg> const& stages, matmul_sm90:
     matmul_sm90::multiply_slices<Element, Cfg::BLOCK_N, false>(
         accumulators, ring, (d_model + BLOCK_K - 1) / BLOCK_K, [&](int stage) { return stages.full(stage); },
         [&](int stage) { return stages.x(stage) + rows; }, [&](int stage) { return stages.w(stage); },
-        [&](int, int stage) { matmul_sm90::release_stage<kClusterSize>(stages.empty(stage)); });
+        [&](int, int stage) { matmul_sm90::release_stage(stages.empty(stage)); });
 }
 
 // Leaves the sums, [num_tokens, kStrideSums], in the stages' place, when all have been read. Those of the first tokens

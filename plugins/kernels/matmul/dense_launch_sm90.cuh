@@ -30,7 +30,7 @@ struct TilingsOf<E4m3, Projection::kUp> {
 };
 template <>
 struct TilingsOf<E4m3, Projection::kDown> {
-    using Type = Tilings<Choices<128, 144, 160, 176, 192, 256>, Choices<>>;  // fewer tokens: split_down_sm90.cuh
+    using Type = Tilings<Choices<128, 144, 160, 176, 192, 256>, Choices<32, 48, 64, 80, 96, 112>>;
 };
 
 template <class Stored, Projection kProjection>

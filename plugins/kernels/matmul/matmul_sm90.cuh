@@ -5,7 +5,6 @@
 // cluster, computes [one tile of 2 x 128 neurons, one block of tokens] at a time; both need the same tokens, so each
 // loads half of them for both. Or the tile is [128 neurons, two blocks of tokens], and weights are what they share. Or
 // the product is not transposed: the tile is [block of neurons, 2 x 128 tokens], where the neurons can be cut freely.
-// Or a cluster's CTAs share the sums of [128 neurons, a block of tokens]: see split_down_sm90.cuh.
 // ("Neurons" are the columns of the result, also where these are d_out.) The kernels have
 //   a loader       which brings slices of the weights and the tokens into the stages, across the boundaries of tiles;
 //   two consumers  warpgroups, of 64 neurons (if tall, tokens) each, which multiply and leave the rounded result in
@@ -70,13 +69,9 @@ struct Config {
     static constexpr bool kSharesTokens = kTileLayout == Layout::kSharesTokens;
     static constexpr bool kSharesWeights = kTileLayout == Layout::kSharesWeights;
     static constexpr bool kIsTall = kTileLayout == Layout::kTall;
-    static constexpr bool kSharesSums = kTileLayout == Layout::kSharesSums;
-    static constexpr bool kSharesBlock = kSharesTokens || kSharesSums;  // of tokens
     static constexpr int kTileNeurons = kIsTall ? BLOCK_N : kSharesTokens ? kClusterSize * BLOCK_M : BLOCK_M;
     static constexpr int kTokens = kIsTall ? BLOCK_M : BLOCK_N;  // of a CTA
-    static constexpr int kTileTokens = kSharesBlock ? kTokens : kClusterSize * kTokens;
-    // CTAs that load into a stage.
-    static constexpr int kLoaders = kSharesSums ? 1 : kClusterSize;
+    static constexpr int kTileTokens = kSharesTokens ? kTokens : kClusterSize * kTokens;
     // Each CTA loads that many tokens: its own, or half of a shared block, whole swizzle patterns. The halves may
     // overlap by one.
     static constexpr int kRowsLoaded =
@@ -145,7 +140,7 @@ struct Tile {
 
     template <class Cfg>
     __device__ __forceinline__ int token_of(int rank) const {
-        return block_idx * Cfg::kTileTokens + (Cfg::kSharesBlock ? 0 : rank * Cfg::kTokens);
+        return block_idx * Cfg::kTileTokens + (Cfg::kSharesTokens ? 0 : rank * Cfg::kTokens);
     }
 };
 
@@ -219,7 +214,7 @@ struct Shared {
     __device__ __forceinline__ void init_stages() const {
         for (int stage = 0; stage < Cfg::kNumStages; ++stage) {
             init_barrier(stage_full(stage), 1);
-            init_barrier(stage_empty(stage), Cfg::kLoaders * kConsumerWarps);
+            init_barrier(stage_empty(stage), kClusterSize * kConsumerWarps);
         }
     }
 
@@ -403,16 +398,11 @@ __device__ __forceinline__ void multiply_slices(float (&accumulators)[kProducts]
     release(num_slices - 1, stage_before);
 }
 
-// Tells the CTAs that load into a stage that it is empty, by a warp: both of a cluster, or its own one.
-template <int kLoaders>
+// Tells the CTAs of the cluster that a stage is empty, by a warp: both load into it.
 __device__ __forceinline__ void release_stage(uint32_t empty) {
     uint32_t const lane = threadIdx.x % kWarpSize;
-    if (lane < kLoaders) {
-        if constexpr (kLoaders == 1) {
-            arrive(empty);
-        } else {
-            arrive_at_cta(empty, lane);
-        }
+    if (lane < kClusterSize) {
+        arrive_at_cta(empty, lane);
     }
 }
 
@@ -427,7 +417,7 @@ __device__ __forceinline__ void multiply(float (&accumulators)[Cfg::kProducts][C
         accumulators, ring, num_slices, [&](int stage) { return shared.stage_full(stage); },
         [&](int stage) { return shared.stage_a(stage) + consumer * (WGMMA_M * BLOCK_K * 2); },
         [&](int stage) { return shared.stage_b(stage); },
-        [&](int, int stage) { release_stage<Cfg::kLoaders>(shared.stage_empty(stage)); }, before);
+        [&](int, int stage) { release_stage(shared.stage_empty(stage)); }, before);
 }
 
 // The same for bytes. If `has_scales`, of their blocks, scale_of(product, slice) is that of a slice of a product's
@@ -462,34 +452,34 @@ __device__ __forceinline__ void multiply_bytes(float (&accumulators)[Cfg::kProdu
     }
 }
 
-// The sums of multiply_scaled(), by one consumer warp.
+// Computes the sums of the bytes that the loader loads, by one consumer warp: of transposed weights, and of tokens
+// whose values have a scale for each slice. Of weights of which blocks have scales, `block_scales` is that of the first
+// slice, and others follow in steps of `scale_step`; null: they have none. The tensor cores take bytes along K alone,
+// so weights go through registers: of two neighbouring neurons a thread has the bytes of one, then of the other, as
+// rows lane / 4 and that plus 8 of the sums. Along K they lie in the order 0, 8, 1, 9, ... 7, 15, and so must those of
+// the tokens.
+//
+// Of large blocks a slice is multiplied in pieces of tokens: there are registers for the products of two, and those of
+// one are added while the next one's are computed.
 template <class Cfg>
-struct ScaledProduct {
-    static constexpr int kSteps = BLOCK_K / WGMMA_K;
-    // A slice is multiplied in pieces of tokens, as there are registers for the products of two beside the sums: those
-    // of one are added while the next one's are computed. That may be the next slice's first, unless the weights of two
-    // slices take too many.
-    static constexpr int kPieces = Cfg::BLOCK_N > 176 ? 4 : Cfg::BLOCK_N > 64 ? 2 : 1;
-    static constexpr int kPiece = Cfg::BLOCK_N / kPieces;
-    static constexpr int kPieceSums = Cfg::kAccumulators / kPieces;
-    static constexpr bool kAhead = Cfg::kSharesSums && Cfg::kAccumulators + 2 * kPieceSums + 2 * kSteps * 4 <= 200;
+__device__ __forceinline__ void multiply_scaled(float (&sums)[Cfg::kAccumulators], Shared<Cfg> const& shared,
+                                                Ring<Cfg::kNumStages>& ring, int consumer_warp, int num_slices,
+                                                float const* block_scales, int scale_step) {
+    constexpr int kSteps = BLOCK_K / WGMMA_K;
+    constexpr int kPieces = Cfg::BLOCK_N > 176 ? 4 : 1;
+    constexpr int kPiece = Cfg::BLOCK_N / kPieces;
+    constexpr int kPieceSums = Cfg::kAccumulators / kPieces;
     static_assert(kPieces * kPiece == Cfg::BLOCK_N && kPiece % kRowsPerSwizzle == 0,
                   "pieces of whole swizzle patterns");
-    static_assert(kAhead || kPieces % 2 == 0, "products of a slice's first and last piece lie apart");
-    using Weights = uint32_t[kSteps][4];
-    using Products = float[kPieceSums];
-
-    Shared<Cfg> const& shared;
-    Ring<Cfg::kNumStages>& ring;
-    float (&sums)[Cfg::kAccumulators];
-    int consumer_warp;
-    float const* block_scales;
-    int scale_step;
-
-    // Weights of the stage that comes next.
-    __device__ __forceinline__ void load(Weights& weights) const {
-        int const lane = threadIdx.x % kWarpSize;
-        uint32_t const first = lane * kBytesRow + ((consumer_warp ^ (lane % kRowsPerSwizzle)) << 4);
+    int const lane = threadIdx.x % kWarpSize;
+    uint32_t const first = lane * kBytesRow + ((consumer_warp ^ (lane % kRowsPerSwizzle)) << 4);
+    uint32_t a[kSteps][4];
+    float products[kPieces == 1 ? 1 : 2][kPieceSums];
+#pragma unroll
+    for (int i = 0; i < Cfg::kAccumulators; ++i) {
+        sums[i] = 0.0f;
+    }
+    auto const load = [&] {
         wait_barrier(shared.stage_full(ring.stage), ring.parity);
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
@@ -497,131 +487,69 @@ struct ScaledProduct {
             load_matrix_x4<true>(rows, shared.stage_a(ring.stage) + first + k * (kWarpSize * kBytesRow));
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                weights[k][2 * half] = __byte_perm(rows[2 * half], rows[2 * half + 1], 0x6240);
-                weights[k][2 * half + 1] = __byte_perm(rows[2 * half], rows[2 * half + 1], 0x7351);
+                a[k][2 * half] = __byte_perm(rows[2 * half], rows[2 * half + 1], 0x6240);
+                a[k][2 * half + 1] = __byte_perm(rows[2 * half], rows[2 * half + 1], 0x7351);
             }
         }
-    }
-
-    __device__ __forceinline__ void start(Products& products, Weights const& weights, int stage, int piece) const {
-        uint64_t const b = describe(shared.stage_b(stage) + piece * kPiece * kBytesRow);
+    };
+    auto const start = [&](int piece) {
+        uint64_t const b = describe(shared.stage_b(ring.stage) + piece * kPiece * kBytesRow);
         begin_wgmma();
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
-            Wgmma<E4m3, kPiece>::run(products, weights[k], b + (k * (WGMMA_K * 2) >> 4), k != 0);
+            Wgmma<E4m3, kPiece>::run(products[piece % 2], a[k], b + (k * (WGMMA_K * 2) >> 4), k != 0);
         }
         commit_wgmma();
-    }
-
-    template <class ScaleOf>
-    __device__ __forceinline__ void add(Products const& products, uint32_t scales, int piece, ScaleOf scale_of) {
+    };
+    auto const add = [&](int piece, uint32_t scales, auto scale_of) {
 #pragma unroll
         for (int i = 0; i < kPieceSums; i += 4) {
             uint2 const pair = load_half_chunk(scales + piece * kPiece * 4 + i * 8);
             float const scale[2] = {scale_of(__uint_as_float(pair.x)), scale_of(__uint_as_float(pair.y))};
             float* const to = sums + piece * kPieceSums + i;
+            float const* const of = products[piece % 2] + i;
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-                to[k] = fmaf(products[i + k], scale[k % 2], to[k]);
+                to[k] = fmaf(of[k], scale[k % 2], to[k]);
             }
         }
-    }
-
-    // One slice, whose first piece has been started, by pieces whose products lie in turns in `even` and `odd`. If
-    // kGoesOn, starts the next one, too.
-    template <bool kGoesOn>
-    __device__ __forceinline__ void multiply_slice(int slice, Weights& own, Weights& next, Products& even,
-                                                   Products& odd) {
-        int const stage = ring.stage;
-        if (kGoesOn) {
-            ring.advance();
-        }
-        uint32_t scales = shared.stage_scales(stage) + threadIdx.x % 4 * 8;
+    };
+    for (int slice = 0; slice < num_slices; ++slice, ring.advance()) {
+        load();
+        start(0);
+        uint32_t scales = shared.stage_scales(ring.stage) + lane % 4 * 8;
         if (kPieces != 1) {
             asm volatile("" : "+r"(scales));  // NOTE: else the compiler keeps many sums of parts of it
         }
 #pragma unroll
         for (int piece = 0; piece < kPieces; ++piece) {
-            Products& of = piece % 2 == 0 ? even : odd;
-            Products& after = piece % 2 == 0 ? odd : even;
             bool const is_last = piece + 1 == kPieces;
             if (!is_last) {
-                start(after, own, stage, piece + 1);
-            } else if (kGoesOn) {
-                load(next);
-                start(after, next, ring.stage, 0);
-            }
-            wait_wgmma<1>();
-            if (is_last && !kGoesOn) {
+                start(piece + 1);
+                wait_wgmma<1>();
+            } else {
                 wait_wgmma<0>();
             }
             // The compiler does not know that the products were not valid until here, nor that the registers of the
             // weights were read.
 #pragma unroll
             for (int i = 0; i < kPieceSums; ++i) {
-                asm volatile("" : "+f"(of[i])::"memory");
+                asm volatile("" : "+f"(products[piece % 2][i])::"memory");
             }
 #pragma unroll
             for (int k = 0; k < kSteps && is_last; ++k) {
-                asm volatile("" ::"r"(own[k][0]), "r"(own[k][1]), "r"(own[k][2]), "r"(own[k][3]) : "memory");
+                asm volatile("" ::"r"(a[k][0]), "r"(a[k][1]), "r"(a[k][2]), "r"(a[k][3]) : "memory");
             }
             if (block_scales == nullptr) {
-                add(of, scales, piece, [](float scale) { return scale; });
+                add(piece, scales, [](float scale) { return scale; });
             } else {
                 float const of_block = block_scales[int64_t{slice} * scale_step];
-                add(of, scales, piece, [&](float scale) { return scale * of_block; });
+                add(piece, scales, [&](float scale) { return scale * of_block; });
             }
         }
         __syncwarp();
-        release_stage<Cfg::kLoaders>(shared.stage_empty(stage));
-        if (!kGoesOn) {
-            ring.advance();
-        }
+        release_stage(shared.stage_empty(ring.stage));
     }
-
-    __device__ __forceinline__ void multiply(int num_slices) {
-        Weights weights[kAhead ? 2 : 1];
-        Products products[2];
-#pragma unroll
-        for (int i = 0; i < Cfg::kAccumulators; ++i) {
-            sums[i] = 0.0f;
-        }
-        if constexpr (!kAhead) {
-            for (int slice = 0; slice < num_slices; ++slice) {
-                load(weights[0]);
-                start(products[0], weights[0], ring.stage, 0);
-                multiply_slice<false>(slice, weights[0], weights[0], products[0], products[1]);
-            }
-        } else {
-            constexpr int kSwapped = kPieces == 1 ? 1 : 0;  // then a slice's only products follow the one before's
-            load(weights[0]);
-            start(products[0], weights[0], ring.stage, 0);
-            int slice = 0;
-            for (; slice + 2 < num_slices; slice += 2) {
-                multiply_slice<true>(slice, weights[0], weights[1], products[0], products[1]);
-                multiply_slice<true>(slice + 1, weights[1], weights[0], products[kSwapped], products[1 - kSwapped]);
-            }
-            if (slice + 1 < num_slices) {
-                multiply_slice<true>(slice, weights[0], weights[1], products[0], products[1]);
-                multiply_slice<false>(slice + 1, weights[1], weights[0], products[kSwapped], products[1 - kSwapped]);
-            } else {
-                multiply_slice<false>(slice, weights[0], weights[1], products[0], products[1]);
-            }
-        }
-    }
-};
-
-// Computes the sums of the bytes that the loader loads, by one consumer warp: of transposed weights, and of tokens
-// whose values have a scale for each slice. Of weights of which blocks have scales, `block_scales` is that of the first
-// slice, and others follow in steps of `scale_step`; null: they have none. The tensor cores take bytes along K alone,
-// so weights go through registers: of two neighbouring neurons a thread has the bytes of one, then of the other, as
-// rows lane / 4 and that plus 8 of the sums. Along K they lie in the order 0, 8, 1, 9, ... 7, 15, and so must those of
-// the tokens. There is a slice at least.
-template <class Cfg>
-__device__ __forceinline__ void multiply_scaled(float (&sums)[Cfg::kAccumulators], Shared<Cfg> const& shared,
-                                                Ring<Cfg::kNumStages>& ring, int consumer_warp, int num_slices,
-                                                float const* block_scales, int scale_step) {
-    ScaledProduct<Cfg>{shared, ring, sums, consumer_warp, block_scales, scale_step}.multiply(num_slices);
 }
 
 // The result. The XOR makes 8 tokens' chunks of the same neurons fall into different banks; TMA's swizzle is the same.

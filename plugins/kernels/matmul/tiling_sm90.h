@@ -25,7 +25,6 @@ enum class Layout {
     kSharesTokens,   // [2 x 128 neurons, a block of tokens]
     kSharesWeights,  // [128 neurons, 2 blocks of tokens]
     kTall,           // [a block of neurons, 2 x 128 tokens], sharing weights: the product is not transposed
-    kSharesSums,     // [128 neurons, a block of tokens] of two CTAs or more: see split_down_sm90.cuh
 };
 
 // Parts of a sum, each a cluster's, at most; there are 1, 2 or 4. See parts_sm90.cuh.
