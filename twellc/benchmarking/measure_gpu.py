@@ -1,13 +1,15 @@
-"""Measure the times of blocks on the GPU at hand, for decisions: a grid of tokens, widths, densities and distributions.
+"""`twellc bench --measure-gpu`: the times of blocks on the GPU at hand, which `twellc.decisions` predicts from.
 
-TwELL is compared with the fastest of three dense blocks: eager; with one fused kernel for the activation; and with
-gate and up packed in one product besides. Times are of one call within a CUDA graph that holds one call for each of
+The blocks are a grid of tokens, widths, densities and distributions.
+
+TwELL is compared with the fastest of three dense blocks: eager; with one fused kernel for the activation; with that
+kernel, and gate and up packed in one product. Times are of one call within a CUDA graph that holds one call for each of
 several sets of weights, so that weights come from memory as they do in a model. All contestants of a size take
 turns, in a new order in each repetition.
 
-Weights are drawn once a width. The first column of x holds the activity of each token. For each distribution one column
-of the gate holds the activity of each neuron: x has a constant in the column of the measured distribution, and zero in
-the others.
+Weights are drawn once a width, and x decides how often neurons fire. The first column of x is a threshold for each
+token, which all neurons share. Each unequal distribution has a column after it: that of the gate is an offset for each
+neuron. In the column of the distribution that is measured x is a constant, in those of the others zero.
 """
 
 from __future__ import annotations
@@ -179,7 +181,7 @@ def draw_rows(
 
 
 def twell(x: Tensor, hot: int, w: BlockWeights) -> Tensor:
-    """Compute the block by TwELL, but for the first `hot` neurons."""
+    """Compute the block by TwELL; where calls are split, a dense product computes the first `hot` neurons."""
     block = w.block
     first = {"w_up": block.gate} if block.up is None else {"w_gate": block.gate, "w_up": block.up}
     return run_block(Operands(x=x, **first, w_down=w.down_by_neuron), BlockOptions(activation="relu", hot=hot))
@@ -246,7 +248,7 @@ def _machine() -> dict[str, str]:
     }
 
 
-def calibrate(path: Path, overwrite: bool, progress: Callable[[str], None]) -> GpuTimes:
+def measure_gpu(path: Path, overwrite: bool, progress: Callable[[str], None]) -> GpuTimes:
     """Measure the grid and write the data file, anew after each number of tokens.
 
     Args:

@@ -82,10 +82,10 @@ def _measure_gpu(model: Path | None, output: Path | None, overwrite: bool) -> No
         raise UserError("--measure-gpu", "measures no model", got=str(model), fix="Leave it out.")
     if output is None:
         raise UserError("--measure-gpu", "no data file to write", fix="Add -o FILE.")
-    from twellc.benchmarking.calibrate import calibrate
+    from twellc.benchmarking.measure_gpu import measure_gpu
 
     with show_progress() as progress:
-        times = calibrate(output, overwrite, progress)
+        times = measure_gpu(output, overwrite, progress)
     with never_failing():
         state = "" if times.complete else "; time or memory ran out before all of the grid was measured"
         click.echo(f"{output}: {times.gpu}, {len(times.dense)} dense and {len(times.twell)} sparse times{state}")

@@ -7,8 +7,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from twellc.benchmarking import calibrate, forms
-from twellc.benchmarking.calibrate import Activity, Grid, draw_rows, draw_weights, place_columns, twell
+from twellc.benchmarking import forms, measure_gpu
+from twellc.benchmarking.measure_gpu import Activity, Grid, draw_rows, draw_weights, place_columns, twell
 from twellc.cli import main
 from twellc.decisions.times import read_times, zipf_rates
 
@@ -22,7 +22,7 @@ def test_as_many_are_active_as_asked(activity: Activity) -> None:
     weights = draw_weights(Grid("gated", 512, 1408, (), ACTIVITIES), columns, "cpu")
     x = draw_rows(1000, 512, activity.distribution, columns, "cpu")
     wanted = activity.density if activity.neurons == "equal" else zipf_rates(1408, activity.density).mean()
-    assert calibrate.share_active(x, weights) == pytest.approx(wanted, rel=0.1)
+    assert measure_gpu.share_active(x, weights) == pytest.approx(wanted, rel=0.1)
     rates = weights.block.active(x).double().mean(dim=0)
     if activity.neurons == "equal":
         assert rates.max() < 4 * activity.density
@@ -58,7 +58,7 @@ def test_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gated = Grid("gated", 256, 768, (1, 300), ACTIVITIES)
     monkeypatch.setattr(
-        calibrate, "grids", lambda: (gated, Grid("plain", 256, 512, (8,), ()), Grid("gated", 256, 64, (8,), ()))
+        measure_gpu, "grids", lambda: (gated, Grid("plain", 256, 512, (8,), ()), Grid("gated", 256, 64, (8,), ()))
     )
     path = tmp_path / "gpu.json"
     result = CliRunner().invoke(main, ["bench", "--measure-gpu", "-o", str(path)])
@@ -75,9 +75,9 @@ def test_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_out_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "grids", lambda: (Grid("gated", 256, 768, (1, 2), ACTIVITIES[:1]),))
+    monkeypatch.setattr(measure_gpu, "grids", lambda: (Grid("gated", 256, 768, (1, 2), ACTIVITIES[:1]),))
     clock = itertools.count(step=150)
-    monkeypatch.setattr(calibrate, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(measure_gpu, "monotonic", lambda: next(clock))
     path = tmp_path / "gpu.json"
     result = CliRunner().invoke(main, ["bench", "--measure-gpu", "-o", str(path)])
     assert result.exit_code == 0, result.output
