@@ -10,7 +10,7 @@ from twellc.passes.graph.program import free_name
 def distinct_outputs(inputs: list[str], outputs: list[str]) -> tuple[list[str], list[str]]:
     """Return names for outputs that no input and no other output has, and notes on those that had to change.
 
-    Neither ONNX nor TensorRT knows a tensor that goes in and comes out under one name, as a state does in a model.
+    A model may return a state under the name of the input that it came by; ONNX and TensorRT do not allow that.
     """
     taken = set(inputs) | set(outputs)
     used = set(inputs)
@@ -27,9 +27,9 @@ def distinct_outputs(inputs: list[str], outputs: list[str]) -> tuple[list[str], 
 
 
 def name_ends(graph: onnx_ir.Graph, inputs: list[str], outputs: list[str]) -> None:
-    """Give a graph's inputs and outputs these names, in place, and everything else others.
+    """Name a graph's inputs and outputs, in place; a value inside of it that has one of these names gets a new one.
 
-    What is returned as it came in, is constant, or is returned twice gets a node Identity.
+    An output that is an input, a constant, or another output again gets a node Identity.
 
     Args:
         graph: The graph.
@@ -49,13 +49,13 @@ def name_ends(graph: onnx_ir.Graph, inputs: list[str], outputs: list[str]) -> No
             value.name = free_name(value.name, taken)
             taken.add(value.name)
     for index, value in enumerate(named):
-        value.name = free_name(f"__end_{index}", taken)  # none may have another's on the way
+        value.name = free_name(f"__end_{index}", taken)  # so that no two share a name on the way
     for value, name in zip([*graph.inputs, *graph.outputs], ends, strict=True):
         value.name = name
 
 
 def _own_values(graph: onnx_ir.Graph) -> None:
-    """Let each output be another value, which a node computes."""
+    """Give each output a value of its own that a node computes."""
     seen: set[onnx_ir.Value] = set()
     for index, value in enumerate(graph.outputs):
         if value in seen or value.producer() is None:

@@ -1,1 +1,1 @@
-"""The sizes of inputs that a model takes."""
+"""The sizes that a model's inputs may have: conditions in a traced program, relations that a plan's manifest names."""
