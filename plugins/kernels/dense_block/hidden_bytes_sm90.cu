@@ -1,3 +1,4 @@
+// The kernels of hidden_sm90.cuh with FP8 weights: x and h are rounded to FP8, too.
 #include "dense_block/hidden_launch_sm90.cuh"
 
 namespace twell {

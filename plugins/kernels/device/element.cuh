@@ -1,4 +1,5 @@
-// The two element types, bf16 and fp16: conversions, arithmetic, the tensor-core instruction and the activation.
+// The two element types, bf16 and fp16, and FP8 (E4M3) of weights: conversions, arithmetic, the tensor-core
+// instruction, the activation, and the search for its non-zeros.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -16,15 +17,16 @@ constexpr int MMA_M = 16;
 constexpr int MMA_N = 8;
 constexpr int MMA_K = 16;
 
-// Arithmetic of two neighbours at once, each rounded once.
+// Arithmetic of two neighbours at once, each rounded once. A question is answered by a mask: for each neighbour all
+// bits if it is true, else none.
 template <class Pair>
 struct PairArithmetic {
-    static constexpr uint32_t kNaNs = 0x7fff7fffu;
-    // For each of two neighbours: a * b; all bits if not a <= b, else none; all bits if not a == 0.
+    static constexpr uint32_t kNaNs = 0x7fff7fffu;  // as cuts, these keep every z
     static __device__ __forceinline__ uint32_t multiply2(uint32_t a, uint32_t b) {
         Pair const product = __hmul2(as_pair(a), as_pair(b));
         return *reinterpret_cast<uint32_t const*>(&product);
     }
+    // Not a <= b: true of NaNs, too.
     static __device__ __forceinline__ uint32_t not_at_most2(uint32_t a, uint32_t b) {
         return __hgtu2_mask(as_pair(a), as_pair(b));
     }
@@ -34,7 +36,7 @@ struct PairArithmetic {
         Pair const larger = __hmax2(as_pair(a), as_pair(b));
         return *reinterpret_cast<uint32_t const*>(&larger);
     }
-    // All bits if infinite or NaN.
+    // Infinite or NaN.
     static __device__ __forceinline__ uint32_t is_not_finite2(uint32_t a) {
         return __hneu2_mask(__hsub2(as_pair(a), as_pair(a)), as_pair(0));
     }
@@ -127,8 +129,8 @@ __device__ __forceinline__ uint32_t to_e4m3(float a, float b, float c, float d) 
            static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, __NV_E4M3)) << 16;
 }
 
-// h times `inverse`, to be rounded to FP8: a value that becomes 0 becomes -0, but for +0, which is that of an inactive
-// neuron.
+// h times `inverse`, to be rounded to FP8. A value that would round to 0 becomes -0, so that +0 says that a neuron is
+// inactive.
 __device__ __forceinline__ float to_be_rounded(float h, float inverse) {
     constexpr float kMostZero = 0x1p-10f;
     float const scaled = h * inverse;
@@ -136,11 +138,12 @@ __device__ __forceinline__ float to_be_rounded(float h, float inverse) {
     return fabsf(scaled) <= kMostZero ? zero : scaled;
 }
 
-// Every activation is: 0 where z <= cut, else z or z^2. NaN compares false, so it is kept.
+// Every activation is: 0 where z <= cut, else z or z^2. NaN compares false, so it is kept. The cut is the threshold of
+// a FATReLU, else 0.
 struct Activation {
-    uint32_t cut;  // twice, as a pair: the largest element that is at most the cut
+    uint32_t cut;  // rounded down to the element type; twice, as a pair
     bool square;
-    float const* cuts;  // or null: [neurons], in the place of the one
+    float const* cuts;  // [neurons]: one for each, in the place of `cut`; or null
 };
 
 template <class Element>

@@ -1,3 +1,4 @@
+// The kernels of dense_sm90.cuh with FP8 weights.
 #include "matmul/dense_launch_sm90.cuh"
 
 namespace twell {

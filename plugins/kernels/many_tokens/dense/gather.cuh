@@ -1,16 +1,16 @@
-// Gathers data of rows for the dense path: see dense.h.
+// Gathers the heavy rows for the dense path (dense.h), so that its products read and write neighbouring rows.
 #pragma once
 
 #include "format/pack.cuh"
 
 namespace twell {
 
-// Where the dense path finds g and x, and leaves h.
+// From where to where. If all rows are heavy, they stay where they are: x is read there, h comes in the place of g.
 struct Gather {
-    PackedGate gate;
+    PackedGate gate;    // g: what was spilled, and packed tiles
     uint16_t const* x;  // [tokens, d_model]; null in a plain block
-    uint16_t* x_part;   // [dense rows, d_model]; null in a plain block
-    uint16_t* h_part;   // [dense rows, num_tiles * TWELL_TILE]
+    uint16_t* x_part;   // [heavy rows, d_model]; null in a plain block
+    uint16_t* h_part;   // [heavy rows, num_tiles * TWELL_TILE]; of a plain block h is g
     int d_model;
 };
 
@@ -80,11 +80,11 @@ __device__ __forceinline__ void gather_g(Gather const& params, bool all, int64_t
     }
 }
 
-// Whether gather_row does anything.
+// Whether gather_row does anything. `all`: all rows are heavy.
 __device__ __forceinline__ bool is_needed(Gather const& gather, bool all) { return gather.x == nullptr || !all; }
 
-// By one warp, for the dense row at this position. With an up projection x is copied if it has to move; without one h
-// is g, which is completed, or copied too.
+// By one warp, for the heavy row at this position of the parts. With an up projection x is copied if it has to move;
+// without one h is g, which is completed, or copied too.
 __device__ __forceinline__ void gather_row(Gather const& params, bool all, int64_t row, int64_t position) {
     if (params.x == nullptr) {
         gather_g(params, all, row, position);
