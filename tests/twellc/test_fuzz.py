@@ -4,7 +4,6 @@ By default a few of each. `TWELLC_FUZZ_EXAMPLES=1000 pytest -m "" tests/twellc/t
 examples each time.
 """
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -15,29 +14,16 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from tests import models, onnx_graphs
+from tests.drawn import examples
 from tests.fork_server import ForkServer, Run
 from tests.mutations import damaged_json, damaged_lines, damaged_onnx, damaged_safetensors, damaged_zip
 from tests.processes import environment
 from tests.twellc.reporting.pages import write_log
-
-LONGER = os.environ.get("TWELLC_FUZZ_EXAMPLES")
-
-
-def examples(count: int) -> Any:
-    return settings(
-        max_examples=int(LONGER or count),
-        derandomize=LONGER is None,
-        deadline=None,
-        database=None,
-        # Shrinking would run thousands of examples more.
-        phases=(Phase.generate,),
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 @pytest.fixture(scope="module")

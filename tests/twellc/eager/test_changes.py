@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import sys
 import tempfile
 import warnings
@@ -19,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -34,6 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import twellc
 from tests import models
+from tests.drawn import examples
 from tests.models import Gated, Plain
 from tests.twellc.eager.test_optimize import tokens
 from twellc.base.errors import UserError
@@ -44,7 +43,6 @@ from twellc.loaders.huggingface import open_directory
 from twellc.plugins.fp8 import Fp8
 from twellc.training import Blend, L1Penalty, reinitialise_dead, relu, sparsify, take_counts
 
-LONGER = os.environ.get("TWELLC_FUZZ_EXAMPLES")
 CHANGING = {str(module.__file__) for module in (optimization, changes, fp8, fp8_linear, relu)}
 ERRORS = (KeyboardInterrupt, torch.OutOfMemoryError, ZeroDivisionError)
 
@@ -261,28 +259,13 @@ class Changes(RuleBasedStateMachine):
         assert (found - expected).norm() <= 0.02 * expected.norm()
 
 
-def run(examples: int, steps: int) -> None:
-    run_state_machine_as_test(
-        Changes,
-        settings=settings(
-            max_examples=int(LONGER or examples),
-            stateful_step_count=steps,
-            derandomize=LONGER is None,
-            deadline=None,
-            database=None,
-            phases=(Phase.generate,),
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-
-
 def test_some_sequences_of_changes() -> None:
-    run(3, 6)
+    run_state_machine_as_test(Changes, settings=examples(3, 6))
 
 
 @pytest.mark.slow
 def test_sequences_of_changes() -> None:
-    run(12, 20)
+    run_state_machine_as_test(Changes, settings=examples(12, 20))
 
 
 # ---- single steps ----
