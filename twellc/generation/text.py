@@ -155,28 +155,28 @@ class _PretrainedStream:
         self._decode: Callable[[list[int]], str] = functools.partial(decode, skip_special_tokens=skip_special_tokens)
         self._name: Callable[[int], object] = tokenizer.convert_ids_to_tokens
         self._given, self._new = list(filter(self._known, prompt)), list[int]()
-        self._before = self._decode(self._given)
+        self._before: str = self._decode(self._given)
+        self._whole: str = self._before
 
     def put(self, token: int) -> str:
         if not self._known(token):
             return ""
         self._new.append(token)
-        whole = self._decode(self._given + self._new)
-        # A later byte may make a letter of bytes, or show that they are none.
-        if whole.endswith("\N{REPLACEMENT CHARACTER}") or _BYTE.fullmatch(str(self._name(token))):
+        before, self._whole = self._whole, self._decode(self._given + self._new)
+        # A later byte may make a letter of bytes, or show that they are none: so it may behind a token without a text.
+        is_byte = _BYTE.fullmatch(str(self._name(token)))
+        if is_byte or self._whole == before or self._whole.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
-        return self._piece(whole)
+        return self.end()
 
     def end(self) -> str:
-        return self._piece(self._decode(self._given + self._new))
-
-    def _piece(self, whole: str) -> str:
         """Return what new tokens add to the text, where the first ones may end a letter of the prompt."""
-        piece = whole[len(os.path.commonprefix([self._before, whole])) :]  # noqa: RUF071, these are not paths
+        shared = os.path.commonprefix([self._before, self._whole])  # noqa: RUF071, these are not paths
+        piece = self._whole[len(shared) :]
         # Tokens without a text, such as special ones, would leave the next one without the space before it.
         if piece:
             self._given, self._new = self._new, []
-            self._before = self._decode(self._given)
+            self._before = self._whole = self._decode(self._given)
         return piece
 
 
@@ -292,10 +292,10 @@ class Answer:
         return piece + rest
 
     def _cut(self, piece: str) -> str:
-        if self._tokens <= self._params.min_tokens:
-            return piece
         text, stops = self._held + piece, self._params.stops
-        found = [(text.find(stop), stop) for stop in stops if stop in text]
+        # A stop text counts where its end comes, also if it begins before `min_tokens`.
+        places = [(text.find(stop, max(0, len(self._held) + 1 - len(stop))), stop) for stop in stops]
+        found = [each for each in places if each[0] >= 0 and self._tokens > self._params.min_tokens]
         if found:
             place, self.stopped = min(found)
             self._held = ""

@@ -1,108 +1,132 @@
-"""Tokens to text, piece by piece: letters of several bytes, spaces at the seams, stop texts."""
+"""Tokens to text, piece by piece: letters of several bytes, spaces at the seams, stop texts.
 
+`TWELLC_FUZZ_EXAMPLES=2000 pytest tests/twellc/generation/test_text.py` runs longer, and with other examples each time.
+"""
+
+import codecs
 import json
+import os
+import re
 import shutil
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, rule, run_state_machine_as_test
 
+from tests.drawn import examples
 from tests.models import VOCABULARY
 from twellc.base.errors import UserError
 from twellc.generation.sampling import SamplingParams
-from twellc.generation.text import Answer, _PretrainedStream, load_codec
+from twellc.generation.text import Answer, Codec, load_codec
+
+BYTES, UNKNOWN = "é😀1 ".encode(), 399
 
 
-class Spelled:
-    """A stream of letters, a token each, that keeps the last one back until it ends."""
+class Kind(NamedTuple):
+    """A codec, the tokens to draw, those without a text, and the text of a prompt, tokens and whether that is all."""
 
-    def __init__(self) -> None:
-        self.last = ""
-
-    def put(self, token: int) -> str:
-        before, self.last = self.last, chr(token)
-        return before
-
-    def end(self) -> str:
-        before, self.last = self.last, ""
-        return before
+    codec: Codec
+    tokens: list[int]
+    special: set[int]
+    text: Callable[[list[int], list[int], bool], str]
 
 
-@given(st.text("abc", max_size=12), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
-@settings(deadline=None)
-def test_stop_texts(text: str, stops: list[str]) -> None:
-    answer, pieces = Answer(Spelled(), SamplingParams(stop=stops)), []
-    for letter in text:
-        pieces.append(answer.put(ord(letter)))
-        if answer.stopped:
-            break
-    pieces.append(answer.end())
-    places = [text.find(stop) for stop in stops if stop in text]
-    # Texts are looked for as they come: the one that is complete first ends the answer.
-    first = min((text.find(stop) + len(stop) for stop in stops if stop in text), default=None)
-    if first is None:
-        assert "".join(pieces) == text and not answer.stopped
-    else:
-        whole = [stop for stop in stops if text[:first].endswith(stop)]
-        assert answer.stopped in whole
-        assert "".join(pieces) == text[: first - max(map(len, whole))]
-        assert min(places) <= first
+def pretrained(path: Path, tokens: list[int]) -> Kind:
+    codec = load_codec(path, VOCABULARY)
+    tokenizer = codec.tokenizer
+
+    def text(prompt: list[int], tokens: list[int], ended: bool) -> str:
+        before, whole = tokenizer.decode(prompt), tokenizer.decode(prompt + tokens)
+        unsure = whole.endswith("\N{REPLACEMENT CHARACTER}") or (
+            tokens and re.fullmatch("<0x..>", str(tokenizer.convert_ids_to_tokens(tokens[-1])))
+        )
+        if unsure and tokens and not ended:
+            return text(prompt, tokens[:-1], False)
+        # The first tokens may end a letter that the prompt begins.
+        return whole[len(os.path.commonprefix([before, whole])) :]  # noqa: RUF071, these are not paths
+
+    return Kind(codec, [*tokens, UNKNOWN], set(tokenizer.all_special_ids), text)
 
 
-@given(st.lists(st.integers(1, VOCABULARY - 1), max_size=20), st.lists(st.integers(1, VOCABULARY - 1), max_size=9))
-@settings(deadline=None, max_examples=50)
-def test_pieces_are_the_text(talker: Path, tokens: list[int], prompt: list[int]) -> None:
-    """Any tokens, most of which are parts of letters."""
-    codec = codecs(talker)
-    stream = codec.stream(prompt, True)
-    pieces = [stream.put(token) for token in tokens]
-    whole = "".join([*pieces, stream.end()])
-    decode: Any = codec.tokenizer.decode
-    before, both = decode(prompt), decode(prompt + tokens)
-    # The first tokens may end a letter that the prompt begins.
-    shared = next((place for place, letter in enumerate(before) if both[place : place + 1] != letter), len(before))
-    assert whole == both[shared:]
+def of_bytes(path: Path) -> Kind:
+    def text(_: list[int], tokens: list[int], ended: bool) -> str:
+        return codecs.utf_8_decode(bytes(tokens), "replace", ended)[0]
+
+    return Kind(load_codec(path, 256), [0, *b"ab", 0xF0, *BYTES], {0}, text)
 
 
-@cache
-def codecs(path: Path) -> Any:
-    return load_codec(path, VOCABULARY)
+class Spoken:
+    """An answer as it comes, and what it must be: all tokens decoded at once."""
+
+    def __init__(self, kind: Kind, prompt: list[int], params: SamplingParams) -> None:
+        self.kind, self.params, self.said, self.text = kind, params, "", ""
+        self.prompt, self.tokens, self.count = self.with_text(prompt), list[int](), 0
+        self.answer = Answer(kind.codec.stream(prompt, params.skip_special_tokens), params)
+
+    def with_text(self, tokens: list[int]) -> list[int]:
+        silent = self.kind.special if self.params.skip_special_tokens else set()
+        return [token for token in tokens if token not in silent | {UNKNOWN}]
+
+    def put(self, token: int) -> None:
+        self.tokens += self.with_text([token])
+        self.count += 1
+        self.compare(self.answer.put(token), ended=False)
+
+    def compare(self, piece: str, ended: bool) -> None:
+        self.said += piece
+        params, known = self.params, len(self.text)
+        self.text = self.kind.text(self.prompt, self.tokens, ended) if params.detokenize else ""
+        stops = params.stops if self.count > params.min_tokens else ()
+        # A stop text counts where its end comes.
+        places = [(self.text.find(stop, max(0, known + 1 - len(stop))), stop) for stop in stops]
+        place, stopped = min((each for each in places if each[0] >= 0), default=(len(self.text), ""))
+        begun = [size for stop in params.stops for size in range(len(stop)) if self.text.endswith(stop[:size])]
+        if stopped:
+            place += len(stopped) if params.include_stop_str_in_output else 0
+        elif not ended:
+            place -= max(begun, default=0)
+        assert (self.said, self.answer.stopped) == (self.text[:place], stopped)
+        assert not stopped or not self.answer.end()  # of a letter that the stop text cuts off, too
 
 
-def test_a_letter_comes_when_it_is_whole(talker: Path) -> None:
-    codec = load_codec(talker, VOCABULARY)
-    tokens = codec.tokenizer.encode("ж", add_special_tokens=False)
-    assert len(tokens) == 2
-    stream = codec.stream([], True)
-    assert [stream.put(tokens[0]), stream.put(tokens[1]), stream.end()] == ["", "ж", ""]
-    cut = codec.stream([], True)
-    assert [cut.put(tokens[0]), cut.end()] == ["", "\N{REPLACEMENT CHARACTER}"]
+class Streams(RuleBasedStateMachine):
+    """Several answers at a time, of any tokens."""
 
+    kinds: list[Kind]
+    spoken = Bundle("spoken")
 
-@pytest.mark.parametrize(("skipped", "text"), [(True, "ab"), (False, "a<end>b")])
-def test_special_tokens(talker: Path, skipped: bool, text: str) -> None:
-    codec = load_codec(talker, VOCABULARY)
-    (a,), (b,) = codec.encode("a"), codec.encode("b")
-    stream = codec.stream([], skipped)
-    assert "".join([*(stream.put(token) for token in (a, 0, b)), stream.end()]) == text
+    @rule(
+        target=spoken,
+        number=st.integers(0, 3),
+        prompt=st.lists(st.integers(0, 99), max_size=6),
+        stop=st.lists(st.text("ab1 é�", min_size=1, max_size=3), max_size=3),
+        least=st.integers(0, 4),
+        flags=st.tuples(st.booleans(), st.booleans()),
+    )
+    def begin(self, number: int, prompt: list[int], stop: list[str], least: int, flags: tuple[bool, bool]) -> Spoken:
+        kind, (special, detokenize) = self.kinds[number], flags
+        params = SamplingParams(
+            stop=stop,
+            min_tokens=least,
+            detokenize=detokenize or bool(stop),
+            skip_special_tokens=not special,
+            include_stop_str_in_output=special,
+        )
+        return Spoken(kind, [kind.tokens[each % len(kind.tokens)] for each in prompt], params)
 
+    @rule(spoken=spoken, tokens=st.lists(st.integers(0, 99), min_size=1, max_size=9))
+    def put(self, spoken: Spoken, tokens: list[int]) -> None:
+        for each in tokens:
+            if not spoken.answer.stopped:
+                spoken.put(spoken.kind.tokens[each % len(spoken.kind.tokens)])
 
-def test_a_space_at_the_seam(tmp_path: Path) -> None:
-    """A tokenizer that drops the space before the first token of a text: the answer is not the first."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    made = Tokenizer(models.WordLevel({"▁the": 0, "▁fox": 1, "?": 2}, unk_token="?"))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    PreTrainedTokenizerFast(tokenizer_object=made, unk_token="?").save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    codec = load_codec(tmp_path, 3)
-    assert codec.encode("the fox") == [0, 1]
-    assert codec.stream([0], True).put(1) == " fox"
-    assert codec.stream([], True).put(1) == "fox"
+    @rule(spoken=consumes(spoken))
+    def end(self, spoken: Spoken) -> None:
+        if not spoken.answer.stopped:
+            spoken.compare(spoken.answer.end(), ended=True)
 
 
 @pytest.fixture(scope="module")
@@ -125,72 +149,21 @@ def falling_back(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@given(st.lists(st.sampled_from([260, 261, *(3 + byte for byte in "é€1".encode())]), max_size=9))
-@settings(deadline=None)
-def test_bytes_of_a_tokenizer_with_letters(falling_back: Path, tokens: list[int]) -> None:
-    """A run of bytes is text if it is UTF-8 as a whole: its first ones are known when it has ended."""
-    codec = codecs(falling_back)
-    stream = codec.stream([1, 260], True)
-    pieces = [stream.put(token) for token in tokens]
-    assert "a" + "".join([*pieces, stream.end()]) == codec.tokenizer.decode([1, 260, *tokens], skip_special_tokens=True)
-
-
-def test_a_prompt_of_bytes(falling_back: Path) -> None:
-    """What stands before a prompt's last tokens says where a letter begins."""
-    codec = load_codec(falling_back, 262)
-    prompt = codec.encode("b😀😀😀\n")
-    assert prompt[-13:] == [*(3 + byte for byte in "😀😀😀\n".encode())]
-    stream = codec.stream(prompt, True)
-    assert [stream.put(3 + ord("\n")), stream.put(261), stream.end()] == ["", "\nb", ""]
-
-
-class Slow:
-    """A tokenizer without an incremental decoder: tokens are bytes."""
-
-    is_fast = False
-    added_tokens_decoder: dict[int, str] = {}  # noqa: RUF012, nobody changes it
-
-    def __len__(self) -> int:
-        return 256
-
-    def decode(self, tokens: list[int], **_: Any) -> str:
-        return bytes(tokens).decode(errors="replace")
-
-    def convert_ids_to_tokens(self, token: int) -> str:
-        return chr(token)
-
-
-@given(st.text("aé€😀", max_size=8), st.integers(0, 3))
-@settings(deadline=None)
-def test_a_tokenizer_without_an_incremental_decoder(text: str, cut: int) -> None:
-    """Letters come when they are whole; one that is cut off comes at the end."""
-    stream, tokens = _PretrainedStream(Slow(), list(b"so: "), True), list(text.encode())
-    tokens = tokens[: len(tokens) - cut]
-    pieces = [stream.put(token) for token in tokens]
-    assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
-    assert "".join([*pieces, stream.end()]) == bytes(tokens).decode(errors="replace")
-
-
-def test_tokens_that_only_the_model_has(tmp_path: Path, talker: Path) -> None:
-    """Models have more token ids than their tokenizers: these give no text."""
+def test_pieces_are_the_text(talker: Path, falling_back: Path, bytelm: Path, tmp_path: Path) -> None:
+    """Of a byte-level tokenizer, one that falls back to bytes, one in Python, and of bytes."""
     from transformers import ByT5Tokenizer
 
     ByT5Tokenizer(extra_ids=2).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    letters = [3 + byte for byte in "é".encode()]
-    for codec, unknown in ((load_codec(tmp_path, 400), 399), (load_codec(talker, 400), 399)):
-        assert codec.stream([unknown, unknown], True).end() == ""
-    stream = load_codec(tmp_path, 400).stream([399, *letters], True)
-    assert [*map(stream.put, (letters[0], 399, letters[1])), stream.end()] == ["", "", "é", ""]
-
-
-def test_bytes(bytelm: Path) -> None:
-    codec = load_codec(bytelm, 256)
-    assert codec.encode("é") == [0, 0xC3, 0xA9]
-    stream = codec.stream([0], True)
-    assert [stream.put(each) for each in (0xC3, 0xA9, 0, 0x41, 0xE2)] == ["", "é", "", "A", ""]
-    assert stream.end() == "\N{REPLACEMENT CHARACTER}"
-    assert codec.stream([0], False).put(0) == "\0"
+    spelt = load_codec(talker, VOCABULARY).tokenizer.convert_tokens_to_ids([*"abéđĠ1ĩ", "Ã", "©", "ðŁĺ"])
+    raw = [3 + byte for byte in BYTES]
+    Streams.kinds = [
+        pretrained(talker, [0, *filter(None, spelt), *range(290, 310)]),
+        pretrained(falling_back, [1, 2, 259, 260, 261, *raw]),
+        pretrained(tmp_path, [0, 1, 259, 3 + ord("a"), 3 + ord("b"), *raw]),
+        of_bytes(bytelm),
+    ]
+    run_state_machine_as_test(Streams, settings=examples(150, 12))
 
 
 def test_damage_that_shows_when_a_text_is_read(talker: Path, tmp_path: Path) -> None:
