@@ -22,7 +22,7 @@ from tests.models import Gated, Residual, export
 from tests.onnx_graphs import gated, save_external
 from tests.processes import TWELLC, environment
 from twellc.base.errors import UserError
-from twellc.base.files import ENDING_SIGNALS, OutputFiles, end_commands_by
+from twellc.base.files import ENDING_SIGNALS, OutputFiles
 from twellc.loaders.onnx_file import external_files
 from twellc.plugins.elf import machine_code
 from twellc.plugins.library import library_path
@@ -341,14 +341,6 @@ def test_any_name_of_an_output(cli: Cli, archive: Path, tmp_path: Path, name: st
     assert sha256(tmp_path / name) == json.loads((tmp_path / f"{name}.json").read_text())["plan"]["sha256"]
 
 
-def test_link_that_leads_nowhere_is_kept(cli: Cli, archive: Path, tmp_path: Path) -> None:
-    link = tmp_path / "m.plan"
-    link.symlink_to("nowhere")
-    failed(cli("compile", archive, "-o", link), f"--output {link}: the file exists already. Add --overwrite")
-    assert link.is_symlink()
-    assert len(list(tmp_path.iterdir())) == 1
-
-
 def test_failed_build_keeps_old_outputs(
     cli: Cli, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -512,31 +504,3 @@ def test_signal_behind_the_last_step(archive: Path, tmp_path: Path) -> None:
     assert "Ended by" not in errors
     assert sorted(files_in(tmp_path)) == ["m.onnx"]
     assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_signal_while_outputs_are_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a command it comes too late, for another program behind the step. What is moved is complete."""
-    replace = Path.replace
-    came: list[int] = []
-
-    def interrupted(source: Path, destination: Path) -> Path:
-        signal.raise_signal(signal.SIGTERM)
-        return replace(source, destination)
-
-    def write(*names: str) -> None:
-        with OutputFiles(overwrite=False) as outputs:
-            for name in names:
-                outputs.write(tmp_path / name, name)
-            outputs.commit()
-            signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(Path, "replace", interrupted)
-    for number in ENDING_SIGNALS:
-        signal.signal(number, lambda number, _: came.append(number))
-    write("a")
-    assert came == [signal.SIGTERM, signal.SIGINT]
-    end_commands_by(lambda number, _: came.append(number))
-    write("b", "c")
-    assert came == [signal.SIGTERM, signal.SIGINT]
-    assert files_in(tmp_path) == {"a": b"a", "b": b"b", "c": b"c"}
-    assert len(list(tmp_path.iterdir())) == 3

@@ -217,7 +217,8 @@ def uninterrupted() -> Iterator[dict[signal.Signals, Any]]:
     try:
         yield handlers
     finally:
-        for number, handler in handlers.items():
+        # Ctrl-C last: an interrupt between two would leave the others held back.
+        for number, handler in reversed(handlers.items()):
             signal.signal(number, handler)
         if held:
             signal.raise_signal(held[0])

@@ -1,89 +1,189 @@
-"""Outputs: whatever others do meanwhile, all that a run writes is there at its end, or all is as it was."""
+"""Outputs: whatever others do meanwhile, all that a run writes is there at its end, or all is as it was.
+
+`TWELLC_FUZZ_EXAMPLES=2000 pytest tests/twellc/base/test_files.py` runs longer, and with other examples each time.
+"""
 
 import os
-import random
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule, run_state_machine_as_test
 
+from tests.drawn import examples
+from twellc.base import files
 from twellc.base.errors import UserError
-from twellc.base.files import OutputFiles
+from twellc.base.files import ENDING_SIGNALS, OutputFiles
 
 # What stands at a name: its kind, and what it holds or where it leads.
 Place = tuple[str, str]
-NAMES = ("a", "b", "c", "d")
+FOLDER = ("folder", "")
+NAMES, STEPS = st.sampled_from(["a", "b", "new/a", "new/b"]), st.none() | st.integers(0, 120)
 
 
-def found(folder: Path) -> dict[str, Place]:
-    """Return what is in a folder, hidden files included."""
-    places: dict[str, Place] = {}
-    for path in folder.iterdir():
-        if path.is_symlink():
-            places[path.name] = "link", str(path.readlink())
+def came(number: int, _: object) -> None:
+    raise KeyboardInterrupt(number)
+
+
+def listen() -> None:
+    for number in ENDING_SIGNALS:
+        signal.signal(number, came)
+
+
+@contextmanager
+def interrupted(step: int | None, held: bool = False) -> Iterator[None]:
+    """Send Ctrl-C at the call number `step` of `files`, of all or of those while signals are held back."""
+    count = [0]
+
+    def watch(frame: Any, event: str, _: object) -> None:
+        callers = frame.f_code.co_filename, frame.f_back.f_code.co_filename
+        if event not in ("call", "c_call") or files.__file__ not in callers:
+            return
+        if not held or signal.getsignal(signal.SIGINT) is not came:
+            count[0] += 1
+            if count[0] - 1 == step:
+                sys.setprofile(None)
+                signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(watch)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+class Run:
+    """The outputs of a run, and what it has done with them."""
+
+    def __init__(self, overwrite: bool) -> None:
+        self.outputs, self.overwrite, self.makes_folder = OutputFiles(overwrite).__enter__(), overwrite, False
+        self.staged, self.written, self.removed = set[str](), dict[str, Place](), set[str]()
+
+
+class Outputs(RuleBasedStateMachine):
+    """Runs that write to the same names, others that do likewise, and Ctrl-C at any call."""
+
+    runs = Bundle("runs")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder, self.there, self.open = Path(tempfile.mkdtemp()), dict[str, Place](), set[Run]()
+        listen()
+
+    def teardown(self) -> None:
+        for run in [*self.open]:
+            self.leave(run, None)
+        assert self.found() == self.there
+        shutil.rmtree(self.folder)
+
+    def found(self) -> dict[str, Place]:
+        """Return what is in the folder; hidden files, too, where no run may have any."""
+        places: dict[str, Place] = {}
+        for path in [*self.folder.iterdir(), *self.folder.glob("new/*")]:
+            if not self.open or not path.name.startswith("."):
+                plain = FOLDER if path.is_dir() else ("file", path.read_text() if path.is_file() else "")
+                place = ("link", str(path.readlink())) if path.is_symlink() else plain
+                places[str(path.relative_to(self.folder))] = place
+        return places
+
+    @invariant()
+    def as_it_must_be(self) -> None:
+        assert self.found() == self.there
+        assert {*map(signal.getsignal, ENDING_SIGNALS)} == {came}
+
+    @rule(name=NAMES, kind=st.sampled_from(["file", "link", "folder", "nothing"]))
+    def others(self, name: str, kind: str) -> None:
+        """Let somebody else write a file, a link or a folder, or remove what is there."""
+        path = self.folder / name
+        if path.parent != self.folder:
+            path.parent.mkdir(exist_ok=True)
+            self.there["new"] = FOLDER
+        path.rmdir() if self.there.pop(name, None) == FOLDER else path.unlink(missing_ok=True)
+        put = {"file": path.write_text, "link": path.symlink_to, "folder": lambda _: path.mkdir()}
+        if kind in put:
+            put[kind]("precious")
+            self.there[name] = FOLDER if kind == "folder" else (kind, "precious")
+
+    @rule(target=runs, overwrite=st.booleans())
+    def begin(self, overwrite: bool) -> Run:
+        run = Run(overwrite)
+        self.open.add(run)
+        return run
+
+    @rule(run=runs, name=NAMES, kind=st.sampled_from(["write", "link", "scratch", "stage"]), step=STEPS)
+    def write(self, run: Run, name: str, kind: str, step: int | None) -> None:
+        path, below = self.folder / name, name.startswith("new/")
+        if run not in self.open or name in run.staged:
+            return
+        run.makes_folder |= below and "new" not in self.there
+        self.there |= {"new": FOLDER} if below else {}
+        run.staged.add(name)
+        try:
+            with interrupted(step):
+                if below:
+                    run.outputs.make_folder(path.parent)
+                # Files that are only staged are not written, and leave nothing.
+                getattr(run.outputs, kind)(path, *([] if kind == "stage" else ["text"]))
+        except KeyboardInterrupt:
+            self.leave(run, None)
         else:
-            places[path.name] = ("folder", "") if path.is_dir() else ("file", path.read_text())
-    return places
+            run.written |= {name: ("file" if kind == "write" else kind, "text")} if kind in ("write", "link") else {}
+
+    @rule(run=runs, name=NAMES)
+    def remove(self, run: Run, name: str) -> None:
+        run.outputs.remove(self.folder / name)
+        run.removed.add(name)
+
+    @rule(run=consumes(runs), commits=st.booleans(), step=STEPS, last=STEPS)
+    def end(self, run: Run, commits: bool, step: int | None, last: int | None) -> None:
+        written, folders = run.written.keys(), {name for name, place in self.there.items() if place == FOLDER}
+        after = {name: place for name, place in self.there.items() if name not in run.removed}
+        refused = folders & (run.removed | written) or (not run.overwrite and written & after.keys())
+        after |= run.written
+        if run in self.open and commits:
+            try:
+                with interrupted(step):
+                    run.outputs.commit()
+                assert not refused
+                self.there = after
+                if files._ENDS_OF_COMMANDS:  # the command is done: no signal ends it any more
+                    assert {*map(signal.getsignal, ENDING_SIGNALS)} == {signal.SIG_IGN}
+                    listen()
+            except UserError as error:
+                assert refused, error
+            except KeyboardInterrupt:
+                # Before files are moved, or behind that.
+                self.there = after if not refused and self.found() == after else self.there
+        if run in self.open:
+            self.leave(run, last)
+
+    def leave(self, run: Run, step: int | None) -> None:
+        try:
+            with interrupted(step, held=True):
+                run.outputs.__exit__(None, None, None)
+        except KeyboardInterrupt:
+            assert step is not None
+        self.open.remove(run)
+        kept = self.there.keys() | set().union(*(each.staged for each in self.open))
+        if run.makes_folder and not any(name.startswith("new/") for name in kept):
+            del self.there["new"]
 
 
-def put(path: Path, kind: str, content: str, there: dict[str, Place]) -> None:
-    """Let somebody else write a file, a link or a folder, or remove what is there."""
-    if there.pop(path.name, ("", ""))[0] == "folder":
-        path.rmdir()
-    path.unlink(missing_ok=True)
-    if kind == "file":
-        path.write_text(content)
-    elif kind == "link":
-        path.symlink_to(content)
-    elif kind == "folder":
-        path.mkdir()
-    if kind != "nothing":
-        there[path.name] = kind, "" if kind == "folder" else content
-
-
-def run(folder: Path, draw: random.Random, there: dict[str, Place]) -> bool | None:
-    """Write and remove drawn files; return whether that fails, or None where nothing is committed."""
-    written: dict[str, Place] = {}
-    overwrite = draw.random() < 0.8
-    with OutputFiles(overwrite) as outputs:
-        for name in draw.sample(NAMES, 3):
-            kind = draw.choice(("file", "link", "nothing"))
-            if kind == "file":
-                outputs.write(folder / name, "written")
-            elif kind == "link":
-                outputs.link(folder / name, "written")
-            written |= {name: (kind, "written")} if kind != "nothing" else {}
-        removed = set(draw.sample(NAMES, draw.randint(0, 2)))
-        for name in removed:
-            outputs.remove(folder / name)
-        if draw.random() < 0.5:
-            put(folder / draw.choice(NAMES), draw.choice(("file", "link", "folder")), "meanwhile", there)
-        if draw.random() < 0.1:
-            return None
-        folders = {name for name, (kind, _) in there.items() if kind == "folder"}
-        after = {name: place for name, place in there.items() if name not in removed}
-        if folders & (removed | written.keys()) or (not overwrite and written.keys() & after.keys()):
-            with pytest.raises(UserError, match=r"cannot be written|the file exists already\. Add --overwrite"):
-                outputs.commit()
-            return True
-        outputs.commit()
-    there.clear()
-    there.update(after | written)
-    return False
-
-
-@pytest.mark.parametrize("links", [True, False])
-def test_all_or_none(links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs one after the other; on a file system without hard links what is replaced is moved aside."""
+@pytest.mark.parametrize(("links", "command"), [(True, False), (False, True)])
+def test_all_or_none(links: bool, command: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a file system without hard links what is replaced is moved aside; a command ends with its outputs."""
 
     def no_links(*_: object, **__: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
     if not links:
         monkeypatch.setattr(os, "link", no_links)
-    draw, there, ends = random.Random(68), dict[str, Place](), []
-    for _ in range(300):
-        kind = draw.choice(("file", "link", "folder", "nothing"))
-        put(tmp_path / draw.choice(NAMES), kind, "precious", there)
-        ends.append(run(tmp_path, draw, there))
-        assert found(tmp_path) == there
-    assert min(map(ends.count, (True, False, None))) > 10
+    monkeypatch.setattr(files, "_ENDS_OF_COMMANDS", {came} if command else set())
+    run_state_machine_as_test(Outputs, settings=examples(60, 25))
