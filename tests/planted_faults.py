@@ -172,6 +172,8 @@ def _run_forked(tests: list[str], root: Path, answer: int) -> None:
         os.chdir(root)
         sys.path.insert(0, str(root))
         os.environ["PYTHONPATH"] = str(root)
+        # An editable installation finds the package in this tree, whatever the path says.
+        sys.meta_path[:] = [each for each in sys.meta_path if "twellc" not in getattr(each, "known_source_files", ())]
         for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "twellc")]:
             del sys.modules[name]
         first = _First()
