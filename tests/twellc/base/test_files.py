@@ -25,7 +25,8 @@ from twellc.base.files import ENDING_SIGNALS, OutputFiles
 # What stands at a name: its kind, and what it holds or where it leads.
 Place = tuple[str, str]
 FOLDER = ("folder", "")
-NAMES, STEPS = st.sampled_from(["a", "b", "new/a", "new/b"]), st.none() | st.integers(0, 120)
+NAMES, STEPS = st.sampled_from(["a", "b", "new/a", "new/b"]), st.integers(-240, 120)  # below 0: none
+KINDS = st.sampled_from(["write", "write", "link", "scratch", "stage"])
 
 
 def came(number: int, _: object) -> None:
@@ -38,7 +39,7 @@ def listen() -> None:
 
 
 @contextmanager
-def interrupted(step: int | None, held: bool = False) -> Iterator[None]:
+def interrupted(step: int, held: bool = False) -> Iterator[None]:
     """Send Ctrl-C at the call number `step` of `files`, of all or of those while signals are held back."""
     count = [0]
 
@@ -64,7 +65,7 @@ class Run:
 
     def __init__(self, overwrite: bool) -> None:
         self.outputs, self.overwrite, self.makes_folder = OutputFiles(overwrite).__enter__(), overwrite, False
-        self.staged, self.written, self.removed = set[str](), dict[str, Place](), set[str]()
+        self.staged, self.written = set[str](), dict[str, Place]()
 
 
 class Outputs(RuleBasedStateMachine):
@@ -79,7 +80,7 @@ class Outputs(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for run in [*self.open]:
-            self.leave(run, None)
+            self.leave(run, -1)
         assert self.found() == self.there
         shutil.rmtree(self.folder)
 
@@ -117,8 +118,12 @@ class Outputs(RuleBasedStateMachine):
         self.open.add(run)
         return run
 
-    @rule(run=runs, name=NAMES, kind=st.sampled_from(["write", "link", "scratch", "stage"]), step=STEPS)
-    def write(self, run: Run, name: str, kind: str, step: int | None) -> None:
+    @rule(run=runs, kinds=st.dictionaries(NAMES, KINDS, min_size=1, max_size=3), step=STEPS)
+    def write(self, run: Run, kinds: dict[str, str], step: int) -> None:
+        for name, kind in kinds.items():
+            self.write_one(run, name, kind, step)
+
+    def write_one(self, run: Run, name: str, kind: str, step: int) -> None:
         path, below = self.folder / name, name.startswith("new/")
         if run not in self.open or name in run.staged:
             return
@@ -130,22 +135,21 @@ class Outputs(RuleBasedStateMachine):
                 if below:
                     run.outputs.make_folder(path.parent)
                 # Files that are only staged are not written, and leave nothing.
-                getattr(run.outputs, kind)(path, *([] if kind == "stage" else ["text"]))
+                made = getattr(run.outputs, kind)(path, *([] if kind == "stage" else ["text"]))
+                if kind == "scratch":
+                    made.write_text("for a while")
         except KeyboardInterrupt:
-            self.leave(run, None)
+            self.leave(run, -1)
         else:
             run.written |= {name: ("file" if kind == "write" else kind, "text")} if kind in ("write", "link") else {}
 
-    @rule(run=runs, name=NAMES)
-    def remove(self, run: Run, name: str) -> None:
-        run.outputs.remove(self.folder / name)
-        run.removed.add(name)
-
-    @rule(run=consumes(runs), commits=st.booleans(), step=STEPS, last=STEPS)
-    def end(self, run: Run, commits: bool, step: int | None, last: int | None) -> None:
+    @rule(run=consumes(runs), removed=st.sets(NAMES, max_size=2), commits=st.integers(0, 4), step=STEPS, last=STEPS)
+    def end(self, run: Run, removed: set[str], commits: int, step: int, last: int) -> None:
+        for name in removed:
+            run.outputs.remove(self.folder / name)
         written, folders = run.written.keys(), {name for name, place in self.there.items() if place == FOLDER}
-        after = {name: place for name, place in self.there.items() if name not in run.removed}
-        refused = folders & (run.removed | written) or (not run.overwrite and written & after.keys())
+        after = {name: place for name, place in self.there.items() if name not in removed}
+        refused = folders & (removed | written) or (not run.overwrite and written & after.keys())
         after |= run.written
         if run in self.open and commits:
             try:
@@ -164,12 +168,12 @@ class Outputs(RuleBasedStateMachine):
         if run in self.open:
             self.leave(run, last)
 
-    def leave(self, run: Run, step: int | None) -> None:
+    def leave(self, run: Run, step: int) -> None:
         try:
             with interrupted(step, held=True):
                 run.outputs.__exit__(None, None, None)
         except KeyboardInterrupt:
-            assert step is not None
+            assert step >= 0
         self.open.remove(run)
         kept = self.there.keys() | set().union(*(each.staged for each in self.open))
         if run.makes_folder and not any(name.startswith("new/") for name in kept):
@@ -186,4 +190,4 @@ def test_all_or_none(links: bool, command: bool, monkeypatch: pytest.MonkeyPatch
     if not links:
         monkeypatch.setattr(os, "link", no_links)
     monkeypatch.setattr(files, "_ENDS_OF_COMMANDS", {came} if command else set())
-    run_state_machine_as_test(Outputs, settings=examples(60, 25))
+    run_state_machine_as_test(Outputs, settings=examples(250, 30))
