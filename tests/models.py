@@ -248,19 +248,17 @@ class Logits(nn.Module):
 
 
 opt = family("OPT", **SMALL, ffn_dim=96, word_embed_proj_dim=32, max_position_embeddings=64, pad_token_id=1)
-t5 = family(
-    "T5",
-    "ForConditionalGeneration",
-    vocab_size=96,
-    d_model=32,
-    d_kv=8,
-    d_ff=96,
-    num_heads=4,
-    num_layers=1,
-    num_decoder_layers=1,
-    feed_forward_proj="relu",
-    decoder_start_token_id=0,
-)
+T5: dict[str, Any] = {
+    "vocab_size": 96,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 96,
+    "num_heads": 4,
+    "num_layers": 1,
+    "num_decoder_layers": 1,
+    "decoder_start_token_id": 0,
+}
+t5 = family("T5", "ForConditionalGeneration", **T5, feed_forward_proj="relu")
 m2m100 = family(
     "M2M100",
     "ForConditionalGeneration",
@@ -279,18 +277,11 @@ m2m100 = family(
 switch = family(
     "SwitchTransformers",
     "ForConditionalGeneration",
-    vocab_size=96,
-    d_model=32,
-    d_kv=8,
-    d_ff=96,
-    num_heads=4,
-    num_layers=1,
-    num_decoder_layers=1,
+    **T5,
     num_sparse_encoder_layers=1,
     num_sparse_decoder_layers=1,
     num_experts=4,
     expert_capacity=3,
-    decoder_start_token_id=0,
 )
 # Its projections are Conv1D, that is addmm with a weight stored [in, out].
 gpt2 = family("GPT2", "LMHeadModel", **_GPT, n_layer=1)
