@@ -4,6 +4,7 @@ python benchmarks/serving.py --json results.json
 python benchmarks/serving.py --weights fp8 --json results.json
 python benchmarks/serving.py --model FOLDER --json results.json
 python benchmarks/serving.py --drawn nano --density 0.1 --requests 1,4,16,64 --uncompiled --json results.json
+python benchmarks/serving.py --drawn opt-6.7b --density 0.05 --server --json results.json
 python benchmarks/serving.py --smoke --device cpu
 
 The model is that of `model.py`: random weights, sparse gates. `dense` is vLLM's own class over transformers, the only
@@ -17,24 +18,33 @@ projections shift each neuron. The share is counted in a call, and printed.
 
 Each engine has its own process; they start at the same time and then take turns. Both compile the model and replay CUDA
 graphs; with `--uncompiled` they replay graphs of each step alone. All requests are there at the start. Tokens a second
-of the prompts are from calls that generate one token; those of the answers from what longer calls take beyond that.
-Medians of several calls.
+of the prompts are from calls that generate one token; those of the answers from what longer calls take beyond that;
+"whole" are the tokens of answers by all that such a call takes, prompts included. Medians of several calls.
+
+With `--server` each is a `vllm serve`, and every request goes through HTTP. A server cannot draw weights, so a model of
+`--drawn` is made by transformers first, and written to disk.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import gc
 import json
 import multiprocessing
 import os
 import random
+import re
+import socket
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 import harness
@@ -187,6 +197,19 @@ def quantize_folder(model: Path, folder: Path) -> None:
 # ---- engines ----
 
 
+@torch.inference_mode()
+def write_drawn(folder: Path, density: float, prompt: int) -> dict[str, float]:
+    """Draw the weights of a folder's configuration, and write them there; return the share that fires in a prompt."""
+    config, kind = transformers.AutoConfig.from_pretrained(folder), cast(Any, transformers.AutoModelForCausalLM)
+    with torch.device(harness.DEVICE):
+        model = kind.from_config(config, dtype=torch.bfloat16).eval()
+        draw_weights(model, density)
+        counter = Counter(model)
+        model(torch.randint(config.vocab_size, (1, prompt)))
+    model.save_pretrained(folder)
+    return counter.stop()
+
+
 @torch.no_grad()
 def make_folder(run: Run, options: Options, folder: Path) -> None:
     """Make the model, unless it is in the folder; count what is active in prompts of as many requests as there are."""
@@ -195,9 +218,14 @@ def make_folder(run: Run, options: Options, folder: Path) -> None:
     model: Any = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation=CAUSAL)
     click.echo(describe_model(run.report, model.to(harness.DEVICE), max(options.requests), options.prompt))
     del model
+    free_memory()
+
+
+def free_memory() -> None:
+    """Free the GPU's memory for the engines."""
     if harness.DEVICE == "cuda":
         gc.collect()
-        torch.cuda.empty_cache()  # for the engines
+        torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True)
@@ -219,8 +247,39 @@ class Setting:
         """Return the options by which an engine serves the model with the ops, or without them."""
         if not self.is_own:
             return CONTESTANTS[name]
-        (own,) = json.loads((self.folder / "config.json").read_text())["architectures"]
+        (own,) = self.config["architectures"]
         return {"hf_overrides": {"architectures": [f"{PREFIX}{own}"]}} if name == "twell" else {}
+
+    @functools.cached_property
+    def config(self) -> dict[str, Any]:
+        """The model's `config.json`."""
+        found: dict[str, Any] = json.loads((self.folder / "config.json").read_text())
+        return found
+
+    def options_of(self, name: str) -> dict[str, Any]:
+        """Return the options of `vllm.LLM`, which are those of `vllm serve`."""
+        graphs: dict[str, Any] = {"cudagraph_capture_sizes": list(self.batches)}
+        return {
+            "skip_tokenizer_init": True,
+            "dtype": "bfloat16",
+            "max_num_seqs": max(self.batches),
+            "max_model_len": self.prompt + self.tokens + 8,
+            "enable_prefix_caching": False,
+            "enforce_eager": self.smoke,
+            "compilation_config": graphs | (_UNCOMPILED if self.uncompiled else {}),
+            **self.options,
+            **self.contestant(name),
+        }
+
+    def environment(self) -> dict[str, str]:
+        """Return what the environment of an engine has beside the parent's."""
+        on_cpu = {"VLLM_CPU_KVCACHE_SPACE": "1"} if self.device == "cpu" else {}
+        return {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **on_cpu}
+
+    def draw_prompts(self, count: int) -> list[list[int]]:
+        """Draw prompts of token ids, the same ones in each call."""
+        draw, vocabulary = random.Random(count), self.config.get("text_config", self.config)["vocab_size"]
+        return [draw.choices(range(vocabulary), k=self.prompt) for _ in range(count)]
 
 
 class Engine:
@@ -261,34 +320,18 @@ _UNCOMPILED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 def serve(name: str, setting: Setting, pipe: Any) -> None:
     """Make an engine, tell its figures, and answer what is asked until nobody asks any more."""
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    if setting.device == "cpu":
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **setting.environment()}
     # Here, so that the environment is set, and in this process alone.
     from vllm import LLM, SamplingParams, __version__
 
     started = time.perf_counter()
-    graphs: dict[str, Any] = {"cudagraph_capture_sizes": list(setting.batches)}
-    engine: Any = LLM(
-        str(setting.folder),
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        max_num_seqs=max(setting.batches),
-        max_model_len=setting.prompt + setting.tokens + 8,
-        enable_prefix_caching=False,
-        enforce_eager=setting.smoke,
-        compilation_config=graphs | (_UNCOMPILED if setting.uncompiled else {}),
-        **setting.options,
-        **setting.contestant(name),
-    )
+    engine: Any = LLM(str(setting.folder), **setting.options_of(name))
     (blocks,) = engine.apply_model(count_blocks)
     if (blocks > 0) != (name == "twell"):
         raise click.ClickException(f"{name}: twellc runs {blocks} blocks")
-    vocabulary = int(engine.llm_engine.model_config.get_vocab_size())
 
     def generate(count: int, length: int) -> None:
-        draw = random.Random(count)
-        prompts = [{"prompt_token_ids": draw.choices(range(vocabulary), k=setting.prompt)} for _ in range(count)]
+        prompts = [{"prompt_token_ids": ids} for ids in setting.draw_prompts(count)]
         sampling = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
         engine.generate(prompts, sampling, use_tqdm=False)
 
@@ -310,7 +353,83 @@ def serve(name: str, setting: Setting, pipe: Any) -> None:
         pipe.send(time.perf_counter() - begin)
 
 
-def time_in_turns(engines: dict[str, Engine], count: int, tokens: int, repeats: int) -> dict[str, dict[str, float]]:
+class Server:
+    """`vllm serve` in a child process, asked by HTTP."""
+
+    def __init__(self, name: str, setting: Setting) -> None:
+        import openai  # here, as vLLM brings it
+
+        self._name, self._setting, self._started = name, setting, time.perf_counter()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._address = f"http://127.0.0.1:{port}"
+        self._client = openai.AsyncOpenAI(base_url=f"{self._address}/v1", api_key="none")
+        self._runner = asyncio.Runner()
+        self._log = Path(harness.scratch_folder()) / "log"
+        fixed = {"host": "127.0.0.1", "port": port, "served_model_name": name}
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(setting.folder)]
+        command += command_line({**setting.options_of(name), **fixed})
+        with self._log.open("w") as log:
+            environment = os.environ | setting.environment() | {"VLLM_LOGGING_LEVEL": "INFO"}
+            self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        click.get_current_context().call_on_close(self._process.terminate)
+
+    def read(self) -> Any:
+        """Wait for the server, and return its figures.
+
+        Raises:
+            click.ClickException: It has ended, or does not run what it should.
+        """
+        version = ""
+        while not version:
+            if self._process.poll() is not None:
+                raise click.ClickException(f"{self._name}: the server has ended\n{self._log.read_text()[-2000:]}")
+            time.sleep(1)
+            try:
+                with urllib.request.urlopen(f"{self._address}/version") as reply:
+                    version = json.load(reply)["version"]
+            except OSError:
+                pass  # it does not listen yet
+        blocks = sum(map(int, re.findall(r"(\d+) of \d+ [a-z -]+ are run by twellc", self._log.read_text())))
+        if (blocks > 0) != (self._name == "twell"):
+            raise click.ClickException(f"{self._name}: twellc runs {blocks} blocks")
+        return {"vllm": version, "blocks": blocks, "start_s": round(time.perf_counter() - self._started, 1)}
+
+    def seconds(self, count: int, length: int) -> float:
+        """Return what `count` requests at once take until the last of them has its answer of `length` tokens."""
+        prompts = self._setting.draw_prompts(count)
+        begin = time.perf_counter()
+        self._runner.run(self._ask(prompts, length))
+        return time.perf_counter() - begin
+
+    async def _ask(self, prompts: list[list[int]], length: int) -> None:
+        given: dict[str, Any] = {"max_tokens": length, "temperature": 0, "extra_body": {"ignore_eos": True}}
+        create = functools.partial(self._client.completions.create, model=self._name, **given)
+        await asyncio.gather(*(create(prompt=ids) for ids in prompts))
+
+    def stop(self) -> None:
+        """End the server."""
+        self._process.terminate()
+        self._process.wait()
+
+
+def command_line(options: dict[str, Any]) -> list[str]:
+    """Return options of `vllm.LLM` as `vllm serve` takes them."""
+    given: list[str] = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            given.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            given += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return given
+
+
+Times = dict[str, dict[str, float]]
+
+
+def time_in_turns(engines: Mapping[str, Engine | Server], count: int, tokens: int, repeats: int) -> Times:
     """Return the medians of short and long calls of each engine, in seconds."""
     times: dict[str, dict[str, list[float]]] = {name: {"one_token_s": [], "all_tokens_s": []} for name in engines}
     for engine in engines.values():
@@ -332,15 +451,18 @@ def count_blocks(model: Any) -> int:
     return sum(isinstance(method, (CallsOp, TwellExpertsMethod)) for method in methods)
 
 
+_RATES = [f"{each}_tokens_per_s" for each in ("prompt", "answer", "whole")]
+
+
 def _tokens_per_second(name: str) -> Callable[[Result], str]:
-    return lambda result: "{prompt_tokens_per_s:.0f}, {answer_tokens_per_s:.0f}".format(**result["times"][name])
+    return lambda result: ", ".join(f"{result['times'][name][rate]:.0f}" for rate in _RATES)
 
 
 def _times_as_fast(result: Result) -> str:
     if result["times"].keys() < CONTESTANTS.keys():
         return "-"
     dense, twell = (result["times"][name] for name in CONTESTANTS)
-    return ", ".join(f"{twell[kind] / dense[kind]:.2f}" for kind in ("prompt_tokens_per_s", "answer_tokens_per_s"))
+    return ", ".join(f"{twell[rate] / dense[rate]:.2f}" for rate in _RATES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,6 +476,7 @@ class Options(ModelOptions):
         model: Serve this folder instead.
         drawn: Serve a model of these sizes instead.
         uncompiled: CUDA graphs alone, without compiled code.
+        server: Ask `vllm serve` by HTTP.
         folder: Keep the model here, or take it.
     """
 
@@ -366,6 +489,7 @@ class Options(ModelOptions):
     drawn: str | None = option(None, kind=tuple(DRAWN))
     weights: str = option("bf16", kind=("bf16", "fp8"))
     uncompiled: bool = option(False)
+    server: bool = option(False)
     folder: Path | None = option(None, "DIR", Path)
 
 
@@ -383,10 +507,19 @@ def main(run: Run, options: Options) -> None:
             raise click.UsageError(f"--model {folder} has no config.json")
         given["gpu_memory_utilization"] = 0.45
     elif options.drawn is not None:
-        if options.device == "cpu":
+        drawn = DRAWN[options.drawn]
+        if options.server and "n_routed_experts" in drawn.config:
+            raise click.UsageError("--server takes no drawn mixture, which is too large to be written")
+        if options.device == "cpu" and not options.server:
             raise click.UsageError("--drawn needs a GPU: on a CPU vLLM packs weights, which then cannot be drawn")
-        DRAWN[options.drawn].write(folder)
-        given |= {"load_format": "dummy", "kv_cache_memory_bytes": DRAWN[options.drawn].cache << 30}
+        drawn.write(folder)
+        given["kv_cache_memory_bytes"] = drawn.cache << 30
+        if options.server:
+            run.report["active"] = write_drawn(folder, options.density, options.prompt)
+            click.echo(f"active: {run.report['active']}")
+            free_memory()
+        else:
+            given["load_format"] = "dummy"
     else:
         make_folder(run, options, folder)
         given["kv_cache_memory_bytes"] = 4 * options.layers * options.d_model * most * (length + 32)
@@ -396,12 +529,13 @@ def main(run: Run, options: Options) -> None:
     setting = Setting(
         folder, options.requests, options.prompt, options.tokens, given, options.device, harness.is_smoke(),
         is_own=bool(options.model or options.drawn), uncompiled=options.uncompiled,
-        drawn=options.density if options.drawn else None,
+        drawn=options.density if given.get("load_format") else None,
     )  # fmt: skip
-    engines = {name: Engine(name, setting) for name in run.chosen(CONTESTANTS)}
+    kind = Server if options.server else Engine
+    engines: dict[str, Engine | Server] = {name: kind(name, setting) for name in run.chosen(CONTESTANTS)}
     run.report["engines"] = {name: engine.read() for name, engine in engines.items()}
     columns: dict[str, Callable[[Result], str]] = {
-        f"{name}: prompt, answer tokens/s": _tokens_per_second(name) for name in engines
+        f"{name}: prompt, answer, whole tokens/s": _tokens_per_second(name) for name in engines
     }
     columns["times as fast"] = _times_as_fast
     run.begin({"requests": field("requests"), **columns}, str(run.report["engines"]))
@@ -412,6 +546,7 @@ def main(run: Run, options: Options) -> None:
             times["answer_tokens_per_s"] = (
                 count * options.tokens / max(times["all_tokens_s"] - times["one_token_s"], 1e-9)
             )
+            times["whole_tokens_per_s"] = count * (1 + options.tokens) / times["all_tokens_s"]
         run.add({"requests": count, "times": found})
     for engine in engines.values():
         engine.stop()

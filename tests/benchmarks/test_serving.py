@@ -1,10 +1,12 @@
-"""The weights that `serving.py` draws in an engine, in modules with the names of vLLM's."""
+"""The weights that `serving.py` draws: in modules with the names of vLLM's, or on disk; and its servers' options."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -59,3 +61,25 @@ def test_drawn_weights(benchmark_module: Callable[[str], Any], density: float) -
     assert shares.keys() == {"blocks", "experts"} and counter.stop() == shares and not model.do_not_compile
     assert all(abs(share - density) < 0.2 * density for share in shares.values())
     assert torch.allclose(y[:, 0], torch.tensor(D_MODEL**0.5)) and y[:, 1:].std() < 1.2
+
+
+def test_a_model_on_disk_is_drawn_likewise(benchmark_module: Callable[[str], Any], tmp_path: Path) -> None:
+    """For servers, which cannot draw: a prompt finds the wanted share active, in the model that others read, too."""
+    serving = benchmark_module("serving")
+    serving.DRAWN["opt-smoke"].write(tmp_path)
+    with torch.random.fork_rng(devices=[]), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(serving.harness, "DEVICE", "cpu")
+        (share,) = serving.write_drawn(tmp_path, 0.05, 16).values()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    counter = serving.Counter(model)
+    with torch.inference_mode():
+        model(torch.arange(16)[None])
+    assert all(abs(each - 0.05) < 0.01 for each in (share, *counter.stop().values()))
+
+
+def test_options_of_a_server(benchmark_module: Callable[[str], Any]) -> None:
+    options = {"max_num_seqs": 8, "enforce_eager": True, "enable_prefix_caching": False, "hf_overrides": {"a": ["B"]}}
+    assert benchmark_module("serving").command_line(options) == [
+        *("--max-num-seqs", "8", "--enforce-eager", "--no-enable-prefix-caching"),
+        *("--hf-overrides", '{"a": ["B"]}'),
+    ]
