@@ -15,6 +15,7 @@ have to repeat vLLM's router, loader and groups of ranks, release after release.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +32,9 @@ from twellc.plugins.experts_op import EXPERTS, exceeded_limit
 _ACTIVATIONS = {"relu2_no_mul": "relu2"}
 # The kernels load 16 bytes of a row at a time.
 _VECTOR = 16
+# Up to so many tokens vLLM runs a shared expert beside the others. For more than one token ours are faster after it: a
+# step of Nemotron 3 Nano with 4, 16, 64 requests by 3, 16, 20 %, on an H200.
+_MOST_BESIDE = ("VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD", "1")
 
 
 class TwellExpertsMethod(FusedMoEMethodBase):
@@ -108,7 +112,8 @@ def find_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def put_experts(experts: Any) -> None:
-    """Let the op compute routed experts."""
+    """Let the op compute routed experts; unless the user's environment says when, shared ones run before them."""
+    os.environ.setdefault(*_MOST_BESIDE)
     own = experts.quant_method
     del experts.quant_method  # for weights of 16 bits it is a submodule, and ours is not
     experts.quant_method = _METHODS[type(own)](own)
