@@ -11,7 +11,7 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -43,6 +43,7 @@ NAMES = {
     "sympy_interp": "torch.utils._sympy.interp.sympy_interp",
     # tracing, decomposing and exporting
     "TorchUserError": "torch._dynamo.exc.UserError",
+    "graph_config": "torch.fx.config",
     "fx_config": "torch.fx.experimental._config",
     "is_composite": "torch._export.utils._is_cia_op",
     "is_preserved": "torch._export.utils._is_preservable_cia_op",
@@ -110,6 +111,16 @@ def forward_mode_level() -> int:
     """Return how deep this thread is in forward mode, from 0 on; -1 outside of it."""
     level: int = sys.modules["torch.autograd.forward_ad"]._current_level  # importing torch imports it
     return level
+
+
+def without_stack_traces() -> AbstractContextManager[Any]:
+    """Let torch.export note no stack trace for each node: that takes an eighth of its time, and nothing shows them.
+
+    For all threads: enter it under `PROCESS_WIDE`. Releases of torch without this choice note them.
+    """
+    from twellc.base import torch_private
+
+    return mock.patch.object(torch_private.graph_config, "do_not_emit_stack_traces", True, create=True)
 
 
 @contextmanager

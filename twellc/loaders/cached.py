@@ -210,6 +210,9 @@ def _take_caches(model: Any, cache_name: str, layers: list[int], logits: str, lo
         places = torch.minimum(torch.arange(input_ids.shape[1], device=input_ids.device), last)
         positions = write_index[:, None] + places
         length = past_key_values[0].shape[2]
+        # Said of all caches before the first layer: else torch learns of each layer's sizes when it comes to that, and
+        # computes all shapes behind it anew.
+        assert all(each.shape[0] == input_ids.shape[0] and each.shape[2] == length for each in past_key_values)
         pairs = zip(past_key_values[::2], past_key_values[1::2], strict=True)
         states = {layer: _Appending(*pair, starts, counts, made_up) for layer, pair in zip(layers, pairs, strict=True)}
         optional: dict[str, Any] = {"use_cache": True, "return_dict": True}

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,8 @@ from torch.export.graph_signature import (
 )
 
 from twellc.base.errors import UserError
-from twellc.base.torch_private import fx_config, pytree
+from twellc.base.threads import uncollected
+from twellc.base.torch_private import fx_config, pytree, without_stack_traces
 from twellc.export.names import distinct_outputs
 from twellc.loaders.tracing_errors import untraceable
 from twellc.passes.graph.program import quiet_torch, user_inputs
@@ -55,25 +53,13 @@ def trace(
         UserError: It cannot be traced.
     """
     try:
-        with quiet_torch(), torch.no_grad(), _uncollected():
+        with quiet_torch(), torch.no_grad(), uncollected(), without_stack_traces():
             program = _export(module, args, kwargs, shapes)
             if failing_assertions(program):
                 program = _without_strides(program, module, args, kwargs, shapes)
     except Exception as error:  # torch.export raises what the module's code raises
         raise untraceable(name, error, _named(module, args, kwargs), fix, fix_sizes) from error
     return program
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Collect no garbage meanwhile: a tenth of the time goes into looking for it among the many objects of a graph."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _export(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any) -> ExportedProgram:

@@ -15,6 +15,7 @@ from tests.caches import FAMILIES, IN_TORCH, SQUARED, calling, feed, mostly_slow
 from tests.tolerance import assert_as_accurate, assert_same
 from tests.twellc.loaders.test_checkpoint import sparselm
 from twellc.base.errors import UserError
+from twellc.base.torch_private import FakeTensorMode
 from twellc.checks.evaluator import OnnxEvaluator
 from twellc.export.onnx_export import export_onnx, opset_of, save_onnx
 from twellc.loaders.cached import load_with_cache
@@ -236,3 +237,18 @@ def test_tables_have_the_dtype_of_the_weights(tmp_path: Path, make: Callable[[],
     low = type(model).from_pretrained(folder, dtype=torch.bfloat16)
     plain, truth = (transformers_own(each, tokens, taken) for each in (low, model))
     assert_as_accurate(feed(call, tokens, taken), plain, truth.double())
+
+
+def test_a_layer_more_has_no_new_shapes(tmp_path: Path) -> None:
+    """torch computes each once: it knows before the first layer that all caches have the same sizes."""
+
+    def new_shapes(layers: int) -> int:
+        model = models.llama(num_hidden_layers=layers)
+        folder = models.save(model, tmp_path / str(layers), torch.float32)
+        FakeTensorMode.cache_clear()
+        known = FakeTensorMode.cache_info().misses
+        load(folder, logits="asked")
+        return int(FakeTensorMode.cache_info().misses - known)
+
+    few, many = new_shapes(2), new_shapes(6)
+    assert many - few <= 4 * 3, "of a layer: its caches with the new tokens, attention over them, and what comes of it"
