@@ -17,6 +17,7 @@ from twellc.base.caches import ASKED, FP8_CACHE, KeyValueCache
 from twellc.base.devices import choose_device
 from twellc.base.dtypes import DTYPES
 from twellc.base.errors import UserError, first_few
+from twellc.base.threads import uncollected
 from twellc.compiling.cache_scales import by_placeholder, choose_scales
 from twellc.compiling.fp8 import measure_errors, wish_of
 from twellc.eager.optimization import refuse_other_weights
@@ -94,7 +95,8 @@ def load_directory(path: Path, options: LLMOptions) -> tuple[PlanBackend, KeyVal
     said, of_blocks = _said(rewritten, options.layers, chosen)
     name = f"torch on {_device_name(chosen)}, {said} by the twell ops"
     name += ", a cache in FP8" * fp8_cache + ", compiled" * options.compiled
-    calls = ProgramCalls(on_device(rewritten.program, chosen, {}), names, chosen, options.compiled)
+    with uncollected():
+        calls = ProgramCalls(on_device(rewritten.program, chosen, {}), names, chosen, options.compiled)
     return PlanBackend(name, cache, calls, growing=length is None), cache, [*notes, *of_blocks]
 
 

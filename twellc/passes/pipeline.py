@@ -34,7 +34,7 @@ from torch.fx import Node
 
 from twellc.base.errors import first_few
 from twellc.base.records import Json, as_json
-from twellc.base.threads import PROCESS_WIDE
+from twellc.base.threads import PROCESS_WIDE, uncollected
 from twellc.passes import neurons
 from twellc.passes.attention import CUDNN, rewrite_attention
 from twellc.passes.block_profile import Calibration
@@ -411,7 +411,7 @@ def run_until(
     left_out = {*without, *(_OF_RANKS if options.part.ranks == 1 else ())}
     stages = [stage for stage in STEPS if passed.stage < stage <= until and stage not in left_out]
     steps = [each for stage in stages for each in STEPS[stage]]
-    with PROCESS_WIDE:  # shapes of nodes are found out by torch, which traces in one thread at a time
+    with PROCESS_WIDE, uncollected():  # shapes of nodes are found out by torch, which traces in one thread at a time
         for done, each in enumerate(steps):
             options.progress(done, len(steps))
             passed = each.run(passed, options)
