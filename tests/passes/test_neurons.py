@@ -331,6 +331,18 @@ def test_neurons_that_cannot_fire_are_not_decided_about(prune: bool) -> None:
     assert len(neurons.kept) == passed.layers[0].kept == 24 and neurons.rates is None
 
 
+def test_one_weight_among_many_is_enough_to_fire() -> None:
+    """The first weights of a row may all be zero."""
+    ffn = Gated(d_model=80)
+    with torch.no_grad():
+        ffn.gate.weight[:17] = 0
+        ffn.gate.weight[16, 70] = 2.0
+    x = torch.randn(models.BATCH, models.SEQUENCE, 80, dtype=torch.bfloat16)
+    found = run_passes(export(Residual(ffn).bfloat16(), x), PassOptions(layers="all"))
+    gate = operands(found)[0]
+    assert gate is not None and len(gate) < D_FF and (gate[:, 70] == 2).any()
+
+
 @pytest.mark.parametrize("build", ["shared", "unable", "both"])
 def test_the_report_tells_what_was_really_removed(build: str) -> None:
     """The reason, the row of the report and the graph speak of the same neurons."""
