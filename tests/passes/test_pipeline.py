@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,30 @@ def test_a_run_goes_on_where_another_has_stopped() -> None:
     left_out = run_until(program, options, Stage.FIND, without=(Stage.ARRANGING,))
     assert "conv1d" in left_out.program.graph_module.code
     assert "conv1d" in run_until(left_out, options, Stage.ATTENTION).program.graph_module.code
+
+
+def test_copies_of_weights_are_made_where_the_program_goes() -> None:
+    """None of them is in the host's memory, and all else is as it was."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.block = nn.RMSNorm(D_MODEL), Gated()
+            self.q, self.k = (nn.Linear(D_MODEL, D_MODEL, bias=False) for _ in "qk")
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(x)
+            return self.block(self.q(y) * self.k(y))
+
+    program = export(Layer().bfloat16(), torch.randn(BATCH, SEQUENCE, D_MODEL).bfloat16())
+    options = PassOptions(layers="all", linear="twell")
+    here = pipeline.run_passes(program, options).program
+    there = pipeline.run_passes(program, replace(options, device=torch.device("meta"))).program
+    assert there.graph_module.code == here.graph_module.code
+    moved = {name for name, tensor in there.state_dict.items() if tensor.is_meta}
+    assert moved == there.state_dict.keys() - program.state_dict.keys() and len(moved) == 2
+    for node in there.graph.find_nodes(op="placeholder"):
+        assert node.meta["val"].device.type == "cpu"
 
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])

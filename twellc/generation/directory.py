@@ -87,6 +87,7 @@ def load_directory(path: Path, options: LLMOptions) -> tuple[PlanBackend, KeyVal
         weights=wish_of(options, errors),
         linear="twell",
         experts=False,
+        device=chosen,
     )
     with quiet_torch():
         rewritten = run_passes(loaded.program, wanted)

@@ -116,6 +116,9 @@ class PassOptions:
         cache_scales: The scales of key-value caches that are to be in FP8, see `caches_in_fp8`; None leaves caches as
             they are.
         earlier: What an earlier run has decided of blocks and linear layers, to do it again.
+        device: Where copies of weights are put, as the program is moved there afterwards; no second copy is
+            made elsewhere then. Until it is moved, the graph says of them that they are where the others are. None
+            leaves them there.
         calls: Returns the most rows of a tensor in a call of each optimization profile.
         dump: Receives the graph as traced, and after each pass.
         progress: Receives before each step how many are done, and of how many.
@@ -133,6 +136,7 @@ class PassOptions:
     experts: bool = True
     cache_scales: Mapping[str, float] | None = None
     earlier: Earlier = Earlier()  # noqa: RUF009
+    device: torch.device | None = None
     calls: Callable[[Node], Sequence[int]] = lambda x: ()
     dump: GraphDump = NOWHERE
     progress: Callable[[int, int], None] = lambda done, steps: None
@@ -300,7 +304,7 @@ def _rewrite_ffn(passed: Rewritten, options: PassOptions) -> Rewritten:
     def quantised(block: FfnBlock, order: torch.Tensor | None) -> dict[str, torch.Tensor]:
         return fp8_of(block, _stored(passed), lambda each: tensor_of(passed.program, each.name), order)
 
-    program = rewrite_ffn(passed.program, rewrites, passed.orders, quantised)
+    program = rewrite_ffn(passed.program, rewrites, passed.orders, quantised, options.device)
     return replace(passed, dense=passed.program, program=program)
 
 
@@ -350,7 +354,7 @@ def _find_linear(passed: Rewritten, options: PassOptions) -> Rewritten:
 def _rewrite_linear(passed: Rewritten, options: PassOptions) -> Rewritten:
     pairs = zip(passed.linears, passed.linear, strict=True)
     chosen = [found for found, decided in pairs if decided.decision == "twell"]
-    return replace(passed, program=rewrite_linear(passed.program, chosen, passed.in_fp8))
+    return replace(passed, program=rewrite_linear(passed.program, chosen, passed.in_fp8, options.device))
 
 
 def _rotate_in_caches(passed: Rewritten, options: PassOptions) -> Rewritten:

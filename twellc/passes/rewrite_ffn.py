@@ -47,10 +47,12 @@ def arranged_view(tensor: torch.Tensor, weight: Weight, in_out: bool) -> tuple[s
     return suffix or "_transposed", tensor
 
 
-def arranged_copy(tensor: torch.Tensor, weight: Weight, in_out: bool) -> tuple[str, torch.Tensor]:
+def arranged_copy(
+    tensor: torch.Tensor, weight: Weight, in_out: bool, device: torch.device | None = None
+) -> tuple[str, torch.Tensor]:
     """Return what `arranged_view` does as a copy in any case: a slice would keep the packed weight alive."""
     suffix, view = arranged_view(tensor, weight, in_out)
-    return suffix, view.clone(memory_format=torch.contiguous_format)
+    return suffix, view.to(device or view.device).clone(memory_format=torch.contiguous_format)
 
 
 def weights_of(block: FfnBlock, place: Callable[[Weight, TensorField], T]) -> WeightOperands[T]:
@@ -72,6 +74,7 @@ def rewrite_ffn(
     rewrites: Sequence[tuple[FfnBlock, BlockOptions]],
     neurons: Mapping[str, torch.Tensor] = MappingProxyType({}),
     in_fp8: _InFp8 | None = None,
+    device: torch.device | None = None,
 ) -> ExportedProgram:
     """Return the program with blocks rewritten.
 
@@ -82,10 +85,11 @@ def rewrite_ffn(
             stay where they are.
         in_fp8: Returns the matrices and scales of a block whose weights are to be read in FP8, by name,
             their neurons in the order that is given; None where there are none.
+        device: Where copies of weights are put, see `PassOptions`.
     """
     rewritten = editable(program)
     nodes: dict[str, Node] = {node.name: node for node in rewritten.graph.nodes}
-    vectors, weights = NormVectors(rewritten), _Placeholders(rewritten, nodes, in_fp8)
+    vectors, weights = NormVectors(rewritten), _Placeholders(rewritten, nodes, in_fp8, device)
     for block, options in rewrites:
         assert not block.refusal
         anchor = nodes[block.y.name]
@@ -111,8 +115,14 @@ def rewrite_ffn(
 class _Placeholders:
     """The placeholders that hold weights as the ops read them. Weights that blocks share have one."""
 
-    def __init__(self, program: ExportedProgram, nodes: Mapping[str, Node], in_fp8: _InFp8 | None) -> None:
-        self._program, self._nodes, self._values_in_fp8 = program, nodes, in_fp8
+    def __init__(
+        self,
+        program: ExportedProgram,
+        nodes: Mapping[str, Node],
+        in_fp8: _InFp8 | None,
+        device: torch.device | None,
+    ) -> None:
+        self._program, self._nodes, self._values_in_fp8, self._device = program, nodes, in_fp8, device
         self._arranged: dict[tuple[Weight, bool, torch.dtype], Node] = {}
         self._fp8: dict[tuple[Weight, ...], dict[str, Node]] = {}
 
@@ -152,10 +162,11 @@ class _Placeholders:
             return self._arranged[weight, in_out, dtype]
         stored = tensor_of(self._program, weight.name).detach().to(dtype)
         if order is None:
-            suffix, copied = arranged_copy(stored, weight, in_out)
+            suffix, copied = arranged_copy(stored, weight, in_out, self._device)
         else:
             suffix, view = arranged_view(stored, weight, in_out)
-            suffix, copied = f"{'' if as_it_is else suffix}_arranged", view.index_select(0, order.to(view.device))
+            there = view.to(self._device or view.device)
+            suffix, copied = f"{'' if as_it_is else suffix}_arranged", there.index_select(0, order.to(there.device))
         made = add_parameter(self._program, f"{weight.name}{suffix}", copied, like=placeholder)
         if order is None:
             self._arranged[weight, in_out, dtype] = made

@@ -39,6 +39,7 @@ def rewrite_linear(
     program: ExportedProgram,
     layers: Sequence[FoundLinear],
     in_fp8: Callable[[FoundLinear], Fp8 | None] = lambda layer: None,
+    device: torch.device | None = None,
 ) -> ExportedProgram:
     """Return the program with linear layers rewritten; itself where there are none.
 
@@ -46,11 +47,12 @@ def rewrite_linear(
         program: A canonical program.
         layers: Some of those found in it.
         in_fp8: Returns the weight of a layer that is to be read in FP8, [out, in]; None of others.
+        device: Where copies of weights are put, see `PassOptions`.
     """
     if not layers:
         return program
     rewritten = editable(program)
-    writer = _Writer(rewritten, in_fp8)
+    writer = _Writer(rewritten, in_fp8, device)
     for each in layers:
         writer.write(each)
     return finish(rewritten)
@@ -59,8 +61,10 @@ def rewrite_linear(
 class _Writer:
     """Writes layers into a copy of the program that they were found in."""
 
-    def __init__(self, program: ExportedProgram, in_fp8: Callable[[FoundLinear], Fp8 | None]) -> None:
-        self._program, self._in_fp8 = program, in_fp8
+    def __init__(
+        self, program: ExportedProgram, in_fp8: Callable[[FoundLinear], Fp8 | None], device: torch.device | None
+    ) -> None:
+        self._program, self._in_fp8, self._device = program, in_fp8, device
         self._nodes: dict[str, Node] = {node.name: node for node in program.graph.nodes}
         self._order = {node.name: index for index, node in enumerate(program.graph.nodes)}
         self._vectors = NormVectors(program)
@@ -117,7 +121,7 @@ class _Writer:
         if len(weights) == 1 and not weights[0].in_out and placeholder.meta["val"].dim() == 2:
             return placeholder, None
         views = [arranged_view(tensor_of(self._program, each.name).detach(), each, in_out=False)[1] for each in weights]
-        joined = torch.cat(views).contiguous()
+        joined = torch.cat([view.to(self._device or view.device) for view in views]).contiguous()
         return add_parameter(self._program, f"{weights[0].name}_of_linear", joined, like=placeholder), None
 
     def _bias(self, layer: FoundLinear) -> Node | None:

@@ -106,7 +106,7 @@ def add_parameter(
     Args:
         program: The program to change.
         name: The name of the tensor.
-        tensor: Its values.
+        tensor: Its values, which may be on another device: see `PassOptions.device`.
         like: The placeholder of another constant.
         kind: `PARAMETER` or `BUFFER`.
     """
@@ -114,8 +114,9 @@ def add_parameter(
     graph = program.graph
     with graph.inserting_before(like):
         node: Node = graph.placeholder("p_" + unique.replace(".", "_"))
-    fake_mode = like.meta["val"].fake_mode
-    node.meta["val"] = fake_mode.from_tensor(tensor, static_shapes=True)
+    value = like.meta["val"]
+    with value.fake_mode:
+        node.meta["val"] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=value.device)
     is_buffer = kind == InputKind.BUFFER
     program.state_dict[unique] = tensor if is_buffer else torch.nn.Parameter(tensor, requires_grad=False)
     specs = program.graph_signature.input_specs
