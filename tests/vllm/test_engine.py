@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 
 import twellc
 from tests import models
 from tests.twellc.loaders.test_checkpoint import sparselm
-from tests.vllm.conftest import DENSE, PROMPTS, TOKENS, TWELL, Ask
+from tests.vllm.conftest import DENSE, INSTALLED, PROMPTS, TOKENS, TWELL, Ask
 from twellc.base.transformers_private import nothing_fetched
 from twellc.loaders.huggingface import open_directory
 from twellc.plugins.fp8 import Fp8
@@ -36,6 +37,11 @@ FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "opt": (models.opt, {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 320}),
 }
 several = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="there is one GPU")
+# What vLLM's class over transformers cannot do with older releases, also without twellc: seen with transformers 5.3,
+# and with vLLM 0.26.
+FAIL_IN_OLD_TRANSFORMERS = ("gpt-neox", "nemotron of 99 neurons")
+OLD_TRANSFORMERS = Version(transformers.__version__) < Version("5.17")
+LOADS_SCALES_OF_A_CACHE = Version(INSTALLED.get("vllm", "1")) >= Version("0.32")
 SPARSELM = ["sparselm", "sparselm with bare weights"]
 GATED = {"llama", "llama with biases", "phi3", *SPARSELM}
 
@@ -80,6 +86,8 @@ def generate(model: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", [*FAMILIES, *SPARSELM])
 def test_tokens_are_those_of_transformers(made: Any, ask: Ask, family: str) -> None:
+    if OLD_TRANSFORMERS and family in FAIL_IN_OLD_TRANSFORMERS:
+        pytest.skip("with this transformers vLLM does not serve it")
     model, tokens = made(family)
     # A SparseLM needs no other name of its class: vLLM has none.
     answer = ask(model, **({} if family in SPARSELM else TWELL))
@@ -187,6 +195,7 @@ def test_a_checkpoint_with_blocks_in_fp8(made: Any, ask: Ask, tmp_path: Path, st
     assert BLOCKS_RUN in answer.log and IN_FP8 in answer.log
 
 
+@pytest.mark.skipif(not LOADS_SCALES_OF_A_CACHE, reason="this vLLM loads no scales of a cache")
 def test_a_cache_in_fp8(made: Any, ask: Ask, tmp_path: Path) -> None:
     """vLLM's attention keeps its cache in E4M3 under our class as under its own, with the checkpoint's scales."""
     model, folder = made("llama")[0], tmp_path / "model"

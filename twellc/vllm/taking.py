@@ -105,7 +105,7 @@ def _take_blocks(candidates: list[Candidate], config: VllmConfig, quantise: bool
             layers = each.layers()
             fp8 = all(map(blocks.in_fp8, layers.values()))
             if not fp8 and any(type(made.quant_method) is not UnquantizedLinearMethod for made in layers.values()):
-                reason = "its layers are quantised, but not by a checkpoint in E4M3 with a scale for a tensor or an output"
+                reason = "its layers are quantised, and not by a checkpoint to E4M3 with a scale for a tensor or output"
         if reason:
             refused.setdefault(reason, []).append(layer.module)
         else:
