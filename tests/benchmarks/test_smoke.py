@@ -1,4 +1,7 @@
-"""Every benchmark with --smoke, those that need no GPU on a CPU; their help, and what they refuse without a GPU."""
+"""Every benchmark with --smoke, on a CPU as far as it can; their help, and what they refuse without a GPU.
+
+Without a GPU nothing is recorded or compiled, and the clock and the kernels of `block.py` are stand-ins.
+"""
 
 import importlib.util
 import json
@@ -12,8 +15,13 @@ import click.testing
 import pytest
 import torch
 
+from tests.caches import mostly_slow
 from tests.conftest import ROOT
 from tests.processes import captured
+from tests.twellc.benchmarking.conftest import no_gpu_needed
+from twellc.benchmarking import contest
+
+__all__ = ["no_gpu_needed"]
 
 FOLDER = ROOT / "benchmarks"
 SCRIPTS = [path.name for path in sorted(FOLDER.glob("*.py")) if '__name__ == "__main__"' in path.read_text()]
@@ -137,13 +145,17 @@ BOTH = (*DENSE, "twell eager", "twell compiled")
 
 @dataclass(frozen=True)
 class Smoke:
-    """What a script measures with --smoke: a result for each of `settings`, in which `contestants` have times."""
+    """What a script measures with --smoke: a result for each of `settings`, in which `contestants` have times.
+
+    Its page has the line.
+    """
 
     script: str
     key: str
     settings: tuple[object, ...]
     contestants: tuple[str, ...]
     arguments: tuple[str, ...] = ()
+    line: str = ""
 
 
 SMOKES = {
@@ -199,10 +211,10 @@ PLANS = {
 }
 
 
-def measured(case: Smoke, folder: Path) -> tuple[dict[str, Any], str]:
+def measured(case: Smoke, folder: Path, run: Callable[..., str] = smoke) -> tuple[dict[str, Any], str]:
     """Run a script, and return its report, which is as the case says, and its page."""
     arguments = [str(folder / "plans") if each == "PLANS" else each for each in case.arguments]
-    page = smoke(case.script, *arguments, "--json", folder / "r.json")
+    page = run(case.script, *arguments, "--json", folder / "r.json")
     found = report(folder / "r.json")
     assert not found.get("failed")
     assert tuple(each[case.key] for each in found["results"]) == case.settings
@@ -211,6 +223,7 @@ def measured(case: Smoke, folder: Path) -> tuple[dict[str, Any], str]:
         medians = {name: times["median_us"] for name, times in each["times"].items()}
         assert {*case.contestants} <= set(medians) and all(value > 0 for value in medians.values())
         assert str(each[case.key]) in page
+    assert case.line in page
     if (folder / "r.md").exists():
         assert (folder / "r.md").read_text() in page
     return found, page
@@ -223,6 +236,78 @@ def test_host_time(device: str, tmp_path: Path) -> None:
     others = ("linear, norm and residual", "linear in FP8", "linear, torch", "experts", "encode", "encode in FP8")
     case = Smoke("host_time.py", "call", (*of_blocks, *others, "decode"), ("host",), ("--device", device))
     measured(case, tmp_path)
+
+
+class Kernels:
+    """What stands for the kernels of a block."""
+
+    def __init__(self, x: torch.Tensor, *_: Any) -> None:
+        self._x = x
+
+    def kernels(self) -> list[str]:
+        return ["none"]
+
+    def gate(self, w: Any) -> None:
+        pass
+
+    def mlp(self, w: Any) -> torch.Tensor:
+        product: torch.Tensor = w.block.dense(self._x)
+        return product
+
+
+FP8 = ("twell", "twell bf16", "dense FP8")
+HERE = {
+    "block": Smoke("block.py", "tokens", (1, 40), (*DENSE, "dense FP8", "mlp", "cuBLAS gate", "gate")),
+    "layers": Smoke("layers.py", "tokens", (40,) * 4, ("dense packed", "as is", "pruned split 512"), ("--tokens=40",)),
+    "fp8": Smoke(
+        *("fp8.py", "tokens", (40,) * 4, (*FP8, "dense FP8, pruned")),
+        ("--tokens=40", "--d-model=64", "--d-ff=5632", "--trained"),
+    ),
+    "fp8 at random": Smoke(
+        *("fp8.py", "tokens", (1,), FP8, ("--tokens=1", "--density=0.1")),
+        "\n| 10 % | 1 | 1000.0 | - | 999.0 | 998.0 | 997.0 | - | 1.00 | ",
+    ),
+    "linear": Smoke(
+        *("linear.py", "tokens", (1, 20) * 2, ("twell", "twell FP8"), ("--only=twell",)),
+        "\n| 128 -> 384, layer | 20 | 1000.0 | 0 | 999.0 | 0 | - | - | - | - |\n",
+    ),
+    "model": Smoke("model.py", "setting", ("prefill 2x64", "decode 2"), BOTH, ("--energy-seconds=0",)),
+    "generate": Smoke(
+        *("generate.py", "setting", ("prefill", "decode-2")),
+        ("dense eager", "dense FP8 all linear", "twell eager", "twell compiled FP8"),
+        ("--only=dense eager|dense FP8 all linear|twell eager|twell compiled FP8",),
+        "| twell eager over the fastest dense form in bf16 | 1.00 | 1.00 |",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", mostly_slow(HERE, "block", "layers", "fp8", "fp8 at random", "linear"))
+@pytest.mark.usefixtures("no_gpu_needed")
+def test_smoke_here(
+    name: str, invoke: Invoke, benchmark_module: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness, script = benchmark_module("harness"), benchmark_module(HERE[name].script.removesuffix(".py"))
+    monkeypatch.setattr(harness, "DEVICE", "cpu")
+    monkeypatch.setattr(benchmark_module("draw"), "weight_sets", lambda *_: 2)
+    stand_ins = {"Twell": Kernels, "_D_MODEL": 64, "record": contest.record, "time_calls": contest.time_calls}
+    for module, own in ((script, stand_ins), (harness, {"time_calls": contest.time_calls})):
+        for each in own.keys() & vars(module).keys():
+            monkeypatch.setattr(module, each, own[each])
+
+    def run(script: str, *arguments: object) -> str:
+        done = invoke(script, "--smoke", *arguments)
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    found, _ = measured(HERE[name], tmp_path, run)
+    if name == "model":
+        assert 0 < found["density"]["mean"] < 0.03
+        assert found["errors"]["twell"] <= 2 * found["errors"]["dense"] + 1e-3
+    if name == "generate":
+        for each in found["results"]:
+            assert 0 < each["errors"]["twell eager"] < 2 * each["errors"]["dense eager"] < 0.1
+            for narrow in ("twell compiled FP8", "dense FP8 all linear"):
+                assert each["errors"]["twell eager"] < each["errors"][narrow] < 0.3
 
 
 @pytest.mark.gpu

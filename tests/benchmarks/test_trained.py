@@ -80,29 +80,3 @@ def test_corpus(trained: Any, tmp_path: Path) -> None:
     assert 0.005 < len(held_out) / len(data) < 0.3
     text = trained.write_text(tmp_path / "text.txt", "a\0é\0é".encode(), 4).read_text()
     assert text == "aé"  # half a character is left out
-
-
-def test_page(trained: Any) -> None:
-    standings = {"speed_ups": {"dense packed": 1.0, "twell": 2.5}}
-    shapes = [{"shape": "1x1", "densities": [0.01, 0.03], "model": standings, "blocks": standings}]
-    check = {"within": False, "text": {"candidate_bits": 1.25, "plain_bits": 1.0}}
-    commands = {
-        "check": {"status": 1, "seconds": 2.0, "found": check},
-        "compile": {"status": 2, "seconds": 1.0, "message": "Usage\nError: no."},
-        "bench": {"status": 0, "seconds": 3.0, "found": {"results": shapes}},
-    }
-    report = {
-        "machine": {"gpu": "a GPU", "torch": "2", "commit": "abc"},
-        "parameters": 2e8,
-        "training": {"steps": 2, "tokens": 64, "seconds": 9},
-        "commands": {name: {"command": f"twellc {name} m", **each} for name, each in commands.items()},
-    }
-    page = trained.markdown(report).splitlines()
-    for line in (
-        "a GPU, torch 2, commit abc: 2 steps of 32 tokens in 9 s, 200 million parameters",
-        "| `twellc check m` | 1 | 2.0 | **outside of tolerance**; 1.2500 bits a token, dense 1.0000 |",
-        "| `twellc compile m` | 2 | 1.0 | Error: no. |",
-        "| blocks alone, twell | 2.50 |",
-        "| mean density | 2.00% |",
-    ):
-        assert line in page, page
