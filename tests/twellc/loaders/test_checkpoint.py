@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
-from tests import models
 from tests.processes import captured, environment
 from twellc.base.errors import UserError
 from twellc.loaders.checkpoint import Checkpoint, read_checkpoint
@@ -136,16 +134,6 @@ def test_weights_that_the_model_has_no_place_for(folder: Path) -> None:
     (note,) = load_model(TracingOptions(folder)).notes
     assert note.startswith("9 tensors of the checkpoint have no place in the model: model.layers.1.input_layernorm")
     assert note.endswith(", …")
-
-
-def test_weights_that_are_tied(tmp_path: Path) -> None:
-    """The file holds one of them."""
-    folder = models.save(models.llama(tie_word_embeddings=True), tmp_path / "tied")
-    assert "lm_head.weight" not in stored(folder)
-    ids = torch.randint(2, 96, (2, 7))
-    program = load_model(TracingOptions(folder)).program
-    own = transformers.LlamaForCausalLM.from_pretrained(folder)(ids, use_cache=False).logits
-    assert torch.equal(Runner(program)({"input_ids": ids})[0], own)
 
 
 def test_weights_of_several_dtypes(folder: Path) -> None:

@@ -39,26 +39,6 @@ def test_llama(llama: Path, load_once: Callable[..., LoadedModel]) -> None:
     assert torch.equal(logits_of(model, **inputs), own)
 
 
-def test_padding_is_masked(llama: Path, load_once: Callable[..., LoadedModel]) -> None:
-    """Left-padded rows give the logits that they have without padding."""
-    model, inputs = load_once(TracingOptions(llama, padding="mask")), tokens(2, 9)
-    padded = {
-        "input_ids": torch.nn.functional.pad(inputs["input_ids"], (4, 0), value=5),
-        "attention_mask": torch.nn.functional.pad(inputs["attention_mask"], (4, 0)),
-    }
-    actual, expected = logits_of(model, **padded)[:, 4:], logits_of(model, **inputs)
-    torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.05)
-
-
-def test_encoder_decoder(t5: Path, load_once: Callable[..., LoadedModel]) -> None:
-    model = load_once(TracingOptions(t5))
-    assert model.output_names == ["logits", "encoder_last_hidden_state"]
-    assert set(model.dimension_names.values()) == {"batch", "sequence", "decoder_sequence"}
-    inputs = tokens(3, 7) | {"decoder_input_ids": torch.randint(2, 96, (3, 12))}
-    own = models.t5()(**inputs, use_cache=False).logits
-    torch.testing.assert_close(logits_of(model, **inputs), own)
-
-
 @pytest.mark.parametrize(
     ("name", "options", "inputs"),
     [

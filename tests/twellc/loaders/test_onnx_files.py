@@ -199,17 +199,6 @@ def test_invalid_graphs_are_refused(tmp_path: Path) -> None:
             load_onnx(path)
 
 
-def test_damage_is_a_user_error(tmp_path: Path) -> None:
-    path = tmp_path / "model.onnx"
-    whole = gated(d_ff=8).SerializeToString()
-    for position in range(0, len(whole), 37):
-        path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x55]) + whole[position + 1 :])
-        try:
-            load_onnx(path)  # most weights may be anything
-        except UserError as error:
-            assert str(path) in str(error)
-
-
 def test_local_functions_become_plain_nodes(tmp_path: Path) -> None:
     function = onnx.helper.make_function(
         "local", "Act", ["z"], ["r"], [onnx.helper.make_node("Relu", ["z"], ["r"])], [onnx.helper.make_opsetid("", 20)]

@@ -1,5 +1,7 @@
 """Attention of Hugging Face models as it is traced, against transformers' own, and the choices of inputs and logits."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from tests import models
-from tests.caches import mostly_slow
+from tests.caches import FAMILIES, mostly_slow
 from tests.conftest import Cli
 from tests.models import canonicalize
 from twellc.base.errors import UserError
@@ -21,32 +23,26 @@ from twellc.passes.graph.execution import Runner, example_inputs
 
 GROUPED = {**models.SMALL, "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 64}
 SINGLE = {**models.SMALL, "intermediate_size": 64, "max_position_embeddings": 64}
-GPT2 = {"vocab_size": 96, "n_embd": 32, "n_inner": 64, "n_layer": 1, "n_head": 4, "n_positions": 64}
-# Class, options, and the attention of transformers to compare with: eager, but where that is another function.
-CAUSAL: dict[str, tuple[str, dict[str, Any], str]] = {
-    "llama": ("LlamaForCausalLM", GROUPED, "eager"),
-    "qwen3": ("Qwen3ForCausalLM", {**GROUPED, "head_dim": 8}, "eager"),
-    "gemma2": ("Gemma2ForCausalLM", {**GROUPED, "head_dim": 8, "sliding_window": 5}, "eager"),
-    "phi3": ("Phi3ForCausalLM", {**GROUPED, "sliding_window": 5, "pad_token_id": 0}, "eager"),
-    "nemotron": ("NemotronForCausalLM", GROUPED, "eager"),
-    "granite": ("GraniteForCausalLM", {**GROUPED, "attention_multiplier": 0.3}, "eager"),
-    "olmo2": ("Olmo2ForCausalLM", GROUPED, "eager"),
-    "smollm3": ("SmolLM3ForCausalLM", {**GROUPED, "no_rope_layers": [1, 0], "pad_token_id": 0}, "eager"),
-    "a window that is none": ("MistralForCausalLM", {**GROUPED, "sliding_window": 64}, "eager"),
-    "opt": ("OPTForCausalLM", {**SINGLE, "ffn_dim": 64, "word_embed_proj_dim": 32}, "eager"),
-    "gpt-neox": ("GPTNeoXForCausalLM", {**SINGLE, "use_parallel_residual": True}, "eager"),
-    "gpt2": ("GPT2LMHeadModel", GPT2, "eager"),
-    "falcon": ("FalconForCausalLM", {**models.SMALL, "multi_query": True}, "eager"),
-    "new falcon": ("FalconForCausalLM", {**models.SMALL, "new_decoder_architecture": True, "num_kv_heads": 2}, "eager"),
-    # Its eager attention adds the position biases twice.
-    "falcon with alibi": ("FalconForCausalLM", {**models.SMALL, "multi_query": True, "alibi": True}, "sdpa"),
+# Falcon's eager attention adds the position biases twice, so that one is compared with another function.
+CAUSAL: dict[str, Callable[..., Any]] = {
+    **{
+        name: FAMILIES[name] for name in ("llama", "qwen3", "gemma2", "nemotron", "granite", "olmo2", "opt", "gpt-neox")
+    },
+    **{name: FAMILIES[name] for name in ("gpt2", "falcon", "phi3-window")},
+    "falcon-alibi": functools.partial(FAMILIES["falcon"], alibi=True, attn_implementation="sdpa"),
+    "smollm3": functools.partial(FAMILIES["smollm3"], num_hidden_layers=2, no_rope_layers=[1, 0]),
+    "a window that is none": models.family("Mistral", **GROUPED, sliding_window=64),
+    "new falcon": models.falcon,
 }
 
 
-def build(name: str, options: dict[str, Any], attention: str = "eager") -> Any:
-    """Make a model whose logits depend strongly on what each token sees."""
+def build(name: str, options: dict[str, Any]) -> Any:
     model_class = getattr(transformers, name)
-    model = model_class(model_class.config_class(**options, attn_implementation=attention)).eval()
+    return strong(model_class(model_class.config_class(**options, attn_implementation="eager")).eval())
+
+
+def strong(model: Any) -> Any:
+    """Draw weights by which logits depend strongly on what each token sees."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -76,10 +72,10 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", mostly_slow(CAUSAL, "llama", "gemma2", "opt", "falcon with alibi"))
+@pytest.mark.parametrize("family", mostly_slow(CAUSAL, "llama", "gemma2", "opt", "falcon-alibi"))
 def test_causal(family: str, tmp_path: Path) -> None:
     """Every place at several sizes, one token included; with a mask real places, as transformers computes them."""
-    model = build(*CAUSAL[family])
+    model = strong(CAUSAL[family](**{"attn_implementation": "eager"} if "alibi" not in family else {}))
     loaded = load(model, tmp_path)
     assert list(example_inputs(loaded.program)) == ["input_ids"]
     assert loaded.settings == {"padding": "none", "logits": "all"}
@@ -90,7 +86,7 @@ def test_causal(family: str, tmp_path: Path) -> None:
         assert_same(Runner(loaded.program)({"input_ids": ids})[0], expected)
         assert_same(Runner(canonical)({"input_ids": ids})[0], expected)
     if family in ("llama", "opt", "gpt-neox", "a window that is none"):
-        check_no_mask(canonical.graph, CAUSAL[family][1])
+        check_no_mask(canonical.graph, model.config)
     # Padding on the right, on the left and none, in rows of one batch.
     loaded = load(model, tmp_path, "mask")
     assert list(example_inputs(loaded.program)) == ["input_ids", "attention_mask"]
@@ -107,10 +103,10 @@ def test_causal(family: str, tmp_path: Path) -> None:
         check_one_small_mask(attentions(loaded))
 
 
-def check_no_mask(graph: Graph, options: dict[str, Any]) -> None:
+def check_no_mask(graph: Graph, config: Any) -> None:
     """Check that attention is causal without a mask, and that nothing is of tokens x tokens."""
     nodes = attentions_in(graph)
-    assert len(nodes) == options["num_hidden_layers"]
+    assert len(nodes) == config.num_hidden_layers
     assert masks_of(nodes) == {None}
     for node in nodes:
         names = ("q", "k", "v", "attn_mask", "dropout_p", "is_causal")
@@ -118,7 +114,7 @@ def check_no_mask(graph: Graph, options: dict[str, Any]) -> None:
         assert arguments["is_causal"] is True
         assert arguments.get("dropout_p", 0.0) == 0.0
         heads, groups = (node.args[i].meta["val"].shape[1] for i in (0, 1))
-        assert (heads, groups) == (4, options.get("num_key_value_heads", 4))
+        assert (heads, groups) == (4, getattr(config, "num_key_value_heads", 4))
         assert arguments.get("enable_gqa", False) == (heads != groups)
     sequence = str(next(node for node in graph.nodes if node.name == "input_ids").meta["val"].shape[1])
     shapes = [node.meta["val"].shape for node in graph.nodes if isinstance(node.meta.get("val"), Tensor)]
@@ -179,6 +175,8 @@ def test_encoder_and_decoder(name: str, tmp_path: Path) -> None:
     model = build(name, {**(t5 if name.startswith("T5") else bart), "decoder_start_token_id": 0})
     loaded = load(model, tmp_path)
     assert list(example_inputs(loaded.program)) == ["input_ids", "attention_mask", "decoder_input_ids"]
+    assert loaded.output_names == ["logits", "encoder_last_hidden_state"]
+    assert set(loaded.dimension_names.values()) == {"batch", "sequence", "decoder_sequence"}
     inputs = {"input_ids": torch.randint(2, 96, (3, 9)), "decoder_input_ids": torch.randint(2, 96, (3, 12))}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     inputs["attention_mask"][0, -3:] = 0
