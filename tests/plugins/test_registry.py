@@ -10,6 +10,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,13 +118,36 @@ def refused(
 
 
 in_plan = functools.partial(refused, phase="RUNTIME")
+# A node and a plan may lack these: both were written before blocks had norms.
+OPTIONAL = {(plugin, phase, name) for plugin in BLOCKS for phase in ("BUILD", "RUNTIME") for name in ("norm", "eps")}
+OPTIONAL |= {(plugin, "BUILD", "threshold") for plugin in (*BLOCKS, EXPERTS)}
+SWITCHES = {*FLAGS, *FLAGS_OF_EXPERTS, "gate_bias", "up_bias", "down_bias", "choose", "causal", "lengths"}
+
+
+def of_each_field() -> Iterator[tuple[str, str, list[Field], str]]:
+    """Return cases in which a field is missing, of another type, beyond 0 and 1, unknown, or of another version."""
+    for plugin in (*BLOCKS, LINEAR, EXPERTS, ATTENTION):
+        for phase in ("BUILD", "RUNTIME"):
+            for name, _, value in fields(plugin, phase):
+                if (plugin, phase, name) not in OPTIONAL:
+                    yield refused(plugin, name, None, " is missing; allowed: ", phase)
+                yield refused(plugin, name, ["INT64", 1], ": got 1 of type int64; allowed: ", phase)
+                if name in SWITCHES:
+                    yield refused(plugin, name, ["INT32", 2], ": got 2; allowed: 0 or 1", phase)
+                if name == "schema":
+                    own = f"libtwell_{'attention' if plugin == ATTENTION else 'plugins'}.so than this one"
+                    text = f": got 9; allowed: {value}. The plan is damaged, or built for another {own}"
+                    yield refused(plugin, name, ["INT32", 9], text, phase)
+            yield refused(plugin, "more", ["INT32", 1], " is unknown; allowed: ", phase)
+
+
 ALL_NAMES, PLAIN_NAMES = "allowed: relu, relu2, fatrelu or drelu", "allowed: relu, relu2 or fatrelu"
 ZERO = "allowed: 0, because only fatrelu takes a threshold"
 FATRELU = ["CHAR", "fatrelu"]
 REFUSED = [
+    *of_each_field(),
     refused(GATED, "activation", None, f" is missing; {ALL_NAMES}"),
     refused(GATED, "activation", ["CHAR", "silu\0"], f": got 'silu'; {ALL_NAMES}"),
-    refused(GATED, "activation", ["INT32", 0], ": got 1 of type int32; allowed: a string, relu"),
     refused(PLAIN, "activation", ["CHAR", "x" * 1000], f": got '{'x' * 64}...'; {PLAIN_NAMES}"),
     refused(PLAIN, "activation", ["CHAR", "re\0lu\n"], ": got 're?lu?'; allowed"),
     refused(PLAIN, "activation", ["CHAR", "drelu"], f": got 'drelu'; {PLAIN_NAMES}"),
@@ -131,20 +155,10 @@ REFUSED = [
     refused(PLAIN, "threshold", ["FLOAT32", 1e-7], f": got 1e-07; {ZERO}"),
     refused(GATED, "threshold", ["FLOAT32", -1.0], ": got -1; allowed: finite and at least 0", activation=FATRELU),
     refused(GATED, "threshold", ["FLOAT32", math.nan], ": got nan; allowed: finite and at least 0", activation=FATRELU),
-    refused(GATED, "threshold", ["INT32", 0], ": got 1 of type int32; allowed: one float32, 0"),
-    refused(PLAIN, "compression", None, " is missing; allowed: 1, 2, 4 or 8"),
     refused(PLAIN, "compression", ["INT32", 3], ": got 3; allowed: 1, 2, 4 or 8"),
     refused(PLAIN, "compression", ["INT32", [4, 8]], ": got 2 of type int32; allowed: one int32, 1, 2, 4 or 8"),
-    refused(GATED, "compression", ["INT64", 8], ": got 1 of type int64; allowed: one int32"),
-    refused(GATED, "hot", None, " is missing; allowed: 0 to 1048576"),
     refused(PLAIN, "hot", ["INT32", -1], ": got -1; allowed: 0 to 1048576"),
     refused(GATED, "hot", ["INT32", (1 << 20) + 1], ": got 1048577; allowed: 0 to"),
-    refused(PLAIN, "hot", ["FLOAT32", 8.0], ": got 1 of type float32; allowed:"),
-    refused(GATED, "gate_bias", None, " is missing; allowed: 0 or 1"),
-    refused(GATED, "up_bias", ["INT32", 2], ": got 2; allowed: 0 or 1"),
-    refused(GATED, "residual", None, " is missing"),
-    refused(PLAIN, "residual", ["INT32", 2], ": got 2; allowed: 0 or 1"),
-    refused(PLAIN, "down_bias", None, " is missing"),
     refused(GATED, "scales", ["INT32", 2], ": got 2; allowed: 0 or 1"),
     refused(PLAIN, "norm", ["CHAR", "batch"], ": got 'batch'; allowed: none, rms or layer"),
     refused(GATED, "eps", ["FLOAT32", -1.0], ": got -1.000000; allowed: finite and at least 0"),
@@ -158,66 +172,27 @@ REFUSED = [
         " is unknown; allowed: activation, threshold, compression, hot, up_bias, down_bias, residual, scales, "
         "thresholds, norm, eps, norm_weight, norm_bias",
     ),
-    refused(GATED, "tile", ["INT32", 256], " is unknown; allowed: activation,"),
-    refused(GATED, "schema", ["INT32", 1], " is unknown"),
     (GATED, "BUILD", [*fields(GATED, "BUILD"), ["compression", "INT32", 4]], "field 'compression' is given twice"),
     (PLAIN, "BUILD", [], "field 'activation' is missing"),
-    in_plan(
-        GATED,
-        "schema",
-        ["INT32", 2],
-        ": got 2; allowed: 3. The plan is damaged, or built for another libtwell_plugins.so",
-        hot=None,
-    ),
-    in_plan(PLAIN, "schema", None, " is missing"),
     in_plan(GATED, "activation", ["INT32", 4], ": got 4; allowed: 0, 1, 2 or 3"),
     in_plan(PLAIN, "activation", ["INT32", 3], ": got 3; allowed: 0, 1 or 2"),
-    in_plan(PLAIN, "activation", ["CHAR", "relu"], ": got 4 of type char; allowed: one int32"),
-    in_plan(GATED, "threshold", None, " is missing"),
     in_plan(GATED, "compression", ["INT32", 0], ": got 0"),
-    in_plan(PLAIN, "hot", None, " is missing"),
     in_plan(GATED, "hot", ["INT32", -8], ": got -8"),
-    in_plan(GATED, "tile", ["INT32", 256], " is unknown"),
     refused(LINEAR, "norm", ["CHAR", "group"], ": got 'group'; allowed: none, rms or layer"),
     refused(LINEAR, "eps", ["FLOAT32", -1.0], ": got -1.000000; allowed: finite and at least 0"),
-    refused(LINEAR, "splits", None, " is missing; allowed: 1 to 4 positive multiples of 8"),
     refused(LINEAR, "splits", ["INT32", [8] * 5], ": got 5 of type int32; allowed: 1 to 4 positive multiples of 8"),
     refused(LINEAR, "splits", ["INT32", [8, -8]], ": got -8; allowed: 1 to 4 positive multiples of 8"),
-    refused(LINEAR, "bias", ["INT32", 2], ": got 2; allowed: 0 or 1"),
-    refused(LINEAR, "choose", ["INT32", 2], ": got 2; allowed: 0 or 1"),
     refused(LINEAR, "choose", ["INT32", 1], ": got 1; allowed: 0 with several outputs", splits=["INT32", [8, 8]]),
     refused(LINEAR, "norm_weight", ["INT32", 1], ": got 1; allowed: 0 without a norm", norm=["CHAR", "none"]),
     refused(LINEAR, "norm_bias", ["INT32", 1], ": got 1; allowed: 0 without a layer norm", norm=["CHAR", "rms"]),
     refused(LINEAR, "residual", ["INT32", 1], ": got 1; allowed: 0 with several outputs", splits=["INT32", [8, 8]]),
-    refused(LINEAR, "hot", ["INT32", 0], " is unknown; allowed: norm, eps, splits, choose, bias,"),
     in_plan(LINEAR, "norm", ["INT32", 3], ": got 3; allowed: 0, 1 or 2"),
-    in_plan(LINEAR, "schema", ["INT32", 2], ": got 2; allowed: 1. The plan is damaged, or built for another libtwell_"),
     refused(EXPERTS, "activation", ["CHAR", "drelu"], f": got 'drelu'; {PLAIN_NAMES}"),
     refused(EXPERTS, "threshold", ["FLOAT32", 0.5], f": got 0.5; {ZERO}"),
-    refused(EXPERTS, "gate", None, " is missing; allowed: 0 or 1"),
-    refused(EXPERTS, "scales", ["INT32", 2], ": got 2; allowed: 0 or 1"),
     refused(EXPERTS, "thresholds", ["INT32", 1], ": got 1; allowed: 0, because only fatrelu with threshold 0 takes"),
-    refused(EXPERTS, "top", ["INT32", 2], " is unknown; allowed: activation, threshold, gate, scales, thresholds"),
-    in_plan(
-        EXPERTS, "schema", ["INT32", 2], ": got 2; allowed: 1. The plan is damaged, or built for another libtwell_"
-    ),
-    refused(ATTENTION, "scale", None, " is missing; allowed: finite"),
     refused(ATTENTION, "scale", ["FLOAT32", math.nan], ": got nan; allowed: finite"),
     refused(ATTENTION, "scale", ["FLOAT32", -math.inf], ": got infinity; allowed: finite"),
-    refused(ATTENTION, "scale", ["INT32", 1], ": got 1 of type int32; allowed: one float32"),
-    refused(ATTENTION, "causal", ["INT32", 2], ": got 2; allowed: 0 or 1"),
-    refused(ATTENTION, "causal", None, " is missing; allowed: 0 or 1"),
     refused(ATTENTION, "lengths", ["INT32", [0, 1]], ": got 2 of type int32"),
-    refused(ATTENTION, "window", ["INT32", 4], " is unknown; allowed: scale, causal, lengths"),
-    refused(ATTENTION, "workspace_mib", ["INT32", 4], " is unknown"),
-    in_plan(
-        ATTENTION,
-        "schema",
-        ["INT32", 2],
-        ": got 2; allowed: 1. The plan is damaged, or built for another libtwell_attention.so than this one of version "
-        "0.1.0",
-    ),
-    in_plan(ATTENTION, "workspace_mib", None, " is missing"),
     in_plan(ATTENTION, "workspace_mib", ["INT32", -1], ": got -1"),
 ]
 
@@ -540,7 +515,6 @@ NOT_BUILT: list[tuple[Case, str]] = [
     (block(PLAIN, attributes={"hot": 301}), "field 'hot': got 301; allowed: 0 to d_ff = 300"),
     (block(GATED, w_down=["bf16", [256, 64]]), wrong_shape("w_down", "[256, 64]", "[d_ff, d_out] = [300, 64]")),
     (block(GATED, w_up=["bf16", [64, 300]]), wrong_shape("w_up", "[64, 300]", "[d_ff, d_model] = [300, 64]")),
-    (block(PLAIN, biases="u", b_up=["bf16", [1, 300]]), wrong_shape("b_up", "[1, 300]", "[d_ff] = [300]")),
     (
         block(PLAIN, x=["bf16", [*LEADING, 32]]),
         "input x has shape [?, ?, 32]; its last extent must be d_model = 64, as in w_up [d_ff, d_model]",
@@ -550,27 +524,15 @@ NOT_BUILT: list[tuple[Case, str]] = [
     (block(PLAIN, attributes={"residual": 1}), "got 3 inputs; expected 4: x, w_up, w_down, residual"),
     (block(GATED, residual=True, attributes={"residual": 0}), "got 5 inputs; expected 4: x, w_gate, w_up, w_down"),
     (block(PLAIN, residual=["bf16", [*LEADING, 32]]), wrong_shape("residual", "[?, ?, 32]", OF_Y)),
-    (block(PLAIN, residual=["bf16", ["sequence", 64]]), wrong_shape("residual", "[?, 64]", OF_Y)),
-    (block(GATED, residual=["fp16", [*LEADING, 64]]), f"input residual is fp16; {ONE_TYPE} is bf16)"),
     (
         block(PLAIN, w_down=["bf16", [300, "d_out"]]),
         "input w_down has shapes from [300, 8] to [300, 64]; expected a fixed shape",
     ),
-    (block(PLAIN, "fp32"), "input x is float32; all inputs must be bf16, or all fp16"),
     (block(GATED, w_down=["fp16", [300, 64]]), f"input w_down is fp16; {ONE_TYPE} is bf16)"),
     (block(GATED, attributes={"activation": "silu"}), "field 'activation': got 'silu'; allowed: relu,"),
     (
         block(GATED, attributes={"compression": 8.0}),
         "field 'compression': got 1 of type float32; allowed: one int32, 1, 2, 4 or 8",
-    ),
-    (scaled(block(GATED), [300, 1], [300, 1], w_up=["bf16", [300, 64]]), "input w_up is bf16; expected fp8, or int8"),
-    (
-        scaled(block(GATED), [300, 1], [300, 1], w_down_scale=["bf16", [300, 1]]),
-        "input w_down_scale is bf16; expected float32",
-    ),
-    (
-        scaled(block(PLAIN), [64], []),
-        wrong_shape("w_up_scale", "[64]", "none, [d_ff / 128, d_model / 128] or [d_ff, 1] = [300, 1]"),
     ),
     (
         scaled(block(GATED), [300, 1], [], w_up_scale=["fp32", []]),
@@ -581,12 +543,10 @@ NOT_BUILT: list[tuple[Case, str]] = [
         wrong_shape("w_down_scale", "[1, 300]", "none, [d_ff / 128, d_out / 128], [d_ff, 1] or [1, d_out] = [1, 64]"),
     ),
     (block(PLAIN, attributes=EACH, thresholds=["fp32", [299]]), wrong_shape("thresholds", "[299]", "[d_ff] = [300]")),
-    (block(PLAIN, attributes=EACH, thresholds=["bf16", [300]]), "input thresholds is bf16"),
     (
         block(PLAIN, attributes=RMS, norm_weight=["bf16", [300]]),
         wrong_shape("norm_weight", "[300]", "[d_model] = [64]"),
     ),
-    (block(GATED, attributes=RMS, norm_weight=["fp32", [64]]), "input norm_weight is float32; all inputs must be bf16"),
     (block(GATED, attributes={"scales": 1}), "got 4 inputs; expected 7: x, w_gate, w_up, w_down, w_gate_scale, w_up"),
     (
         linear(weight=["bf16", [72, 128]]),
@@ -597,7 +557,6 @@ NOT_BUILT: list[tuple[Case, str]] = [
         "input x has shape [?, ?, 128]; its last extent must be in = 64, as in weight [out, in]",
     ),
     (linear(bias=["bf16", [8]]), wrong_shape("bias", "[8]", "[out] = [64]")),
-    (linear(norm_weight=["fp16", [128]]), f"input norm_weight is fp16; {ONE_TYPE} is bf16)"),
     (
         linear(residual=["bf16", [*LEADING, 32]]),
         wrong_shape("residual", "[?, ?, 32]", "that of y, [..., out] = [?, ?, 64]"),
@@ -609,20 +568,12 @@ NOT_BUILT: list[tuple[Case, str]] = [
         wrong_shape("weight_scale", "[64]", "none, [out / 128, in / 128] or [out, 1] = [64, 1]"),
     ),
     (experts(x=["bf16", ["tokens", 32]]), wrong_shape("x", "[?, 32]", "[tokens, d_model] = [?, 64]")),
-    (experts(x=["bf16", ["batch", "tokens", 64]]), wrong_shape("x", "[?, ?, 64]", "[tokens, d_model] = [?, 64]")),
-    (experts(up=["bf16", [24, 64]]), wrong_shape("up", "[24, 64]", "[experts, d_ff, d_model] = [?, ?, ?]")),
     (
         experts(down=["bf16", [4, 32, 24]]),
         wrong_shape("down", "[4, 32, 24]", "[experts, d_ff, d_out] = [4, 24, ?]"),
     ),
     (experts(ids=["int64", ["tokens", "top"]]), "input ids has shape [?, ?]; its last extent, top, must be fixed"),
     (experts(weights=["fp32", ["tokens", 3]]), wrong_shape("weights", "[?, 3]", "[tokens, top] = [?, 2]")),
-    (experts(weights=["bf16", ["tokens", 2]]), "input weights is bf16; expected float32"),
-    (experts(ids=["fp32", ["tokens", 2]]), "input ids is float32; expected int32 or int64"),
-    (
-        experts(up=["fp16", [4, 24, 64]]),
-        "input up is fp16; all inputs but ids, weights must be bf16, or all fp16 (x is",
-    ),
     (
         experts(x=["bf16", ["tokens", 60]], up=["bf16", [4, 24, 60]]),
         "d_model must be a positive multiple of 8, of 16 with e4m3 weights, at most 65536 (x [?, 60], up [4, 24, 60], "
@@ -631,10 +582,6 @@ NOT_BUILT: list[tuple[Case, str]] = [
     (
         experts(up=["bf16", [4, "d_ff", 64]]),
         "input up has shapes from [4, 8, 64] to [4, 64, 64]; expected a fixed shape",
-    ),
-    (
-        scaled_experts([24], []),
-        wrong_shape("up_scale", "[24]", "none, [experts, 1, 1] or [experts, d_ff, 1] = []"),
     ),
     (
         scaled_experts([4, 1, 1], [], gate_scale=["fp32", []]),
@@ -646,10 +593,6 @@ NOT_BUILT: list[tuple[Case, str]] = [
             "down_scale", "[4, 1, 64]", "none, [experts, 1, 1], [experts, d_ff, 1] or [experts, 1, d_out] = [4, 1, 32]"
         ),
     ),
-    (
-        attention(k=["bf16", ["batch", "tokens", 128]]),
-        wrong_shape("k", "[?, ?, 128]", f"{OF_KEYS} = [?, ?, ?, 64]"),
-    ),
     (attention(**QKV_60), "width must be a positive multiple of 8, up to 256 (q [?, ?, 2, 60]"),
     (attention(**QKV_264), "width must be a positive multiple of 8, up to 256 (q [?, ?, 2, 264]"),
     (attention(q=["bf16", ["batch", "tokens", 3, 64]]), MULTIPLE_HEADS),
@@ -658,10 +601,7 @@ NOT_BUILT: list[tuple[Case, str]] = [
         wrong_shape("v", "[?, ?, 4, 64]", f"{OF_KEYS} = [?, ?, 2, 64]"),
     ),
     (attention(**OTHER_KEYS), wrong_shape("k", "[1, 9, 2, 64]", f"{OF_KEYS} = [1, 8, ?, 64]")),
-    (attention("fp32"), f"input q is float32; {ONE_TYPE_QKV} is float32)"),
     (attention(v=["fp16", ["batch", "tokens", 2, 64]]), f"input v is fp16; {ONE_TYPE_QKV} is bf16)"),
-    (attention(lengths=["int64", ["batch"]]), "input lengths is int64; expected int32"),
-    (attention(lengths=["int32", ["batch", 1]]), wrong_shape("lengths", "[?, 1]", "[batch] = [?]")),
     (attention(lengths=True, attributes={"lengths": 0}), "got 4 inputs; expected 3: q, k, v"),
     (attention(attributes={"lengths": 1}), "got 3 inputs; expected 4: q, k, v, lengths"),
     (attention(attributes={"causal": 3}), "field 'causal': got 3; allowed: 0 or 1"),
@@ -673,7 +613,6 @@ NOT_BUILT: list[tuple[Case, str]] = [
         cached(values=["bf16", ["batch", 2, 96, 64]]),
         wrong_shape("values", "[?, 2, 96, 64]", f"{OF_CACHE} = [?, 2, 128, 64]"),
     ),
-    (cached(key_counts=["int64", ["batch"]]), "input key_counts is int64; expected int32"),
     (cached(key_counts=None), "got 4 inputs; expected 5: q, keys, values, query_counts, key_counts"),
     (
         cached(rotated=True, sines=["bf16", ["batch", "tokens", 32]]),
@@ -682,10 +621,6 @@ NOT_BUILT: list[tuple[Case, str]] = [
     (
         cached(rotated=True, cosines=None),
         "got 6 inputs; expected 7: q, keys, values, query_counts, key_counts, cosines, sines",
-    ),
-    (
-        appending(rotated=True, cosines=["bf16", ["batch", 1, "width", 64]]),
-        wrong_shape("cosines", "[?, 1, ?, 64]", "[batch, tokens, width] = [?, ?, 64]"),
     ),
     (
         appending(
@@ -705,12 +640,6 @@ NOT_BUILT: list[tuple[Case, str]] = [
         appending(values=["bf16", ["batch", 2, 96, 64]]),
         wrong_shape("values", "[?, 2, 96, 64]", f"{OF_CACHE} = [?, 2, 128, ?]"),
     ),
-    (
-        appending(new_values=["fp16", ["batch", "tokens", 2, 64]]),
-        "input new_values is fp16; expected bf16, or fp16, for all keys and values",
-    ),
-    (appending(starts=["int64", ["batch"]]), "input starts is int64; expected int32"),
-    (cached(fp8=True, keys=["bf16", ["batch", 2, 128, 64]]), "input keys is bf16; expected fp8, or int8"),
     (cached(keys=["fp8", ["batch", 2, 128, 64]]), f"input keys is fp8; {ONE_TYPE_CACHES} is bf16)"),
     (
         cached(fp8=True, attributes={"key_scale": 0.0}),
@@ -737,6 +666,25 @@ NOT_BUILT: list[tuple[Case, str]] = [
 ]
 
 
+def with_a_wrong_input() -> Iterator[tuple[Case, str]]:
+    """Return cases in which an input has another type, or a dimension more."""
+    norms = {"norm_weight": ["bf16", [64]], "norm_bias": ["bf16", [64]]}
+    whole = block(GATED, biases="gud", residual=True, attributes=LAYER | EACH, thresholds=["fp32", [300]], **norms)
+    gated = experts(gate=["bf16", [4, 24, 64]], attributes=EACH, thresholds=["fp32", [4, 24]])
+    others = ("scales-by-output", "linear-all", "linear-fp8", "experts-scales", "lengths", "cached-rotated")
+    others += ("cached-fp8-rotated", "append-rotated", "append-fp8")
+    for case in (whole, gated, *(BUILT[name] for name in others)):
+        for place, (name, kind, extents) in enumerate(case["inputs"]):
+            wrong = "bf16" if kind == "fp32" else "fp32"
+            given = {f"is {wrong.replace('fp32', 'float32')}; ": [wrong, extents], "has shape ": [kind, [*extents, 8]]}
+            for text, other in given.items():
+                inputs = [*case["inputs"][:place], [name, *other], *case["inputs"][place + 1 :]]
+                yield case | {"inputs": inputs}, f"input {name} {text}"
+
+
+NOT_BUILT += with_a_wrong_input()
+
+
 def build_all(cases: dict[str, Case]) -> dict[str, Report]:
     """Parse and build cases in one TensorRT-RTX process; leave out those of a library that was not built."""
     known = {
@@ -752,7 +700,7 @@ def built() -> dict[str, Report]:
 
 @pytest.fixture(scope="module")
 def not_built() -> dict[str, Report]:
-    return build_all({f"{case['plugin']}-{text}": case for case, text in NOT_BUILT})
+    return build_all({json.dumps(case): case for case, _ in NOT_BUILT})
 
 
 @pytest.mark.parametrize("name", BUILT)
@@ -771,6 +719,6 @@ def test_engine_is_built(built: dict[str, Report], name: str) -> None:
 @pytest.mark.parametrize(("case", "text"), NOT_BUILT, ids=[f"{case['plugin']}-{text}" for case, text in NOT_BUILT])
 def test_bad_node_is_refused_with_a_reason(not_built: dict[str, Report], case: Case, text: str) -> None:
     need(case["plugin"])
-    result = not_built[f"{case['plugin']}-{text}"]
+    result = not_built[json.dumps(case)]
     assert result["plan_bytes"] == 0
     assert any(message.startswith(f"{case['plugin']} 'node0': {text}") for message in loud(result)), loud(result)
