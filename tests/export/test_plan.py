@@ -10,7 +10,7 @@ from onnx import TensorProto, helper
 from torch import nn
 from torch.export import Dim
 
-from tests.models import Function, Gated, Plain, Residual, canonical, rewrite
+from tests.models import Gated, Plain, Residual, canonical, rewrite
 from twellc.base.errors import UserError
 from twellc.export.onnx_export import export_onnx, save_onnx
 from twellc.export.plan import Plan, Tensor, build_plan
@@ -60,18 +60,6 @@ def test_one_block(module: nn.Module, dtype: torch.dtype, tmp_path: Path) -> Non
     assert plan.backend["name"] == "tensorrt-rtx"
     assert (tmp_path / "m.plan").stat().st_size > 1000
     assert phases
-
-
-def test_one_plugin_layer_for_each_block(tmp_path: Path) -> None:
-    activations: list[Function] = [
-        torch.relu,
-        lambda t: torch.relu(t) ** 2,
-        lambda t: nn.functional.threshold(t, 0.1, 0.0),
-    ]
-    blocks = [Residual(kind(activation, biases="d")) for activation in activations for kind in (Gated, Plain)]
-    plan = build(save(nn.Sequential(*blocks), tmp_path / "m.onnx", BF16), SMALL)
-    assert len(plan.plugin_layers) == 6
-    assert len(set(plan.plugin_layers)) == 6
 
 
 def test_dense_model(tmp_path: Path) -> None:

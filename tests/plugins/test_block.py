@@ -1,11 +1,9 @@
 """The table of a block's tensors and options, and the sources in other languages that spell it again."""
 
-import ast
 import ctypes
 import re
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -267,55 +265,6 @@ def test_the_plugins_pass_all_options_on() -> None:
     names = {GATED: [name for name, _, _ in roles], PLAIN: [other or name for name, other, gated in roles if not gated]}
     for variant, found in names.items():
         assert found == [*(each.name for each in variant.tensors), *variant.by_name]
-
-
-def spelt_out(tree: ast.AST) -> Iterator[tuple[int, set[str]]]:
-    """Yield the line and the names where three options or more stand together."""
-    names = {each.name for each in OPTIONS}
-
-    def name_of(node: ast.AST | None) -> str:
-        if isinstance(node, ast.Name | ast.Attribute):
-            return node.id if isinstance(node, ast.Name) else node.attr
-        return str(node.value) if isinstance(node, ast.Constant) else ""
-
-    for node in ast.walk(tree):
-        found: list[str] = []
-        if isinstance(node, ast.FunctionDef | ast.Lambda):
-            found = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-        elif isinstance(node, ast.Dict):
-            found = [name_of(key) for key in node.keys]
-        elif isinstance(node, ast.Tuple | ast.List):
-            found = [name_of(each) for each in node.elts]
-        elif isinstance(node, ast.Call):
-            found = [name_of(each) for each in node.args]
-            # What BlockOptions is not given has its default, and a row of a report has other fields.
-            if name_of(node.func) not in ("BlockOptions", "Layer"):
-                found += [each.arg or "" for each in node.keywords]
-        if len(names.intersection(found)) >= 3:
-            yield getattr(node, "lineno"), names.intersection(found)  # noqa: B009
-
-
-def test_a_list_of_options_is_seen() -> None:
-    texts = (
-        "def f(activation, threshold, *, hot): pass",
-        "x = (block.activation, block.threshold, compression)",
-        "f(activation=1, threshold=2, hot=3)",
-        "{'activation': 1, 'threshold': 2, 'hot': 3}",
-    )
-    assert all(list(spelt_out(ast.parse(text))) for text in texts)
-    assert not list(spelt_out(ast.parse("BlockOptions(activation=a, threshold=b, compression=c, hot=d)")))
-
-
-def test_nothing_else_spells_the_options() -> None:
-    """Else an option would have to be added there, too."""
-    own = {ROOT / "twellc/plugins/block.py", ROOT / "twellc/plugins/library.py"}
-    paths = sorted(path for path in (ROOT / "twellc").rglob("*.py") if path not in own)
-    found = [
-        f"{path.relative_to(ROOT)}:{line} {sorted(names)}"
-        for path in paths
-        for line, names in spelt_out(ast.parse(path.read_text()))
-    ]
-    assert found == []
 
 
 OPTION = '    spare: int = _option("nothing", 0, least=0, most=7)\n'

@@ -222,9 +222,6 @@ def options_that_fail(folder: Path, model: Path) -> dict[str, tuple[list[object]
         "missing folder": (["-o", folder / "no" / "m.plan"], "the output folder does not exist"),
         "output is a folder": (["-o", folder], "is a folder"),
         "output would be a folder": (["-o", f"{folder}/a/"], "a/: is a folder; expected a file"),
-        "graph would be a folder": (["-o", plan, "--onnx", f"{folder}/a/"], "a/: is a folder"),
-        "report would be a folder": (["-o", plan, "--manifest", f"{folder}/a/."], "a/.: is a folder"),
-        "page would be a folder": (["-o", plan, "--html", f"{folder}/a/"], "a/: is a folder"),
         "same file twice": (["-o", folder / "m.out", "--onnx", folder / "m.out"], "is the same file as --output"),
         "report is the manifest": (["-o", plan, "--manifest", folder / "m.plan.json"], "is the same file as"),
         "output is the model": (["-o", model, "--overwrite"], "belongs to the model"),
@@ -252,14 +249,6 @@ def test_bad_options(cli: Cli, archive: Path, tmp_path: Path, case: str) -> None
     failed(cli("compile", model, *options), message)
     assert files_in(tmp_path) == before
     assert [path for path in tmp_path.rglob("*") if path.is_dir()] == []
-
-
-@pytest.mark.parametrize(
-    "options", ["profile m d -o", "profile --merge p -o", "report p -o", "bench m --plot", "bench --measure-gpu -o"]
-)
-def test_other_files_that_would_be_folders(cli: Cli, tmp_path: Path, options: str) -> None:
-    failed(cli(*options.split(), f"{tmp_path}/a/"), f"{tmp_path}/a/: is a folder; expected a file.")
-    assert files_in(tmp_path) == {}
 
 
 @pytest.mark.parametrize("name", ["m.plan", "m.plan.json", "m.onnx", "r.json"])

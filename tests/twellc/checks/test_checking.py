@@ -21,7 +21,6 @@ from tests import models
 from tests.conftest import Cli
 from tests.models import Gated, Plain, Residual, Written, export
 from tests.onnx_graphs import GraphMaker
-from tests.processes import TWELLC, captured
 from tests.twellc.checks.runs import changed, graph_of, run_check, set_tensor, translate, twell_nodes
 from twellc.base.arrays import to_torch
 from twellc.base.errors import UserError
@@ -108,45 +107,6 @@ def test_right_graph(archive: Path, archive_graph: Path) -> None:
     again, other = (run_check(archive, archive_graph, seed=seed) for seed in (0, 1))
     assert result == again, "the seed decides the inputs"
     assert output.candidate != other.outputs[0].candidate
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_gpu")
-def test_trained_model(bytelm: Path, tmp_path: Path) -> None:
-    """The plan of the trained model, as the quickstart makes it, with its graph beside it."""
-    plan, graph = tmp_path / "bytelm.plan", tmp_path / "bytelm.onnx"
-    command = [*TWELLC, "compile", str(bytelm), "-o", str(plan), "--onnx", str(graph)]
-    done = captured(command)
-    assert done.returncode == 0, done.stderr
-    assert "4 of 4 feed-forward blocks rewritten" in done.stdout
-    manifest = json.loads((tmp_path / "bytelm.plan.json").read_text())
-    assert len(manifest["plan"]["plugin_layers"]) == 4
-    assert [layer["module"] for layer in manifest["layers"]] == MODULES
-    assert {tensor["name"]: tensor["shape"] for tensor in manifest["plan"]["inputs"]} == {"input_ids": [-1, -1]}
-    assert manifest["profiles"][0]["input_ids"] == {"min": [1, 1], "opt": [1, 128], "max": [8, 1024]}
-    result = run_check(bytelm, plan)
-    assert result.within
-    assert "NOT run" in result.note
-    (logits,) = result.outputs
-    assert logits.name == "logits"
-    assert logits.top1 is not None and logits.top1 > 0.9
-    assert logits.kl is not None and 0 < logits.kl < 0.01
-    assert logits.plain_top1 is not None and logits.plain_kl is not None
-    # A tile of 256 neurons of one layer is lost; one output row of one projection is scaled.
-    damages: tuple[tuple[int, str, Callable[[Tensor], Any]], ...] = (
-        (1, "w_gate", lambda w: w[768:].zero_()),
-        (3, "w_down", lambda w: w[:, 7].mul_(1.5)),
-    )
-    for block, weight, change in damages:
-        assert not run_check(bytelm, damage(graph, tmp_path / "m.onnx", WITHOUT, weight, change, block)).within
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_encoder_decoder(t5: Path, tmp_path: Path) -> None:
-    result = run_check(t5, graph_of(t5, tmp_path / "m.onnx"))
-    assert [output.name for output in result.outputs] == ["logits", "encoder_last_hidden_state"]
-    assert result.within
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -773,20 +733,6 @@ def test_the_candidate_of_a_causal_model_and_an_encoder(llama: Path, tmp_path: P
         run_check(encoder, candidate)
 
 
-def test_samples(llama: Path) -> None:
-    model = load_model(TracingOptions(llama, padding="mask"))
-    samples = samples_of(model)
-    assert [tuple(sample["input_ids"].shape) for sample in samples] == [(1, 1), (2, 16), (6, 48)]
-    for sample in samples:
-        assert set(sample) == {"input_ids", "attention_mask"}
-        assert sample["input_ids"].dtype == torch.int64
-        assert sample["attention_mask"].shape == sample["input_ids"].shape
-        assert (sample["attention_mask"] == 1).all()
-    largest = samples[-1]["input_ids"]
-    assert (largest >= 0).all() and (largest < 96).all()
-    assert len(largest.unique()) > 50
-
-
 def test_samples_of_a_multiple(tmp_path: Path) -> None:
     """A dimension that is twice a symbol."""
     x, shapes = torch.randn(6, 16).bfloat16(), (({0: 2 * Dim("half", min=2, max=32)},),)
@@ -795,20 +741,6 @@ def test_samples_of_a_multiple(tmp_path: Path) -> None:
     model, profile = load_model(TracingOptions(path)), {"inputs_0": ShapeRange((8, 16), (8, 16), (12, 16))}
     for given, sizes in ((None, [4, 6, 18]), (profile, [8, 12])):
         assert [sample["inputs_0"].shape[0] for sample in samples_of(model, given)] == sizes
-
-
-def test_inspect_a_model(cli: Cli, llama: Path, opt: Path) -> None:
-    found = json.loads(cli("inspect", llama, "--json").stdout)
-    assert (found["kind"], found["dtype"]) == ("Hugging Face directory", "bf16")
-    facts = {"variant": "gated", "activation": "relu", "d_model": 32, "d_ff": 320, "d_out": 32}
-    facts |= {"matched": True, "decision": "twell", "residual": True}
-    for layer, module in zip(found["layers"], MODULES[:2], strict=True):
-        assert {**layer, **facts, "module": module} == layer
-    assert "2 of 2 feed-forward blocks rewritten" in cli("inspect", llama).stdout
-    found = json.loads(cli("inspect", opt, "--json").stdout)
-    assert [layer["decision"] for layer in found["layers"]] == ["twell", "twell"]
-    assert "the model is in float32; compiled in bfloat16" in found["notes"][0]
-    assert json.loads(cli("inspect", opt, "--json", "--dtype", "fp16").stdout)["dtype"] == "fp16"
 
 
 def test_config_that_names_another_activation(cli: Cli, llama: Path, tmp_path: Path) -> None:

@@ -14,18 +14,13 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from tests.models import Gated, Plain, Residual, canonical, canonicalize, rewrite, run
+from tests.models import Gated, Plain, Residual, canonical, rewrite, run
 from tests.tolerance import assert_as_accurate, assert_same
 from tests.twellc.checks.runs import twell_nodes
 from twellc.base.arrays import to_numpy, to_torch
 from twellc.base.errors import UserError
 from twellc.checks.evaluator import ExpertsNode, OnnxEvaluator, PluginNode, plugin_nodes
-from twellc.compiling.translate_torch import translate
 from twellc.export.onnx_export import export_onnx, save_onnx
-from twellc.loaders.loaded import LoadedModel
-from twellc.options.commands import CompileOptions
-from twellc.options.source import TracingOptions
-from twellc.passes.graph.execution import Runner
 from twellc.passes.precision import widen
 
 
@@ -78,41 +73,6 @@ def test_dense_products_round_once(dtype: torch.dtype, tmp_path: Path) -> None:
     program = canonical(module, x)
     (actual,) = evaluator_of(program, tmp_path / "m.onnx").run({"x": x})
     assert_as_accurate(actual, run(program)[0], run(widen(program), x.double())[0])
-
-
-def test_float32_program(tmp_path: Path) -> None:
-    module, x = nn.Sequential(Residual(Gated()), nn.LayerNorm(16), nn.Linear(16, 8)), torch.randn(5, 16)
-    program = rewrite(canonical(module, x))
-    assert_same(evaluator_of(program, tmp_path / "m.onnx").run({"x": x})[0], run(program)[0])
-
-
-def test_language_model_with_padding(llama: Path, load_once: Callable[..., LoadedModel], tmp_path: Path) -> None:
-    """Real tokens get the logits that torch gives; places of padding are not compared."""
-    translation = translate(CompileOptions(model=llama, backend="none", padding="mask"), lambda step: None)
-    save_onnx(translation.graph, tmp_path / "m.onnx")
-    evaluator = OnnxEvaluator(tmp_path / "m.onnx")
-    assert sorted(evaluator.inputs) == ["attention_mask", "input_ids"]
-    assert evaluator.outputs == ["logits"]
-    program = canonicalize(load_once(TracingOptions(llama, padding="mask")).program)
-    truth = widen(program)
-    ids = torch.randint(2, 96, (3, 11))
-    for side in ("left", "right", "none"):
-        mask = torch.ones_like(ids)
-        if side != "none":
-            mask[0, slice(None, 4) if side == "left" else slice(-4, None)] = 0
-        inputs = {"input_ids": ids, "attention_mask": mask}
-        results = (evaluator.run(inputs)[0], Runner(program)(inputs)[0], Runner(truth)(inputs)[0])
-        candidate, plain, true = (result[mask == 1] for result in results)
-        assert_as_accurate(candidate.bfloat16(), plain.bfloat16(), true)
-
-
-def test_nan_in_x(tmp_path: Path) -> None:
-    program = rewrite(canonical(Gated().bfloat16(), torch.randn(4, 16).bfloat16()))
-    x = torch.randn(4, 16).bfloat16()
-    x[2, 3] = torch.nan
-    (y,) = evaluator_of(program, tmp_path / "m.onnx").run({"x": x})
-    assert y[2].isnan().all()
-    assert y[[0, 1, 3]].isfinite().all()
 
 
 def model_with(*nodes: onnx.NodeProto) -> bytes:

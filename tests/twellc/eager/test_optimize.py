@@ -90,18 +90,6 @@ def test_generates_the_same_tokens(name: str) -> None:
     assert torch.equal(found, expected)
 
 
-def test_bfloat16_is_as_the_op_computes() -> None:
-    """One block: the op's meaning, which rounds less than the module."""
-    block = Gated(biases="gud", d_ff=320).bfloat16().eval()
-    x = torch.randn(2, 3, 16).bfloat16()
-    with torch.no_grad():
-        wide = copy.deepcopy(block).double()(x.double())
-        plain = block(x)
-        found, counts = ops_of(twellc.optimize(block), x)
-    assert counts == {"gated_mlp": 1}
-    assert (found - wide).norm() <= (plain - wide).norm()
-
-
 def test_model_without_relu_warns_why() -> None:
     model = models.llama("silu")
     kinds = [type(each) for each in model.modules()]
@@ -304,17 +292,6 @@ def test_optimizing_again_with_another_compression(training: bool) -> None:
         twellc.optimize(model, layers="zzz", training=training)
 
 
-def test_training_uses_the_original() -> None:
-    model, original = optimized("llama").train(), models.llama().train()
-    with Ops() as ops:
-        for each in (model, original):
-            each(tokens(), labels=tokens()).loss.backward()
-    assert not ops.counts
-    for one, other in zip(model.parameters(), original.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
-    assert ops_of(model.eval(), tokens())[1] == {"gated_mlp": 2}
-
-
 def test_gradients_in_eval_mode() -> None:
     block = twellc.optimize(Gated().eval())
     x = torch.randn(3, 16)
@@ -501,21 +478,13 @@ ORIGINAL: dict[str, Callable[[Any, Tensor], Any]] = {
     "autocast": under_autocast,
     "a child that was replaced": with_adapter,
     "a wider input": lambda block, x: ops_of(block, x[None, None])[1],
+    "training": lambda block, x: ops_of(block.train(), x)[1],
 }
 
 
 @pytest.mark.parametrize("name", ORIGINAL)
 def test_the_original_runs(name: str) -> None:
     assert ORIGINAL[name](twellc.optimize(Gated().eval()), torch.randn(3, 16)) == {}
-
-
-def test_nan_reaches_the_output() -> None:
-    block = twellc.optimize(Gated().eval())
-    x = torch.randn(3, 16)
-    x[1, 4] = float("nan")
-    found, _ = ops_of(block, x)
-    assert found[1].isnan().all()
-    assert not found[[0, 2]].isnan().any()
 
 
 def test_argument_by_name() -> None:

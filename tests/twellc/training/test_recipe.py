@@ -339,19 +339,6 @@ def test_without_tokens_nothing_is_dead() -> None:
     assert torch.equal(block.gate.weight, before)
 
 
-def test_a_dead_neuron_comes_back() -> None:
-    block = twellc.optimize(Gated().train(), training=True)
-    with torch.no_grad():
-        block.gate.weight[:5] = 0
-    x = torch.randn(64, 16)
-    for step in range(3):
-        block(x)
-        reinitialise_dead(block, take_counts(block), step=step)
-    block(x)
-    (fired,) = take_counts(block).values()
-    assert not fired.dead.any()
-
-
 def test_profile_of_training_is_that_of_twellc_profile(tmp_path: Path) -> None:
     """Of weights that do not move, and data without padding."""
     folder = models.save(models.llama(), tmp_path / "model")
