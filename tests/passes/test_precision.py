@@ -465,7 +465,6 @@ FAMILIES: dict[str, tuple[Callable[..., Any], str, str, int]] = {
     "arcee": (models.arcee, "plain", "relu2", 2),
     "jais2": (models.jais2, "plain", "relu2", 2),
     "m2m100": (models.m2m100, "plain", "relu", 4),
-    "rwkv": (models.rwkv, "plain", "relu2", 2),
 }
 
 

@@ -110,7 +110,7 @@ def test_ranks_compute_what_the_model_does(name: str, layers: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_forms_of_attention(form: str, ranks: int) -> None:
     """Keys and values of one head are left for four ranks, and a group of two heads reads each of them for two."""
-    module = Logits(models.llama(num_attention_heads=8, num_key_value_heads=4)).bfloat16().eval()
+    module = Logits(models.llama(num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=4)).bfloat16().eval()
     ids = torch.randint(3, 96, (2, 7), generator=torch.Generator().manual_seed(0))
     _, found = split(module, ids, ranks=ranks, attention=FORMS[form])
     assert_right(module, found, ids)
@@ -299,7 +299,7 @@ def error_of(module: nn.Module, *inputs: Tensor, ranks: int, **options: Any) -> 
 
 @pytest.mark.parametrize(("ranks", "heads"), [(4, 2), (3, 4), (8, 4)])
 def test_heads_that_ranks_do_not_divide(ranks: int, heads: int) -> None:
-    module = Logits(models.llama(num_key_value_heads=heads)).bfloat16().eval()
+    module = Logits(models.llama(num_hidden_layers=1, num_key_value_heads=heads)).bfloat16().eval()
     assert error_of(module, torch.ones(2, 5, dtype=torch.int64), ranks=ranks) == (
         f"--tensor-parallel {ranks}: model.model.layers.0.self_attn has 4 heads of queries and {heads} of keys and "
         f"values; expected a number that divides both, in all layers: {'2 or 4' if heads == 4 else '2'}."

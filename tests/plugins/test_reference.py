@@ -70,24 +70,6 @@ def test_accepts_plain_and_exact(dtype: torch.dtype, shift: float, gated: bool, 
         assert_close(reference.emulate(block), block)
 
 
-def test_accepts_rows_with_one_neuron(dtype: torch.dtype) -> None:
-    # With one term, the plain block's roundings often cancel: the floor has to carry such rows.
-    for activation in ("relu", "relu2", "fatrelu", "drelu"):
-        block = make_block(dtype, 0.0, activation=activation)
-        for n in range(0, D_FF, 16):
-            one = slice(n, n + 1)
-            assert block.w_up is not None and block.b_gate is not None and block.b_up is not None
-            narrow = dataclasses.replace(
-                block,
-                w_gate=block.w_gate[one],
-                w_up=block.w_up[one],
-                w_down=block.w_down[one],
-                b_gate=block.b_gate[one],
-                b_up=block.b_up[one],
-            )
-            assert_close(reference.emulate(narrow), narrow)
-
-
 def test_accepts_both_sides_of_a_threshold(dtype: torch.dtype) -> None:
     # z lies half-way between two representable values, of which only the upper one exceeds the threshold.
     threshold = 0.75
@@ -192,20 +174,6 @@ def test_rejects_shape_and_dtype(block: Block) -> None:
         assert_close(y[:-1], block)
     with pytest.raises(AssertionError, match="expected torch"):
         assert_close(y.float(), block)
-
-
-def test_inactive_neurons_add_nothing() -> None:
-    block = make_block(torch.bfloat16, 1.9)
-    assert block.w_up is not None
-    n = int((reference.gate_values(block) != 0).sum(dim=0).argmin())
-    assert (reference.gate_values(block)[:, n] == 0).any()
-    block.w_gate[n] = 0
-    assert block.b_gate is not None
-    block.b_gate[n] = -1
-    expected = reference.reference(block)
-    block.w_up[n] = float("inf")
-    block.w_down[n] = float("nan")
-    torch.testing.assert_close(reference.reference(block), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_is_exact() -> None:

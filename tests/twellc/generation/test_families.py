@@ -143,13 +143,6 @@ def test_logits(pair: Pair) -> None:
         torch.testing.assert_close(logits[row : row + 1], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_prompt_longer_than_the_window(family: Family) -> None:
-    folder, model = family("phi3-window")
-    input_ids = torch.randint(3, 96, (2, 12))
-    logits = made(folder, model)(input_ids, torch.ones_like(input_ids)).logits
-    torch.testing.assert_close(logits[:, 0], model(input_ids).logits[:, -1], rtol=1e-4, atol=1e-5)
-
-
 def test_cache_filled_to_its_last_place(pair: Pair) -> None:
     """64 positions: a row of n tokens gets 65 - n more, the last of which the cache need not hold."""
     ours, model = pair
@@ -253,14 +246,6 @@ def test_models_that_compute_nothing(family: Family, tmp_path: Path) -> None:
     folder, _ = family("llama", num_key_value_heads=3)  # of 4 heads
     with pytest.raises(UserError, match=r"the model cannot be run \(.*\); got LlamaForCausalLM\. Check that"):
         load_directory(folder, CPU)
-
-
-def test_one_cache_serves_calls_of_several_sizes(pair: Pair) -> None:
-    ours, model = pair
-    for batch, width in ((1, 30), (3, 4), (1, 2), (1, 30)):
-        input_ids = torch.randint(3, 96, (batch, width))
-        expected = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=9)
-        assert torch.equal(ours.generate(input_ids, max_new_tokens=9), expected)
 
 
 def test_tokens_that_the_model_cannot_compute(family: Family) -> None:

@@ -300,26 +300,6 @@ def test_bytelm_answers(of_bytes: LLM, bytelm: Path) -> None:
     assert float((logits.max(-1).values - chosen).max()) < 0.15
 
 
-@pytest.mark.slow
-def test_bytelm_in_float32_is_transformers(bytelm: Path) -> None:
-    llm = LLM(bytelm, device="cpu", dtype="fp32")
-    model = LlamaForCausalLM.from_pretrained(bytelm, dtype=torch.float32)
-    for output in llm.generate(["def ", "import sys\n"], SamplingParams(max_tokens=40)):
-        prompt = torch.tensor([output.prompt_token_ids])
-        expected = model.generate(prompt, max_new_tokens=40, do_sample=False, pad_token_id=0)[0].tolist()
-        assert output.prompt_token_ids + output.outputs[0].token_ids == expected
-
-
-def test_sparselm(tmp_path: Path, talker: Path, llm: LLM) -> None:
-    """A ReLU Llama whose configuration says silu, as SparseLM's."""
-    folder = Path(shutil.copytree(talker, tmp_path / "m"))
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "llama_sparse_relu", "architectures": ["LlamaSparseReluForCausalLM"], "hidden_act": "silu"}
-    (folder / "config.json").write_text(json.dumps(config))
-    params = SamplingParams(max_tokens=24)
-    assert LLM(folder, device="cpu").generate("fox", params) == llm.generate("fox", params)
-
-
 @pytest.mark.parametrize("layers", ["auto", pytest.param("none", marks=pytest.mark.slow)])
 def test_opt(tmp_path: Path, layers: str) -> None:
     """Its blocks are written out in its decoder layers."""
@@ -580,10 +560,6 @@ def test_not_a_causal_language_model(t5: Path, archive: Path, tmp_path: Path) ->
         LLM(rwkv, device="cpu")
     with pytest.raises(UserError, match=r"gated\.pt2"):
         LLM(archive, device="cpu")
-
-
-def test_the_tokenizer_of_another_folder(llama: Path, talker: Path) -> None:
-    assert LLM(llama, tokenizer=talker, device="cpu").generate([[1, 2]], SamplingParams(max_tokens=1))
 
 
 def test_no_chat_template(of_bytes: LLM, llm: LLM) -> None:

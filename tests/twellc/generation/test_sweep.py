@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList, NoBadWordsLogitsProcessor, NoRepea
 
 from tests import models
 from tests.twellc.generation.conftest import Family
-from tests.twellc.generation.shared import answer_alone, by_a_plan, generate_alone
+from tests.twellc.generation.shared import answer_alone, by_a_plan
 from twellc import LLM, SamplingParams
 
 END, LENGTH, ROWS = 0, 40, 4
@@ -56,9 +56,8 @@ def test_random_calls(pairs: Callable[[str, bool], Pair], calls: int) -> None:
             [chosen.randrange(3, 30) for _ in range(chosen.choice((1, 2, 5, 11, 24)))]
             for _ in range(chosen.randint(1, ROWS))
         ]
-        call = chosen.choice((of_llm, of_llm, of_model))
-        expected, found = call(chosen, model, llm, prompts)
-        assert found == expected, f"call {number}: {form}, {call.__name__}, {prompts}"
+        expected, found = of_llm(chosen, model, llm, prompts)
+        assert found == expected, f"call {number}: {form}, {prompts}"
 
 
 def of_llm(chosen: random.Random, model: Any, llm: LLM, prompts: list[list[int]]) -> tuple[Any, Any]:
@@ -93,27 +92,3 @@ def of_llm(chosen: random.Random, model: Any, llm: LLM, prompts: list[list[int]]
         (answer,) = answer_alone(model, torch.tensor(prompt), logits_processor=processors, do_sample=False, **options)
         expected.append((answer, "stop" if answer[-1] in ends else "length"))
     return expected, found
-
-
-def of_model(chosen: random.Random, model: Any, llm: LLM, prompts: list[list[int]]) -> tuple[Any, Any]:
-    """Call `LLM.model.generate` with arguments of transformers."""
-    width = max(map(len, prompts))
-    seen = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    input_ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-    ends = chosen.sample(range(3, models.VOCABULARY), 6)
-    given: dict[str, Any] = {"max_new_tokens": chosen.choice((1, 8, 13)), "do_sample": False, "eos_token_id": ends}
-    for name, values in {
-        "repetition_penalty": (1.2, 1.6),
-        "no_repeat_ngram_size": (1, 2),
-        "encoder_no_repeat_ngram_size": (1, 2),
-        "min_new_tokens": (3, 6),
-        "min_length": (9, 20),
-        "begin_suppress_tokens": ([*range(3, 40)],),
-        "forced_eos_token_id": (ends[0],),
-        "exponential_decay_length_penalty": ((2, 1.4),),
-        "sequence_bias": ([[[7], 2.0], [[5, 6], 9.0]],),
-    }.items():
-        if chosen.random() < 0.25:
-            given[name] = chosen.choice(values)
-    expected = generate_alone(model, input_ids, seen, **given)
-    return expected.tolist(), llm.model.generate(input_ids, attention_mask=seen, **given).tolist()
