@@ -289,8 +289,8 @@ def test_smoke_here(
     harness, script = benchmark_module("harness"), benchmark_module(HERE[name].script.removesuffix(".py"))
     monkeypatch.setattr(harness, "DEVICE", "cpu")
     monkeypatch.setattr(benchmark_module("draw"), "weight_sets", lambda *_: 2)
-    stand_ins = {"Twell": Kernels, "_D_MODEL": 64, "record": contest.record, "time_calls": contest.time_calls}
-    for module, own in ((script, stand_ins), (harness, {"time_calls": contest.time_calls})):
+    clock = {name: getattr(contest, name) for name in ("record", "time_calls")}
+    for module, own in ((script, {"Twell": Kernels, "_D_MODEL": 64, **clock}), (harness, clock)):
         for each in own.keys() & vars(module).keys():
             monkeypatch.setattr(module, each, own[each])
 

@@ -671,8 +671,8 @@ def with_a_wrong_input() -> Iterator[tuple[Case, str]]:
     norms = {"norm_weight": ["bf16", [64]], "norm_bias": ["bf16", [64]]}
     whole = block(GATED, biases="gud", residual=True, attributes=LAYER | EACH, thresholds=["fp32", [300]], **norms)
     gated = experts(gate=["bf16", [4, 24, 64]], attributes=EACH, thresholds=["fp32", [4, 24]])
-    others = ("scales-by-output", "linear-all", "linear-fp8", "experts-scales", "lengths", "cached-rotated")
-    others += ("cached-fp8-rotated", "append-rotated", "append-fp8")
+    others = ["scales-by-output", "linear-all", "linear-fp8", "experts-scales", "lengths", "cached-rotated"]
+    others += ["cached-fp8-rotated", "append-rotated", "append-fp8"]
     for case in (whole, gated, *(BUILT[name] for name in others)):
         for place, (name, kind, extents) in enumerate(case["inputs"]):
             wrong = "bf16" if kind == "fp32" else "fp32"
