@@ -17,9 +17,10 @@ neurons fire: the first column of the embedding is constant, no layer writes to 
 projections shift each neuron. The share is counted in a call, and printed.
 
 Each engine has its own process; they start at the same time and then take turns. Both compile the model and replay CUDA
-graphs; with `--uncompiled` they replay graphs of each step alone. All requests are there at the start. Tokens a second
-of the prompts are from calls that generate one token; those of the answers from what longer calls take beyond that;
-"whole" are the tokens of answers by all that such a call takes, prompts included. Medians of several calls.
+graphs, of the numbers of tokens that vLLM chooses; with `--uncompiled` they replay graphs of each step alone. All
+requests are there at the start. Tokens a second of the prompts are from calls that generate one token; those of the
+answers from what longer calls take beyond that; "whole" are the tokens of answers by all that such a call takes,
+prompts included. Medians of several calls.
 
 With `--server` each is a `vllm serve`, and every request goes through HTTP. A server cannot draw weights, so a model of
 `--drawn` is made by transformers first, and written to disk.
@@ -258,7 +259,6 @@ class Setting:
 
     def options_of(self, name: str) -> dict[str, Any]:
         """Return the options of `vllm.LLM`, which are those of `vllm serve`."""
-        graphs: dict[str, Any] = {"cudagraph_capture_sizes": list(self.batches)}
         return {
             "skip_tokenizer_init": True,
             "dtype": "bfloat16",
@@ -266,7 +266,7 @@ class Setting:
             "max_model_len": self.prompt + self.tokens + 8,
             "enable_prefix_caching": False,
             "enforce_eager": self.smoke,
-            "compilation_config": graphs | (_UNCOMPILED if self.uncompiled else {}),
+            **({"compilation_config": _UNCOMPILED} if self.uncompiled else {}),
             **self.options,
             **self.contestant(name),
         }
