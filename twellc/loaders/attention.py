@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twellc.base.transformers_private import OwnAttention, plain_attention, plain_masks
+from twellc.base.transformers_private import OwnAttention, plain_attention, plain_masks, query_count
 from twellc.plugins.cache_op import CACHE_MASK
 
 Request = dict[str, Any]  # what transformers passes to `sdpa_mask`, which documents it
@@ -149,7 +149,7 @@ def _traced_mask(padded: bool, longest: int, causal_is_optional: bool, request: 
     visible = None if padding is None else padding[:, None, None, :].to(torch.bool)
     if seen is full and usual_full:
         return visible
-    batch, queries, keys = request["batch_size"], request["q_length"], request["kv_length"]
+    batch, queries, keys = request["batch_size"], query_count(request), request["kv_length"]
     mask = _compared(seen, batch, torch.arange(queries, device=request.get("device", "cpu"))[None], keys)
     mask = mask if visible is None else mask & visible
     # A model that insists on a mask may do more with it than attention does.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +150,17 @@ def output_names(program: ExportedProgram) -> list[str]:
 
 def paths_of(spec: pytree.TreeSpec) -> list[tuple[str | int, ...]]:
     """Return the place of each leaf in a structure: keys, names of fields, and numbers."""
-    leaves = pytree.tree_flatten_with_path(pytree.tree_unflatten(range(spec.num_leaves), spec))[0]
+    leaves = pytree.tree_flatten_with_path(_plain(pytree.tree_unflatten(range(spec.num_leaves), spec)))[0]
     return [tuple(map(_part, path)) for path, _ in leaves]
+
+
+def _plain(structure: Any) -> Any:
+    """Return a structure with plain dicts for other ones: outputs of transformers before 5.13 tell torch no keys."""
+
+    def plain(each: Any) -> Any:
+        return {key: _plain(value) for key, value in each.items()} if isinstance(each, OrderedDict) else each
+
+    return pytree.tree_map(plain, structure, is_leaf=lambda each: isinstance(each, OrderedDict))
 
 
 def _part(key: Any) -> str | int:

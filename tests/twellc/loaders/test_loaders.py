@@ -5,6 +5,7 @@ import os
 import pickle
 import struct
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from torch import nn
 
 from tests.models import canonicalize
 from twellc.base.errors import UserError
+from twellc.base.torch_private import pytree
 from twellc.loaders.loaded import fingerprint
 from twellc.loaders.model import load_model
+from twellc.loaders.tracing import paths_of
 from twellc.options.declared_inputs import InputDeclaration, parse_input
 from twellc.options.source import TracingOptions
 from twellc.passes.graph.execution import Runner
@@ -263,3 +266,18 @@ def test_input_that_no_memory_holds(pickled: Path) -> None:
                 pickled, trust_model=True, input_specs=(parse_input("input:float32[2147483647,2147483647,16]"),)
             )
         )
+
+
+def test_names_of_outputs_whose_class_tells_torch_no_keys() -> None:
+    """As outputs of older releases of transformers."""
+
+    class Output(OrderedDict[str, Any]):
+        pass
+
+    pytree.register_pytree_node(
+        Output,
+        lambda output: (list(output.values()), list(output)),
+        lambda values, keys: Output(zip(keys or (), values, strict=True)),
+    )
+    spec = pytree.tree_structure(Output(text=Output(hidden=(1, 2)), logits=3))
+    assert paths_of(spec) == [("text", "hidden", 0), ("text", "hidden", 1), ("logits",)]

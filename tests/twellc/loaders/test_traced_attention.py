@@ -16,6 +16,7 @@ from tests.caches import FAMILIES, mostly_slow
 from tests.conftest import Cli
 from tests.models import canonicalize
 from twellc.base.errors import UserError
+from twellc.loaders import attention
 from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
 from twellc.options.source import TracingOptions
@@ -181,6 +182,14 @@ def test_encoder_and_decoder(name: str, tmp_path: Path) -> None:
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     inputs["attention_mask"][0, -3:] = 0
     assert_same(Runner(loaded.program)(inputs)[0], model(**inputs, use_cache=False).logits)
+
+
+def test_requests_of_older_releases() -> None:
+    """They give the positions of queries in place of their number."""
+    request = {"mask_function": lambda row, head, query, key: key <= query + 1, "batch_size": 2, "kv_length": 4}
+    given: tuple[dict[str, Any], ...] = ({"q_length": 3}, {"cache_position": torch.arange(3)})
+    now, before = (attention._traced_mask(False, 8, False, {**request, **each}) for each in given)
+    assert now is not None and before is not None and torch.equal(now, before)
 
 
 def test_transformers_is_as_it_was(tmp_path: Path) -> None:
