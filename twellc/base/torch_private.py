@@ -26,6 +26,7 @@ NAMES = {
     "DynamicOutputShapeException": "torch._subclasses.fake_tensor.DynamicOutputShapeException",
     "FakeTensor": "torch._subclasses.fake_tensor.FakeTensor",
     "FakeTensorMode": "torch._subclasses.fake_tensor.FakeTensorMode",
+    "LazyGraphModule": "torch.fx._lazy_graph_module._LazyGraphModule",
     "HigherOrderOperator": "torch._ops.HigherOrderOperator",
     "OpOverload": "torch._ops.OpOverload",
     "enable_python_dispatcher": "torch._dispatch.python.enable_python_dispatcher",
@@ -44,6 +45,8 @@ NAMES = {
     # tracing, decomposing and exporting
     "TorchUserError": "torch._dynamo.exc.UserError",
     "graph_config": "torch.fx.config",
+    "proxy_tensor": "torch.fx.experimental.proxy_tensor",
+    "exported_program": "torch.export.exported_program",
     "fx_config": "torch.fx.experimental._config",
     "is_composite": "torch._export.utils._is_cia_op",
     "is_preserved": "torch._export.utils._is_preservable_cia_op",
@@ -113,14 +116,29 @@ def forward_mode_level() -> int:
     return level
 
 
-def without_stack_traces() -> AbstractContextManager[Any]:
-    """Let torch.export note no stack trace for each node: that takes an eighth of its time, and nothing shows them.
+@contextmanager
+def without_notes() -> Iterator[None]:
+    """Let torch.export note neither a stack trace nor `tensor_meta` for each node, which takes a fifth of its time.
 
-    For all threads: enter it under `PROCESS_WIDE`. Releases of torch without this choice note them.
+    Nothing shows the one, and `val` says all of the other. For all threads: enter it under `PROCESS_WIDE`. Releases of
+    torch without the first choice note stack traces.
     """
     from twellc.base import torch_private
 
-    return mock.patch.object(torch_private.graph_config, "do_not_emit_stack_traces", True, create=True)
+    no_stack_traces = mock.patch.object(torch_private.graph_config, "do_not_emit_stack_traces", True, create=True)
+    with no_stack_traces, mock.patch.object(torch_private.proxy_tensor, "_extract_tensor_metadata", lambda value: None):
+        yield
+
+
+def compiled_when_run() -> AbstractContextManager[Any]:
+    """Let programs that are made meanwhile compile their graphs when these are run, as few are before the next pass.
+
+    For all threads: enter it under `PROCESS_WIDE`. Programs of other threads do so, too, and compute the same.
+    """
+    from twellc.base import torch_private
+
+    made, lazy = "_create_graph_module_for_export", torch_private.LazyGraphModule
+    return mock.patch.object(torch_private.exported_program, made, lazy)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from torch.export.graph_signature import (
 
 from twellc.base.errors import UserError
 from twellc.base.threads import uncollected
-from twellc.base.torch_private import fx_config, pytree, without_stack_traces
+from twellc.base.torch_private import fx_config, pytree, without_notes
 from twellc.export.names import distinct_outputs
 from twellc.loaders.tracing_errors import untraceable
 from twellc.passes.graph.program import quiet_torch, user_inputs
@@ -54,7 +54,7 @@ def trace(
         UserError: It cannot be traced.
     """
     try:
-        with quiet_torch(), torch.no_grad(), uncollected(), without_stack_traces():
+        with quiet_torch(), torch.no_grad(), uncollected(), without_notes():
             program = _export(module, args, kwargs, shapes)
             if failing_assertions(program):
                 program = _without_strides(program, module, args, kwargs, shapes)

@@ -53,6 +53,23 @@ def test_type_promotion_is_as_known() -> None:
     assert torch_private.type_promotion._TypePromotionInterpreter is interpreter
 
 
+def test_torch_notes_less_and_compiles_later() -> None:
+    """What `without_notes` and `compiled_when_run` put in the place of torch's own; nothing of it stays."""
+
+    def exported() -> tuple[torch.export.ExportedProgram, dict[str, object]]:
+        program = torch.export.export(torch.nn.ReLU(), (torch.ones(2),))
+        (node,) = program.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)
+        return program, node.meta
+
+    with torch_private.without_notes(), torch_private.compiled_when_run():
+        program, noted = exported()
+    assert noted.get("tensor_meta") is None and noted["val"] is not None
+    assert not hasattr(program.graph_module, "_code")
+    assert program.graph_module(torch.tensor([-1.0, 2.0]))[0].tolist() == [0, 2]
+    program, noted = exported()
+    assert noted.get("tensor_meta") is not None and hasattr(program.graph_module, "_code")
+
+
 def test_a_missing_name_is_called_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(torch_private.NAMES, "gone", "torch._subclasses.fake_tensor.Gone")
     with pytest.raises(ImportError, match=r"torch .* has no torch\._subclasses\.fake_tensor\.Gone; .* 2\.11 to 2\.13"):

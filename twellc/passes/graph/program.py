@@ -21,7 +21,14 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from twellc.base.threads import PROCESS_WIDE
-from twellc.base.torch_private import FakeTensor, enable_python_dispatcher, guards_of, pytree, set_guards
+from twellc.base.torch_private import (
+    FakeTensor,
+    compiled_when_run,
+    enable_python_dispatcher,
+    guards_of,
+    pytree,
+    set_guards,
+)
 
 _LOGGERS = ("torch", "onnx_ir", "onnxscript")
 _CONSTANT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -38,17 +45,18 @@ def editable(program: ExportedProgram, functional: bool = False) -> ExportedProg
     for original, copied in zip(program.graph.nodes, graph.nodes, strict=True):
         # Copying renames what shadows a builtin, such as an argument called `input`; the signature has the old names.
         copied.name = original.name
-    edited = ExportedProgram(
-        root=program.graph_module,
-        graph=graph,
-        graph_signature=copy.deepcopy(program.graph_signature),
-        state_dict=dict(program.state_dict),
-        range_constraints=dict(program.range_constraints),
-        module_call_graph=program.module_call_graph,
-        example_inputs=program.example_inputs,
-        constants=dict(program.constants),
-        verifiers=None if functional else program.verifiers,
-    )
+    with PROCESS_WIDE, compiled_when_run():
+        edited = ExportedProgram(
+            root=program.graph_module,
+            graph=graph,
+            graph_signature=copy.deepcopy(program.graph_signature),
+            state_dict=dict(program.state_dict),
+            range_constraints=dict(program.range_constraints),
+            module_call_graph=program.module_call_graph,
+            example_inputs=program.example_inputs,
+            constants=dict(program.constants),
+            verifiers=None if functional else program.verifiers,
+        )
     set_guards(edited, list(guards_of(program)))
     return edited
 
