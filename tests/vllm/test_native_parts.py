@@ -12,6 +12,7 @@ from torch.nn import functional
 from tests.models import D_FF, D_MODEL, Written
 from twellc.plugins.block import BlockOptions
 from twellc.plugins.experts_op import EXPERTS
+from twellc.plugins.fp8 import Fp8
 
 pytestmark = pytest.mark.vllm
 Forward = Callable[[Any, Tensor], Any]
@@ -61,12 +62,12 @@ def block(m: Any, x: Tensor) -> Tensor:
     return y
 
 
-def run_by_op(native: Any, model: Any, dtype: torch.dtype = torch.float32) -> Any:
+def run_by_op(native: Any, model: Any, dtype: torch.dtype = torch.float32, quantised: bool = False) -> Any:
     """Let the op run the block of a model; return what was found."""
     (candidate,) = native._candidates(model, dtype)
     found, layers = candidate.found, candidate.layers()
     options = BlockOptions(activation=found.block.activation, threshold=found.block.threshold)
-    native.blocks.compute_by_op(found, layers, options, False)
+    native.blocks.compute_by_op(found, layers, options, quantised)
     candidate.put(layers)
     for each in layers.values():
         each.quant_method.process_weights_after_loading(each)
@@ -104,6 +105,25 @@ def test_gate_and_up_in_one_layer(native: Any) -> None:
     found = run_by_op(native, model)
     assert (found.block.variant, found.block.activation, found.block.threshold) == ("gated", "fatrelu", 0.5)
     assert torch.allclose(model(x), expected, atol=1e-3)
+
+
+def test_parts_of_quantised_weights_that_are_sent_later(native: Any) -> None:
+    """A trainer sends gate and up, which vLLM holds as one, one after the other."""
+    from vllm.model_executor.layers.activation import FatreluAndMul
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear
+
+    both = MergedColumnParallelLinear(D_MODEL, [D_FF, D_FF], bias=False)
+    run_by_op(native, layer(block, up=both, act=FatreluAndMul(0.5)), quantised=True)
+    sent = torch.randn(2 * D_FF, D_MODEL)
+    torch.use_deterministic_algorithms(True)  # memory is NaN until it is written
+    try:
+        for part, weight in enumerate(sent.chunk(2)):
+            both.weight.weight_loader(both.weight, weight, part)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    expected = Fp8.quantize(sent, "row")
+    assert torch.equal(both.weight.float(), expected.values.float())
+    assert torch.allclose(both.weight_scale, expected.scale, rtol=1e-6)
 
 
 def test_the_block_of_nemotron(native: Any) -> None:

@@ -150,14 +150,15 @@ def _quantize(layer: Any, form: str) -> None:
         return found
 
     def load(parameter: nn.Parameter, *given: Any, **named: Any) -> None:
-        """Load other weights of 16 bits, as trainers send them; the layer's own loader finds its part."""
-        wide.data = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+        """Load other weights of 16 bits, or a part, as trainers send them; the layer's own loader finds its share."""
+        scale = getattr(layer, _SCALE)
+        wide.data = Fp8(parameter.data, scale.data).dequantize(torch.float32)
         wide.weight_loader(wide, *given, **named)
         matrix = quantized()
         parameter.data.copy_(matrix.values)
-        getattr(layer, _SCALE).data.copy_(matrix.scale)
+        scale.data.copy_(matrix.scale)
 
-    wide, dtype = layer.weight, layer.weight.dtype
+    wide = layer.weight
     matrix = quantized()
     layer.weight = nn.Parameter(matrix.values, requires_grad=False)
     layer.weight.weight_loader = load
