@@ -158,28 +158,9 @@ def test_dump_graphs(cli: Cli, archive: Path, linear: Path, tmp_path: Path) -> N
     folder = tmp_path / "new" / "graphs"
     arguments = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--overwrite", "--dump-graphs", folder]
     assert cli("compile", archive, *arguments).exit_code == 0
-    names = [
-        "traced",
-        "decompose",
-        "name_casts",
-        "dequantize",
-        "write_numbers",
-        "merge_views",
-        "name_relus",
-        "fold_weights",
-        "fold_constants",
-        "feature_last",
-        "in_precision",
-        "rewrite_ffn",
-        "rewrite_experts",
-        "rewrite_attention",
-        "caches_in_fp8",
-        "rewrite_linear",
-        "rotate_in_caches",
-        "onnx",
-        "optimize_exactly",
-    ]
-    assert sorted(files_in(folder)) == [f"{number:02}-{name}.txt" for number, name in enumerate(names)]
+    names = sorted(files_in(folder))
+    assert [name.partition("-")[0] for name in names] == [f"{number:02}" for number in range(19)]
+    assert [name[3:] for name in (names[0], *names[-2:])] == ["traced.txt", "onnx.txt", "optimize_exactly.txt"]
     assert "torch.ops.aten.relu" in (folder / "10-in_precision.txt").read_text()
     assert "torch.ops.twell.gated_mlp" in (folder / "11-rewrite_ffn.txt").read_text()
     assert "twell::TwellGatedMlp" in (folder / "18-optimize_exactly.txt").read_text()
