@@ -120,21 +120,6 @@ def test_without_hot_ones_all_stay(known: Calibration | None) -> None:
     assert found.layers[0].reason == ("matches; 12 never fired" if known else "matches")
 
 
-def test_moving_changes_only_the_order_of_sums() -> None:
-    """In float64 y is the same to the last bits; integers, which are summed exactly, give the same bits."""
-    module = biased("gated")
-    found = rewritten(module, calibration(profile("ffn")), 8)
-    x = torch.randint(-4, 5, (models.BATCH, models.SEQUENCE, D_MODEL)).double()
-    program = found.program
-    for name, tensor in program.state_dict.items():
-        program.state_dict[name] = torch.nn.Parameter((4 * tensor).round().double(), requires_grad=False)
-    weights = [None if each is None else each for each in operands(found)]
-    order = order_of(profile("ffn"), 8)
-    back = [each if each is None or len(each) != D_FF else each[torch.argsort(order)] for each in weights]
-    ours, theirs = (GATED_MLP(x, *each, None, "relu", 0.0, 8) for each in (weights, back))
-    assert torch.equal(ours, theirs) and ours.count_nonzero() > 0
-
-
 def test_packed_and_stored_the_other_way_round() -> None:
     """A packed gate and up, and a weight [in, out]: the rows of each move."""
 
@@ -290,31 +275,7 @@ def test_what_proves_nothing() -> None:
     assert rewritten(nan, None).layers[0].neurons is None
 
 
-def test_without_a_bias_and_with_a_profile() -> None:
-    """The one that stays is not removed as dead either."""
-    dead = tuple(sorted({*CANNOT, *DEAD}))
-    found = rewritten(unable("gated", biases=""), calibration(profile("ffn", dead=dead), prune_dead=True))
-    (layer,) = found.layers
-    assert layer.neurons is not None
-    kept = D_FF - len(dead) + 1
-    assert layer.neurons.kept == -(-kept // 8) * 8
-    assert layer.neurons.unable + layer.neurons.dead == D_FF - layer.neurons.kept
-    gate = operands(found)[0]
-    assert gate is not None and bool((gate == 0).all(1).any())
-
-
 # ---- decisions are about what stays ----
-
-
-@pytest.mark.parametrize("prune", [True, False])
-def test_of_shared_weights_all_neurons_are_decided_about(prune: bool) -> None:
-    """Nothing is removed from them, whatever is asked for, and none may be hot."""
-    known = calibration(profile("ffn"), profile("ffn#2"), prune_dead=prune)
-    neurons, passed = asked(Written(twice, ffn=Gated()), known)
-    for each, layer in zip(neurons, passed.layers, strict=True):
-        assert np.array_equal(each.kept, np.arange(D_FF)) and not each.movable
-        assert each.rates is not None and np.array_equal(each.rates, known.blocks["ffn"].rates)
-        assert layer.kept == D_FF and layer.hot == 0
 
 
 @pytest.mark.parametrize("prune", [True, False])

@@ -392,17 +392,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "no schema": ({"schema": None}, "it names no schema"),
     "newer": ({"schema": 4}, "of another version; got 4; expected 3"),
     "older": ({"schema": 2}, "of another version; got 2; expected 3"),
-    "no layers": ({"layers": None}, "damaged: layers is not a list"),
-    "layer of no layer": ({"layers": [3]}, r"damaged: layers\[0\] is not an object"),
-    "layer without a width": ({"layers": [{"module": "m"}]}, r"damaged: layers\[0\] has no variant"),
-    **{
-        f"{name} of neurons": (
-            {"layers": [{**LAYER, "neurons": {**NEURONS, name: 0 if name == "reason" else "x"}}]},
-            rf"damaged: layers\[0\]\.neurons\.{name}",
-        )
-        for name in ("kept", "reason", "rate_bound", "density")
-    },
-    "notes": ({"notes": [1]}, r"damaged: notes\[0\] is not a string"),
+    "neurons": ({"layers": [{**LAYER, "neurons": {**NEURONS, "kept": "x"}}]}, r"damaged: layers\[0\]\.neurons\.kept"),
     "settings": (
         {"settings": SETTINGS | {"dtype": "int3"}},
         r"damaged: settings\.dtype is not bf16 or fp16 or float32: 'int3'",

@@ -136,17 +136,6 @@ def test_dtype(cli: Cli, linear: Path, archive: Path, tmp_path: Path) -> None:
     assert "the model is in float32; compiled in bfloat16" in notes
 
 
-@pytest.mark.parametrize(("layers", "rewritten"), [("all", [1]), ("none", []), (r"^1\.", [1]), (r"0\.ffn", [])])
-def test_layers(cli: Cli, silu: Path, tmp_path: Path, layers: str, rewritten: list[int]) -> None:
-    arguments = ["--backend", "none", "--onnx", tmp_path / "m.onnx", "--manifest", tmp_path / "r.json"]
-    result = cli("compile", silu, *arguments, "--layers", layers)
-    assert result.exit_code == 0, result.output
-    found = json.loads((tmp_path / "r.json").read_text())["layers"]
-    assert [index for index, layer in enumerate(found) if layer["decision"] == "twell"] == rewritten
-    nodes = [node for node in onnx.load(tmp_path / "m.onnx").graph.node if node.domain == "twell"]
-    assert len(nodes) == len(rewritten)
-
-
 def test_profiles_reach_the_plan(cli: Cli, archive: Path, tmp_path: Path) -> None:
     options = ["--optimization-profile", "x:1x3x16:1x3x16:2x3x16", "--optimization-profile", "x:2x3x16:8x3x16:64x3x16"]
     assert cli("compile", archive, "-o", tmp_path / "m.plan", *options).exit_code == 0
