@@ -453,51 +453,6 @@ def test_widen_reaches_what_is_made_without_floats(case: str) -> None:
     torch.testing.assert_close(y, FROM_NOTHING[case](x).double(), rtol=1e-5, atol=1e-5)
 
 
-# ---- Hugging Face models ----
-
-FAMILIES: dict[str, tuple[Callable[..., Any], str, str, int]] = {
-    "llama": (models.llama, "gated", "relu", 2),
-    "opt": (models.opt, "plain", "relu", 2),
-    "t5": (models.t5, "plain", "relu", 2),
-    "gpt2": (models.gpt2, "plain", "relu", 1),
-    "nemotron": (models.nemotron, "plain", "relu2", 2),
-    "persimmon": (models.persimmon, "plain", "relu2", 2),
-    "arcee": (models.arcee, "plain", "relu2", 2),
-    "jais2": (models.jais2, "plain", "relu2", 2),
-    "m2m100": (models.m2m100, "plain", "relu", 4),
-}
-
-
-def token_inputs(model: Any) -> dict[str, Tensor]:
-    ids = torch.randint(2, 96, (2, 12))
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if model.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = torch.randint(2, 96, (2, 5))
-    return inputs
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_lowered_model_is_as_accurate_as_transformers_own(family: str) -> None:
-    """float32 model: lowered here against loaded in bfloat16 by transformers, both against float64."""
-    build, variant, activation, count = FAMILIES[family]
-    model = build().requires_grad_(False)
-    inputs = token_inputs(model)
-    program = canonicalize(models.export(model, **inputs, use_cache=False))
-    low = lower(program, torch.bfloat16)
-    blocks = find_ffn_blocks(low)
-    assert [(b.variant, b.activation, b.dtype, b.refusal) for b in blocks] == [
-        (variant, activation, torch.bfloat16, "")
-    ] * count
-    truth = Runner(widen(program))(inputs)[0]
-    plain = model.to(torch.bfloat16)(**inputs, use_cache=False).logits
-    (result, *_) = Runner(low)(inputs)
-    assert result.dtype == torch.float32
-    assert_as_accurate(result.bfloat16(), plain, truth)
-    rewritten = Runner(models.rewrite(low))(inputs)[0]
-    assert_as_accurate(rewritten.bfloat16(), plain, truth)
-
-
 def test_operations_that_are_alike_are_run_on_shapes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     inferred = []
 
