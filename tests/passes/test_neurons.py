@@ -275,6 +275,19 @@ def test_what_proves_nothing() -> None:
     assert rewritten(nan, None).layers[0].neurons is None
 
 
+def test_without_a_bias_and_with_a_profile() -> None:
+    """The one that stays is not removed as dead either."""
+    dead = tuple(sorted({*CANNOT, *DEAD}))
+    found = rewritten(unable("gated", biases=""), calibration(profile("ffn", dead=dead), prune_dead=True))
+    (layer,) = found.layers
+    assert layer.neurons is not None
+    kept = D_FF - len(dead) + 1
+    assert layer.neurons.kept == -(-kept // 8) * 8
+    assert layer.neurons.unable + layer.neurons.dead == D_FF - layer.neurons.kept
+    gate = operands(found)[0]
+    assert gate is not None and bool((gate == 0).all(1).any())
+
+
 # ---- decisions are about what stays ----
 
 

@@ -146,17 +146,12 @@ def refusals(folder: Path) -> dict[str, tuple[Any, type[Exception], str]]:
             lambda: twellc.profile(torch.nn.Linear(16, 16).eval(), {"input": inputs[0]}, args=inputs),
             twellc.UserError, "^Linear: has no feed-forward block",
         ),
-        "no output": (lambda: twellc.compile(model, args=inputs), twellc.UserError, "no plan to write"),
         "unknown option": (
             lambda: twellc.compile(program, folder / "m.plan", precision="bf16"),  # type: ignore[call-arg]
             TypeError, "no option 'precision'",
         ),
         "unknown value": (
             lambda: twellc.compile(program, folder / "m.plan", dtype="int8"), twellc.UserError, "got 'int8'",
-        ),
-        "profile": (
-            lambda: twellc.compile(program, folder / "m.plan", optimization_profiles=["x"]), twellc.UserError,
-            "not a profile",
         ),
     }  # fmt: skip
 

@@ -106,19 +106,6 @@ def test_profiles_of_a_cache(batch: int, sequences: list[int]) -> None:
     assert [(each.min, each.opt, each.max) for _, each in steps] == [((1, 1), (n, 1), (n, 1)) for n in sequences]
 
 
-def test_inspect_traces_with_a_mask(llama: Path) -> None:
-    """The mask is an input of the attention: without one it is causal."""
-    kinds = {
-        padding: {block.mask for block in twellc.inspect(llama, padding=padding).description.attention or []}
-        for padding in ("none", "mask")
-    }
-    assert kinds == {"none": {"causal"}, "mask": {"tensor"}}
-
-
-def test_inspect_decides_as_compile(llama: Path) -> None:
-    assert [layer.decision for layer in twellc.inspect(llama, layers=r"layers\.1").layers] == ["dense", "twell"]
-
-
 @pytest.mark.usefixtures("cli")
 def test_of_what_is_compiled_nothing_is_decided(archive: Path, tmp_path: Path) -> None:
     graph = tmp_path / "m.onnx"

@@ -220,8 +220,6 @@ HARMLESS_ONNX: dict[str, Callable[[Path], None]] = {
     "nested graphs": _onnx([_nested_graphs(25)], _array("w0", 64, 128), numpy_helper.from_array(np.array(True), "c")),
     "outer product": _onnx([helper.make_node("MatMul", ["a0", "b0"], ["w"])], _array("a0", 10**6, 1),
                            _array("b0", 1, 10**6), d_model=10**6),
-    "broadcast": _onnx([helper.make_node("Mul", ["a0", "b0"], ["w"])], _array("a0", 10**6, 1), _array("b0", 1, 10**6),
-                       d_model=10**6),
     "scales of other sizes": _onnx(
         [helper.make_node("DequantizeLinear", ["q", "s"], ["w"], axis=1)],
         _array("q", 10**6, 1, dtype=np.int8), _array("s", 10**6), d_model=10**6),
@@ -230,17 +228,11 @@ HARMLESS_ONNX: dict[str, Callable[[Path], None]] = {
         _array("q", 64, 128, dtype=np.int8), _array("s", 64, 1)),
     "ConstantOfShape": _onnx([helper.make_node("ConstantOfShape", ["s"], ["w"])], _integers("s", 10**6, 10**6)),
     "Expand": _onnx([helper.make_node("Expand", ["w0", "s"], ["w"])], _array("w0", 1, 1), _integers("s", HUGE, HUGE)),
-    "Tile": _onnx([helper.make_node("Tile", ["w0", "s"], ["w"])], _array("w0", 1, 1), _integers("s", HUGE, HUGE)),
     "Range": _onnx([helper.make_node("Range", ["a0", "b0", "c0"], ["r0"]), helper.make_node("Identity", ["w0"], ["w"])],
                    _array("w0", 64, 128), *(numpy_helper.from_array(np.array(value, np.int64), name)
                                             for name, value in (("a0", 0), ("b0", HUGE), ("c0", 1)))),
-    "RandomNormal": _onnx([helper.make_node("RandomNormal", [], ["w"], shape=[HUGE, HUGE])]),
-    "Pow": _onnx([helper.make_node("Pow", ["w0", "p"], ["w"])], _array("w0", 64, 128), _array("p")),
     "chain of a weight": _onnx(
         [helper.make_node("Neg", [f"w{i}" if i < 4999 else "w4999"], [f"w{i + 1}" if i < 4999 else "w"])
-         for i in range(5000)], _array("w0", 64, 128)),
-    "chain of casts": _onnx(
-        [helper.make_node("Cast", [f"w{i}"], [f"w{i + 1}" if i < 4999 else "w"], to=TensorProto.FLOAT)
          for i in range(5000)], _array("w0", 64, 128)),
 }  # fmt: skip
 
