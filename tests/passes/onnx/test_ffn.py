@@ -99,6 +99,7 @@ ACTIVATIONS: dict[str, tuple[str, float, Build]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activation(name: str, dtype: str) -> None:
