@@ -37,7 +37,6 @@ ROOT = Path(__file__).resolve().parents[2]
 TENSORRT = ROOT / "plugins" / "tensorrt"
 NORM_FLAGS = {each.flag for each in NORM_TENSORS}
 C_TYPES = {str: "int32_t", int: "int32_t", float: "float"}  # an activation is a number there
-FIELD_TYPES = {str: "kCHAR", int: "kINT32", float: "kFLOAT32"}
 
 
 def test_operands_in_the_order_of_the_op() -> None:
@@ -187,20 +186,6 @@ def function(name: str) -> str:
 
 FLAGS = {each.flag: each for each in TENSORS if each.flag}
 ALL_FLAGS = {*FLAGS, SCALES_FLAG, THRESHOLDS.flag, *NORM_FLAGS}
-
-
-def test_the_plugins_know_the_names_of_all_fields() -> None:
-    assert set(constants().values()) == {*(each.name for each in OPTIONS), *ALL_FLAGS}
-
-
-def test_the_fields_that_the_creators_name() -> None:
-    body = function("field_names")
-    rows = re.findall(r"known_(?:field\((k\w+), PluginFieldType::(k\w+)|integer\((k\w+))\)", body)
-    found = {constants()[constant or integer]: kind or "kINT32" for constant, kind, integer in rows}
-    expected = {each.name: FIELD_TYPES[each.kind] for each in OPTIONS} | dict.fromkeys(ALL_FLAGS, "kINT32")
-    assert found == expected
-    only_gated = {constants()[name] for name in re.findall(r"known_integer\((k\w+)", body.partition("TWELL_GATED")[2])}
-    assert only_gated == {flag for flag, each in FLAGS.items() if each.gated_only}
 
 
 def test_what_the_plugins_allow() -> None:

@@ -19,7 +19,7 @@ import pytest
 from tests.plugins.plugin_host import compile_host
 from tests.processes import captured, environment
 from tests.runtimes import LEAN_VERSIONS
-from twellc.plugins.block import OPTIONS
+from twellc.plugins.block import NORM_TENSORS, OPTIONS, SCALES_FLAG, TENSORS, THRESHOLDS
 from twellc.plugins.library import ATTENTION_NAMES, PLUGIN_VERSION, attention_library_path, library_path
 
 HERE = Path(__file__).resolve().parent
@@ -60,9 +60,11 @@ FLAGS = ("bias", "norm_weight", "norm_bias", "residual", "scales")  # of a linea
 FLAGS_OF_EXPERTS = ("gate", "scales", "thresholds")
 
 
+KINDS = {str: "CHAR", float: "FLOAT32", int: "INT32"}
+
+
 def fields(plugin: str, phase: str, **changes: Field | None) -> list[Field]:
     """Return good fields of a node or, at RUNTIME, of a plan, [name, type, value] each; None drops one."""
-    kinds = {str: "CHAR", float: "FLOAT32", int: "INT32"}
     good: dict[str, Field | None]
     if plugin == ATTENTION:
         good = {"scale": ["FLOAT32", 0.5], "causal": ["INT32", 1], "lengths": ["INT32", 0]}
@@ -77,7 +79,7 @@ def fields(plugin: str, phase: str, **changes: Field | None) -> list[Field]:
         plan = {"schema": ["INT32", 1], "activation": ["INT32", 1]}
     else:
         biases = ("gate_bias", "up_bias", "residual") if plugin == GATED else ("up_bias", "residual")
-        good = {each.name: [kinds[each.kind], each.default] for each in OPTIONS}
+        good = {each.name: [KINDS[each.kind], each.default] for each in OPTIONS}
         good |= {"activation": ["CHAR", "relu"], "down_bias": ["INT32", 1], **{name: ["INT32", 0] for name in biases}}
         plan = {"schema": ["INT32", 3], "activation": ["INT32", 0], "norm": ["INT32", 0]}
     good |= (plan if phase == "RUNTIME" else {}) | changes
@@ -211,10 +213,11 @@ def created(request: pytest.FixtureRequest, lean_folder: Any) -> tuple[str, Repo
 
 
 def test_creators_are_registered(created: tuple[str, Report]) -> None:
-    common = {"activation": "CHAR", "threshold": "FLOAT32", "norm": "CHAR", "eps": "FLOAT32"}
-    common |= dict.fromkeys(("compression", "hot", "up_bias", "down_bias", "residual", "scales", "thresholds"), "INT32")
-    common |= dict.fromkeys(("norm_weight", "norm_bias"), "INT32")
+    flags = {each.flag: each.gated_only for each in TENSORS if each.flag}
+    flags |= dict.fromkeys((SCALES_FLAG, THRESHOLDS.flag, *(each.flag for each in NORM_TENSORS)), False)
+    common = {each.name: KINDS[each.kind] for each in OPTIONS} | dict.fromkeys(set(flags) - {"gate_bias"}, "INT32")
     expected: dict[str, dict[str, str]] = {PLAIN: common, GATED: common | {"gate_bias": "INT32"}}
+    assert [flag for flag, gated_only in flags.items() if gated_only] == ["gate_bias"]
     integers = dict.fromkeys(("splits", "choose", *FLAGS), "INT32")
     expected |= {LINEAR: {"norm": "CHAR", "eps": "FLOAT32", **integers}}
     options = {"activation": "CHAR", "threshold": "FLOAT32"}
