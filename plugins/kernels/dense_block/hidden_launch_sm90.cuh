@@ -17,14 +17,13 @@ template <class Stored, bool kGated>
 struct TilingsOf;
 template <>
 struct TilingsOf<uint16_t, true> {
-    using Type = Tilings<Choices<32, 48, 64, 88, 96, 112, 128, 136, 144, 152, 160, 168, 176>,
+    using Type = Tilings<Choices<32, 64, 88, 96, 112, 128, 144, 152, 160, 168, 176>,
                          Choices<48, 56, 64, 72, 80, 88, 96>, Choices<88, 96, 104, 112, 120, 144, 160, 168>>;
 };
 template <>
 struct TilingsOf<uint16_t, false> {
-    using Type = Tilings<Choices<32, 48, 64, 80, 96, 112, 128, 136, 144, 152, 160, 168, 176, 184, 192, 200, 208, 216,
-                                 224, 240, 248, 256>,
-                         Choices<40, 48, 64, 72, 80, 96, 112>>;
+    using Type = Tilings<Choices<32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256>,
+                         Choices<40, 48, 64, 80, 96>>;
 };
 template <>
 struct TilingsOf<E4m3, true> {

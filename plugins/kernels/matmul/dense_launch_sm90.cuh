@@ -16,13 +16,12 @@ template <class Stored, Projection kProjection>
 struct TilingsOf;
 template <>
 struct TilingsOf<uint16_t, Projection::kUp> {
-    using Type = Tilings<Choices<144, 160, 176, 192, 208, 224, 240, 256>, Choices<>>;
+    using Type = Tilings<Choices<192, 208, 224, 240, 256>, Choices<>>;
 };
 template <>
 struct TilingsOf<uint16_t, Projection::kDown> {
-    using Type =
-        Tilings<Choices<32, 48, 64, 88, 112, 128, 136, 144, 152, 160, 168, 176, 192, 200, 208, 216, 224, 240, 248, 256>,
-                Choices<32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120>>;
+    using Type = Tilings<Choices<32, 48, 64, 88, 112, 128, 144, 152, 160, 168, 176, 192, 200, 208, 224, 240, 256>,
+                         Choices<32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 120>>;
 };
 template <>
 struct TilingsOf<E4m3, Projection::kUp> {

@@ -11,13 +11,13 @@ namespace {
 namespace sm90 = gate_sm90;
 
 using GateTilings =
-    sm90::Tilings<sm90::Choices<64, 128, 144, 160, 176, 192, 200, 208, 216, 224, 232, 240, 248, 256>, sm90::Choices<>>;
+    sm90::Tilings<sm90::Choices<64, 128, 160, 176, 192, 200, 208, 216, 224, 232, 240, 248, 256>, sm90::Choices<>>;
 
 constexpr char const* kName = "gate_sm90";
 constexpr char const* kByteName = "gate_bytes_sm90";
 
 // Those in FP8.
-using ByteTilings = sm90::Tilings<sm90::Choices<128, 160, 192, 208, 224, 240, 256>, sm90::Choices<>>;
+using ByteTilings = sm90::Tilings<sm90::Choices<160, 192, 208, 224, 240, 256>, sm90::Choices<>>;
 
 template <class Element>
 void set_scales(sm90::GateScalesOf<Element>&, Call const&, float const*) {}
