@@ -7,11 +7,10 @@
 namespace twell {
 namespace {
 
-namespace generic = dense_generic;
 using dense::Projection;
 
 // 64 x 64 a warp, as in the gate.
-using Cfg = generic::Config<128, 2, 4, 4>;
+using Cfg = dense_generic::Config<128, 2, 4, 4>;
 
 // The speed of a multiprocessor, in cycles: how long it multiplies a slice; how many bytes of weights the sparse path
 // gathers, from L2 and from memory, while all others do so too. Those of 9.0 were measured on an H200, see
@@ -48,12 +47,12 @@ int depth(twell_problem const& problem) {
 
 template <Projection kProjection>
 int num_tiles_of(twell_problem const& problem) {
-    return static_cast<int>(ceil_div(num_neurons<kProjection>(problem), generic::BLOCK_N));
+    return static_cast<int>(ceil_div(num_neurons<kProjection>(problem), dense_generic::BLOCK_N));
 }
 
 template <Projection kProjection>
 DenseRounds rounds_of(twell_problem const& problem, Device const& device) {
-    float const slices = static_cast<float>(ceil_div(depth<kProjection>(problem), generic::BLOCK_K));
+    float const slices = static_cast<float>(ceil_div(depth<kProjection>(problem), dense_generic::BLOCK_K));
     return {1.0f / static_cast<float>(Cfg::BLOCK_M),
             static_cast<float>(num_tiles_of<kProjection>(problem)) / static_cast<float>(device.num_multiprocessors),
             (slices * rates_of(device).slice_cycles + kCyclesOfOverhead) * kCycleNs};
@@ -64,7 +63,7 @@ cudaError_t launch_projection(Call const& call, Gather const& gather, Schedule c
     constexpr bool kUp = kProjection == Projection::kUp;
     twell_problem const& problem = call.problem;
     twell_tensors const& tensors = call.tensors;
-    generic::Params params = {};
+    dense_generic::Params params = {};
     set_block(params, problem, tensors);
     params.weights = static_cast<uint16_t const*>(kUp ? tensors.w_up : tensors.w_down);
     params.bias = static_cast<uint16_t const*>(kUp ? tensors.b_up : tensors.b_down);
@@ -77,7 +76,7 @@ cudaError_t launch_projection(Call const& call, Gather const& gather, Schedule c
     int64_t const tiles = ceil_div(problem.tokens, Cfg::BLOCK_M) * params.num_tiles;
     dim3 const grid(static_cast<unsigned>(std::min<int64_t>(tiles, call.device.num_multiprocessors)));
     return launch_dependent({kUp ? "dense_up_generic" : "dense_down_generic"},
-                            generic::dense_kernel<Element, Cfg, kProjection>, params, grid, Cfg::kThreads,
+                            dense_generic::dense_kernel<Element, Cfg, kProjection>, params, grid, Cfg::kThreads,
                             Cfg::kSharedBytes, call.device, call.stream);
 }
 
