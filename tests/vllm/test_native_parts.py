@@ -204,7 +204,12 @@ def weights(scaled: bool) -> tuple[Any, dict[str, Tensor]]:
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_experts_where_vllm_holds_them(scaled: bool, mapped: bool, device: str) -> None:
-    """Turned in their own memory, without neurons that pad them; experts of other ranks take no part."""
+    """Turned in their own memory, without neurons that pad them; experts of other ranks take no part.
+
+    Shared experts run behind them.
+    """
+    from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
+
     from twellc.vllm.experts import TwellExpertsMethod, TwellModelOptExpertsMethod
 
     layer, given = weights(scaled)
@@ -223,7 +228,10 @@ def test_experts_where_vllm_holds_them(scaled: bool, mapped: bool, device: str) 
         ids = 2 * ids + 1
         ids[0] = 4
         expected[0] = 0
-    y = method.apply(layer, x.to(device), factors.to(device), ids.to(device, torch.int32), None, None).cpu()
+    shared: list[Any] = []
+    ours = (x.to(device), factors.to(device), ids.to(device, torch.int32))
+    y = method.apply(layer, *ours, lambda *given: shared.append(given), x).cpu()
+    assert method.mk_can_overlap_shared_experts and shared == [(x, SharedExpertsOrder.MK_INTERNAL_OVERLAPPED)]
     assert torch.equal(y, expected) if device == "cpu" else torch.allclose(y, expected, rtol=0.05, atol=0.5)
 
 
