@@ -88,8 +88,10 @@ def dense(operands: LinearOperands[Tensor], norm: str, dtype: torch.dtype, *, in
         x = torch.nn.functional.layer_norm(x, x.shape[-1:], rest.norm_weight, rest.norm_bias, EPS)
     if in_bytes:
         assert operands.weight_scale is not None
-        q, scale = Fp8.round_rows(x.to(dtype).float())
-        x, weight = q.double() * scale, operands.weight.double() * operands.weight_scale
+        of_blocks = operands.weight_scale.shape == scale_blocks(*operands.weight.shape)
+        rounded = x.to(dtype).float().unflatten(-1, (-1, 128 if of_blocks else x.shape[-1]))
+        q, scale = Fp8.round_rows(rounded)
+        x, weight = (q.double() * scale).flatten(-2), Fp8(operands.weight, operands.weight_scale).dequantize(wide)
     y = torch.nn.functional.linear(x, weight, rest.bias)
     return (y if rest.residual is None else y + rest.residual).to(dtype)
 
@@ -399,7 +401,17 @@ def test_which_kernels_run() -> None:
     for odd in ({"inner": 72}, {"out": 56}, {"splits": (40, 8)}):
         assert kernels_of(Case(**{"tokens": 99, "scale": "tensor", "norm": "none"} | odd), "H100")[0] == "widen"
     assert kernels_of(Case(tokens=8, scale="block"), "H100") == ["linear_few tokens=8 queue=48"]
-    assert kernels_of(Case(tokens=99, scale="block", norm="none"), "H100") == ["widen", many]
+    by_block = Case(tokens=36, inner=2048, out=1552, scale="block", norm="none", splits=(1024, 512, 16))
+    assert kernels_of(dataclasses.replace(by_block, tokens=32), "H100") == ["linear_few tokens=16 queue=48"] * 2
+    assert kernels_of(by_block, "H100") == ([in_bytes[0], *in_bytes[1:] * 3] if found >= 120900 else ["widen", many])
+    changed: list[dict[str, Any]] = [
+        {"tokens": 33},
+        {"inner": 2176},
+        {"splits": (528, 1024)},
+        {"splits": (1024, 520, 8)},
+    ]
+    for changes in changed:
+        assert kernels_of(dataclasses.replace(by_block, **changes), "H100")[0] == "widen"
     split = kernels_of(Case(tokens=99, scale="row", splits=(16, 32)), "H100")
     assert split == [*in_bytes, in_bytes[-1]] if found >= 120900 else "widen" in split
     assert kernels_of(Case(tokens=8, inner=2048), "RTX-4090") == ["linear_few tokens=8 queue=16"]
@@ -480,7 +492,7 @@ def test_numbers_of_cublas_lt() -> None:
     text = header.read_text() + header.with_name("cublas_api.h").read_text()
     source = Path(__file__).resolve().parents[2] / "plugins" / "kernels" / "linear" / "cublas_lt.cu"
     numbers = re.findall(r"\bk\w+ = (\d+)[,;] +// (CUBLAS\w+)", source.read_text())
-    assert len(numbers) == 18
+    assert len(numbers) == 20
     for number, name in numbers:
         assert re.search(rf"\b{name} *= *{number},", text), name
 
@@ -581,7 +593,11 @@ BY_BLOCK = [
     Case(3, 11008, 520, "none", (), BF16, "block", residual=True),
     Case(16, 8192, 4104, "rms", (), FP16, "block", biases=False),
     Case(2, 40000, 264, "rms", (), FP16, "block"),
-    Case(17, 4104, 12296, "none", (4096, 8200), BF16, "block", biases=False),  # widened in parts
+    Case(33, 4104, 12296, "none", (4096, 8200), BF16, "block", biases=False),  # widened in parts
+    Case(32, 2048, 1544, "rms", (), FP16, "block"),  # read twice
+    # Where cuBLASLt has products of the bytes, but for the first.
+    *(Case(tokens, 2048, 1552, "rms", (1024, 512, 16), BF16, "block") for tokens in (33, 64, 300, 2100)),
+    Case(132, 11264, 2048, "layer", (), BF16, "block", residual=True),
 ]
 
 

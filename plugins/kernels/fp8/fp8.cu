@@ -103,6 +103,7 @@ cudaError_t launch_quantise(NormCall const& rows, Quantised const& quantised, De
     params.columns = rows.columns;
     params.rounded = quantised.x;
     params.scale = quantised.scale;
+    params.by_group = quantised.by_group;
     params.repeated = static_cast<float const*>(repeated.scale);
     params.repeats = repeated.scales;
     params.num_repeats = repeated.count;

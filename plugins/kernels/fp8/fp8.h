@@ -33,10 +33,12 @@ cudaError_t launch_widen(Call const& call, Widened const& widened, uint32_t cons
 cudaError_t launch_widen(void const* from, uint16_t* to, void const* scale, int32_t kind, int rows, int columns,
                          int32_t dtype, Device const& device, cudaStream_t stream);
 
-// x in FP8, a scale a row: a row's largest magnitude becomes E4M3's largest number.
+// x in FP8, a scale a row: a row's largest magnitude becomes E4M3's largest number. If by_group, so does that of each
+// TWELL_SCALE_BLOCK_SIZE neighbours.
 struct Quantised {
     uint8_t* x;    // [tokens, d_model]
-    float* scale;  // [tokens]: x is about its number times that
+    float* scale;  // [tokens], by_group [d_model / TWELL_SCALE_BLOCK_SIZE, tokens]: x is about its number times that
+    bool by_group;
 };
 
 Quantised take_quantised(twell_problem const& problem, unsigned char*& memory);

@@ -11,6 +11,8 @@ namespace twell::quantise {
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr float kLargest = 448.0f;
+constexpr int kGroup = TWELL_SCALE_BLOCK_SIZE;
+constexpr int kLanesOfGroup = kGroup / kVector;
 
 // A row's largest magnitude becomes E4M3's largest number. A row of zeros, or nearly, has a scale, too.
 __device__ __forceinline__ float scale_of(float most) { return fmaxf(most / kLargest, 1e-30f); }
@@ -62,7 +64,8 @@ struct Params {
     norm::Norm norm;
     int columns;
     uint8_t* rounded;       // [tokens, columns]
-    float* scale;           // [tokens]
+    float* scale;           // [tokens]; by_group [columns / kGroup, tokens]
+    bool by_group;          // each kGroup columns of a row have a scale; `columns` is a multiple
     float const* repeated;  // 1: a scale of weights, for products that take one for each output
     float* repeats;         // [num_repeats]: it
     int num_repeats;
@@ -115,6 +118,22 @@ __global__ void __launch_bounds__(kThreads) quantise_kernel(Params const params)
             kept[i] = normalise(first + i * kThreads, kept[i]);
         }
         is_normalised = true;
+    }
+    if (params.by_group) {
+        uint32_t const lanes = ((1u << kLanesOfGroup) - 1) << (first % kWarpSize / kLanesOfGroup * kLanesOfGroup);
+        for_each([&](int v, uint4 vector) {
+            float most = largest_of<Element>(0.0f, vector);
+#pragma unroll
+            for (int distance = kLanesOfGroup / 2; distance > 0; distance /= 2) {
+                most = fmaxf(most, __shfl_xor_sync(lanes, most, distance));
+            }
+            float const scale = scale_of(most);
+            round_vector<Element>(params.rounded + begin + int64_t{v} * kVector, vector, 1.0f / scale);
+            if (v % kLanesOfGroup == 0) {
+                params.scale[int64_t{v / kLanesOfGroup} * gridDim.x + blockIdx.x] = scale;
+            }
+        });
+        return;
     }
     float most = 0.0f;
     for_each([&](int, uint4 vector) { most = largest_of<Element>(most, vector); });

@@ -32,7 +32,9 @@ enum Attribute {
     kScalesOfB = 32,   // CUBLASLT_MATMUL_DESC_B_SCALE_MODE
 };
 enum Scales : int32_t {
-    kOfEachRow = 3,  // CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F
+    kOfEachRow = 3,    // CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F
+    kOfEachGroup = 4,  // CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F
+    kOfEachBlock = 5,  // CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F
 };
 enum Epilogue : uint32_t {
     kPlain = 1,  // CUBLASLT_EPILOGUE_DEFAULT
@@ -134,7 +136,7 @@ class Descriptor {
 
 // Handles by device, and algorithms by device and problem: asking takes longer than launching.
 struct Known {
-    using Key = std::array<int64_t, 9>;
+    using Key = std::array<int64_t, 10>;
     static constexpr size_t kMost = 4096;
     std::mutex mutex;
     std::map<int, Handle> handles;
@@ -152,10 +154,11 @@ constexpr int64_t kMostFastInputs = 8192;
 
 // Sets attributes of a product in E4M3; true: it failed.
 bool set_scales(Library const& lt, void* operation, Product const& product) {
-    int32_t const scales = kOfEachRow;
-    int8_t const fast = product.in <= kMostFastInputs;
-    return lt.set_operation(operation, kScalesOfA, &scales, sizeof(scales)) != 0 ||
-           lt.set_operation(operation, kScalesOfB, &scales, sizeof(scales)) != 0 ||
+    int32_t const of_weight = product.by_block ? kOfEachBlock : kOfEachRow;
+    int32_t const of_x = product.by_block ? kOfEachGroup : kOfEachRow;
+    int8_t const fast = !product.by_block && product.in <= kMostFastInputs;
+    return lt.set_operation(operation, kScalesOfA, &of_weight, sizeof(of_weight)) != 0 ||
+           lt.set_operation(operation, kScalesOfB, &of_x, sizeof(of_x)) != 0 ||
            lt.set_operation(operation, kScaleOfA, &product.weight_scale, sizeof(product.weight_scale)) != 0 ||
            lt.set_operation(operation, kScaleOfB, &product.x_scale, sizeof(product.x_scale)) != 0 ||
            lt.set_operation(operation, kFastSums, &fast, sizeof(fast)) != 0;
@@ -208,9 +211,10 @@ cudaError_t multiply(Product const& product, void* workspace, cudaStream_t strea
             return cudaErrorNotSupported;
         }
         handle = of_device;
-        Known::Key const key = {device,         type,       type_in,
-                                product.tokens, product.in, product.out,
-                                product.stride, epilogue,   product.residual != nullptr};
+        Known::Key const key = {device,          type,       type_in,
+                                product.tokens,  product.in, product.out,
+                                product.stride,  epilogue,   product.residual != nullptr,
+                                product.by_block};
         auto const place = all.algorithms.find(key);
         if (place != all.algorithms.end()) {
             found = place->second;

@@ -32,6 +32,10 @@ constexpr Label label_of() {
 
 bool is_scaled(twell_linear_problem const& problem) { return problem.weight_dtype == TWELL_E4M3; }
 
+bool is_by_block(twell_linear_problem const& problem) {
+    return is_scaled(problem) && problem.weight_scale == TWELL_SCALE_BLOCK;
+}
+
 // Whether linear_few computes the layer, on every device: a token's row must fit into shared memory beside all else. If
 // the rows of all tokens do not fit on an H100, it would read the weights twice; a product reads them once, but not as
 // bytes. Of these it reads 16 at once.
@@ -40,17 +44,22 @@ bool is_few(twell_linear_problem const& problem) {
     constexpr int64_t kSharedBytes = 227 * 1024;
     int64_t const row_bytes = linear_few::row_bytes<uint16_t>(problem.in);
     int64_t const rest = problem.tokens <= Few8::kTokens ? Few8::kBytesBesideRows : Few16::kBytesBesideRows;
-    return problem.tokens <= kMostTokensLinearFew && row_bytes <= kLeastSharedBytes - Few8Small::kBytesBesideRows &&
+    return problem.tokens <= kMostTokensLinearFew * (is_by_block(problem) ? 2 : 1) &&
+           row_bytes <= kLeastSharedBytes - Few8Small::kBytesBesideRows &&
            (is_scaled(problem) ? problem.in % (2 * kVector) == 0 : problem.tokens * row_bytes <= kSharedBytes - rest);
 }
 
 // Whether cuBLASLt has FP8 products of the sizes and scales.
 bool has_product_in_bytes(twell_linear_problem const& problem) {
     constexpr int kMultiple = 16;  // of all sizes but tokens
+    constexpr int kBlock = TWELL_SCALE_BLOCK_SIZE;
+    bool const by_block = is_by_block(problem);
     bool good =
-        problem.weight_scale != TWELL_SCALE_BLOCK && problem.in % kMultiple == 0 && problem.out % kMultiple == 0;
+        problem.in % (by_block ? kBlock * cublas_lt::kBlocksMultiple : kMultiple) == 0 && problem.out % kMultiple == 0;
+    int32_t begin = 0;
     for (int32_t const width : problem.splits) {
-        good = good && width % kMultiple == 0;
+        good = good && width % kMultiple == 0 && (!by_block || width == 0 || begin % kBlock == 0);
+        begin += width;
     }
     return good;
 }
@@ -83,7 +92,9 @@ Scratch take_scratch(twell_linear_problem const& problem, unsigned char*& memory
     scratch.normalised = take<uint16_t>(memory, writes_rows ? problem.tokens * in : 0);
     bool const rounds_rows = scaled && has_product_in_bytes(problem);
     scratch.rounded.x = take<uint8_t>(memory, rounds_rows ? problem.tokens * in : 0);
-    scratch.rounded.scale = take<float>(memory, rounds_rows ? problem.tokens : 0);
+    scratch.rounded.by_group = is_by_block(problem);
+    int64_t const scales_of_row = is_by_block(problem) ? scale_blocks(problem.in) : 1;
+    scratch.rounded.scale = take<float>(memory, rounds_rows ? problem.tokens * scales_of_row : 0);
     scratch.weight_scales = take<float>(memory, rounds_rows ? problem.out : 0);
     scratch.of_cublas_lt = take<unsigned char>(memory, is_few(problem) ? 0 : cublas_lt::kWorkspaceBytes);
     if (problem.choose != 0 && is_few(problem)) {
@@ -217,7 +228,11 @@ cudaError_t multiply_by_cublas_lt(LinearCall const& call, Scratch const& scratch
         product.x = x;
         product.weight = static_cast<unsigned char const*>(weight) + (first - begin) * problem.in * element_bytes;
         product.x_scale = x_scale;
-        product.weight_scale = weight_scale == nullptr ? nullptr : weight_scale + first;
+        product.by_block = weight_scale != nullptr && is_by_block(problem);
+        product.weight_scale = weight_scale == nullptr ? nullptr
+                               : product.by_block
+                                   ? weight_scale + first / TWELL_SCALE_BLOCK_SIZE * scale_blocks(problem.in)
+                                   : weight_scale + first;
         product.bias = bias == nullptr ? nullptr : bias + first;
         product.residual = residual == nullptr ? nullptr : residual + first;
         product.y = outputs.y[i] + (first - outputs.begins[i]);
@@ -231,11 +246,13 @@ cudaError_t multiply_by_cublas_lt(LinearCall const& call, Scratch const& scratch
     return cudaSuccess;
 }
 
-// The layer as an FP8 product: x, normalised, is rounded, a scale a token. cudaErrorNotSupported: elsewhere.
+// The layer as an FP8 product: x, normalised, is rounded, a scale a token, or with scales of blocks as many as these
+// have. cudaErrorNotSupported: elsewhere.
 cudaError_t launch_in_bytes(LinearCall const& call, Scratch const& scratch) {
     twell_linear_problem const& problem = call.problem;
     bool const good = is_sm90(call.device) && call.kernels == Kernels::kBest &&
-                      cublas_lt::version() >= cublas_lt::kFirstWithScales && has_product_in_bytes(problem);
+                      cublas_lt::version() >= cublas_lt::kFirstWithScales && has_product_in_bytes(problem) &&
+                      (!is_by_block(problem) || problem.tokens % cublas_lt::kBlocksMultiple == 0);
     if (!good) {
         return cudaErrorNotSupported;
     }
