@@ -261,6 +261,7 @@ __device__ __forceinline__ void store_bytes(ParamsOf<E4m3> const& params,
     }
     sync_consumers();  // the warps' memory may be written
     constexpr int kAtOnce = 4;
+    bool const leaves_active = kLeavesActive<Cfg> && params.active.masks != nullptr;
     uint32_t const warp_bytes = shared_address(result) + consumer_warp * Cfg::kBytesWarp;
     int const column = tile.neuron_of<Cfg>(rank) + consumer_warp * kWarpNeurons;
     uint32_t active[(N + kWarpSize - 1) / kWarpSize] = {};  // of the token that a lane stores at a time
@@ -280,12 +281,12 @@ __device__ __forceinline__ void store_bytes(ParamsOf<E4m3> const& params,
         if ((is_whole || lane < 16) && tokens.has(token)) {
             uint4 const bytes = load_chunk(place);
             *reinterpret_cast<uint4*>(params.h_bytes + (tokens.begin + token) * params.stride + column) = bytes;
-            if (kLeavesActive<Cfg>) {
+            if (leaves_active) {
                 active[j / kAtOnce] = find_nonzero_bytes(bytes);
             }
         }
     }
-    if (kLeavesActive<Cfg> && params.active.masks != nullptr) {
+    if (leaves_active) {
         auto const store = [&] {
 #pragma unroll
             for (int i = 0; i < (N + kWarpSize - 1) / kWarpSize; ++i) {

@@ -98,8 +98,7 @@ cudaError_t launch_quantise(NormCall const& rows, Quantised const& quantised, De
                             RepeatedScale const& repeated) {
     quantise::Params params = {};
     params.x = static_cast<uint16_t const*>(rows.x);
-    params.norm = {static_cast<uint16_t const*>(rows.weight), static_cast<uint16_t const*>(rows.bias), rows.eps,
-                   rows.kind};
+    params.norm = rows.norm();
     params.columns = rows.columns;
     params.rounded = quantised.x;
     params.scale = quantised.scale;

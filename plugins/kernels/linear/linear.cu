@@ -105,11 +105,6 @@ Scratch take_scratch(twell_linear_problem const& problem, unsigned char*& memory
     return scratch;
 }
 
-linear::Norm norm_of(LinearCall const& call) {
-    return {static_cast<uint16_t const*>(call.tensors.norm_weight),
-            static_cast<uint16_t const*>(call.tensors.norm_bias), call.problem.eps, call.problem.norm};
-}
-
 NormCall norm_call(LinearCall const& call, void* normalised) {
     twell_linear_problem const& problem = call.problem;
     return {call.tensors.x,         normalised,  call.tensors.norm_weight,
@@ -155,7 +150,7 @@ cudaError_t launch_few(LinearCall const& call, uint64_t* keys, int64_t tokens) {
         params.scale_step = problem.weight_scale == TWELL_SCALE_NEURON ? 1 : 0;
         params.scale_columns =
             problem.weight_scale == TWELL_SCALE_BLOCK ? static_cast<int>(scale_blocks(problem.in)) : 0;
-        params.norm = norm_of(call);
+        params.norm = norm_call(call, nullptr).norm();
         params.outputs = outputs_of(call, begin);
         params.keys = keys == nullptr ? nullptr : keys + begin * linear_choose::kMostKeys;
         params.tokens = static_cast<int>(std::min(tokens, problem.tokens - begin));

@@ -1,6 +1,7 @@
 // The norm of all rows of x, as a kernel: for kernels that do not normalise them themselves.
 #pragma once
 
+#include "device/norm.cuh"
 #include "host/launch.h"
 #include "host/trace.h"
 
@@ -16,6 +17,10 @@ struct NormCall {
     int32_t dtype;  // twell_dtype
     int32_t columns;
     int64_t tokens;
+
+    norm::Norm norm() const {
+        return {static_cast<uint16_t const*>(weight), static_cast<uint16_t const*>(bias), eps, kind};
+    }
 };
 
 // That of a block.
