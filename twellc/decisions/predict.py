@@ -111,12 +111,13 @@ class _Call:
         return self.tokens * float(rates[:most].sum()), self.tokens * float(rates[most:].sum())
 
 
-# Times with FP8 weights over times with 16 bits, by tokens, of a gated block of 2048 / 5632 on an H100, 2026-11-28
-# (benchmarks/results/kernels.md): of TwELL at 0.5 % active and with all active, and of dense blocks. Values between
-# these are interpolated by logarithms; other GPUs and blocks are taken to be alike.
+# Times with FP8 weights over times with 16 bits, by tokens, of a gated block of 2048 / 5632 on an H200, 2026-11-29
+# (benchmarks/results/kernels.md): of TwELL at 0.5 % active and at 2 %. Those of dense blocks, and at 2 % from 1024
+# tokens on, are of an H100. Values between these are interpolated by logarithms; other GPUs and blocks are taken to be
+# alike.
 _FP8_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 768, 1024, 2048, 8192)
-_FP8_SPARSE = (0.78, 0.79, 0.81, 0.94, 1.12, 0.92, 0.89, 0.86, 0.81, 0.72, 0.75, 0.80)
-_FP8_ACTIVE = (0.78, 0.79, 0.81, 0.94, 1.12, 0.92, 0.89, 0.86, 0.81, 1.11, 0.88, 0.83)
+_FP8_SPARSE = (0.90, 0.90, 0.94, 1.19, 1.13, 1.04, 0.97, 0.90, 0.88, 0.74, 0.79, 0.83)
+_FP8_ACTIVE = (0.92, 0.90, 0.86, 0.98, 0.82, 0.88, 0.97, 0.90, 0.87, 1.11, 0.88, 0.83)
 _FP8_DENSE = (1.0, 1.0, 1.0, 1.0, 0.77, 0.78, 0.88, 0.80, 0.77, 0.76, 0.66, 0.63)
 _FP8_DENSITIES = (0.005, 0.02)  # _FP8_SPARSE holds up to the first, _FP8_ACTIVE from the second on
 

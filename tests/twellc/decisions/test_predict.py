@@ -44,7 +44,7 @@ def test_at_a_measured_point(target: str) -> None:
     assert np.quantile(np.abs(errors), 0.9) < 0.06
 
 
-@pytest.mark.parametrize(("tokens", "ratio"), [(1, 0.78), (2048, 0.75), (100_000, 0.80)])
+@pytest.mark.parametrize(("tokens", "ratio"), [(1, 0.90), (2048, 0.79), (100_000, 0.83)])
 def test_weights_in_fp8(tokens: int, ratio: float) -> None:
     rates, narrow = np.full(5632, 0.005), H200.fp8
     assert narrow.twell_us(GATED, tokens, rates) == pytest.approx(ratio * H200.twell_us(GATED, tokens, rates))
