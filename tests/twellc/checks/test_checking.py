@@ -733,6 +733,20 @@ def test_the_candidate_of_a_causal_model_and_an_encoder(llama: Path, tmp_path: P
         run_check(encoder, candidate)
 
 
+def test_samples(llama: Path) -> None:
+    model = load_model(TracingOptions(llama, padding="mask"))
+    samples = samples_of(model)
+    assert [tuple(sample["input_ids"].shape) for sample in samples] == [(1, 1), (2, 16), (6, 48)]
+    for sample in samples:
+        assert set(sample) == {"input_ids", "attention_mask"}
+        assert sample["input_ids"].dtype == torch.int64
+        assert sample["attention_mask"].shape == sample["input_ids"].shape
+        assert (sample["attention_mask"] == 1).all()
+    largest = samples[-1]["input_ids"]
+    assert (largest >= 0).all() and (largest < 96).all()
+    assert len(largest.unique()) > 50
+
+
 def test_samples_of_a_multiple(tmp_path: Path) -> None:
     """A dimension that is twice a symbol."""
     x, shapes = torch.randn(6, 16).bfloat16(), (({0: 2 * Dim("half", min=2, max=32)},),)
