@@ -562,6 +562,10 @@ def test_not_a_causal_language_model(t5: Path, archive: Path, tmp_path: Path) ->
         LLM(archive, device="cpu")
 
 
+def test_the_tokenizer_of_another_folder(llama: Path, talker: Path) -> None:
+    assert LLM(llama, tokenizer=talker, device="cpu").get_tokenizer() is not None
+
+
 def test_no_chat_template(of_bytes: LLM, llm: LLM) -> None:
     with pytest.raises(UserError, match="has no tokenizer, and so no chat template"):
         of_bytes.chat([{"role": "user", "content": "a"}])
