@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, StaticLayer
 
-from twellc.base.transformers_private import OwnAttention, query_count
+from twellc.base.transformers_private import own_attention, query_count
 from twellc.generation.program import compiled_call
 from twellc.plugins.cache_op import APPEND_IN_PLACE, CACHED_ATTENTION
 from twellc.plugins.fp8 import E4M3
@@ -103,7 +103,7 @@ class DenseBackend:
         self._decode = compiled_call(self._logits, dynamic=False) if compiled else self._logits
         self._fill = compiled_call(self._logits, dynamic=False) if compiled_fill else self._logits
         self._call = NextCall(torch.zeros(1, dtype=torch.int64, device=self.device), True)
-        self._attention = OwnAttention(model, _attention, self._mask)
+        self._attention = own_attention(model, _attention, self._mask)
         self._cache: Any = None
         self._fp8_cache = fp8_cache
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
-from unittest import mock
+
+from twellc.base.changes import Changed
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -116,8 +115,7 @@ def forward_mode_level() -> int:
     return level
 
 
-@contextmanager
-def without_notes() -> Iterator[None]:
+def without_notes() -> Changed:
     """Let torch.export note neither a stack trace nor `tensor_meta` for each node, which takes a fifth of its time.
 
     Nothing shows the one, and `val` says all of the other. For all threads: enter it under `PROCESS_WIDE`. Releases of
@@ -125,24 +123,21 @@ def without_notes() -> Iterator[None]:
     """
     from twellc.base import torch_private
 
-    no_stack_traces = mock.patch.object(torch_private.graph_config, "do_not_emit_stack_traces", True, create=True)
-    with no_stack_traces, mock.patch.object(torch_private.proxy_tensor, "_extract_tensor_metadata", lambda value: None):
-        yield
+    no_stack_traces = (torch_private.graph_config, "do_not_emit_stack_traces", True)
+    return Changed(no_stack_traces, (torch_private.proxy_tensor, "_extract_tensor_metadata", lambda value: None))
 
 
-def compiled_when_run() -> AbstractContextManager[Any]:
+def compiled_when_run() -> Changed:
     """Let programs that are made meanwhile compile their graphs when these are run, as few are before the next pass.
 
     For all threads: enter it under `PROCESS_WIDE`. Programs of other threads do so, too, and compute the same.
     """
     from twellc.base import torch_private
 
-    made, lazy = "_create_graph_module_for_export", torch_private.LazyGraphModule
-    return mock.patch.object(torch_private.exported_program, made, lazy)
+    return Changed((torch_private.exported_program, "_create_graph_module_for_export", torch_private.LazyGraphModule))
 
 
-@contextmanager
-def promoting_by_known_values() -> Iterator[None]:
+def promoting_by_known_values() -> Changed:
     """Let torch.onnx.export take the values of nodes from their `meta` where it makes casts explicit.
 
     Else it runs every operator on shapes for that, which takes seconds in a deep model. Operators with operands that it
@@ -164,5 +159,4 @@ def promoting_by_known_values() -> Iterator[None]:
                     self._maybe_promote_node(n, rule)
             return n.meta["val"]
 
-    with mock.patch.object(promotion, "_TypePromotionInterpreter", Interpreter):
-        yield
+    return Changed((promotion, "_TypePromotionInterpreter", Interpreter))

@@ -11,13 +11,14 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from twellc.base.changes import Change, Changed
 from twellc.base.threads import PROCESS_WIDE
 from twellc.base.torch_private import OpOverload
 
@@ -122,37 +123,12 @@ def _kept_from_fetching() -> Iterator[None]:
         from huggingface_hub import constants
         from transformers.integrations import hub_kernels
 
-        offline = (constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE, True)
-        hub: Any = hub_kernels
-        with Changed([offline, (hub, "is_kernels_available", hub.is_kernels_available, lambda *_, **__: False)]):
+        without_kernels = (hub_kernels, "is_kernels_available", lambda *_, **__: False)
+        with Changed((constants, "HF_HUB_OFFLINE", True), without_kernels):
             yield
     finally:
         if hidden:
             del sys.modules["kernels"]
-
-
-# Object, attribute, the value before (None: it has none) and after.
-Change = tuple[Any, str, Any, Any]
-
-
-class Changed:
-    """Attributes that have other values in this context, which may be entered again and again."""
-
-    def __init__(self, changes: Sequence[Change]) -> None:
-        self.changes = list(changes)
-
-    def __enter__(self) -> None:
-        """Change them."""
-        for owner, attribute, _, after in self.changes:
-            setattr(owner, attribute, after)
-
-    def __exit__(self, *_: object) -> None:
-        """Change them back."""
-        for owner, attribute, before, _ in self.changes:
-            if before is None:
-                delattr(owner, attribute)
-            else:
-                setattr(owner, attribute, before)
 
 
 # ---- attention ----
@@ -168,41 +144,37 @@ _MASKS = "twellc_masks"
 _ASKS_FOR_SDPA = re.compile(r"""_attn_implementation\s*(==|!=|in|not in)\s.*["']sdpa["']""")
 
 
-class OwnAttention(Changed):
-    """Lets one model compute attention and masks by functions of twellc, as a context around its calls.
+def own_attention(model: torch.nn.Module, attention: Callable[..., Any], masks: Masks) -> Changed:
+    """Let one model of transformers compute attention and masks by functions of twellc within this context.
 
     transformers dispatches both by a name in the configuration, which is changed for that time; all other models have
     transformers' own. Where layers compute attention themselves, or look at the name, they keep their configuration,
     and only the models that make masks for them get a copy that names ours.
     """
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-    def __init__(self, model: torch.nn.Module, attention: Callable[..., Any], masks: Masks) -> None:
-        """Find the changes for a model of transformers."""
-        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-
-        ours = f"{_OURS}_{attention.__module__.replace('.', '_')}"  # models of several functions answer in turns
-        AttentionInterface.register(ours, attention)
-        AttentionMaskInterface.register(ours, _mask)
-        AttentionMaskInterface.register(_ADDED, _additive_mask)
-        users: dict[int, list[Any]] = {}
-        for module in model.modules():
-            config: Any = vars(module).get("config")
-            if getattr(config, "_attn_implementation", None) in ("sdpa", "eager"):
-                users.setdefault(id(config), []).append(module)
-        super().__init__([])
-        for modules in users.values():
-            config = modules[0].config
-            sdpa = config._attn_implementation == "sdpa"
-            code = {kind.__module__ for module in modules for kind in type(module).__mro__}
-            if sdpa and not any(map(_asks_for_sdpa, code)):
-                self.changes.append((config, "_attn_implementation_internal", "sdpa", ours))
-                self.changes.append((config, _MASKS, None, masks))
-            else:
-                copied = copy.copy(config)
-                copied._attn_implementation_internal = ours if sdpa else _ADDED
-                setattr(copied, _MASKS, masks)
-                models = (module for module in modules if isinstance(module, PreTrainedModel))
-                self.changes += ((module, "config", config, copied) for module in models)
+    ours = f"{_OURS}_{attention.__module__.replace('.', '_')}"  # models of several functions answer in turns
+    AttentionInterface.register(ours, attention)
+    AttentionMaskInterface.register(ours, _mask)
+    AttentionMaskInterface.register(_ADDED, _additive_mask)
+    users: dict[int, list[Any]] = {}
+    for module in model.modules():
+        config: Any = vars(module).get("config")
+        if getattr(config, "_attn_implementation", None) in ("sdpa", "eager"):
+            users.setdefault(id(config), []).append(module)
+    changes: list[Change] = []
+    for modules in users.values():
+        config = modules[0].config
+        sdpa = config._attn_implementation == "sdpa"
+        code = {kind.__module__ for module in modules for kind in type(module).__mro__}
+        if sdpa and not any(map(_asks_for_sdpa, code)):
+            changes += [(config, "_attn_implementation_internal", ours), (config, _MASKS, masks)]
+        else:
+            copied = copy.copy(config)
+            copied._attn_implementation_internal = ours if sdpa else _ADDED
+            setattr(copied, _MASKS, masks)
+            changes += ((module, "config", copied) for module in modules if isinstance(module, PreTrainedModel))
+    return Changed(*changes)
 
 
 @functools.cache
@@ -267,7 +239,7 @@ def attention_of_others(module: torch.nn.Module) -> list[Change]:
     kind = getattr(config, "_attn_implementation", None)
     if kind in (None, "eager", "sdpa") or getattr(config, "sub_configs", None):
         return []
-    return [(config, "_attn_implementation", kind, "sdpa")]
+    return [(config, "_attn_implementation", "sdpa")]
 
 
 # ---- experts ----
@@ -287,19 +259,11 @@ def experts_of(model: torch.nn.Module) -> dict[str, Any]:
     return {path: module for path, module in named.items() if isinstance(getattr(module, "num_experts", None), int)}
 
 
-@contextmanager
-def experts_computed_by(model: torch.nn.Module, experts: Experts) -> Iterator[None]:
+def experts_computed_by(model: torch.nn.Module, experts: Experts) -> Changed:
     """Let a function compute the experts of a model of transformers within this context."""
     configs = {id(each.config): each.config for each in experts_of(model).values()}
-    before = [(config, config._experts_implementation) for config in configs.values()]
     register_experts(_COUNTING, experts)
-    try:
-        for config in configs.values():
-            config._experts_implementation = _COUNTING
-        yield
-    finally:
-        for config, name in before:
-            config._experts_implementation = name
+    return Changed(*((config, "_experts_implementation", _COUNTING) for config in configs.values()))
 
 
 def register_experts(name: str, experts: Experts) -> None:
@@ -353,17 +317,14 @@ def grouped_product_op() -> OpOverload:
     return op
 
 
-@contextmanager
-def grouped_products_as_ops() -> Iterator[None]:
+def grouped_products_as_ops() -> Changed:
     """Let grouped products of experts be traced as one op of transformers in this context, one thread at a time.
 
     torch's own cannot be traced but in bfloat16.
     """
     from transformers.integrations import moe
 
-    can: Any = getattr(moe, "_can_use_grouped_mm", None)
-    with Changed([] if can is None else [(moe, "_can_use_grouped_mm", can, lambda *_: False)]):
-        yield
+    return Changed((moe, "_can_use_grouped_mm", lambda *_: False))
 
 
 def grouped_product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

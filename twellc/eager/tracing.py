@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
+from twellc.base.changes import Change, Changed
 from twellc.base.errors import first_line
 from twellc.base.transformers_private import attention_of_others
 from twellc.eager.training_block import as_relu
@@ -72,25 +73,13 @@ def _needed(module: nn.Module) -> list[str]:
     return [each.name for each in taken if each.default is each.empty and each.kind in kinds]
 
 
-@contextmanager
-def _traceable(module: nn.Module) -> Iterator[None]:
+def _traceable(module: nn.Module) -> Changed:
     """Hide the computations of traces from hooks, and let torch itself compute the attention of transformers."""
-    names = ("_forward_hooks", "_forward_pre_hooks")
-    before: list[tuple[Any, str, Any]] = [
-        (each, name, getattr(each, name)) for each in module.modules() for name in names
-    ]
-    after: list[Any] = [OrderedDict() for _ in before]
+    changes: list[Change] = []
     for each in module.modules():
-        for config, name, kind, ours in attention_of_others(each):
-            before.append((config, name, kind))
-            after.append(ours)
-    try:
-        for (owner, name, _), value in zip(before, after, strict=True):
-            setattr(owner, name, value)
-        yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
+        changes += [(each, name, OrderedDict()) for name in ("_forward_hooks", "_forward_pre_hooks")]
+        changes += attention_of_others(each)
+    return Changed(*changes)
 
 
 @contextmanager

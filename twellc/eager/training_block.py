@@ -5,8 +5,7 @@ Its activation may be on the way from another one to ReLU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from twellc.base.changes import Changed
 from twellc.base.dtypes import kernel_dtypes
 from twellc.base.torch_private import current_graph_task_id
 from twellc.eager.hidden import Blended, Hidden
@@ -58,17 +58,9 @@ def blended_of(modules: Iterable[nn.Module]) -> BlendedActivation | None:
     return next((each for each in found if each.share < 1), None)
 
 
-@contextmanager
-def as_relu(module: nn.Module) -> Iterator[None]:
-    """Let blended activations be ReLU."""
-    shares = [(each, each.share) for each in module.modules() if isinstance(each, BlendedActivation)]
-    try:
-        for each, _ in shares:
-            each.share = 1.0
-        yield
-    finally:
-        for each, share in shares:
-            each.share = share
+def as_relu(module: nn.Module) -> Changed:
+    """Let blended activations be ReLU within this context."""
+    return Changed(*((each, "share", 1.0) for each in module.modules() if isinstance(each, BlendedActivation)))
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,12 @@ training step would not compute.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from twellc.base.changes import Changed
 from twellc.base.errors import first_line
 from twellc.base.torch_private import FakeTensorMode
 from twellc.eager.hidden import Deferred, Hidden, holds_hidden, real
@@ -96,8 +95,7 @@ def _projections(found: FoundBlock) -> list[Any]:
     return [found.module._modules[each.layer] for each in (found.weights.w_up, found.weights.w_down)]
 
 
-@contextmanager
-def _scripts_refuse_hidden() -> Iterator[None]:
+def _scripts_refuse_hidden() -> Changed:
     """Let functions of torch.jit.script accept only tensors also in a trace, where they run as Python."""
     kind: Any = torch.jit.ScriptFunction
     call = kind.__call__
@@ -107,8 +105,4 @@ def _scripts_refuse_hidden() -> Iterator[None]:
             raise TypeError(f"{function.name} is a function of torch.jit.script")
         return call(function, *arguments, **named)
 
-    kind.__call__ = refusing
-    try:
-        yield
-    finally:
-        kind.__call__ = call
+    return Changed((kind, "__call__", refusing))

@@ -16,7 +16,6 @@ import re
 import threading
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import torch
 from torch.export import ExportedProgram
 
 from twellc.base.bounds import refuse_bomb, refuse_unfolding
+from twellc.base.changes import Change, Changed
 from twellc.base.errors import UnregisteredOperatorsError, UserError, first_line
 from twellc.base.torch_private import FakeTensor, PyTorchFileReader, pt2_package, serialize
 from twellc.base.transformers_private import GROUPED_PRODUCT, grouped_product_op
@@ -109,8 +109,7 @@ def _one_of(path: Path, programs: dict[str, ExportedProgram]) -> tuple[ExportedP
     return program, [f"the program of the archive is called {name!r}"]
 
 
-@contextmanager
-def _on_the_cpu() -> Iterator[None]:
+def _on_the_cpu() -> Changed:
     """Let torch load an archive's tensors, and its graph's devices, on the CPU: torch.export.load maps none.
 
     Other threads load theirs as ever meanwhile.
@@ -120,19 +119,13 @@ def _on_the_cpu() -> Iterator[None]:
     def here(instead: Any, original: Any, *arguments: Any, **named: Any) -> Any:
         return (instead if threading.get_ident() == thread else original)(*arguments, **named)
 
-    patched: list[tuple[Any, str, Any]] = [
+    patched: list[Change] = [
         (serialize, "deserialize_device", lambda device: torch.device("cpu")),
         (pt2_package, "deserialize_device", lambda device: torch.device("cpu")),
         (torch, "load", functools.partial(torch.load, map_location="cpu")),
     ]
-    before = [getattr(module, name) for module, name, _ in patched]
-    try:
-        for module, name, instead in patched:
-            setattr(module, name, functools.partial(here, instead, getattr(module, name)))
-        yield
-    finally:
-        for (module, name, _), original in zip(patched, before, strict=True):
-            setattr(module, name, original)
+    partial = functools.partial
+    return Changed(*((owner, name, partial(here, instead, getattr(owner, name))) for owner, name, instead in patched))
 
 
 def _targets(path: Path) -> set[str]:

@@ -1,6 +1,6 @@
 """Attention and masks of transformers' models in the form that compiles well: traced, also with a cache.
 
-One model computes them by functions of ours while it is called (`OwnAttention`). What transformers registers itself,
+One model computes them by functions of ours while it is called (`own_attention`). What transformers registers itself,
 `sdpa` and `eager`, is right for every use, with caches and packed sequences, and costs much in a graph: masks by
 gathers over tokens x tokens, keys and values of a group copied.
 
@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twellc.base.transformers_private import OwnAttention, plain_attention, plain_masks, query_count
+from twellc.base.changes import Changed
+from twellc.base.transformers_private import own_attention, plain_attention, plain_masks, query_count
 from twellc.plugins.cache_op import CACHE_MASK
 
 Request = dict[str, Any]  # what transformers passes to `sdpa_mask`, which documents it
@@ -50,7 +51,7 @@ class CacheStep:
     longest: int
 
 
-def traced_attention(model: torch.nn.Module, padded: bool, longest: int) -> OwnAttention:
+def traced_attention(model: torch.nn.Module, padded: bool, longest: int) -> Changed:
     """Let a model compute attention and masks in the form that compiles well, in this context.
 
     Args:
@@ -58,12 +59,12 @@ def traced_attention(model: torch.nn.Module, padded: bool, longest: int) -> OwnA
         padded: Whether rows may be padded; else the attention mask that a model is given says nothing.
         longest: The longest sequence; a window that holds it is left out.
     """
-    return OwnAttention(model, _attention, partial(_traced_mask, padded, longest))
+    return own_attention(model, _attention, partial(_traced_mask, padded, longest))
 
 
-def cached_attention(model: torch.nn.Module, step: CacheStep) -> OwnAttention:
+def cached_attention(model: torch.nn.Module, step: CacheStep) -> Changed:
     """Let a model that is traced attend to a key-value cache, in this context."""
-    return OwnAttention(model, _attention, partial(_cached_mask, step))
+    return own_attention(model, _attention, partial(_cached_mask, step))
 
 
 def _attention(

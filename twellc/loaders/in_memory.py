@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from twellc.base.changes import Changed
 from twellc.base.dtypes import torch_dtype
 from twellc.base.errors import UserError, first_line
 from twellc.base.torch_private import OptimizedModule, guards_of, pytree, set_guards
@@ -178,15 +178,7 @@ def _refuse_devices(name: str, devices: set[torch.device]) -> None:
         raise UserError(name, what, got=", ".join(sorted(map(str, devices))), expected="one device", fix=fix)
 
 
-@contextmanager
-def cache_switched_off(model: torch.nn.Module) -> Iterator[None]:
+def cache_switched_off(model: torch.nn.Module) -> Changed:
     """Let a model of transformers return no key-value cache, as long as it is traced."""
     configs = {id(config): config for each in model.modules() if (config := getattr(each, "config", None)) is not None}
-    before = [(config, config.use_cache) for config in configs.values() if hasattr(config, "use_cache")]
-    try:
-        for config, _ in before:
-            config.use_cache = False
-        yield
-    finally:
-        for config, used in before:
-            config.use_cache = used
+    return Changed(*((config, "use_cache", False) for config in configs.values() if hasattr(config, "use_cache")))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
@@ -13,6 +11,7 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 
+from twellc.base.changes import Changed
 from twellc.base.errors import UserError
 from twellc.base.transformers_private import causal_lm_classes
 from twellc.loaders import sparselm
@@ -35,7 +34,7 @@ class TwellForCausalLM(TransformersForCausalLM):
         own = causal_lm_classes().get(config.model_type)
         if vllm_config.model_config.is_moe or any(name.startswith("mamba_") for name in vars(config)):
             _refuse(config.model_type, own)
-        with _changed(config, architectures=[own] if own else config.architectures):
+        with Changed((config, "architectures", [own] if own else config.architectures)):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
 
     def recursive_replace(self) -> None:
@@ -63,16 +62,3 @@ def _refuse(model_type: str, own: str | None) -> None:
     if own in ModelRegistry.models:
         fix = f'Take vLLM\'s own class: --hf-overrides \'{{"architectures": ["{PREFIX}{own}"]}}\'.'
     raise UserError(ARCHITECTURE, "it serves no mixtures of experts, and no Mamba", got=model_type, fix=fix)
-
-
-@contextmanager
-def _changed(config: Any, **values: Any) -> Iterator[None]:
-    """Change some values of a configuration within this context."""
-    before = {name: getattr(config, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(config, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(config, name, value)
