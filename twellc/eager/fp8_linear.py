@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from twellc.base.casts import moves_only
 from twellc.plugins.fp8 import Fp8
-
-# Integer types of bytes and scales: `.half()` and the like leave integers alone, and `.to(device)` moves them.
-_INTEGERS = {"weight": torch.uint8, "scale": torch.int32}
 
 
 class Fp8Linear(nn.Module):
@@ -60,17 +58,7 @@ class Fp8Linear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fp8Linear:
         """Let `.to()` and the like move bytes and scales, but never convert them."""
-        own = {id(self._parameters[name]): kind for name, kind in _INTEGERS.items()}
-
-        def moved(tensor: Tensor) -> Tensor:
-            kind = own.get(id(tensor))
-            if kind is None:
-                return fn(tensor)
-            integers = tensor.detach().view(kind)
-            found = fn(integers)
-            return (found if found.dtype == kind else integers.to(found.device)).view(tensor.dtype)
-
-        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(moves_only(fn, self.matrix), recurse)  # type: ignore[no-untyped-call]
         return self
 
     def extra_repr(self) -> str:
