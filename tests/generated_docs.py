@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 
 import click
 
-from twellc.base.schemas import schema_of
+from tests.schemas import schema_of
 from twellc.benchmarking.result import BenchResult
 from twellc.checks.checking import CheckResult
 from twellc.cli import main
