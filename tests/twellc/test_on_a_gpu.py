@@ -158,7 +158,7 @@ def test_inspect(case: Case, source: str) -> None:
 @pytest.mark.parametrize("backend", ["none", pytest.param("tensorrt", marks=pytest.mark.tensorrt)])
 @pytest.mark.parametrize("source", SOURCES)
 def test_compile_and_check(case: Case, source: str, backend: str, tmp_path: Path) -> None:
-    requires("onnxscript", "onnx_graphsurgeon")
+    requires("onnxscript")
     model, given = case.given(source)
     graph, plan = tmp_path / "m.onnx", tmp_path / "m.plan" if backend == "tensorrt" else None
     made = twellc.compile(model, plan, onnx=graph, backend=backend, layers="all", **given)
@@ -245,7 +245,7 @@ def command(*arguments: object, **settings: str) -> str:
 # None where the child sees the GPU.
 @pytest.mark.parametrize("settings", [{}, {"CUDA_VISIBLE_DEVICES": ""}], ids=["with a GPU", "without"])
 def test_commands(files: Files, settings: dict[str, str], tmp_path: Path) -> None:
-    requires("onnxscript", "onnx_graphsurgeon")
+    requires("onnxscript")
     profile, graph = tmp_path / "p.profile", tmp_path / "m.onnx"
     assert "1 of 1" in command("inspect", files.archive, **settings)
     command("profile", files.archive, "--data", files.arrays, "-o", profile, **settings)

@@ -78,9 +78,10 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     rewritten = rewrite_onnx(found, options.compression)
     dump = GraphDump(options.dump_graphs)
     dump.text("source", lambda: onnx.helper.printable_graph(model.graph))
-    dump.text("rewrite_onnx", lambda: onnx.helper.printable_graph(rewritten.graph))
+    dump.text("rewrite_onnx", lambda: onnx.helper.printable_graph(onnx_ir.serde.serialize_graph(rewritten.graph)))
     warnings = [*check_matches(found.layers, options), *sizes.warnings]
-    graph = RotaryHalves()(_as_ir(rewritten)).model
+    _keep_metadata_once(rewritten)
+    graph = RotaryHalves()(rewritten).model
     names = [spec.name for spec in inputs.specs]
     outputs, renamed = distinct_outputs(names, [value.name for value in model.graph.output])
     name_ends(graph.graph, names, outputs)
@@ -100,14 +101,12 @@ def translate_onnx(options: CompileOptions, progress: Callable[[str], None]) -> 
     )
 
 
-def _as_ir(model: onnx.ModelProto) -> onnx_ir.Model:
-    """Return the model in onnx_ir, which would write the metadata of its initializers twice."""
-    found = onnx_ir.serde.deserialize_model(model)
-    for value in found.graph.initializers.values():
+def _keep_metadata_once(model: onnx_ir.Model) -> None:
+    """Leave the metadata of initializers to their values: onnx_ir would write it twice."""
+    for value in model.graph.initializers.values():
         tensor = value.const_value
-        if isinstance(tensor, onnx_ir.serde.TensorProtoTensor) and tensor.metadata_props:  # kept from here on
+        if isinstance(tensor, onnx_ir.serde.TensorProtoTensor) and tensor.metadata_props:
             del tensor.raw.metadata_props[:]
-    return found
 
 
 def rows_of_inputs(inputs: ModelInputs, profiles: list[ShapeProfile]) -> Callable[[FfnBlock], list[Tokens]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir
 import pytest
 import torch
 from onnx import helper
@@ -32,11 +33,15 @@ def layers_of(model: onnx.ModelProto, layers: str = "auto") -> list[Layer]:
     return find_onnx_blocks(model, torch.bfloat16, layers).layers
 
 
+def rewrite(found: OnnxBlocks, compression: int | None = None) -> onnx.ModelProto:
+    return onnx_ir.serde.serialize_model(rewrite_onnx(found, compression))
+
+
 def check_rewrite(model: onnx.ModelProto, dtype: str, shape: tuple[int, ...] = (2, 3, D_MODEL)) -> onnx.ModelProto:
     """Rewrite the one block of a model and compare the results; return the rewritten model."""
     found = find_onnx_blocks(model, LOW[dtype], "auto")
     assert [(layer.decision, layer.reason) for layer in found.layers] == [("twell", "matches")]
-    rewritten = rewrite_onnx(found, 8)
+    rewritten = rewrite(found, 8)
     assert sum(node.domain == "twell" for node in rewritten.graph.node) == 1
     onnx.checker.check_model(rewritten)
     x = torch.randn(shape).to(torch.float32 if dtype == "fp32" else LOW[dtype])
@@ -162,7 +167,7 @@ def test_a_stack_whose_inner_layer_is_scaled() -> None:
     assert [layer.decision for layer in found.layers] == ["twell", "dense"]
     x = torch.randn(5, D_MODEL).bfloat16()
     truth = evaluate(widen_onnx(model), x.double())
-    assert_as_accurate(evaluate(rewrite_onnx(found, 8), x), evaluate(model, x), truth)
+    assert_as_accurate(evaluate(rewrite(found, 8), x), evaluate(model, x), truth)
 
 
 def test_constants_of_tokens_are_not_folded() -> None:
@@ -200,7 +205,7 @@ def test_dequantised_weights(kind: str, dtype: str) -> None:
     y = make.node("MatMul", make.node("Relu", make.node("MatMul", "x", up)), down)
     found = find_onnx_blocks(make.model(y), torch.float16, "auto")
     assert [(layer.decision, layer.d_ff) for layer in found.layers] == [("twell", D_FF)]
-    rewritten = rewrite_onnx(found, 8)
+    rewritten = rewrite(found, 8)
     assert "DequantizeLinear" not in {node.op_type for node in rewritten.graph.node}
     x = torch.randn(2, 3, D_MODEL).to(torch.float32 if dtype == "fp32" else torch.float16)
     expected = torch.relu(x.double() @ torch.tensor(up_values)) @ torch.tensor(down_values)
@@ -232,7 +237,7 @@ def test_a_block_in_a_branch_is_listed() -> None:
     assert [(layer.module, layer.decision, layer.reason) for layer in found.layers] == [
         ("m", "twell", "matches"), ("inner", "dense", "it is in a graph of the If node_0"),
     ]  # fmt: skip
-    assert [node.op_type for node in rewrite_onnx(found, 8).graph.node if node.domain == "twell"] == ["TwellMlp"]
+    assert [node.op_type for node in rewrite(found, 8).graph.node if node.domain == "twell"] == ["TwellMlp"]
 
 
 # ---- gated blocks, in all forms of products ----
@@ -418,10 +423,10 @@ def test_a_form_that_is_not_read_is_reported(change: str, form: str) -> None:
 def test_the_decision_says_how_many_neurons_are_hot() -> None:
     found = find_onnx_blocks(gated(), torch.bfloat16, "auto")
     (layer,) = found.layers
-    rewritten = rewrite_onnx(replace(found, layers=[replace(layer, hot=40)]), 8)
+    rewritten = rewrite(replace(found, layers=[replace(layer, hot=40)]), 8)
     assert fields_of(rewritten)["hot"] == 40
     x = torch.randn(2, 3, D_MODEL)
-    assert torch.equal(evaluate(rewritten, x), evaluate(rewrite_onnx(found, 8), x))
+    assert torch.equal(evaluate(rewritten, x), evaluate(rewrite(found, 8), x))
 
 
 def test_layers_choose_blocks_by_name() -> None:
@@ -429,7 +434,7 @@ def test_layers_choose_blocks_by_name() -> None:
     model = make.model(make.block(make.node("Neg", make.block(name="a", d_out=D_MODEL)), "b"))
     found = find_onnx_blocks(model, torch.bfloat16, "^b")
     assert [layer.decision for layer in found.layers] == ["dense", "twell"]
-    operators = [node.op_type for node in rewrite_onnx(found, 8).graph.node]
+    operators = [node.op_type for node in rewrite(found, 8).graph.node]
     assert operators == ["MatMul", "Relu", "MatMul", "Neg", "TwellMlp"]
     assert [layer.reason for layer in layers_of(model, "none")] == ["--layers none"] * 2
     with pytest.raises(UserError, match="matches no feed-forward block"):
@@ -452,7 +457,7 @@ def test_blocks_that_share_their_weights() -> None:
     for _ in range(2):
         y = make.node("MatMul", make.node("Relu", make.node("MatMul", make.node("Neg", y), weights[0])), weights[1])
     found = find_onnx_blocks(make.model(y), torch.bfloat16, "auto")
-    rewritten = rewrite_onnx(found, 8)
+    rewritten = rewrite(found, 8)
     assert [node.op_type for node in rewritten.graph.node] == ["Neg", "TwellMlp"] * 2
     assert len(rewritten.graph.initializer) == 2
 
@@ -463,14 +468,14 @@ def test_weights_that_overflow_float16() -> None:
         onnx.numpy_helper.from_array(np.full((D_MODEL, D_FF), 1e6, np.float32), "mlp.gate.weight")
     )
     with pytest.raises(UserError, match=r"initializer mlp\.gate\.weight: its values overflow float16"):
-        rewrite_onnx(find_onnx_blocks(model, torch.float16, "auto"), 8)
+        rewrite(find_onnx_blocks(model, torch.float16, "auto"), 8)
 
 
 def test_the_model_itself_is_left_alone() -> None:
     model = gated("fp32", biases=True)
     before = model.SerializeToString(deterministic=True)
     found = find_onnx_blocks(model, torch.bfloat16, "auto")
-    rewrite_onnx(found, 8)
+    rewrite(found, 8)
     lower_onnx(found)
     widen_onnx(model)
     assert model.SerializeToString(deterministic=True) == before
@@ -482,7 +487,7 @@ def test_a_rewritten_node_computes_the_torch_op() -> None:
     x = torch.randn(2, 3, D_MODEL).half()
     up, down = (torch.tensor(onnx.numpy_helper.to_array(tensor)) for tensor in model.graph.initializer)
     expected = MLP(x, up.t().contiguous(), None, down, None, None, "relu", 0.0, 8)
-    rewritten = rewrite_onnx(find_onnx_blocks(model, torch.bfloat16, "auto"), 8)
+    rewritten = rewrite(find_onnx_blocks(model, torch.bfloat16, "auto"), 8)
     assert torch.equal(evaluate(rewritten, x), expected)
 
 
@@ -550,7 +555,7 @@ def assert_lowered(model: onnx.ModelProto) -> tuple[OnnxBlocks, onnx.ModelProto]
     assert found.folds
     lowered, x = lower_onnx(found), torch.randn(2, 3, D_MODEL).bfloat16()
     truth = evaluate(widen_onnx(model), x.double())
-    for made in (lowered, rewrite_onnx(found)):
+    for made in (lowered, rewrite(found)):
         assert_as_accurate(evaluate(made, x), evaluate(model, x), truth)
     return found, lowered
 

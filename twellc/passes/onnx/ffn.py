@@ -15,19 +15,18 @@ Blocks are found, and refused, by the same matcher as in PyTorch programs (`find
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import onnx
-import onnx_graphsurgeon as gs
+import onnx_ir
+import onnx_ir.passes.common
 import torch
-from onnx_graphsurgeon.logger import G_LOGGER
 from torch.fx import Node
 
-from twellc.base.arrays import to_numpy, to_torch
+from twellc.base.arrays import to_torch
 from twellc.base.dtypes import BY_NAME, dtype_name
 from twellc.base.errors import UserError, first_line
 from twellc.passes.decide import Advise, decide, options_of
@@ -37,8 +36,15 @@ from twellc.passes.fp8 import Wish, both_forms, fp8_of, judge, said_dequantised
 from twellc.passes.graph.program import free_name
 from twellc.passes.match.find_ffn import FfnBlock, find_blocks
 from twellc.passes.match.linear import Weight
-from twellc.passes.onnx.carry import carry
-from twellc.passes.onnx.graph import Shadow, constant_values, in_fp8, names_in_fp8, shadow_of
+from twellc.passes.onnx.graph import (
+    Shadow,
+    constant,
+    constant_values,
+    graphs_in,
+    in_fp8,
+    names_in_fp8,
+    shadow_of,
+)
 from twellc.passes.precision import convert
 from twellc.passes.report import Layer, reads_fp8
 from twellc.passes.rewrite_ffn import arranged_copy, weights_of
@@ -49,10 +55,10 @@ from twellc.plugins.onnx_node import node_attributes
 
 # Initializers above this size take no part in shape inference, which would copy them.
 _SMALL = 1024
-_SCOPES = "pkg.torch.onnx.name_scopes"
 _FIRST_WITH_E4M3 = 9  # of the versions of the format
 # Of nodes that stand for blocks as dense FP8 computes them; `twellc check` alone knows them.
 DENSE_FP8 = "twell.dense_fp8"
+_Operands: TypeAlias = "Operands[onnx_ir.Value]"
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,7 @@ def find_onnx_blocks(
     (_, shadow), blocks = _open(model)
 
     def name(node: Node) -> str:
-        return shadow.tensors[node].name if node in shadow.tensors else node.name
+        return str(shadow.tensors[node].name) if node in shadow.tensors else node.name
 
     ends = [
         Ends(name(block.x), name(block.residual.other) if block.residual else None, name(block.y)) for block in blocks
@@ -133,7 +139,7 @@ def find_onnx_blocks(
     return OnnxBlocks(model, blocks, decisions, ends, casts, folds, dequantised)
 
 
-def rewrite_onnx(found: OnnxBlocks, compression: int | None = None) -> onnx.ModelProto:
+def rewrite_onnx(found: OnnxBlocks, compression: int | None = None) -> onnx_ir.Model:
     """Return the model with `twell` nodes in place of the blocks that were decided to be rewritten.
 
     Args:
@@ -144,11 +150,11 @@ def rewrite_onnx(found: OnnxBlocks, compression: int | None = None) -> onnx.Mode
         UserError: A weight does not fit into float16.
     """
 
-    def make(block: FfnBlock, layer: Layer, operands: Operands[gs.Tensor], y: gs.Tensor, _: Any) -> list[gs.Node]:
+    def make(block: FfnBlock, layer: Layer, operands: _Operands, y: onnx_ir.Value, emit: _Emitter) -> None:
         op_type = operands.variant.node
-        attributes = node_attributes(operands, options_of(block, layer, compression))
-        inputs = list(operands.named().values())
-        return [gs.Node(op_type, f"{block.module}/{op_type}", attributes, inputs, [y], domain=PLUGIN_NAMESPACE)]
+        attributes: dict[str, Any] = node_attributes(operands, options_of(block, layer, compression))
+        inputs = operands.named().values()
+        emit(op_type, *inputs, out=y, domain=PLUGIN_NAMESPACE, name=f"{block.module}/{op_type}", **attributes)
 
     return _replace(found, make, always=True)
 
@@ -164,30 +170,21 @@ def lower_onnx(found: OnnxBlocks, dense_fp8: bool = False) -> onnx.ModelProto:
             form of `twell` nodes.
     """
 
-    def make(
-        block: FfnBlock, layer: Layer, operands: Operands[gs.Tensor], y: gs.Tensor, temporary: Callable[[], gs.Tensor]
-    ) -> list[gs.Node]:
+    def make(block: FfnBlock, layer: Layer, operands: _Operands, y: onnx_ir.Value, emit: _Emitter) -> None:
         if not dense_fp8 or not operands.scales():
-            return _plain_nodes(block, operands, y, temporary)
-        op_type, inputs = operands.variant.node, list(operands.named().values())
-        attributes = node_attributes(operands, options_of(block, layer, None))
-        return [gs.Node(op_type, f"{y.name}/{op_type}", attributes, inputs, [y], domain=DENSE_FP8)]
+            _emit_plain(block, operands, y, emit)
+            return
+        op_type, inputs = operands.variant.node, operands.named().values()
+        attributes: dict[str, Any] = node_attributes(operands, options_of(block, layer, None))
+        emit(op_type, *inputs, out=y, domain=DENSE_FP8, **attributes)
 
-    return _replace(found, make, always=False)
+    return onnx_ir.serde.serialize_model(_replace(found, make, always=False))
 
 
-def _plain_nodes(
-    block: FfnBlock, operands: Operands[gs.Tensor], y: gs.Tensor, temporary: Callable[[], gs.Tensor]
-) -> list[gs.Node]:
-    """Return plain operators that compute y of a block."""
-    nodes: list[gs.Node] = []
+def _emit_plain(block: FfnBlock, operands: _Operands, y: onnx_ir.Value, emit: _Emitter) -> None:
+    """Emit plain operators that compute y of a block."""
 
-    def emit(op: str, *inputs: gs.Tensor, out: gs.Tensor | None = None, **attributes: Any) -> gs.Tensor:
-        result = temporary() if out is None else out
-        nodes.append(gs.Node(op, f"{result.name}/{op}", attributes, list(inputs), [result]))
-        return result
-
-    def project(x: Any, weight: Any, bias: Any, stored_in_out: bool, out: gs.Tensor | None = None) -> gs.Tensor:
+    def project(x: Any, weight: Any, bias: Any, stored_in_out: bool, out: onnx_ir.Value | None = None) -> onnx_ir.Value:
         matrix = weight if stored_in_out else emit("Transpose", weight, perm=[1, 0])
         product = emit("MatMul", x, matrix, out=out if bias is None else None)
         return product if bias is None else emit("Add", product, bias, out=out)
@@ -195,8 +192,8 @@ def _plain_nodes(
     given = operands.named()
     for name in operands.scales():
         of = name.removesuffix("_scale")
-        matrix = Fp8(*(to_torch(each.values) for each in (given[of], given.pop(name))))
-        exact = gs.Constant(f"{y.name}/{of}", to_numpy(matrix.dequantize(torch.float64)))
+        matrix = Fp8(*(_tensor(each) for each in (given[of], given.pop(name))))
+        exact = constant(f"{y.name}/{of}", matrix.dequantize(torch.float64))
         given[of] = emit("Cast", exact, to=BY_NAME[dtype_name(block.dtype)].onnx)
     operands = Operands(**given)
     x = operands.x
@@ -205,9 +202,9 @@ def _plain_nodes(
         wide = emit("Cast", z, to=onnx.TensorProto.FLOAT)
         stored = torch.tensor(block.threshold)
         if operands.thresholds is not None:
-            stored = to_torch(operands.thresholds.values).clamp_min(0)
-        threshold = gs.Constant(f"{y.name}/threshold", to_numpy(stored))
-        zero = gs.Constant(f"{y.name}/zero", to_numpy(torch.zeros((), dtype=block.dtype)))
+            stored = _tensor(operands.thresholds).clamp_min(0)
+        threshold = constant(f"{y.name}/threshold", stored)
+        zero = constant(f"{y.name}/zero", torch.zeros((), dtype=block.dtype))
         hidden = emit("Where", emit("Greater", wide, threshold), z, zero)
     else:
         hidden = emit("Relu", z)
@@ -220,7 +217,6 @@ def _plain_nodes(
         project(hidden, operands.w_down, operands.b_down, True, out=y)
     else:
         emit("Add", operands.residual, project(hidden, operands.w_down, operands.b_down, True), out=y)
-    return nodes
 
 
 def fp8_weights(found: OnnxBlocks) -> list[tuple[WeightOperands[torch.Tensor], WeightOperands[torch.Tensor]] | None]:
@@ -244,47 +240,42 @@ def _stored(shadow: Shadow) -> Callable[[Weight], Fp8 | None]:
 
 
 def _values(shadow: Shadow, weight: Weight) -> torch.Tensor:
-    values = constant_values(shadow.tensors[weight.node])
+    return _tensor(shadow.tensors[weight.node]).reshape(weight.node.meta["val"].shape)
+
+
+def _tensor(value: onnx_ir.Value) -> torch.Tensor:
+    """Return the values of a constant."""
+    values = constant_values(value)
     assert values is not None
-    return to_torch(values).reshape(weight.node.meta["val"].shape)
+    return to_torch(values)
 
 
-def _open(model: onnx.ModelProto) -> tuple[tuple[gs.Graph, Shadow], list[FfnBlock]]:
-    G_LOGGER.severity = G_LOGGER.CRITICAL
+def _open(model: onnx.ModelProto) -> tuple[tuple[onnx_ir.Model, Shadow], list[FfnBlock]]:
     try:
         inferred = onnx.shape_inference.infer_shapes(skeleton(model), data_prop=True)
     except (onnx.shape_inference.InferenceError, MemoryError) as error:
         what = f"its shapes contradict themselves ({first_line(error)})"
         raise UserError("ONNX model", what, fix="Export it again.") from error
-    graph = gs.import_onnx(model)
-    graph.import_domains = list(model.opset_import)  # it is the model's own, and grows with the first twell node
-    tensors = graph.tensors()
-    for tensor in tensors.values():
-        if isinstance(tensor, gs.Variable) and tensor.type != "tensor_type":
-            tensor.dtype = tensor.shape = None  # a sequence, say
-    for value in (*inferred.graph.value_info, *inferred.graph.output):
-        tensor, kind = tensors.get(value.name), value.type.tensor_type
-        if isinstance(tensor, gs.Variable) and value.type.HasField("tensor_type") and kind.elem_type:
-            tensor.dtype = kind.elem_type
-            if kind.HasField("shape"):
-                tensor.shape = [
-                    dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in kind.shape.dim
-                ]
-    modules = _modules(model)
-    shadow, blocks = _blocks_of(graph, modules)
+    opened = onnx_ir.serde.deserialize_model(model)
+    values = {value.name: value for node in opened.graph for value in node.outputs}
+    for info in (*inferred.graph.value_info, *inferred.graph.output):
+        if info.name in values and info.type.tensor_type.elem_type:
+            values[info.name].type = onnx_ir.serde.deserialize_type_proto_for_type(info.type)
+            values[info.name].shape = onnx_ir.serde.deserialize_type_proto_for_shape(info.type)
+    shadow, blocks = _blocks_of(opened.graph)
     names = {block.module for block in blocks}
-    for where, inner in _inner_graphs(graph):
-        inner_shadow, found = _blocks_of(inner, modules)
+    for where, inner in _inner_graphs(opened.graph):
+        inner_shadow, found = _blocks_of(inner)
         shadow.tensors |= inner_shadow.tensors
         for block in found:
             module = free_name(block.module, names, "#")
             names.add(module)
             blocks.append(replace(block, module=module, refusal=f"it is in a graph of {where}", residual=None))
-    return (graph, shadow), blocks
+    return (opened, shadow), blocks
 
 
-def _blocks_of(graph: gs.Graph, modules: dict[str, str]) -> tuple[Shadow, list[FfnBlock]]:
-    shadow = shadow_of(graph, modules)
+def _blocks_of(graph: onnx_ir.Graph) -> tuple[Shadow, list[FfnBlock]]:
+    shadow = shadow_of(graph)
     fold_weights_in(shadow)
     fold_constants_in(shadow)
     blocks = []
@@ -303,24 +294,11 @@ def _is_folded(block: FfnBlock, shadow: Shadow) -> bool:
     return any(weight.node in shadow.computed for weight in weights)
 
 
-def _inner_graphs(graph: gs.Graph) -> Iterator[tuple[str, gs.Graph]]:
-    """Yield the graphs in nodes, such as branches, with what has them."""
-    for node in graph.nodes:
-        for inner in node.attrs.values():
-            if isinstance(inner, gs.Graph):
-                yield f"the {node.op} {node.name or node.outputs[0].name}", inner
-                yield from _inner_graphs(inner)
-
-
-def _modules(model: onnx.ModelProto) -> dict[str, str]:
-    """Return the module paths that torch.onnx notes at its nodes: the last scope but one, the last is the operator."""
-    modules = {}
-    for node in model.graph.node:
-        scopes = next((entry.value for entry in node.metadata_props if entry.key == _SCOPES), "")
-        names = re.findall(r"'([^']*)'", scopes)
-        if len(names) > 1 and node.output:
-            modules[node.output[0]] = names[-2]
-    return modules
+def _inner_graphs(graph: onnx_ir.Graph) -> Iterator[tuple[str, onnx_ir.Graph]]:
+    """Yield the graphs in nodes, and in theirs, with what has them."""
+    for where, inner in (each for node in graph for each in graphs_in(node)):
+        yield where, inner
+        yield from _inner_graphs(inner)
 
 
 def skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -341,13 +319,35 @@ def skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
     return light
 
 
-# Makes the nodes of a block from what was decided of it, its operands and y. Gets a factory of temporary tensors.
-_Make = Callable[[FfnBlock, Layer, Operands[gs.Tensor], gs.Tensor, Callable[[], gs.Tensor]], list[gs.Node]]
+class _Emitter:
+    """Makes the nodes that compute a block."""
+
+    def __init__(self, constants: _Constants, stem: str) -> None:
+        self.nodes: list[onnx_ir.Node] = []
+        self._constants, self._stem = constants, stem
+
+    def tensor(self) -> onnx_ir.Value:
+        """Return a new tensor."""
+        return onnx_ir.val(self._constants.unique(self._stem))
+
+    def __call__(
+        self, op: str, *inputs: onnx_ir.Value, out: onnx_ir.Value | None = None, domain: str = "", name: str = "",
+        **attributes: Any,
+    ) -> onnx_ir.Value:  # fmt: skip
+        """Add a node, and return its output: `out`, or a new tensor."""
+        result = out or self.tensor()
+        name = name or f"{result.name}/{op}"
+        self.nodes.append(onnx_ir.node(op, inputs, attributes, domain=domain, outputs=[result], name=name))
+        return result
 
 
-def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto:
-    (graph, shadow), blocks = _open(found.model)
-    constants = _Constants(graph, shadow)
+# Emits the nodes of a block from what was decided of it, its operands and y.
+_Make = Callable[[FfnBlock, Layer, _Operands, onnx_ir.Value, _Emitter], None]
+
+
+def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx_ir.Model:
+    (model, shadow), blocks = _open(found.model)
+    graph, constants = model.graph, _Constants(model.graph, shadow)
     for found_block, judged, layer in zip(blocks, found.blocks, found.layers, strict=True):
         casts = found_block.dtype != judged.dtype
         changes = casts or reads_fp8(judged.weights) or _is_folded(found_block, shadow)
@@ -360,38 +360,38 @@ def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx.ModelProto
         place = functools.partial(constants.arranged, dtype=block.dtype, fp8=matrices)
         weights = WeightOperands(**{**weights_of(block, place).named(), **matrices})
         operands = weights.of(shadow.tensors[block.x], residual)
-        position = next(index for index, node in enumerate(graph.nodes) if node is y.inputs[0])
-        y.inputs.clear()
-        nodes: list[gs.Node] = []
-        result = y
-
-        def temporary(stem: str = f"{y.name}/twell") -> gs.Tensor:
-            return gs.Variable(constants.unique(stem))
-
+        emit, new = _Emitter(constants, f"{y.name}/twell"), onnx_ir.val(y.name)
         if casts:
-            low, result = temporary(), temporary()
-            nodes.append(_cast(operands.x, low, block.dtype))
-            operands = replace(operands, x=low)
-        nodes += make(block, layer, operands, result, temporary)
-        if casts:
-            nodes.append(_cast(result, y, found_block.dtype))
-        graph.nodes[position:position] = nodes
-    graph.cleanup(recurse_subgraphs=False)
-    exported: onnx.ModelProto = gs.export_onnx(graph, do_type_check=False)
-    carry(found.model, exported)
+            low = emit("Cast", operands.x, to=BY_NAME[dtype_name(block.dtype)].onnx)
+            result = emit.tensor()
+            make(block, layer, replace(operands, x=low), result, emit)
+            emit("Cast", result, out=new, to=BY_NAME[dtype_name(found_block.dtype)].onnx)
+        else:
+            make(block, layer, operands, new, emit)
+        before = y.producer()
+        assert before is not None
+        onnx_ir.convenience.replace_nodes_and_values(graph, before, [], emit.nodes, [y], [new])
+        for node in emit.nodes:
+            model.opset_imports.setdefault(node.domain, 1)
+            for each in node.inputs:
+                if each is not None and each.const_value is not None and each.name not in graph.initializers:
+                    graph.register_initializer(each)
+    onnx_ir.passes.common.RemoveUnusedNodesPass()(model)
     if found.fp8:
-        exported.ir_version = max(exported.ir_version, _FIRST_WITH_E4M3)
-    return exported
+        model.ir_version = max(model.ir_version, _FIRST_WITH_E4M3)
+    return model
 
 
 class _Constants:
     """The constants of weights as nodes read them. Weights that blocks share have one."""
 
-    def __init__(self, graph: gs.Graph, shadow: Shadow) -> None:
+    def __init__(self, graph: onnx_ir.Graph, shadow: Shadow) -> None:
         self._shadow = shadow
-        self._arranged: dict[tuple[str, Any, bool, torch.dtype], gs.Tensor] = {}
-        self._fp8: dict[tuple[Any, ...], dict[str, gs.Tensor]] = {}
-        self._taken = {*graph.tensors(), *(tensor.name for tensor in shadow.tensors.values())}
+        self._arranged: dict[tuple[Any, ...], onnx_ir.Value] = {}
+        self._fp8: dict[tuple[Any, ...], dict[str, onnx_ir.Value]] = {}
+        computed = (value for node in graph.all_nodes() for value in node.outputs)
+        known = (*graph.inputs, *graph.initializers.values(), *computed, *shadow.tensors.values())
+        self._taken = {str(value.name) for value in known}
 
     def unique(self, name: str) -> str:
         """Return a name that no tensor has, and take it."""
@@ -399,7 +399,7 @@ class _Constants:
         self._taken.add(result)
         return result
 
-    def in_fp8(self, block: FfnBlock) -> dict[str, gs.Tensor]:
+    def in_fp8(self, block: FfnBlock) -> dict[str, onnx_ir.Value]:
         """Return the matrices and scales of a block that is read in FP8, by name."""
         shadow = self._shadow
         weights = weights_of(block, lambda weight, _: weight).named()
@@ -409,19 +409,21 @@ class _Constants:
             for name, values in fp8_of(block, _stored(shadow), functools.partial(_values, shadow), None).items():
                 stem = shadow.tensors[weights[name.removesuffix("_scale")].node].name
                 suffix = "scale" if name in SCALES else "e4m3"
-                made[name] = gs.Constant(self.unique(f"{stem}_{suffix}"), to_numpy(values))
+                made[name] = constant(self.unique(f"{stem}_{suffix}"), values)
             self._fp8[key] = made
         return self._fp8[key]
 
-    def arranged(self, weight: Weight, role: TensorField, dtype: torch.dtype, fp8: dict[str, gs.Tensor]) -> gs.Tensor:
+    def arranged(
+        self, weight: Weight, role: TensorField, dtype: torch.dtype, fp8: dict[str, onnx_ir.Value]
+    ) -> onnx_ir.Value:
         """Return that of a weight as the node reads it; `fp8` has those of a block that is read in FP8."""
         if role.name in fp8:
             return fp8[role.name]
         tensor, in_out = self._shadow.tensors[weight.node], role.in_out
         dtype = torch.float32 if role.name in FLOAT32 else dtype
         dims = weight.node.meta["val"].dim()
-        same = weight.in_out == in_out and weight.rows is None and dims == len(tensor.shape) and dims <= 2
-        if same and weight.node.meta["val"].dtype == dtype and isinstance(tensor, gs.Constant):
+        same = weight.in_out == in_out and weight.rows is None and dims == len(tensor.shape or ()) and dims <= 2
+        if same and weight.node.meta["val"].dtype == dtype and tensor.const_value is not None:
             return tensor
         key = (tensor.name, (weight.rows, weight.in_out), in_out, dtype)
         if key not in self._arranged:
@@ -430,9 +432,5 @@ class _Constants:
             if not same:
                 suffix, values = arranged_copy(values, weight, in_out)
             name = self.unique(f"{tensor.name}{suffix}")
-            self._arranged[key] = gs.Constant(name, to_numpy(convert(values, dtype, f"initializer {tensor.name}")))
+            self._arranged[key] = constant(name, convert(values, dtype, f"initializer {tensor.name}"))
         return self._arranged[key]
-
-
-def _cast(source: gs.Tensor, target: gs.Tensor, dtype: torch.dtype) -> gs.Node:
-    return gs.Node("Cast", f"{target.name}/Cast", {"to": BY_NAME[dtype_name(dtype)].onnx}, [source], [target])
