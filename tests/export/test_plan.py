@@ -13,7 +13,7 @@ from torch.export import Dim
 from tests.models import Gated, Plain, Residual, canonical, rewrite
 from twellc.base.errors import UserError
 from twellc.export.onnx_export import export_onnx, save_onnx
-from twellc.export.plan import Plan, Tensor, build_plan
+from twellc.export.plan import Plan, PlanTensor, build_plan
 from twellc.export.refused_nodes import COLLECTIVE, TENSORRT_DOMAIN, RefusedNode, cure, describe
 from twellc.export.shapes import ShapeProfile, ShapeRange
 
@@ -54,10 +54,10 @@ def test_one_block(module: nn.Module, dtype: torch.dtype, tmp_path: Path) -> Non
     path, phases = save(module, tmp_path / "m.onnx", dtype), list[str]()
     plan = build(path, SMALL, progress=phases.append)
     name = {BF16: "bf16", FP16: "half"}[dtype]
-    assert plan.inputs == [Tensor("x", name, (-1, 16))]
-    assert plan.outputs == [Tensor("y", name, (-1, 24 if isinstance(module, Gated) and dtype == FP16 else 16))]
+    assert plan.inputs == [PlanTensor("x", name, [-1, 16])]
+    assert plan.outputs == [PlanTensor("y", name, [-1, 24 if isinstance(module, Gated) and dtype == FP16 else 16])]
     assert len(plan.plugin_layers) == 1
-    assert plan.backend["name"] == "tensorrt-rtx"
+    assert plan.backend.name == "tensorrt-rtx"
     assert (tmp_path / "m.plan").stat().st_size > 1000
     assert phases
 
@@ -78,7 +78,7 @@ def test_any_rank(shape: tuple[int, ...], tmp_path: Path) -> None:
     path = save(Gated(), tmp_path / "m.onnx", BF16, shape)
     dims = [(size, *shape[1:]) for size in (1, 2, 8)] if len(shape) > 1 else [shape] * 3
     plan = build(path, profile(*dims))
-    assert plan.inputs[0].shape == ((-1, *shape[1:]) if len(shape) > 1 else shape)
+    assert plan.inputs[0].shape == ([-1, *shape[1:]] if len(shape) > 1 else list(shape))
     assert len(plan.plugin_layers) == 1
 
 

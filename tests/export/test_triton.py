@@ -13,7 +13,7 @@ from google.protobuf import text_format
 from tests.processes import TWELLC, environment
 from tests.runtimes import install
 from twellc.base.errors import UserError
-from twellc.export.plan import Plan, Tensor
+from twellc.export.plan import Backend, Plan, PlanTensor
 from twellc.export.triton import model_config, model_folder
 from twellc.plugins.registration import how_to_register
 
@@ -35,8 +35,8 @@ def parse(schema: Any, text: str) -> Any:
     return text_format.Parse(text, schema.ModelConfig())
 
 
-def plan(*tensors: Tensor) -> Plan:
-    return Plan({"name": "tensorrt", "version": "10"}, list(tensors[:-1]), [tensors[-1]], ["mlp"])
+def plan(*tensors: PlanTensor) -> Plan:
+    return Plan(Backend("tensorrt", "10"), list(tensors[:-1]), [tensors[-1]], ["mlp"])
 
 
 def test_types_and_shapes(schema: Any) -> None:
@@ -44,8 +44,8 @@ def test_types_and_shapes(schema: Any) -> None:
         "float": "FP32", "half": "FP16", "bf16": "BF16", "int8": "INT8", "int32": "INT32", "int64": "INT64",
         "uint8": "UINT8", "bool": "BOOL",
     }  # fmt: skip
-    inputs = [Tensor(f"in_{name}", name, (-1, 8)) for name in types]
-    config = parse(schema, model_config("m", plan(*inputs, Tensor("scalar", "half", ())), 1, None))
+    inputs = [PlanTensor(f"in_{name}", name, [-1, 8]) for name in types]
+    config = parse(schema, model_config("m", plan(*inputs, PlanTensor("scalar", "half", [])), 1, None))
     assert (config.name, config.backend, config.max_batch_size) == ("m", "tensorrt", 0)
     found = {each.name: schema.DataType.Name(each.data_type) for each in config.input}
     assert found == {f"in_{name}": f"TYPE_{triton}" for name, triton in types.items()}
@@ -59,18 +59,18 @@ def test_types_and_shapes(schema: Any) -> None:
 
 def test_a_type_that_triton_does_not_have() -> None:
     with pytest.raises(UserError, match="--triton: Triton has no tensors of this type; got x in fp8"):
-        model_config("m", plan(Tensor("x", "fp8", (8,)), Tensor("y", "half", (8,))), 1, None)
+        model_config("m", plan(PlanTensor("x", "fp8", [8]), PlanTensor("y", "half", [8])), 1, None)
 
 
 def test_every_profile_is_in_one_instance(schema: Any) -> None:
-    tensors = Tensor("x", "bf16", (-1, 8)), Tensor("y", "bf16", (-1, 8))
+    tensors = PlanTensor("x", "bf16", [-1, 8]), PlanTensor("y", "bf16", [-1, 8])
     config = parse(schema, model_config("m", plan(*tensors), 3, None))
     (group,) = config.instance_group
     assert (group.count, group.kind, list(group.profile)) == (1, group.KIND_GPU, ["0", "1", "2"])
 
 
 def test_several_gpus(schema: Any) -> None:
-    tensors = Tensor("x", "bf16", (-1, 8)), Tensor("y", "bf16", (-1, 8))
+    tensors = PlanTensor("x", "bf16", [-1, 8]), PlanTensor("y", "bf16", [-1, 8])
     config = parse(schema, model_config("m", plan(*tensors), 1, None, ranks=4))
     (group,) = config.instance_group
     assert (group.count, group.kind) == (1, group.KIND_MODEL)
@@ -81,12 +81,12 @@ def test_several_gpus(schema: Any) -> None:
 
 def test_names_are_quoted(schema: Any) -> None:
     name = 'a"b\\c\nd'
-    tensors = Tensor(name, "bf16", (8,)), Tensor("y", "bf16", (8,))
+    tensors = PlanTensor(name, "bf16", [8]), PlanTensor("y", "bf16", [8])
     assert parse(schema, model_config("m", plan(*tensors), 1, None)).input[0].name == name
 
 
 def test_cure_is_named_where_plugins_are_needed() -> None:
-    tensors = Tensor("x", "bf16", (8,)), Tensor("y", "bf16", (8,))
+    tensors = PlanTensor("x", "bf16", [8]), PlanTensor("y", "bf16", [8])
     register = how_to_register("m.plan", "tensorrt", ["TwellMlp"], ["libother.so"])
     cure = "tritonserver '--backend-config=tensorrt,plugins=libtwell_plugins.so;libother.so'"
     assert cure in model_config("m", plan(*tensors), 1, register)

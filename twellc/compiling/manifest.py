@@ -7,22 +7,22 @@ import itertools
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
 
 from twellc.base.caches import KeyValueCache
 from twellc.base.errors import UserError
 from twellc.base.files import digest, read_file
-from twellc.base.records import OPTIONAL, Count, Range, Record, of_json, parse_json
+from twellc.base.records import OPTIONAL, Count, Record, of_json, parse_json
 from twellc.base.version import __version__
 from twellc.compiling.settings import Settings
 from twellc.compiling.summary import TranslationSummary
-from twellc.export.plan import Plan
-from twellc.export.shapes import LARGEST_SIZE, ShapeProfile
+from twellc.export.plan import Backend, Plan, PlanTensor
+from twellc.export.shapes import ShapeProfile
 from twellc.export.tensorrt_host import python_module
 from twellc.options.commands import CompileOptions
 from twellc.passes.report import Attention, Layer, Linear
 from twellc.passes.sizes.relations import SizeRelation
 from twellc.plugins.library import PLUGIN_NAMESPACE, PLUGIN_VERSION
+from twellc.plugins.other_libraries import PluginLibrary
 from twellc.plugins.registration import how_to_register
 
 SCHEMA = 3
@@ -34,15 +34,6 @@ class ModelFile(Record):
 
     name: str
     kind: str
-    sha256: str
-
-
-@dataclass(frozen=True)
-class PluginLibrary(Record):
-    """A plugin library of other people: the plugins that it brings, and name and SHA-256 of its file."""
-
-    names: list[str]
-    file: str
     sha256: str
 
 
@@ -64,23 +55,6 @@ class OnnxFile(Record):
 
     file: str | None
     sha256: str
-
-
-@dataclass(frozen=True)
-class Backend(Record):
-    """The TensorRT that built a plan."""
-
-    name: str
-    version: str
-
-
-@dataclass(frozen=True)
-class PlanTensor(Record):
-    """An input or output of a plan; -1 stands for a dynamic dimension."""
-
-    name: str
-    dtype: str
-    shape: list[Annotated[int, Range(-1, LARGEST_SIZE)]]
 
 
 @dataclass(frozen=True)
@@ -202,8 +176,7 @@ def make_manifest(
     plan_records = [_plan_file(plan, file) for plan, file in plans]
     if plans and options.output is not None:
         plan = plans[0][0]
-        backend = Backend(**plan.backend)
-        libraries = [PluginLibrary(each.names, each.file, each.sha256) for each in plan.libraries] or None
+        backend, libraries = plan.backend, plan.libraries or None
         if used or libraries:
             module = python_module(backend.name)
             assert module is not None  # it built the plan
@@ -238,11 +211,7 @@ def make_manifest(
 
 
 def _plan_file(plan: Plan, file: Path) -> PlanFile:
-    inputs, outputs = (
-        [PlanTensor(tensor.name, tensor.dtype, list(tensor.shape)) for tensor in tensors]
-        for tensors in (plan.inputs, plan.outputs)
-    )
-    return PlanFile(file.name, file.stat().st_size, digest(file), inputs, outputs, plan.plugin_layers)
+    return PlanFile(file.name, file.stat().st_size, digest(file), plan.inputs, plan.outputs, plan.plugin_layers)
 
 
 def read_manifest(plan: Path) -> Manifest:

@@ -5,26 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from twellc.base.errors import UserError
 from twellc.base.files import external_data
+from twellc.base.records import Range, Record
 from twellc.export.mapped_file import pages_given_back
 from twellc.export.refused_nodes import RefusedNode, cure, describe, nodes_of
-from twellc.export.shapes import ShapeProfile
+from twellc.export.shapes import LARGEST_SIZE, ShapeProfile
 from twellc.export.tensorrt_host import Host, create_network, load_host, make_logger, write_plan
 from twellc.plugins.library import PLUGIN_NAMESPACE, attention_library_path
-from twellc.plugins.other_libraries import OtherLibrary, register_libraries
+from twellc.plugins.other_libraries import PluginLibrary, register_libraries
 from twellc.plugins.registration import register
 
 
 @dataclass(frozen=True)
-class Tensor:
+class Backend(Record):
+    """The TensorRT that built a plan."""
+
+    name: str
+    version: str
+
+
+@dataclass(frozen=True)
+class PlanTensor(Record):
     """An input or output of a plan; -1 stands for a dynamic dimension."""
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: list[Annotated[int, Range(-1, LARGEST_SIZE)]]
 
 
 @dataclass(frozen=True)
@@ -32,18 +41,18 @@ class Plan:
     """A built plan.
 
     Attributes:
-        backend: Name and version of the TensorRT that built it.
+        backend: The TensorRT that built it.
         inputs: Its input tensors.
         outputs: Its output tensors.
         plugin_layers: Names of its plugin layers.
         libraries: Other people's plugin libraries that were registered for it.
     """
 
-    backend: dict[str, str]
-    inputs: list[Tensor]
-    outputs: list[Tensor]
+    backend: Backend
+    inputs: list[PlanTensor]
+    outputs: list[PlanTensor]
     plugin_layers: list[str]
-    libraries: list[OtherLibrary] = field(default_factory=list)
+    libraries: list[PluginLibrary] = field(default_factory=list)
 
 
 def check_builder(
@@ -147,7 +156,7 @@ def build_plan(
             fix="If a shape is to blame, change --optimization-profile.",
         )  # fmt: skip
     return Plan(
-        backend={"name": host.name, "version": host.version},
+        backend=Backend(host.name, host.version),
         inputs=[_describe(network.get_input(i)) for i in range(network.num_inputs)],
         outputs=[_describe(network.get_output(i)) for i in range(network.num_outputs)],
         plugin_layers=plugin_layers,
@@ -221,8 +230,8 @@ def _refusal(host: Host, onnx_path: Path, errors: list[Any], messages: list[str]
     )  # fmt: skip
 
 
-def _describe(tensor: Any) -> Tensor:
-    return Tensor(tensor.name, tensor.dtype.name.lower(), tuple(tensor.shape))
+def _describe(tensor: Any) -> PlanTensor:
+    return PlanTensor(tensor.name, tensor.dtype.name.lower(), list(tensor.shape))
 
 
 def _monitor(host: Host, progress: Callable[[str], None]) -> Any:

@@ -12,7 +12,7 @@ from twellc.base.errors import UserError
 from twellc.base.version import __version__
 
 if TYPE_CHECKING:
-    from twellc.export.plan import Plan, Tensor
+    from twellc.export.plan import Plan, PlanTensor
 
 CONFIG_NAME = "config.pbtxt"
 PLAN_NAME = "model.plan"
@@ -65,7 +65,7 @@ def model_config(name: str, plan: Plan, profiles: int, register: dict[str, str] 
     return "\n".join(lines) + "\n"
 
 
-def _tensor(kind: str, tensor: Tensor) -> str:
+def _tensor(kind: str, tensor: PlanTensor) -> str:
     # Triton has no tensors of rank 0, but gives the engine another shape than the client's.
     shape = tensor.shape or (1,)
     reshape = "" if tensor.shape else " reshape { shape: [ ] }"

@@ -11,6 +11,7 @@ from typing import Any
 
 from twellc.base.errors import UserError
 from twellc.base.files import digest
+from twellc.base.records import Record
 from twellc.plugins.elf import expected_size
 
 OPTION = "--plugin-library"
@@ -19,18 +20,12 @@ _ENTRY_POINTS = (("getCreators", "getPluginCreators"), ("setLoggerFinder",))
 
 
 @dataclass(frozen=True)
-class OtherLibrary:
-    """A plugin library that was registered.
+class PluginLibrary(Record):
+    """A plugin library of other people: the plugins that it brings, and name and SHA-256 of its file."""
 
-    Attributes:
-        file: The file name.
-        sha256: The SHA-256 of the file.
-        names: The plugins in it, sorted.
-    """
-
+    names: list[str]
     file: str
     sha256: str
-    names: list[str]
 
 
 def check_libraries(paths: tuple[Path, ...]) -> None:
@@ -52,7 +47,7 @@ def check_libraries(paths: tuple[Path, ...]) -> None:
             raise UserError(where, "is given twice", fix="Leave one out.")
 
 
-def register_libraries(module: ModuleType, version: str, paths: list[Path]) -> list[OtherLibrary]:
+def register_libraries(module: ModuleType, version: str, paths: list[Path]) -> list[PluginLibrary]:
     """Register plugin libraries in a TensorRT, which runs their code.
 
     Args:
@@ -67,7 +62,7 @@ def register_libraries(module: ModuleType, version: str, paths: list[Path]) -> l
 
 
 @functools.cache  # TensorRT takes a library only once
-def _register(module: ModuleType, version: str, path: Path) -> OtherLibrary:
+def _register(module: ModuleType, version: str, path: Path) -> PluginLibrary:
     where = f"{OPTION} {path}"
     registry: Any = getattr(module, "get_plugin_registry")()  # noqa: B009  a module of any TensorRT
     before = _creators(registry)
@@ -84,7 +79,7 @@ def _register(module: ModuleType, version: str, path: Path) -> OtherLibrary:
     if not brought:
         what = f"brings no plugin that {module.__name__} {version} takes"
         raise UserError(where, what, expected="a library for this TensorRT, with plugins that are not registered yet")
-    return OtherLibrary(path.name, digest(path), brought)
+    return PluginLibrary(brought, path.name, digest(path))
 
 
 def _creators(registry: Any) -> set[tuple[str, str, str]]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from twellc.base.errors import UserError, first_few
 from twellc.base.files import why_no_file
 from twellc.base.records import OPTIONAL, Json, Record, of_json, parse_json
-from twellc.compiling.manifest import SCHEMA, Backend, ModelFile, is_plan, read_manifest
+from twellc.compiling.manifest import SCHEMA, ModelFile, is_plan, read_manifest
+from twellc.export.plan import Backend
 from twellc.firing.profile import FiringProfile, refuse_other_model
 from twellc.passes.report import Attention, Compression, Layer, Linear, missing_blocks
 from twellc.training.log import TrainingLog
