@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from twellc.compiling.translate_torch import translate
+from twellc.compiling.translate import translate_any
 from twellc.export.onnx_export import save_onnx
 from twellc.export.tensorrt_host import create_network, load_host, make_logger
 from twellc.options.commands import CompileOptions
@@ -14,7 +14,7 @@ from twellc.plugins import register
 
 def network_of(model: Path, layers: str, folder: Path) -> list[Any]:
     path = folder / "m.onnx"
-    save_onnx(translate(CompileOptions(model, backend="none", layers=layers), lambda step: None).graph, path)
+    save_onnx(translate_any(CompileOptions(model, backend="none", layers=layers), lambda step: None).graph, path)
     host = load_host("tensorrt-rtx")
     register(host.module)
     logger = make_logger(host, [])

@@ -15,7 +15,7 @@ from tests.models import functionalize
 from tests.tensorrt.plans import run
 from tests.tolerance import assert_as_accurate
 from twellc.checks.reference import widen_sample
-from twellc.compiling.translate_torch import translate
+from twellc.compiling.translate import translate_any
 from twellc.export.onnx_export import save_onnx
 from twellc.export.plan import build_plan
 from twellc.export.runner import engine_layers, open_plan, prepare
@@ -120,7 +120,7 @@ def check_layers(host: Host, model: Path, dtype: str, forms: tuple[str, ...], pa
         "optimization_profiles": (PROFILES[model.suffix],),
     }
     options = CompileOptions(model, backend=host.name, dtype=dtype, padding=padding, **given)
-    translation = translate(options, lambda step: None)
+    translation = translate_any(options, lambda step: None)
     save_onnx(translation.graph, folder / "m.onnx")
     build_plan(
         host.name, folder / "m.onnx", folder / "m.plan", translation.profiles, [], [], "", False, lambda phase: None

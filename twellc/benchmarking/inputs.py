@@ -9,6 +9,7 @@ from twellc.checks.reference import integer_ranges
 from twellc.export.shapes import Shape
 from twellc.loaders.loaded import LoadedModel
 from twellc.options.commands import BenchOptions
+from twellc.options.source import refuse_several_inputs
 from twellc.passes.sizes.conditions import fitting_sizes
 from twellc.passes.sizes.find_relations import relations_of
 from twellc.passes.sizes.inputs import program_inputs
@@ -30,10 +31,7 @@ def make_samples(options: BenchOptions, model: LoadedModel) -> tuple[dict[str, S
         UserError: The model does not take a requested shape, or the inputs cannot be read.
     """
     limits = Limits(program_inputs(model.program), None, model.vocabulary)
-    given = {"--arrays": options.arrays, "--text": options.text, "--seed": options.seed}
-    sources = [option for option, value in given.items() if value is not None]
-    if len(sources) > 1:
-        raise UserError(sources[0], "the inputs are given twice", got=f"{sources[1]}, too", fix="Leave one out.")
+    refuse_several_inputs(options)
     if options.arrays is not None:
         if options.shapes:
             raise UserError("--shapes", "the shapes are those of the arrays", got="--arrays, too")

@@ -37,7 +37,7 @@ from twellc.loaders.loaded import LoadedModel
 from twellc.loaders.model import load_model
 from twellc.loaders.onnx_format import looks_like_onnx
 from twellc.options.commands import CheckOptions
-from twellc.options.source import ALL_LOGITS, GREEDY_LOGITS, NoChoiceError, TracingOptions
+from twellc.options.source import ALL_LOGITS, GREEDY_LOGITS, NoChoiceError, TracingOptions, refuse_several_inputs
 from twellc.passes.report import Layer, Neurons
 from twellc.samples.samples import Limits, Sample, draw_samples, load_npz, places_of_tokens, read_arrays, read_text
 
@@ -139,10 +139,7 @@ def check(options: CheckOptions, progress: Callable[[str], None]) -> CheckResult
 
 
 def _check(options: CheckOptions, folder: Path, progress: Callable[[str], None]) -> CheckResult:
-    sources = {"--arrays": options.arrays, "--text": options.text, "--seed": options.seed}
-    given = [option for option, value in sources.items() if value is not None]
-    if len(given) > 1:
-        raise UserError(given[0], "the inputs are given twice", got=f"{given[1]}, too", fix="Leave one out.")
+    refuse_several_inputs(options)
     candidate = open_candidate(options, folder, progress)
     if candidate.settings.cache is not None:
         return _check_generation(options, candidate, progress)

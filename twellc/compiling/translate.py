@@ -28,7 +28,7 @@ def translate_to_file(options: CompileOptions, onnx_path: Path, progress: Callab
     """Translate a model and write the graph to `onnx_path`, or those of several ranks beside it.
 
     Raises:
-        UserError: See `translate`.
+        UserError: See `translate_for_ranks` and `translate_onnx`.
     """
     first, graphs, warnings = None, [], []
     for translation, path in zip(_translations(options, progress), options.graphs(onnx_path), strict=True):
@@ -59,7 +59,7 @@ def _plugins_of(model: onnx_ir.Model) -> list[str]:
 
 
 def translate_any(options: CompileOptions, progress: Callable[[str], None]) -> Translation:
-    """Load a model of any kind and rewrite it, for the first of several ranks; see `translate`, `translate_onnx`."""
+    """Load a model of any kind and rewrite it, for the first of several ranks; see `translate_to_file`."""
     return next(_translations(options, progress))
 
 

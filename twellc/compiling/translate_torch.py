@@ -50,20 +50,14 @@ from twellc.plugins.experts_op import EXPERTS
 _SAME_ACTIVATION = {"swish": "silu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "squared_relu": "relu2"}
 
 
-def translate(options: CompileOptions, progress: Callable[[str], None]) -> Translation:
-    """Load a model, rewrite it and translate it to ONNX, all in memory; of several ranks, for the first.
-
-    Raises:
-        UserError: The model cannot be loaded, rewritten as asked (`strict`, `layers`) or translated.
-    """
-    return next(translate_for_ranks(options, progress))
-
-
 def translate_for_ranks(options: CompileOptions, progress: Callable[[str], None]) -> Iterator[Translation]:
-    """Yield what `translate` returns for each rank; notes and warnings with the first one only.
+    """Load a model, rewrite it and translate it to ONNX, all in memory: yield what comes of it for each rank.
+
+    Notes and warnings are with the first one only.
 
     Raises:
-        UserError: See `translate`, or the model cannot be shared among that many.
+        UserError: The model cannot be loaded, rewritten as asked (`strict`, `layers`) or translated, or cannot be
+            shared among that many ranks.
     """
     progress("loading and tracing the model")
     calibrated = load_calibration(options, options.model)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
 
 from twellc.base.arrays import to_numpy
+from twellc.base.errors import UserError
 from twellc.passes.block_profile import POSITION_BINS, BlockProfile, shapes
 from twellc.plugins.library import TILE
 from twellc.plugins.meaning import activate
@@ -19,7 +20,7 @@ class FiringCounter:
     def __init__(
         self, module: str, variant: str, activation: str, threshold: float | Tensor, d_ff: int, device: torch.device
     ) -> None:
-        self._module, self._variant = module, variant
+        self.module, self._variant = module, variant
         self._activation, self._threshold = activation, threshold
         self._d_ff = d_ff
         self.counts = {
@@ -55,7 +56,15 @@ class FiringCounter:
     def profile(self, counts: Mapping[str, Tensor] | None = None) -> BlockProfile:
         """Return what was counted, or `counts` in its place, such as those of several counters together."""
         arrays = {name: to_numpy(tensor).copy() for name, tensor in (counts or self.counts).items()}
-        return BlockProfile(self._module, self._variant, self._activation, **arrays)
+        return BlockProfile(self.module, self._variant, self._activation, **arrays)
+
+
+def refuse_nan(counters: Collection[FiringCounter], where: str) -> None:
+    """Raise `UserError` if one of some blocks has counted a NaN, in data that messages call `where`."""
+    for each, is_nan in zip(counters, torch.stack([each.nan for each in counters]).tolist(), strict=True):
+        if is_nan:
+            fix = "Check the data and the model's weights; where float16 overflows, --dtype bf16 helps."
+            raise UserError(f"layer {each.module}", f"its activations are NaN for {where}", fix=fix)
 
 
 def position_bins(positions: Tensor) -> Tensor:

@@ -13,8 +13,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.export.passes import move_to_device_pass
 from torch.fx import Interpreter, Node
 
-from twellc.base.errors import UserError
-from twellc.firing.counter import FiringCounter, position_bins
+from twellc.firing.counter import FiringCounter, position_bins, refuse_nan
 from twellc.passes.block_profile import BlockProfile
 from twellc.passes.graph.program import editable, tensor_of, user_inputs
 from twellc.passes.match.find_ffn import FfnBlock
@@ -55,7 +54,6 @@ class ProgramObserver:
         self._device = device
         self._program = move_to_device_pass(editable(program), device)
         self.counters = {name: _counter(program, block, device) for name, block in gates.items()}
-        self._modules = {name: block.module for name, block in gates.items()}
         self.unplaced: set[str] = set()
         self._interpreter = _Interpreter(self._program, set(gates))
 
@@ -87,7 +85,7 @@ class ProgramObserver:
         def observe(name: str, z: torch.Tensor) -> None:
             reading = self._rows[name]
             if reading is None and any(not mask.all() for mask in counted.values()):
-                self.unplaced.add(self._modules[name])
+                self.unplaced.add(self.counters[name].module)
             key = str(reading or z.shape[:-1])
             if key not in placed:
                 placed[key] = self._places(reading, z.shape, counted)
@@ -97,11 +95,7 @@ class ProgramObserver:
 
         with torch.no_grad():
             self._interpreter.run_observed(_arguments(self._program, inputs, self._device), observe, before)
-        flags = torch.stack([counter.nan for counter in self.counters.values()]).tolist()
-        for module, is_nan in zip(self._modules.values(), flags, strict=True):
-            if is_nan:
-                fix = "Check the data and the model's weights; where float16 overflows, --dtype bf16 helps."
-                raise UserError(f"layer {module}", f"its activations are NaN for {where}", fix=fix)
+        refuse_nan(self.counters.values(), where)
 
     @property
     def tokens(self) -> int:

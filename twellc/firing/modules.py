@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from twellc.base.arrays import to_numpy
-from twellc.base.errors import UserError
 from twellc.base.transformers_private import experts_computed_by
 from twellc.eager.experts import expert_blocks, hidden_of, up_of
 from twellc.eager.module_blocks import find_blocks, operands_of
-from twellc.firing.counter import FiringCounter, position_bins
+from twellc.firing.counter import FiringCounter, position_bins, refuse_nan
 from twellc.passes.block_profile import BlockProfile
 from twellc.passes.match.find_ffn import FfnBlock
 from twellc.samples.samples import Sample
@@ -118,11 +117,7 @@ class ModuleObserver:
         with torch.no_grad(), self._observed():
             self._model(**{name: each.to(self._device) for name, each in inputs.items()}, use_cache=False)
         self.tokens += int(mask.sum())
-        flags = torch.stack([counter.nan for counter in self._counters.values()]).tolist()
-        for each, is_nan in zip(self._blocks.values(), flags, strict=True):
-            if is_nan:
-                fix = "Check the data and the model's weights; where float16 overflows, --dtype bf16 helps."
-                raise UserError(f"layer {each.block.module}", f"its activations are NaN for {where}", fix=fix)
+        refuse_nan(self._counters.values(), where)
 
     def profiles(self) -> list[BlockProfile]:
         """Return what was counted, by block; blocks that saw no token are left out."""

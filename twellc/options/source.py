@@ -124,6 +124,14 @@ class SampleOptions:
     seed: int | None = option(None, "N", SEED)
 
 
+def refuse_several_inputs(options: SampleOptions) -> None:
+    """Raise `UserError` if inputs are given in more than one way."""
+    ways = {"--arrays": options.arrays, "--text": options.text, "--seed": options.seed}
+    given = [name for name, value in ways.items() if value is not None]
+    if len(given) > 1:
+        raise UserError(given[0], "the inputs are given twice", got=f"{given[1]}, too", fix="Leave one out.")
+
+
 class NoChoiceError(UserError):
     """A choice of `padding` or `logits` was made for a model that offers none."""
 

@@ -20,7 +20,7 @@ from tests.twellc.test_cli import failed
 from twellc.base.errors import UserError
 from twellc.base.records import of_json
 from twellc.compiling.result import Translation
-from twellc.compiling.translate_torch import translate
+from twellc.compiling.translate import translate_any
 from twellc.export.shapes import parse_profile
 from twellc.loaders import in_memory
 from twellc.options.commands import compile_options
@@ -124,7 +124,7 @@ def translated(model: Path, *profiles: str, **options: Any) -> Translation:
     wanted = compile_options(
         model, None, onnx=model.parent / "m.onnx", backend="none", optimization_profiles=given, **options
     )
-    return translate(wanted, lambda step: None)
+    return translate_any(wanted, lambda step: None)
 
 
 def profile(n: str, m: str) -> list[str]:
@@ -268,7 +268,7 @@ def test_models_that_take_every_size(kind: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_t5_takes_every_size(t5: Path, tmp_path: Path) -> None:
     """It has an encoder and a decoder of different lengths."""
-    found = translate(compile_options(t5, None, onnx=tmp_path / "m.onnx", backend="none"), lambda step: None)
+    found = translate_any(compile_options(t5, None, onnx=tmp_path / "m.onnx", backend="none"), lambda step: None)
     assert found.warnings == [] and found.layers
 
 
