@@ -195,6 +195,21 @@ def _dequantised(make: GraphMaker, kind: str, rows: int, columns: int) -> tuple[
     return made, (levels - spread(zero)) * spread(scale.astype(make.numpy_dtype).astype(float))
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_block_reads_another(dtype: str) -> None:
+    """Both are rewritten; the second one adds the first one's result, which the graph returns, too."""
+    make = GraphMaker(dtype)
+    first = make.block("x", "first", d_out=D_MODEL)
+    model = make.model(first, make.node("Add", first, make.block(first, "second", d_out=D_MODEL)))
+    rewritten = rewrite(find_onnx_blocks(model, torch.bfloat16, "all"), 8)
+    assert sum(node.domain == "twell" for node in rewritten.graph.node) == 2
+    onnx.checker.check_model(rewritten)
+    x = torch.randn(2, 3, D_MODEL).to(torch.bfloat16 if dtype == "bf16" else torch.float32)
+    truth = OnnxEvaluator(Path("test.onnx"), widen_onnx(model)).run({"x": x.double()})
+    for made, exact in zip(OnnxEvaluator(Path("test.onnx"), rewritten).run({"x": x}), truth, strict=True):
+        assert float((made.double() - exact).norm() / exact.norm()) < 0.02
+
+
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 @pytest.mark.parametrize("kind", ["tensor", "axis 0", "axis 1", "blocks"])
 def test_dequantised_weights(kind: str, dtype: str) -> None:

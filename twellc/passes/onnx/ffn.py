@@ -348,18 +348,19 @@ _Make = Callable[[FfnBlock, Layer, _Operands, onnx_ir.Value, _Emitter], None]
 def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx_ir.Model:
     (model, shadow), blocks = _open(found.model)
     graph, constants = model.graph, _Constants(model.graph, shadow)
+    made: dict[onnx_ir.Value, onnx_ir.Value] = {}  # results of blocks that others read, by those before
     for found_block, judged, layer in zip(blocks, found.blocks, found.layers, strict=True):
         casts = found_block.dtype != judged.dtype
         changes = casts or reads_fp8(judged.weights) or _is_folded(found_block, shadow)
         if layer.decision != "twell" or not (always or changes):
             continue
         block = replace(found_block, dtype=judged.dtype, weights=judged.weights)
-        y = shadow.tensors[block.y]
+        y, x = shadow.tensors[block.y], shadow.tensors[block.x]
         residual = shadow.tensors[block.residual.other] if block.residual else None  # none between casts
         matrices = constants.in_fp8(block) if reads_fp8(block.weights) else {}
         place = functools.partial(constants.arranged, dtype=block.dtype, fp8=matrices)
         weights = WeightOperands(**{**weights_of(block, place).named(), **matrices})
-        operands = weights.of(shadow.tensors[block.x], residual)
+        operands = weights.of(made.get(x, x), residual and made.get(residual, residual))
         emit, new = _Emitter(constants, f"{y.name}/twell"), onnx_ir.val(y.name)
         if casts:
             low = emit("Cast", operands.x, to=BY_NAME[dtype_name(block.dtype)].onnx)
@@ -368,6 +369,7 @@ def _replace(found: OnnxBlocks, make: _Make, *, always: bool) -> onnx_ir.Model:
             emit("Cast", result, out=new, to=BY_NAME[dtype_name(found_block.dtype)].onnx)
         else:
             make(block, layer, operands, new, emit)
+        made[y] = new
         before = y.producer()
         assert before is not None
         onnx_ir.convenience.replace_nodes_and_values(graph, before, [], emit.nodes, [y], [new])
