@@ -28,6 +28,43 @@ class Sized(nn.Module):
         return x + torch.ops.twellc_tests.twos(None, x.shape[0])[:, None] + torch.ops.twellc_tests.twos(None, 4)
 
 
+class Written(nn.Module):
+    """Writes to tensors that have no other names."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        weights, places = torch.softmax(x, -1).topk(2)
+        weights /= weights.sum(-1, keepdim=True)
+        mask = torch.zeros_like(x).scatter_(1, places, 1.0)
+        mask[x > 0.5] = 2.0
+        wide = x.to(torch.float64).mul_(weights[:, :1])
+        return weights, mask, wide, weights[:, 1:] + 1
+
+
+class WrittenElsewhere(nn.Module):
+    """Writes to a tensor that has another name, or that is of another dtype."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.case = case
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = x + 1
+        if self.case == "a view":
+            y[:, 1:].mul_(2)
+        elif self.case == "a view of it":
+            view = y[:, 1:]
+            y.mul_(2)
+            return y, view
+        elif self.case == "one item twice":
+            first, second = y.sort(), y.sort()
+            first[0].mul_(2)
+            return first[0], first.values, second[0]
+        else:
+            y = y.to(torch.bfloat16) * 1
+            y.mul_(x)
+        return y, y
+
+
 def operations(program: ExportedProgram) -> set[tuple[str, str]]:
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
     return {(str(node.target), f"{node.meta['val']}") for node in nodes}
@@ -41,7 +78,7 @@ def twos() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("module", "shape"), [(Views(), (3, 5, 4)), (Sized(), (3, 4))])
+@pytest.mark.parametrize(("module", "shape"), [(Views(), (3, 5, 4)), (Sized(), (3, 4)), (Written(), (3, 4))])
 def test_as_traced_again(
     module: nn.Module, shape: tuple[int, ...], twos: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,4 +91,12 @@ def test_as_traced_again(
     monkeypatch.setattr(passes_decompose, "_node_by_node", lambda traced: None)
     assert operations(found) == operations(decompose(program))
     for ours, truth in zip(pytree.tree_leaves(found.module()(x)), pytree.tree_leaves(module(x)), strict=True):
+        assert torch.equal(ours, truth)
+
+
+@pytest.mark.parametrize("case", ["a view", "a view of it", "one item twice", "a dtype"])
+def test_writes_that_show_elsewhere(case: str) -> None:
+    x = torch.randn(3, 5)
+    program = decompose(torch.export.export(WrittenElsewhere(case), (x,)))
+    for ours, truth in zip(program.module()(x), WrittenElsewhere(case)(x), strict=True):
         assert torch.equal(ours, truth)

@@ -15,6 +15,7 @@ from torch.export import Dim, ExportedProgram, ShapesCollection
 
 from twellc.base.changes import Change, Changed
 from twellc.base.errors import first_line
+from twellc.base.torch_private import without_notes
 from twellc.base.transformers_private import attention_of_others
 from twellc.eager.training_block import as_relu
 from twellc.passes.graph.program import quiet_torch
@@ -48,7 +49,7 @@ def trace_alone(
         choices += [{name: torch.zeros_like(x) for name in needed}] * bool(needed)
         for others in choices:
             try:
-                with quiet_torch(), torch.no_grad():
+                with quiet_torch(), torch.no_grad(), without_notes():
                     found = run_until(traced(module, x, others, training), PassOptions(), Stage.FIND)
             except Exception as error:  # torch.export raises any error of the module's code
                 LOG.debug("%s is not traced with x of width %d: %s", path, width, first_line(error))

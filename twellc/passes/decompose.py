@@ -30,6 +30,7 @@ from twellc.base.torch_private import (
     pytree,
     schema_of,
     set_guards,
+    without_notes,
 )
 from twellc.passes.graph.program import (
     add_call,
@@ -72,7 +73,7 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
 def _traced_again(program: ExportedProgram) -> ExportedProgram:
     """Let torch trace the whole program again: see `decompose`."""
     try:
-        with quiet_torch():
+        with quiet_torch(), without_notes():
             program = editable(program)
             _register_written_constants(program)
             drop_unused_constants(program)  # torch stumbles over a second name of a tensor that is written to
@@ -95,23 +96,25 @@ def _node_by_node(traced: ExportedProgram) -> ExportedProgram | None:
     """Return what `_traced_again` does, in a tenth of the time: only operations that it would change are traced.
 
     These are the ones that may return a view of an operand, such as `reshape` and `to`. None is returned for a program
-    whose operations write to tensors, run graphs or are functions of torch.func; for one from an archive, as tracing it
-    again shows whether its shapes fit together; and for one whose dtypes are not those that it computes, as
-    torch.export leaves it in autocast.
+    whose operations write to inputs, constants or tensors with views, run graphs or are functions of torch.func; for
+    one from an archive, as tracing it again shows whether its shapes fit together; and for one whose dtypes are not
+    those that it computes, as torch.export leaves it in autocast.
     """
     from_archive = "inline_constraints" not in traced.graph_module.meta  # which torch.export notes
-    if from_archive or any(
-        _writes_or_nests(node) or len(set(_product_dtypes(node))) > 1 for node in traced.graph.nodes
-    ):
+    if from_archive or any(_nests(node) or len(set(_product_dtypes(node))) > 1 for node in traced.graph.nodes):
         return None
-    program = editable(traced, functional=True)
+    writes = any(map(_writes, traced.graph.nodes))
+    program = editable(traced, functional=not writes)
     inliner = _Inliner(program)
     for node in list(program.graph.nodes):
         if isinstance(node.meta.get("val"), torch.SymInt):
             replace_node(program, node, inliner.first_of_size(node))
         elif _may_be_a_view(node) and not inliner.inline(node):
             return None
-    return program
+    if not writes:
+        return program
+    _return_what_is_written(program)
+    return None if any(map(_writes, program.graph.nodes)) else editable(program, functional=True)
 
 
 def _may_be_a_view(node: Node) -> bool:
@@ -119,17 +122,61 @@ def _may_be_a_view(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and is_composite(node.target) and not is_preserved(node.target)
 
 
-def _writes_or_nests(node: Node) -> bool:
-    """Whether a node writes to a tensor, makes one of a constant that others may write to, or has an inner graph.
-
-    So has what `torch.func.vmap` leaves: functions that give tensors, and are not operators.
-    """
+def _nests(node: Node) -> bool:
+    """Whether a node has an inner graph, or is what `torch.func.vmap` leaves: a function that is no operator."""
     if node.op == "get_attr" or isinstance(node.target, HigherOrderOperator):
         return True
     if node.op == "call_function" and not isinstance(node.target, OpOverload) and node.target is not operator.getitem:
         return isinstance(node.meta.get("val"), torch.Tensor)
+    return False
+
+
+def _writes(node: Node) -> bool:
+    """Whether a node writes to a tensor, or makes one of a constant that others may write to."""
     lifts = node.target in (aten.lift_fresh.default, aten.lift_fresh_copy.default)
     return lifts or (isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable)
+
+
+def _return_what_is_written(program: ExportedProgram) -> None:
+    """Make `mul(x, y)` of `x.mul_(y)`, in place, which all that follows reads; likewise of other operations.
+
+    A write stays where x is an input or a constant, where it has another name, such as a view, or where the result has
+    another dtype.
+    """
+    before: set[Node] = set()
+    for node in list(program.graph.nodes):
+        before.add(node)
+        if node.target is aten.lift_fresh_copy.default:
+            node.target = aten.clone.default
+        functional, x = _functional(node), next(iter(node.all_input_nodes), node)
+        if functional is None or any(map(_may_alias, [x, *(before & set(x.users) - {node})])):
+            continue
+        with program.graph.inserting_before(node):
+            new = add_call(program.graph, functional, *node.args, like=node, **node.kwargs)
+        if new.meta["val"].dtype == x.meta["val"].dtype:
+            before.add(new)
+            replace_node(program, node, new)
+            replace_node(program, x, new, lambda user: user not in before)
+        program.graph.erase_node(node if new in before else new)
+
+
+def _functional(node: Node) -> OpOverload | None:
+    """Return the operation that returns what this one writes to its first operand; None if there is none."""
+    if not isinstance(node.target, OpOverload) or not schema_of(node.target).name.endswith("_"):
+        return None
+    namespace, name = schema_of(node.target).name.split("::")
+    packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
+    return getattr(packet, schema_of(node.target).overload_name or "default", None)
+
+
+def _may_alias(node: Node) -> bool:
+    """Whether a node may return an operand, a view of one, or the same as another node."""
+    if node.target is operator.getitem:
+        same = [user for user in node.args[0].users if user.args[1:] == node.args[1:]]
+        return len(same) > 1 or _may_alias(node.args[0])
+    if not isinstance(node.target, OpOverload):
+        return True
+    return any(each.alias_info is not None for each in schema_of(node.target).returns)
 
 
 class _Inliner:
@@ -155,7 +202,7 @@ class _Inliner:
         if not any(isinstance(value, FakeTensor) for value in pytree.tree_leaves(node.meta.get("val"))):
             return False
         made = self._trace(node)
-        if any(map(_writes_or_nests, made.nodes)):
+        if any(_writes(each) or _nests(each) for each in made.nodes):
             return False
         now: dict[Any, Node] = dict(zip(made.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
         with self._program.graph.inserting_before(node):
