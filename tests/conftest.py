@@ -1,5 +1,6 @@
 """Fixtures for every test folder; models that are slow to make are made once a session."""
 
+import gc
 import importlib.util
 import os
 import random
@@ -64,6 +65,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for cases in matrices.values():
         for case in _not_sampled(cases):
             case.add_marker("slow")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Let collections of garbage pass over all that is imported: each took seconds, and every Trainer asks for some."""
+    gc.collect()
+    gc.freeze()
 
 
 def _not_sampled(cases: list[pytest.Function]) -> list[pytest.Function]:

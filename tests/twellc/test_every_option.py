@@ -141,6 +141,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.sampled(12)
+@pytest.mark.usefixtures("compiles_here")
 @pytest.mark.parametrize(("consumer", "name", "value"), cases())
 def test_it_has_an_effect_or_is_refused(
     consumer: str, name: str, value: Any, tiny: Path, tmp_path: Path, usual: Callable[..., Any]

@@ -169,7 +169,7 @@ def _functional(node: Node) -> OpOverload | None:
     return getattr(packet, schema_of(node.target).overload_name or "default", None)
 
 
-def _may_alias(node: Node) -> bool:
+def _may_alias(node: Any) -> bool:
     """Whether a node may return an operand, a view of one, or the same as another node."""
     if node.target is operator.getitem:
         same = [user for user in node.args[0].users if user.args[1:] == node.args[1:]]

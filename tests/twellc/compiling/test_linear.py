@@ -60,6 +60,7 @@ class CalledTwice(nn.Module):
         return self.f(x), self.f(x[:, -1:])
 
 
+@pytest.mark.usefixtures("compiles_here")
 @pytest.mark.parametrize(("profiles", "taken"), [([512], ["f#2"]), ([1, 512], ["f", "f#2"])])
 def test_a_layer_that_is_called_twice(
     profiles: list[int], taken: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -139,6 +139,7 @@ def test_blocks_keep_their_bytes(form: str, folder: Path) -> None:
     assert notes == ["14 matrices stay in FP8, E4M3, where an op of twellc reads them"]
 
 
+@pytest.mark.usefixtures("compiles_here")
 def test_scales_of_blocks_stay(tmp_path: Path) -> None:
     """In the loaded model, the plan's graph and what `check` compares."""
     folder, graph = tmp_path / "model", tmp_path / "model.onnx"

@@ -150,6 +150,7 @@ def test_every_step_is_in_the_log_and_every_measured_loss(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_log_replaces_no_other_file(overwrite: bool, tmp_path: Path) -> None:
+    model = in_training(use_cache=False)[0]
     data, link = tmp_path / "train.jsonl", tmp_path / "link.jsonl"
     data.write_text('{"text": "all that I have"}\n')
     link.symlink_to(tmp_path / "none")
@@ -160,7 +161,7 @@ def test_a_log_replaces_no_other_file(overwrite: bool, tmp_path: Path) -> None:
         (tmp_path / "none" / "log.jsonl", "the output folder does not exist"),
     ):
         with pytest.raises(UserError, match=message):
-            trained(tmp_path / "out", recipe={"log": path, "overwrite": overwrite})
+            trained(tmp_path / "out", model=model, recipe={"log": path, "overwrite": overwrite})
     assert data.read_text() == '{"text": "all that I have"}\n' and link.is_symlink()
 
 
