@@ -31,7 +31,7 @@ from torch.export import ExportedProgram
 
 from twellc.base.errors import UserError, first_few, first_line
 from twellc.base.files import external_data
-from twellc.base.torch_private import promoting_by_known_values
+from twellc.base.torch_private import promoting_by_known_values, without_notes
 from twellc.export.names import name_ends
 from twellc.export.onnx_optimizer import optimize_exactly
 from twellc.export.refused_nodes import COLLECTIVE, TENSORRT_DOMAIN
@@ -96,7 +96,7 @@ def export_onnx(
         UserError: An operation has no ONNX form.
     """
     try:
-        with quiet_torch(), promoting_by_known_values():
+        with quiet_torch(), without_notes(), promoting_by_known_values():
             exported = torch.onnx.export(
                 _Decomposed.of(program),
                 (),
