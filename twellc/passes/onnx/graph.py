@@ -98,13 +98,13 @@ def constant_values(tensor: onnx_ir.Value | None) -> NDArray[Any] | None:
     if tensor is None:
         return None
     if tensor.const_value is not None:
-        return tensor.const_value.numpy()
+        return np.asarray(tensor.const_value)
     node, source = tensor.producer(), _dequantised_source(tensor)
     if node is None:
         return None
     if node.op_type == "Constant":
         ((name, held),) = _fields(node).items()
-        return held.numpy() if name == "value" else np.asarray(held, _NUMBERS[name]) if name in _NUMBERS else None
+        return np.asarray(held, _NUMBERS.get(name)) if name == "value" or name in _NUMBERS else None
     if source is not tensor:
         found, dtype = constant_values(source), dtype_of(_fields(node)["to"])
         return None if found is None or dtype is None else to_numpy(to_torch(found).to(dtype))
