@@ -33,32 +33,54 @@ __device__ __forceinline__ uint32_t find_not_finite(uint4 vector) {
     return bits;
 }
 
-// z or u of one neuron of a row, in fp32, by one warp.
-template <class Element, int kLoads>
-__device__ __forceinline__ float project(BlockTensors const& block, int64_t row, uint16_t const* weights,
-                                         uint16_t const* bias, int neuron) {
-    float const sum = dot_row<Element, kLoads>(block.x + row * block.d_model,
-                                               weights + static_cast<int64_t>(neuron) * block.d_model, block.d_model);
-    return bias == nullptr ? sum : sum + Element::to_float(bias[neuron]);
+// The sum over a warp of each column's; a lane gets its own column's, the others 0.
+__device__ __forceinline__ float sum_of_column(float (&sums)[kVector]) {
+#pragma unroll 1
+    for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+#pragma unroll
+        for (int k = 0; k < kVector; ++k) {
+            sums[k] += __shfl_xor_sync(0xffffffffu, sums[k], distance);
+        }
+    }
+    float sum = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) {
+        sum = static_cast<int>(threadIdx.x) % kWarpSize == k ? sums[k] : sum;
+    }
+    return sum;
 }
 
 // h of one neuron of a row of a gated block, where only z and g are rounded, by one warp; false if it is inactive.
-template <class Element, int kLoads>
+template <class Element>
 __device__ __forceinline__ bool compute_h(float& h, BlockTensors const& block, int64_t row, int neuron) {
-    uint16_t const g =
-        activate<Element>(project<Element, kLoads>(block, row, block.w_gate, block.b_gate, neuron), block.act.square,
-                          cut_of<Element>(block.act.cut, block.act.cuts, neuron, block.d_ff));
-    if (!is_nonzero(g)) {
-        return false;
+    float g = 0.0f;
+#pragma unroll 1
+    for (int product = 0; product < 2; ++product) {
+        bool const is_up = product != 0;
+        uint16_t const* const bias = is_up ? block.b_up : block.b_gate;
+        float sum = dot_row<Element>(block.x + row * block.d_model,
+                                     (is_up ? block.w_up : block.w_gate) + static_cast<int64_t>(neuron) * block.d_model,
+                                     block.d_model);
+        if (bias != nullptr) {
+            sum += Element::to_float(bias[neuron]);
+        }
+        if (is_up) {
+            h = g * (block.relu_on_up && sum <= 0.0f ? 0.0f : sum);  // NaN is kept
+        } else {
+            uint16_t const rounded = activate<Element>(
+                sum, block.act.square, cut_of<Element>(block.act.cut, block.act.cuts, neuron, block.d_ff));
+            if (!is_nonzero(rounded)) {
+                return false;
+            }
+            g = Element::to_float(rounded);
+        }
     }
-    float const u = project<Element, kLoads>(block, row, block.w_up, block.b_up, neuron);
-    h = Element::to_float(g) * (block.relu_on_up && u <= 0.0f ? 0.0f : u);  // NaN is kept
     return true;
 }
 
 // y of a row in kVector columns, by one warp. h_row is the row's h, rounded: where that is finite and not 0, it is
-// used. An inactive neuron's is 0, but so may be an active one's. kLoads: see dot_row; fewer take fewer registers.
-template <class Element, int kLoads = 4>
+// used. An inactive neuron's is 0, but so may be an active one's.
+template <class Element>
 __device__ __forceinline__ void sum_again(BlockTensors const& block, uint16_t const* h_row, int64_t row,
                                           int first_column) {
     constexpr uint32_t kAllColumns = (1u << kVector) - 1;
@@ -93,7 +115,7 @@ __device__ __forceinline__ void sum_again(BlockTensors const& block, uint16_t co
             // Of a plain block h is g: exact, and 0 only if inactive.
             bool is_active = one_h != 0.0f;
             if (block.w_up != nullptr && !(is_active && fabsf(one_h) < INFINITY)) {
-                is_active = compute_h<Element, kLoads>(one_h, block, row, begin + owner);
+                is_active = compute_h<Element>(one_h, block, row, begin + owner);
             }
             if (is_active && lane < kVector) {
                 int64_t const place = static_cast<int64_t>(begin + owner) * block.d_out + first_column + lane;
@@ -102,15 +124,7 @@ __device__ __forceinline__ void sum_again(BlockTensors const& block, uint16_t co
             nans = __ballot_sync(0xffffffffu, isnan(sum));
         }
     }
-    // A lane keeps its column's.
-#pragma unroll
-    for (int k = 0; k < kVector; ++k) {
-#pragma unroll
-        for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-            sums[k] += __shfl_xor_sync(0xffffffffu, sums[k], distance);
-        }
-        sum += lane == k ? sums[k] : 0.0f;
-    }
+    sum += sum_of_column(sums);
     if (lane < kVector) {
         int const column = first_column + lane;
         float value[1] = {sum};
@@ -146,12 +160,7 @@ __device__ __forceinline__ void sum_again(BlockTensorsOf<E4m3> const& block, uin
             }
         }
     }
-    float sum = 0.0f;  // of this lane's column
-#pragma unroll
-    for (int k = 0; k < kVector; ++k) {
-        float const all = sum_of_warp(sums[k]);
-        sum = lane == k ? all : sum;
-    }
+    float const sum = sum_of_column(sums);
     if (lane < kVector) {
         int const column = first_column + lane;
         float value[1] = {sum};

@@ -64,6 +64,7 @@ __device__ __forceinline__ float sum_of_active(DownParams const& params, int64_t
     auto const* const values =
         static_cast<Stored const*>(params.down.values) + expert * params.down.expert_stride + column;
     float sum = 0.0f;
+#pragma unroll 1
     for (int neuron = 0; neuron < params.d_ff; ++neuron) {
         float const active = Element::to_float(__ldcg(h + int64_t{neuron} * step));
         if (active != 0.0f) {

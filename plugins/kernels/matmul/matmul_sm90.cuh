@@ -238,6 +238,7 @@ struct Loader {
     Ring<Cfg::kNumStages> ring = {};
 
     __device__ __forceinline__ void load(Tile const& tile, Slices slices) {
+#pragma unroll 1
         for (int slice = slices.begin; slice < slices.end; ++slice) {
             load_slice(tile, slice);
         }
@@ -248,14 +249,17 @@ struct Loader {
     template <class Wait, class GoesOn>
     __device__ __forceinline__ bool load_first(Tile const& tile, Slices slices, Wait wait, GoesOn goes_on) {
         int const ahead = min(slices.count(), Cfg::kNumStages);
+#pragma unroll 1
         for (int stage = 0; stage < ahead; ++stage) {
             load_weights(tile, slices.begin + stage, stage);
         }
         wait();
+#pragma unroll 1
         for (int stage = 0; stage < ahead; ++stage, ring.advance()) {
             load_tokens(tile, slices.begin + stage, stage);
         }
         if (!goes_on()) {
+#pragma unroll 1
             for (int stage = 0; stage < ahead; ++stage) {
                 wait_barrier(shared.stage_full(stage), 0);
             }
@@ -268,6 +272,7 @@ struct Loader {
     // When both CTAs' consumers are done with all that was loaded, no thread signals this one's barriers any more, so
     // that it may end.
     __device__ __forceinline__ void wait_for_consumers() {
+#pragma unroll 1
         for (int i = 0; i < Cfg::kNumStages; ++i) {
             wait_barrier(shared.stage_empty(ring.stage), ring.parity ^ 1);
             ring.advance();
