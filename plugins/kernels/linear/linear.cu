@@ -136,8 +136,6 @@ cudaError_t launch_few(LinearCall const& call, uint64_t* keys, int64_t tokens) {
     twell_linear_problem const& problem = call.problem;
     twell_linear_tensors const& tensors = call.tensors;
     dim3 const grid(static_cast<unsigned>(num_ctas_few(call)));
-    auto* const kernel = problem.choose != 0 ? linear_few::linear_kernel<Element, Stored, Cfg, true>
-                                             : linear_few::linear_kernel<Element, Stored, Cfg, false>;
     for (int64_t begin = 0; begin < problem.tokens; begin += tokens) {
         linear_few::Params<Stored> params = {};
         params.x = static_cast<uint16_t const*>(tensors.x) + begin * problem.in;
@@ -158,8 +156,9 @@ cudaError_t launch_few(LinearCall const& call, uint64_t* keys, int64_t tokens) {
         params.out = problem.out;
         int const bytes =
             static_cast<int>(Cfg::kBytesBesideRows + params.tokens * linear_few::row_bytes<Stored>(problem.in));
-        TWELL_TRY(launch_dependent(label_of<Cfg>(), kernel, params, grid, Cfg::kThreads, bytes, call.device,
-                                   call.stream, {}, call.device.max_shared_bytes));
+        TWELL_TRY(launch_dependent(label_of<Cfg>(), linear_few::linear_kernel<Element, Stored, Cfg>, params, grid,
+                                   Cfg::kThreads, bytes, call.device, call.stream, {},
+                                   call.device.max_shared_bytes));
     }
     return cudaSuccess;
 }

@@ -63,7 +63,7 @@ struct Params {
     float const* scale;        // of output n at n * scale_step, but see scale_columns; null of 16-bit weights
     Norm norm;
     Outputs outputs;
-    uint64_t* keys;  // [tokens, kMostKeys], a CTA's at its number: see choose.cuh; only of CHOOSES
+    uint64_t* keys;  // [tokens, kMostKeys], a CTA's at its number: see choose.cuh; null: `outputs` are stored
     int scale_step;
     int tokens;  // up to Config::kTokens
     int in;
@@ -237,7 +237,7 @@ __device__ __forceinline__ float block_scale_of(Params<Stored> const& params, in
     return params.scale[int64_t{block / (TWELL_SCALE_BLOCK_SIZE / MMA_M)} * params.scale_columns + column];
 }
 
-template <class Element, class Stored, class Cfg, bool CHOOSES>
+template <class Element, class Stored, class Cfg>
 __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kMinBlocks) linear_kernel(Params<Stored> const params) {
     extern __shared__ __align__(128) unsigned char shared[];
     int const lane = static_cast<int>(threadIdx.x) % kWarpSize;
@@ -275,7 +275,8 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kMinBlocks) linear_kernel(
     // The element of each block that this thread adds up and stores.
     int const token = static_cast<int>(threadIdx.x) / MMA_M;
     int const output = static_cast<int>(threadIdx.x) % MMA_M;
-    [[maybe_unused]] uint64_t best = 0;
+    bool const chooses = params.keys != nullptr;
+    uint64_t best = 0;
     uint32_t stage = queue;
 #pragma unroll 1
     for (int block = static_cast<int>(blockIdx.x); block < blocks; block += static_cast<int>(gridDim.x)) {
@@ -336,7 +337,7 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kMinBlocks) linear_kernel(
             }
             uint16_t const y =
                 Element::from_float(fmaf(sum, scale, Element::to_float(bias) + Element::to_float(residual)));
-            if constexpr (CHOOSES) {
+            if (chooses) {
                 best = max(best, linear_choose::key_of(Element::to_float(y), column));
             } else {
                 *params.outputs.place(token, column) = y;
@@ -344,7 +345,7 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kMinBlocks) linear_kernel(
         }
     }
     wait_async<0>();
-    if constexpr (CHOOSES) {
+    if (chooses) {
         best = linear_choose::largest_of_lanes<MMA_M>(best);
         if (threadIdx.x < Cfg::kOutputs && token < params.tokens && output == 0) {
             params.keys[token * linear_choose::kMostKeys + static_cast<int>(blockIdx.x)] = best;
