@@ -92,7 +92,7 @@ cudaError_t launch(Call const& call, Tiling const& tiling, void const* x, PartSu
     params.num_tiles = tiling.num_tiles;
     params.num_blocks = static_cast<int>(tiling.num_blocks);
     params.act = activation_of(problem, tensors);
-    params.up_cut = problem.activation == TWELL_DRELU ? 0 : Element::kNaNs;
+    params.up_cut = problem.activation == TWELL_DRELU ? 0 : kNaNs;
     params.w_down = tensors.w_down;
     params.prefetched_bytes = static_cast<uint32_t>(
         std::min(static_cast<size_t>(problem.d_ff) * problem.d_out * sizeof(Stored), kPrefetchedBytes));

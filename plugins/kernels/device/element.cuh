@@ -17,11 +17,13 @@ constexpr int MMA_M = 16;
 constexpr int MMA_N = 8;
 constexpr int MMA_K = 16;
 
+// A pair of either type: as cuts, these keep every z.
+constexpr uint32_t kNaNs = 0x7fff7fffu;
+
 // Arithmetic of two neighbours at once, each rounded once. A question is answered by a mask: for each neighbour all
 // bits if it is true, else none.
 template <class Pair>
 struct PairArithmetic {
-    static constexpr uint32_t kNaNs = 0x7fff7fffu;  // as cuts, these keep every z
     static __device__ __forceinline__ uint32_t multiply2(uint32_t a, uint32_t b) {
         Pair const product = __hmul2(as_pair(a), as_pair(b));
         return *reinterpret_cast<uint32_t const*>(&product);
@@ -100,6 +102,13 @@ struct Fp16 : PairArithmetic<__half2> {
 struct E4m3 {
     uint8_t bits;
 };
+
+// use(Bf16()) or use(Fp16()). Some kernels of FP8 learn the type of all else at run time: that is a small part of them,
+// and they take half of the time to compile.
+template <class Use>
+__device__ __forceinline__ auto with_element(bool is_bf16, Use use) {
+    return is_bf16 ? use(Bf16()) : use(Fp16());
+}
 
 // Two neighbours as fp16, which holds all numbers of E4M3, as does bf16.
 __device__ __forceinline__ uint32_t e4m3_to_fp16_pair(uint32_t two) {

@@ -136,9 +136,8 @@ __device__ __forceinline__ void sum_again(BlockTensors const& block, uint16_t co
 // The same with FP8 weights. h_row: h in FP8, -0 where an active neuron's is 0, 16 neurons in the order 0, 8, 1, 9,
 // ...; worth h_scale[n / 128 * scale_stride] each, times the neuron's scale of w_down included, if it has one. No h
 // overflows, so a NaN has to stay one.
-template <class Element>
-__device__ __forceinline__ void sum_again(BlockTensorsOf<E4m3> const& block, uint8_t const* h_row, float const* h_scale,
-                                          int64_t scale_stride, int64_t row, int first_column) {
+__device__ __forceinline__ void sum_again(BlockTensorsOf<E4m3> const& block, bool is_bf16, uint8_t const* h_row,
+                                          float const* h_scale, int64_t scale_stride, int64_t row, int first_column) {
     constexpr int kScaled = 128;  // neurons
     int const lane = static_cast<int>(threadIdx.x) % kWarpSize;
     float sums[kVector] = {};  // over this lane's neurons
@@ -152,8 +151,7 @@ __device__ __forceinline__ void sum_again(BlockTensorsOf<E4m3> const& block, uin
                     block_scales_of(block.down_scale, block.down_blocks, neuron)[first_column / TWELL_SCALE_BLOCK_SIZE];
             }
             float values[kVector];
-            unpack<Element>(values,
-                            load_vector(block.w_down + static_cast<int64_t>(neuron) * block.d_out + first_column));
+            unpack<Fp16>(values, load_vector(block.w_down + static_cast<int64_t>(neuron) * block.d_out + first_column));
 #pragma unroll
             for (int k = 0; k < kVector; ++k) {
                 sums[k] = fmaf(h, values[k], sums[k]);
@@ -163,9 +161,12 @@ __device__ __forceinline__ void sum_again(BlockTensorsOf<E4m3> const& block, uin
     float const sum = sum_of_column(sums);
     if (lane < kVector) {
         int const column = first_column + lane;
-        float value[1] = {sum};
-        add_bias_and_residual<Element>(value, block, row, column);
-        block.y[row * block.d_out + column] = Element::from_float(value[0]);
+        with_element(is_bf16, [&](auto element) {
+            using Element = decltype(element);
+            float value[1] = {sum};
+            add_bias_and_residual<Element>(value, block, row, column);
+            block.y[row * block.d_out + column] = Element::from_float(value[0]);
+        });
     }
 }
 

@@ -7,12 +7,6 @@ namespace {
 using dense_sm90::Projection;
 
 template <Projection kProjection>
-cudaError_t launch(Call const& call, DenseRows const& rows, DenseShape const& shape) {
-    return call.problem.dtype == TWELL_BF16 ? dense_sm90::launch<Bf16, E4m3, kProjection>(call, rows, shape)
-                                            : dense_sm90::launch<Fp16, E4m3, kProjection>(call, rows, shape);
-}
-
-template <Projection kProjection>
 void list(Text& text) {
     dense_sm90::list(text, dense_sm90::kName<E4m3, kProjection>,
                      typename dense_sm90::TilingsOf<E4m3, kProjection>::Type());
@@ -29,11 +23,11 @@ DenseShape choose_dense_down_bytes_sm90(twell_problem const& problem, int64_t mo
 }
 
 cudaError_t launch_dense_up_bytes_sm90(Call const& call, DenseRows const& rows, DenseShape const& shape) {
-    return launch<Projection::kUp>(call, rows, shape);
+    return dense_sm90::launch<E4m3, E4m3, Projection::kUp>(call, rows, shape);
 }
 
 cudaError_t launch_dense_down_bytes_sm90(Call const& call, DenseRows const& rows, DenseShape const& shape) {
-    return launch<Projection::kDown>(call, rows, shape);
+    return dense_sm90::launch<E4m3, E4m3, Projection::kDown>(call, rows, shape);
 }
 
 void list_dense_bytes_sm90(Text& text) {

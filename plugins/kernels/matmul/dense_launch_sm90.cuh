@@ -53,6 +53,7 @@ DenseShape choose_shape(twell_problem const& problem, int64_t most_part_sums, De
     return {product, clusters, choose(product, clusters, typename TilingsOf<Stored, kProjection>::Type())};
 }
 
+// Element: the type of the factors.
 template <class Element, class Stored, Projection kProjection>
 cudaError_t launch(Call const& call, DenseRows const& rows, DenseShape const& shape) {
     constexpr bool kUp = kProjection == Projection::kUp;
@@ -90,6 +91,7 @@ cudaError_t launch(Call const& call, DenseRows const& rows, DenseShape const& sh
         params.h_stride = stride;
         params.h_scale = h.scales;
         params.h_scale_stride = h.scale_stride;
+        params.is_bf16 = problem.dtype == TWELL_BF16;
     }
     if constexpr (!kUp) {
         params.may_skip = rows.skipping.active.masks != nullptr;

@@ -39,6 +39,7 @@ struct BytesOf<E4m3> {
     float* h_scale;  // as above, rows h_scale_stride apart
     int64_t h_scale_stride;
     float const* x_scale;  // up: of all rows
+    bool is_bf16;          // the element type of all else
 };
 
 // Stored: of weights, uint16_t for those of the element type, or E4m3; two E4m3 count as one column of `weights` and
@@ -97,29 +98,40 @@ __device__ __forceinline__ void add_residual(float (&sums)[Cfg::kAccumulators], 
 }
 
 // The same for sums of multiply_scaled.
-template <class Element, class Cfg>
+template <class Cfg>
 __device__ __forceinline__ void add_residual(float (&sums)[Cfg::kAccumulators], ParamsOf<E4m3> const& params,
                                              View const& view, Tokens own, int first_column) {
+    constexpr int kAtOnce = 8;  // pairs of columns, of a token each
     int const lane = threadIdx.x % kWarpSize;
     int const column = first_column + lane / 4 * 2;
 #pragma unroll
-    for (int i = 0; i < Cfg::kAccumulators; i += 4) {
+    for (int begin = 0; begin < Cfg::kAccumulators / 2; begin += kAtOnce) {
+        uint32_t pairs[kAtOnce] = {};
 #pragma unroll
-        for (int t = 0; t < 2; ++t) {
-            int const token = i * 2 + lane % 4 * 2 + t;
-            if (own.has(token) && column < params.num_neurons) {
+        for (int r = 0; r < kAtOnce; ++r) {
+            int const token = (begin + r) / 2 * 8 + lane % 4 * 2 + r % 2;
+            if (begin + r < Cfg::kAccumulators / 2 && own.has(token) && column < params.num_neurons) {
                 int64_t const row = view.row_of(params.schedule, own.begin + token);
-                float2 const pair = Element::to_float2(__ldcg(
-                    reinterpret_cast<uint32_t const*>(params.block.residual + row * params.num_neurons + column)));
-                sums[i + t] += pair.x;
-                sums[i + t + 2] += pair.y;
+                pairs[r] = __ldcg(
+                    reinterpret_cast<uint32_t const*>(params.block.residual + row * params.num_neurons + column));
             }
         }
+        with_element(params.is_bf16, [&](auto element) {
+#pragma unroll
+            for (int r = 0; r < kAtOnce; ++r) {
+                int const i = (begin + r) / 2 * 4 + r % 2;
+                if (i < Cfg::kAccumulators) {
+                    float2 const pair = decltype(element)::to_float2(pairs[r]);
+                    sums[i] += pair.x;
+                    sums[i + 2] += pair.y;
+                }
+            }
+        });
     }
 }
 
 // Multiplies sums of multiply_scaled by the scales of their columns, if these have any, and adds the biases.
-template <class Element, class Cfg>
+template <class Cfg>
 __device__ __forceinline__ void scale_and_add_biases(float (&sums)[Cfg::kAccumulators], ParamsOf<E4m3> const& params,
                                                      int first_column) {
     int const column = first_column + static_cast<int>(threadIdx.x) % kWarpSize / 4 * 2;
@@ -130,9 +142,11 @@ __device__ __forceinline__ void scale_and_add_biases(float (&sums)[Cfg::kAccumul
     if (params.block.by_output) {
         scales = make_float2(params.block.down_scale[column], params.block.down_scale[column + 1]);
     }
-    float2 const biases = params.bias == nullptr
-                              ? make_float2(0.0f, 0.0f)
-                              : Element::to_float2(*reinterpret_cast<uint32_t const*>(params.bias + column));
+    float2 biases = make_float2(0.0f, 0.0f);
+    if (params.bias != nullptr) {
+        uint32_t const pair = *reinterpret_cast<uint32_t const*>(params.bias + column);
+        biases = with_element(params.is_bf16, [&](auto element) { return decltype(element)::to_float2(pair); });
+    }
 #pragma unroll
     for (int i = 0; i < Cfg::kAccumulators; ++i) {
         sums[i] = i % 4 < 2 ? fmaf(sums[i], scales.x, biases.x) : fmaf(sums[i], scales.y, biases.y);
@@ -146,10 +160,10 @@ __device__ __forceinline__ void sum_at_again(Params const& params, View const& v
     sum_again<Element>(params.block, h + position * params.gate.stride(), view.row_of(params.schedule, position),
                        column);
 }
-template <class Element>
+template <class>
 __device__ __forceinline__ void sum_at_again(ParamsOf<E4m3> const& params, View const& view, int position, int column) {
-    sum_again<Element>(params.block, params.h + position * params.h_stride, params.h_scale + position,
-                       params.h_scale_stride, view.row_of(params.schedule, position), column);
+    sum_again(params.block, params.is_bf16, params.h + position * params.h_stride, params.h_scale + position,
+              params.h_scale_stride, view.row_of(params.schedule, position), column);
 }
 
 // Stores a warp's part of y, 16 columns from first_column on: pass(store) calls store(token, chunk, values) as
@@ -165,7 +179,14 @@ __device__ __forceinline__ bool store_y(Params const& params, View const& view, 
         if (own.has(token) && column < params.num_neurons) {
             int64_t const row = view.row_of(params.schedule, own.begin + token);
             *reinterpret_cast<uint4*>(params.block.y + row * params.num_neurons + column) = values;
-            failed |= is_finite<Element>(values) ? 0 : 1u << token / kTurnTokens;
+            auto const is_good = [&](auto element) { return is_finite<decltype(element)>(values); };
+            bool good = false;
+            if constexpr (std::is_same_v<Element, E4m3>) {
+                good = with_element(params.is_bf16, is_good);
+            } else {
+                good = is_good(Element());
+            }
+            failed |= good ? 0 : 1u << token / kTurnTokens;
         }
     });
     uint32_t turns = __reduce_or_sync(0xffffffffu, failed);
@@ -286,7 +307,7 @@ __device__ __forceinline__ void multiply_by_g(Params const& params, View const& 
 
 // The same with FP8 weights: the result, in bf16 whatever the element type is, lacks the scale of x and the
 // bias, and h becomes bytes as in hidden_sm90.cuh.
-template <class Element, class Cfg, int kStep, int kAtOnce>
+template <class, class Cfg, int kStep, int kAtOnce>
 __device__ __forceinline__ void multiply_by_g(ParamsOf<E4m3> const& params, View const& view, Tile const& tile,
                                               uint32_t rank, uint32_t result, int first, SpilledMasks masks) {
     constexpr float kLargest = 448.0f;
@@ -302,7 +323,10 @@ __device__ __forceinline__ void multiply_by_g(ParamsOf<E4m3> const& params, View
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
         int const neuron = min(column + k, params.num_neurons - 1);
-        biases[k] = params.bias == nullptr ? 0.0f : Element::to_float(params.bias[neuron]);
+        if (params.bias != nullptr) {
+            biases[k] = with_element(params.is_bf16,
+                                     [&](auto element) { return decltype(element)::to_float(params.bias[neuron]); });
+        }
         h_scales[k] = scale_h(params.block, 1.0f, neuron);
     }
     PackedGate const& gate = params.gate;
@@ -324,22 +348,31 @@ __device__ __forceinline__ void multiply_by_g(ParamsOf<E4m3> const& params, View
                             : *gate.head(rows[r], tile.tile_idx);
             x_scales[r] = __ldcg(params.x_scale + rows[r]);
         }
-        float h[kAtOnce][kVector];
+        float h[kAtOnce][kVector];  // at first g
         float most[kAtOnce] = {};
 #pragma unroll
         for (int r = 0; r < kAtOnce; ++r) {
-            float g[kVector];
-            unpack<Element>(g, (spilled >> r & 1) != 0
-                                   ? loaded[r]
-                                   : expand(loaded[r], static_cast<int>(rank) * kChunksPerToken + chunk));
+            if ((spilled >> r & 1) == 0) {
+                loaded[r] = expand(loaded[r], static_cast<int>(rank) * kChunksPerToken + chunk);
+            }
+        }
+        with_element(params.is_bf16, [&](auto element) {
+#pragma unroll
+            for (int r = 0; r < kAtOnce; ++r) {
+                unpack<decltype(element)>(h[r], loaded[r]);
+            }
+        });
+#pragma unroll
+        for (int r = 0; r < kAtOnce; ++r) {
             float u[kVector];
             unpack<Bf16>(u, load_chunk(result + chunk_offset<Cfg>(index(r), chunk)));
 #pragma unroll
             for (int k = 0; k < kVector; ++k) {
                 float const whole = fmaf(u[k], x_scales[r], biases[k]);
+                float const g = h[r][k];
                 float const value =
-                    g[k] * (params.relu_on_up && whole <= 0.0f ? 0.0f : whole) * h_scales[k];  // NaN is kept
-                h[r][k] = g[k] == 0.0f ? 0.0f : value == 0.0f ? -0.0f : value;
+                    g * (params.relu_on_up && whole <= 0.0f ? 0.0f : whole) * h_scales[k];  // NaN is kept
+                h[r][k] = g == 0.0f ? 0.0f : value == 0.0f ? -0.0f : value;
                 most[r] = fmaxf(most[r], fabsf(h[r][k]));  // of a NaN the other one
             }
         }
@@ -383,7 +416,6 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
     dense_kernel(__grid_constant__ ParamsOf<Stored> const params) {
     constexpr bool kUp = kProjection == Projection::kUp;
     constexpr bool kBytes = sizeof(Stored) == 1;
-    using Operand = std::conditional_t<kBytes, E4m3, Element>;
     // Of bytes consumers hold sums and products, and helpers work out scales.
     constexpr int kRegistersFewer = !kBytes ? kRegistersFirst : kUp ? kRegistersBytesHelper : kRegistersBytesLoader;
     constexpr int kRegistersMore = !kBytes ? kRegistersConsumer : kUp ? kRegistersBytesUp : kRegistersBytesDown;
@@ -458,9 +490,10 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             auto const [tile, slices] = Piece(params, num_blocks, i);
             int const first_neuron = tile.neuron_of<Cfg>(rank) + consumer_warp * kWarpNeurons;
             Tokens const own = Tokens::of<Cfg>(tile, rank, view.count);
-            float2 const biases = kBytes
-                                      ? make_float2(0.0f, 0.0f)
-                                      : load_biases<Element>(params.bias, first_neuron + lane / 4, params.num_neurons);
+            float2 biases;  // but of bytes
+            if constexpr (!kBytes) {
+                biases = load_biases<Element>(params.bias, first_neuron + lane / 4, params.num_neurons);
+            }
             if constexpr (kBytes && !kUp) {
                 static_assert(BLOCK_M == TWELL_SCALE_BLOCK_SIZE,
                               "a CTA's columns lie in one block, and so does a slice");
@@ -471,7 +504,7 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                                                       min(tile.neuron_of<Cfg>(rank), params.num_neurons - 1) / BLOCK_M;
                 multiply_scaled<Cfg>(accumulators[0], shared, ring, consumer_warp, slices.count(), scales, blocks);
             } else {
-                multiply<Operand, Cfg, !kUp>(accumulators, shared, ring, consumer, slices.count());
+                multiply<Element, Cfg, !kUp>(accumulators, shared, ring, consumer, slices.count());
             }
 
             // Epilogue, of the up projection the first part
@@ -509,17 +542,22 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                 uint32_t const warp_bytes = result + consumer_warp * Cfg::kBytesWarp;
                 bool summed_again;
                 if constexpr (kBytes) {
-                    scale_and_add_biases<Element, Cfg>(accumulators[0], params, first_neuron);
+                    scale_and_add_biases<Cfg>(accumulators[0], params, first_neuron);
                     if (params.block.residual != nullptr) {
-                        add_residual<Element, Cfg>(accumulators[0], params, view, own, first_neuron);
+                        add_residual<Cfg>(accumulators[0], params, view, own, first_neuron);
                     }
+                    uint32_t pairs[Cfg::kAccumulators / 2];  // of neighbouring columns
+                    with_element(params.is_bf16, [&](auto element) {
+#pragma unroll
+                        for (int i = 0; i < Cfg::kAccumulators; i += 4) {
+                            for (int t = 0; t < 2; ++t) {
+                                pairs[i / 2 + t] =
+                                    decltype(element)::from_float2(accumulators[0][i + t], accumulators[0][i + t + 2]);
+                            }
+                        }
+                    });
                     summed_again = store_y<Element, Cfg>(params, view, own, first_neuron, [&](auto store) {
-                        pass_pairs<Cfg>(
-                            warp_bytes,
-                            [&](int low, int high) {
-                                return Element::from_float2(accumulators[0][low], accumulators[0][high]);
-                            },
-                            store);
+                        pass_pairs<Cfg>(warp_bytes, [&](int low, int) { return pairs[low / 4 * 2 + low % 4]; }, store);
                     });
                 } else {
                     if (params.block.residual != nullptr) {
