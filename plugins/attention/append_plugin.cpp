@@ -13,7 +13,7 @@ using nvinfer1::PluginFieldCollection;
 using nvinfer1::PluginTensorDesc;
 using nvinfer1::TensorRTPhase;
 
-constexpr int32_t kSchemaVersion = 1;
+constexpr int32_t kAppendSchema = 1;
 constexpr int32_t kElementBytes = 2;
 
 int64_t volume_of(Dims const& dims) {
@@ -129,7 +129,7 @@ void AppendPlugin::run(PluginTensorDesc const* descs, void const* const* inputs,
 // ---- serialisation ----
 
 std::unique_ptr<PlanFields> AppendPlugin::plan_fields() const {
-    auto fields = std::make_unique<PlanFields>(kSchemaVersion);
+    auto fields = std::make_unique<PlanFields>(kAppendSchema);
     options_.add_to(*fields);
     return fields;
 }
@@ -143,7 +143,7 @@ nvinfer1::IPluginV3* AppendCreator::create(char const* layer, PluginFieldCollect
     CacheOptions const options = read_with_advice(phase, "libtwell_attention.so", twell_attention_version(), [&] {
         FieldReader reader(fields);
         if (phase == TensorRTPhase::kRUNTIME) {
-            reader.integer(kSchema, {kSchemaVersion});
+            reader.integer(kSchema, {kAppendSchema});
         }
         CacheOptions const given = read_cache_options(reader);
         reader.reject_rest(cache_fields());

@@ -27,7 +27,7 @@ constexpr char const* kScale = "scale";
 constexpr char const* kCausal = "causal";
 constexpr char const* kLengths = "lengths";
 constexpr char const* kWorkspace = "workspace_mib";  // in plans only
-constexpr int32_t kSchemaVersion = 1;
+constexpr int32_t kAttentionSchema = 1;
 
 // The least workspace that TensorRT is asked for. Attention without its own kernels' memory for parts of a result needs
 // none or little, but what it takes depends on shapes, GPU and cuDNN, and a builder may have none of the three. It is
@@ -46,7 +46,7 @@ AttentionOptions read_fields(PluginFieldCollection const* collection, TensorRTPh
     AttentionOptions options;
     options.cached = cached;
     if (phase == TensorRTPhase::kRUNTIME) {
-        fields.integer(kSchema, {kSchemaVersion});
+        fields.integer(kSchema, {kAttentionSchema});
         options.workspace_mib = fields.integer(kWorkspace, 0, std::numeric_limits<int32_t>::max());
     }
     options.scale = fields.number(kScale, "finite");
@@ -269,7 +269,7 @@ void AttentionPlugin::run(PluginTensorDesc const* descs, void const* const* inpu
 // ---- serialisation ----
 
 std::unique_ptr<PlanFields> AttentionPlugin::plan_fields() const {
-    auto fields = std::make_unique<PlanFields>(kSchemaVersion);
+    auto fields = std::make_unique<PlanFields>(kAttentionSchema);
     fields->add(kWorkspace, options_.workspace_mib);
     fields->add(kScale, options_.scale);
     options_.cache.add_to(*fields);

@@ -18,18 +18,18 @@ using nvinfer1::PluginFieldType;
 using nvinfer1::TensorRTPhase;
 
 constexpr char const* kGate = "gate";
-constexpr int32_t kSchemaVersion = 1;
+constexpr int32_t kExpertsSchema = 1;
 
-std::vector<PluginField> field_names() {
+std::vector<PluginField> experts_field_names() {
     return {known_field(field::kActivation, PluginFieldType::kCHAR),
             known_field(field::kThreshold, PluginFieldType::kFLOAT32), known_integer(kGate),
             known_integer(field::kScales), known_integer(field::kThresholds)};
 }
 
-ExpertsOptions read_fields(PluginFieldCollection const* collection, TensorRTPhase phase) {
+ExpertsOptions read_experts_fields(PluginFieldCollection const* collection, TensorRTPhase phase) {
     FieldReader fields(collection);
     if (phase == TensorRTPhase::kRUNTIME) {
-        fields.integer(kSchema, {kSchemaVersion});
+        fields.integer(kSchema, {kExpertsSchema});
     }
     ExpertsOptions options;
     options.gate = fields.flag(kGate);
@@ -38,7 +38,7 @@ ExpertsOptions read_fields(PluginFieldCollection const* collection, TensorRTPhas
     options.scales = fields.flag(field::kScales);
     options.thresholds = fields.flag(field::kThresholds);
     check_thresholds(options.thresholds, options.activation, options.threshold);
-    fields.reject_rest(field_names());
+    fields.reject_rest(experts_field_names());
     return options;
 }
 
@@ -174,7 +174,7 @@ void ExpertsPlugin::launch(twell_experts_problem const& problem, void const* con
 // ---- serialisation ----
 
 std::unique_ptr<PlanFields> ExpertsPlugin::plan_fields() const {
-    auto fields = std::make_unique<PlanFields>(kSchemaVersion);
+    auto fields = std::make_unique<PlanFields>(kExpertsSchema);
     fields->add(field::kActivation, options_.activation);
     fields->add(field::kThreshold, options_.threshold);
     fields->add(kGate, options_.gate);
@@ -185,12 +185,12 @@ std::unique_ptr<PlanFields> ExpertsPlugin::plan_fields() const {
 
 // ---- creator ----
 
-ExpertsCreator::ExpertsCreator() : CreatorBase(kExpertsName, field_names()) {}
+ExpertsCreator::ExpertsCreator() : CreatorBase(kExpertsName, experts_field_names()) {}
 
 nvinfer1::IPluginV3* ExpertsCreator::create(char const* layer, PluginFieldCollection const* fields,
                                             TensorRTPhase phase) const {
     return new ExpertsPlugin(layer, read_with_advice(phase, "libtwell_plugins.so", twell_version(),
-                                                     [&] { return read_fields(fields, phase); }));
+                                                     [&] { return read_experts_fields(fields, phase); }));
 }
 
 }  // namespace twell

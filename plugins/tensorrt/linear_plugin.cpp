@@ -18,13 +18,13 @@ using nvinfer1::TensorRTPhase;
 
 constexpr char const* kSplits = "splits";
 constexpr char const* kChoose = "choose";  // which older graphs and plans lack
-constexpr int32_t kSchemaVersion = 1;
+constexpr int32_t kLinearSchema = 1;
 
 // The field that says whether an input is there; null: it always is.
 constexpr std::array<char const*, kLinearRoles> kFlags = {nullptr,     nullptr,    "bias",  "norm_weight",
                                                           "norm_bias", "residual", "scales"};
 
-std::vector<PluginField> field_names() {
+std::vector<PluginField> linear_field_names() {
     std::vector<PluginField> fields{known_field(field::kNorm, PluginFieldType::kCHAR),
                                     known_field(field::kEps, PluginFieldType::kFLOAT32), known_integer(kSplits),
                                     known_integer(kChoose)};
@@ -32,10 +32,10 @@ std::vector<PluginField> field_names() {
     return fields;
 }
 
-LinearOptions read_fields(PluginFieldCollection const* collection, TensorRTPhase phase) {
+LinearOptions read_linear_fields(PluginFieldCollection const* collection, TensorRTPhase phase) {
     FieldReader fields(collection);
     if (phase == TensorRTPhase::kRUNTIME) {
-        fields.integer(kSchema, {kSchemaVersion});
+        fields.integer(kSchema, {kLinearSchema});
     }
     LinearOptions options;
     options.norm = read_norm(fields, phase);
@@ -58,7 +58,7 @@ LinearOptions read_fields(PluginFieldCollection const* collection, TensorRTPhase
     if (options.has[kLinearResidual] && options.splits.size() > 1) {
         refuse(kFlags[kLinearResidual], "1", "0 with several outputs");
     }
-    fields.reject_rest(field_names());
+    fields.reject_rest(linear_field_names());
     return options;
 }
 
@@ -154,7 +154,7 @@ void LinearPlugin::launch(twell_linear_problem const& problem, void const* const
 // ---- serialisation ----
 
 std::unique_ptr<PlanFields> LinearPlugin::plan_fields() const {
-    auto fields = std::make_unique<PlanFields>(kSchemaVersion);
+    auto fields = std::make_unique<PlanFields>(kLinearSchema);
     fields->add(field::kNorm, options_.norm);
     fields->add(field::kEps, options_.eps);
     fields->add(kSplits, options_.splits);
@@ -167,12 +167,12 @@ std::unique_ptr<PlanFields> LinearPlugin::plan_fields() const {
 
 // ---- creator ----
 
-LinearCreator::LinearCreator() : CreatorBase(kLinearName, field_names()) {}
+LinearCreator::LinearCreator() : CreatorBase(kLinearName, linear_field_names()) {}
 
 nvinfer1::IPluginV3* LinearCreator::create(char const* layer, PluginFieldCollection const* fields,
                                            TensorRTPhase phase) const {
     return new LinearPlugin(layer, read_with_advice(phase, "libtwell_plugins.so", twell_version(),
-                                                    [&] { return read_fields(fields, phase); }));
+                                                    [&] { return read_linear_fields(fields, phase); }));
 }
 
 }  // namespace twell

@@ -20,9 +20,9 @@ constexpr char const* kGateBias = "gate_bias";
 constexpr char const* kUpBias = "up_bias";
 constexpr char const* kDownBias = "down_bias";
 constexpr char const* kResidualField = "residual";
-constexpr char const* kNormWeight = "norm_weight";
-constexpr char const* kNormBias = "norm_bias";
-constexpr int32_t kSchemaVersion = 3;
+constexpr char const* kNormWeightField = "norm_weight";
+constexpr char const* kNormBiasField = "norm_bias";
+constexpr int32_t kBlockSchema = 3;
 
 struct ActivationName {
     char const* name;
@@ -42,7 +42,7 @@ int32_t activation_count(twell_variant variant) { return variant == TWELL_GATED 
 Options read_fields(twell_variant variant, PluginFieldCollection const* collection, TensorRTPhase phase) {
     FieldReader fields(collection);
     if (phase == TensorRTPhase::kRUNTIME) {
-        fields.integer(kSchema, {kSchemaVersion});
+        fields.integer(kSchema, {kBlockSchema});
     }
     Options options;
     options.activation = read_activation(variant, fields, phase);
@@ -62,8 +62,8 @@ Options read_fields(twell_variant variant, PluginFieldCollection const* collecti
     check_thresholds(options.thresholds, options.activation, options.threshold);
     options.norm = fields.has(field::kNorm) ? read_norm(fields, phase) : TWELL_NORM_NONE;
     options.eps = fields.has(field::kEps) ? read_eps(fields) : 0.0F;
-    options.norm_weight = fields.newer_flag(kNormWeight);
-    options.norm_bias = fields.newer_flag(kNormBias);
+    options.norm_weight = fields.newer_flag(kNormWeightField);
+    options.norm_bias = fields.newer_flag(kNormBiasField);
     check_norm_inputs(options.norm, options.norm_weight, options.norm_bias);
     fields.reject_rest(field_names(variant));
     return options;
@@ -139,10 +139,10 @@ void check_thresholds(bool thresholds, int32_t activation, float threshold) {
 
 void check_norm_inputs(int32_t norm, bool weight, bool bias) {
     if (weight && norm == TWELL_NORM_NONE) {
-        refuse(kNormWeight, "1", "0 without a norm");
+        refuse(kNormWeightField, "1", "0 without a norm");
     }
     if (bias && norm != TWELL_NORM_LAYER) {
-        refuse(kNormBias, "1", "0 without a layer norm");
+        refuse(kNormBiasField, "1", "0 without a layer norm");
     }
 }
 
@@ -158,8 +158,8 @@ std::vector<PluginField> field_names(twell_variant variant) {
                                     known_integer(field::kThresholds),
                                     known_field(field::kNorm, PluginFieldType::kCHAR),
                                     known_field(field::kEps, PluginFieldType::kFLOAT32),
-                                    known_integer(kNormWeight),
-                                    known_integer(kNormBias)};
+                                    known_integer(kNormWeightField),
+                                    known_integer(kNormBiasField)};
     if (variant == TWELL_GATED) {
         fields.push_back(known_integer(kGateBias));
     }
@@ -172,7 +172,7 @@ Options read_options(twell_variant variant, PluginFieldCollection const* collect
 }
 
 std::unique_ptr<PlanFields> plan_fields_of(twell_variant variant, Options const& options) {
-    auto fields = std::make_unique<PlanFields>(kSchemaVersion);
+    auto fields = std::make_unique<PlanFields>(kBlockSchema);
     fields->add(field::kActivation, options.activation);
     fields->add(field::kThreshold, options.threshold);
     fields->add(kCompression, options.compression);
@@ -194,8 +194,8 @@ std::unique_ptr<PlanFields> plan_fields_of(twell_variant variant, Options const&
     if (options.norm != TWELL_NORM_NONE) {
         fields->add(field::kNorm, options.norm);
         fields->add(field::kEps, options.eps);
-        fields->add(kNormWeight, options.norm_weight);
-        fields->add(kNormBias, options.norm_bias);
+        fields->add(kNormWeightField, options.norm_weight);
+        fields->add(kNormBiasField, options.norm_bias);
     }
     return fields;
 }
