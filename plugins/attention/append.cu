@@ -26,7 +26,7 @@ struct Part {
 };
 
 template <typename Unit, typename Kept>
-struct Params {
+struct AppendParams {
     Part<Unit, Kept> parts[2];
     Unit const* cosines;    // [batch, tokens, units], of rotated rows
     Unit const* sines;      // likewise
@@ -54,7 +54,7 @@ __device__ __forceinline__ uint2 to_fp8(uint4 vector, float scale) {
 // blockIdx.x: units of a sequence's new rows, [tokens, heads, units]; blockIdx.y: keys or values; blockIdx.z:
 // sequences. Element is void where units are copied as they are.
 template <typename Unit, class Element, typename Kept>
-__global__ void __launch_bounds__(kThreads) append_kernel(Params<Unit, Kept> const p) {
+__global__ void __launch_bounds__(kThreads) append_kernel(AppendParams<Unit, Kept> const p) {
     allow_dependent_launch();
     wait_for_previous_launch();
     Part<Unit, Kept> const part = blockIdx.y == 0 ? p.parts[0] : p.parts[1];  // an index would need a copy in memory
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kThreads) append_kernel(Params<Unit, Kept> con
 }
 
 template <class Element, typename Unit, typename Kept>
-cudaError_t launch(Params<Unit, Kept> const& params, uint32_t num_parts, cudaStream_t stream) {
+cudaError_t launch(AppendParams<Unit, Kept> const& params, uint32_t num_parts, cudaStream_t stream) {
     Device device = {};
     TWELL_TRY(query_device(device));
     int64_t const units =
@@ -108,18 +108,19 @@ cudaError_t launch(Params<Unit, Kept> const& params, uint32_t num_parts, cudaStr
 
 // Of rows whose elements are read, to be rotated or rounded.
 template <typename Kept>
-cudaError_t launch_elements(Params<uint4, Kept> const& params, uint32_t num_parts, int32_t dtype, cudaStream_t stream) {
+cudaError_t launch_elements(AppendParams<uint4, Kept> const& params, uint32_t num_parts, int32_t dtype,
+                            cudaStream_t stream) {
     return dtype == TWELL_FP16 ? launch<Fp16>(params, num_parts, stream) : launch<Bf16>(params, num_parts, stream);
 }
 
 template <typename Unit, typename Kept>
-Params<Unit, Kept> params_of(twell_append_problem const& p, twell_append_tensors const& t) {
+AppendParams<Unit, Kept> params_of(twell_append_problem const& p, twell_append_tensors const& t) {
     auto const units = [](void const* pointer) { return static_cast<Unit const*>(pointer); };
     auto const part = [&](void* cache, void const* rows, int32_t bytes, bool is_rotated, float scale) {
         return Part<Unit, Kept>{static_cast<Kept*>(cache), units(rows), bytes / static_cast<int32_t>(sizeof(Unit)),
                                 is_rotated, scale};
     };
-    Params<Unit, Kept> params = {};
+    AppendParams<Unit, Kept> params = {};
     params.parts[0] = part(t.keys, t.new_keys, p.key_bytes, p.rotated == 1, p.key_scale);
     params.parts[1] = part(t.values, t.new_values, p.value_bytes, false, p.value_scale);
     params.cosines = units(t.cosines);
@@ -150,7 +151,7 @@ bool takes_vectors(twell_append_problem const& p, twell_append_tensors const& t)
 cudaError_t rotate_queries(twell_attention_problem const& problem, twell_attention_tensors const& tensors,
                            void* rotated, cudaStream_t stream) {
     auto const vectors = [](void const* pointer) { return static_cast<uint4 const*>(pointer); };
-    Params<uint4, uint4> params = {};
+    AppendParams<uint4, uint4> params = {};
     params.parts[0] = {static_cast<uint4*>(rotated), vectors(tensors.q), problem.width / kVector, true, 1.0f};
     params.cosines = vectors(tensors.cosines);
     params.sines = vectors(tensors.sines);

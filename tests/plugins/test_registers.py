@@ -34,7 +34,7 @@ SOURCES = {
     "few_tokens/few_sm90.cu": (("90a",), 8),
     "experts/many_sm90.cu": (("90a",), 26),
     "matmul/dense_sm90.cu": (("90a",), 48),
-    "matmul/dense_bytes_sm90.cu": (("90a",), 34),
+    "matmul/dense_bytes_sm90.cu": (("90a",), 18),
     "dense_block/hidden_sm90.cu": (("90a",), 42),
     "dense_block/hidden_bytes_sm90.cu": (("90a",), 32),
     "dense_block/skipping_down_sm90.cu": (("90a",), 8),

@@ -24,13 +24,30 @@ __device__ __forceinline__ void accumulate(float& sum, uint4 x_vector, WVector w
     }
 }
 
-// x . row, by one warp; every lane gets the sum.
-template <class Element>
+// x . row, by one warp; every lane gets the sum. Its order is the same for any kLoads from the row at once.
+template <class Element, int kLoads>
 __device__ __forceinline__ float dot_row(uint16_t const* x, uint16_t const* row, int d_model) {
+    int const lane = threadIdx.x % kWarpSize;
     float sum = 0.0f;
+    // NOTE: loads are issued together, without a condition between them; else each waits for the one before.
+    constexpr int kStep = kWarpSize * kVector;
+    int begin = 0;
+    for (; kLoads > 1 && begin + kLoads * kStep <= d_model; begin += kLoads * kStep) {
+        uint4 x_vectors[kLoads];
+        uint4 w_vectors[kLoads];
+#pragma unroll
+        for (int u = 0; u < kLoads; ++u) {
+            int const column = begin + u * kStep + lane * kVector;
+            x_vectors[u] = load_vector(x + column);
+            w_vectors[u] = load_vector(row + column);
+        }
+#pragma unroll
+        for (int u = 0; u < kLoads; ++u) {
+            accumulate<Element>(sum, x_vectors[u], w_vectors[u]);
+        }
+    }
 #pragma unroll 1
-    for (int column = static_cast<int>(threadIdx.x) % kWarpSize * kVector; column < d_model;
-         column += kWarpSize * kVector) {
+    for (int column = begin + lane * kVector; column < d_model; column += kStep) {
         accumulate<Element>(sum, load_vector(x + column), load_vector(row + column));
     }
     return sum_of_warp(sum);

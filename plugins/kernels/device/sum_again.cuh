@@ -58,9 +58,9 @@ __device__ __forceinline__ bool compute_h(float& h, BlockTensors const& block, i
     for (int product = 0; product < 2; ++product) {
         bool const is_up = product != 0;
         uint16_t const* const bias = is_up ? block.b_up : block.b_gate;
-        float sum = dot_row<Element>(block.x + row * block.d_model,
-                                     (is_up ? block.w_up : block.w_gate) + static_cast<int64_t>(neuron) * block.d_model,
-                                     block.d_model);
+        float sum = dot_row<Element, 1>(
+            block.x + row * block.d_model,
+            (is_up ? block.w_up : block.w_gate) + static_cast<int64_t>(neuron) * block.d_model, block.d_model);
         if (bias != nullptr) {
             sum += Element::to_float(bias[neuron]);
         }

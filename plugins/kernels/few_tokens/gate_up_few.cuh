@@ -318,6 +318,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Stored, Cfg>) gate_up_ker
         }
     }
     if (params.w_up == nullptr) {
+#pragma unroll 1
         for (int i = thread; i < Cfg::kNeurons * Cfg::kTokens; i += kThreads) {
             finish(i / Cfg::kTokens, i % Cfg::kTokens, 1.0f);
         }
