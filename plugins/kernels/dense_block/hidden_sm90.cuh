@@ -431,14 +431,13 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
             if (lane == 0) {
                 Loader<Cfg, false> loader = {
                     shared, params.weights, params.x, rank, static_cast<int>(params.tokens), params.d_ff};
-                int i = tiles_begin;
-                if constexpr (kBytes) {
-                    loader.load_first(Tile(params.num_blocks, params.num_tiles, i), {0, params.num_slices},
-                                      wait_for_previous_launch, [] { return true; });
-                    i += tiles_step;
-                }
-                for (; i < tiles_end; i += tiles_step) {
-                    loader.load(Tile(params.num_blocks, params.num_tiles, i), {0, params.num_slices});
+                for (int i = tiles_begin; i < tiles_end; i += tiles_step) {
+                    Tile const tile(params.num_blocks, params.num_tiles, i);
+                    Slices slices = {0, params.num_slices};
+                    if (kBytes && i == tiles_begin) {
+                        loader.load_first(tile, slices, wait_for_previous_launch, [] { return true; });
+                    }
+                    loader.load(tile, slices);
                 }
                 uint32_t const share = (params.prefetched_bytes / gridDim.x + 15) / 16 * 16;
                 uint32_t const begin = blockIdx.x * share;

@@ -50,6 +50,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerMultiprocessor) down_kernel(
         constexpr int kLanes = kVector / 2;
         uint32_t const lanes = __ballot_sync(0xffffffffu, failed);
         __syncwarp();  // after the first store of these values
+#pragma unroll 1
         for (int first = 0; lanes != 0 && first < kWarpSize; first += kLanes) {
             if ((lanes >> first & ((1u << kLanes) - 1)) != 0) {
                 int const first_thread = thread / kWarpSize * kWarpSize + first;

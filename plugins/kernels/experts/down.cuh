@@ -247,13 +247,25 @@ __global__ void __launch_bounds__(kDownThreads) down_kernel(DownParams const par
             if (token < group.count && out < params.d_out) {
                 int const pair = pair_of(params.groups, group.begin + token);
                 float const weight = __ldg(params.weights + pair);
+                bool are_finite = true;
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    if (!isfinite(values[i])) {  // 0 * infinity of a neuron that is active for another token?
-                        values[i] = sum_of_active<Element, Stored>(
+                    are_finite = are_finite && isfinite(values[i]);
+                }
+                if (!are_finite) {  // 0 * infinity of a neuron that is active for another token?
+#pragma unroll 1
+                    for (int k = 0; k < 4; ++k) {
+                        float const again = sum_of_active<Element, Stored>(
                             params, group.expert, params.h + int64_t{number} * params.d_ff * kWidth + token, kWidth,
-                            out + i);
+                            out + k);
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) {
+                            values[i] = i == k && !isfinite(values[i]) ? again : values[i];
+                        }
                     }
+                }
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
                     if constexpr (sizeof(Stored) == 1) {
                         if (params.down.scale_of_row == 0) {
                             values[i] *= __ldg(scales + (out + i) * params.scale_of_column);

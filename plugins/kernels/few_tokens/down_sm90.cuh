@@ -233,7 +233,7 @@ __device__ __forceinline__ void multiply_dense(Params const& params, uint32_t ba
                 make_uint2(Element::from_float2(values[0], values[1]), Element::from_float2(values[2], values[3]));
         }
     }
-#pragma unroll
+#pragma unroll 1
     for (int turn = 0; turn < kTurns; ++turn) {
         sum_failed_again<Element, Cfg>(params, part.column_begin, thread + turn * kNumThreads,
                                        (failed >> turn & 1) != 0);

@@ -588,16 +588,16 @@ __global__ void __cluster_dims__(kClusterSize) __launch_bounds__(kThreads, 1)
                 if constexpr (kBytes && !kUp) {
                     loader.token_scales = &params.h_scales;
                 }
-                int i = pieces_begin;
                 bool goes_on = true;
-                if (params.all_rows) {
-                    Piece const piece(params, num_blocks, i);
-                    goes_on =
-                        loader.load_first(piece.tile, piece.slices, wait_for_previous_launch, [&] { return !skips(); });
-                    i = goes_on ? i + pieces_step : pieces_end;
-                }
-                for (; i < pieces_end; i += pieces_step) {
-                    Piece const piece(params, num_blocks, i);
+                for (int i = pieces_begin; i < pieces_end; i += pieces_step) {
+                    Piece piece(params, num_blocks, i);
+                    if (i == pieces_begin && params.all_rows) {
+                        goes_on = loader.load_first(piece.tile, piece.slices, wait_for_previous_launch,
+                                                    [&] { return !skips(); });
+                        if (!goes_on) {
+                            break;
+                        }
+                    }
                     loader.load(piece.tile, piece.slices);
                 }
                 if (goes_on) {  // else no CTA signals a barrier

@@ -244,10 +244,10 @@ struct Loader {
         }
     }
 
-    // The same for the first tile, if its tokens must not be read before wait(): the weights come earlier. Unless
-    // goes_on(), only as much as fits in the stages is loaded.
+    // The first slices of the first tile, as many as fit in the stages, if its tokens must not be read before wait():
+    // the weights come earlier. The rest of `slices` is left, unless not goes_on().
     template <class Wait, class GoesOn>
-    __device__ __forceinline__ bool load_first(Tile const& tile, Slices slices, Wait wait, GoesOn goes_on) {
+    __device__ __forceinline__ bool load_first(Tile const& tile, Slices& slices, Wait wait, GoesOn goes_on) {
         int const ahead = min(slices.count(), Cfg::kNumStages);
 #pragma unroll 1
         for (int stage = 0; stage < ahead; ++stage) {
@@ -265,7 +265,7 @@ struct Loader {
             }
             return false;
         }
-        load(tile, {slices.begin + ahead, slices.end});
+        slices.begin += ahead;
         return true;
     }
 
