@@ -382,42 +382,58 @@ def cublas_lt_version() -> int:
 
 
 def test_which_kernels_run() -> None:
-    found = cublas_lt_version()
-    many = "cublas_lt bits=16" if found else "linear_many"
-    in_bytes = ["quantise", "cublas_lt bits=8"] if found >= 120900 else ["widen", many]
+    many = "cublas_lt bits=16" if cublas_lt_version() else "linear_many"
+    split = ["linear_split"] if cublas_lt_version() else []
     assert kernels_of(Case(tokens=8, inner=2048, out=6144), "H100") == ["linear_few tokens=8 queue=48"]
     assert kernels_of(Case(tokens=16, inner=4096, out=6144), "H100") == ["linear_few tokens=16 queue=32"]
     assert kernels_of(Case(tokens=8, inner=8192), "H100") == ["linear_few tokens=8 queue=32"]
     assert kernels_of(Case(tokens=9, inner=8192, norm="none"), "H100") == [many]
-    assert kernels_of(Case(tokens=16, inner=8192, scale="tensor"), "H100") == ["linear_few tokens=8 queue=32"] * 2
     assert kernels_of(Case(tokens=17, inner=2048, out=64), "H100") == ["norm", many]
     assert kernels_of(Case(tokens=17, inner=2048, out=64, norm="none"), "H100") == [many]
     assert kernels_of(Case(tokens=1, inner=32000, out=64), "H100") == ["norm", many]
-    assert kernels_of(Case(tokens=8, scale="row"), "H100") == ["linear_few tokens=8 queue=48"]
-    assert kernels_of(Case(tokens=8, inner=72, scale="row", norm="none"), "H100") == ["widen", many]
-    assert kernels_of(Case(tokens=99, scale="tensor", norm="none"), "H100") == in_bytes
-    assert kernels_of(Case(tokens=9, inner=120000, scale="tensor", norm="none"), "H100") == in_bytes
-    assert kernels_of(Case(tokens=99, scale="tensor", norm="none"), "RTX-4090") == ["widen", many]
-    for odd in ({"inner": 72}, {"out": 56}, {"splits": (40, 8)}):
-        assert kernels_of(Case(**{"tokens": 99, "scale": "tensor", "norm": "none"} | odd), "H100")[0] == "widen"
-    assert kernels_of(Case(tokens=8, scale="block"), "H100") == ["linear_few tokens=8 queue=48"]
-    by_block = Case(tokens=36, inner=2048, out=1552, scale="block", norm="none", splits=(1024, 512, 16))
-    assert kernels_of(dataclasses.replace(by_block, tokens=32), "H100") == ["linear_few tokens=16 queue=48"] * 2
-    assert kernels_of(by_block, "H100") == ([in_bytes[0], *in_bytes[1:] * 3] if found >= 120900 else ["widen", many])
-    changed: list[dict[str, Any]] = [
-        {"tokens": 33},
-        {"inner": 2176},
-        {"splits": (528, 1024)},
-        {"splits": (1024, 520, 8)},
-    ]
-    for changes in changed:
-        assert kernels_of(dataclasses.replace(by_block, **changes), "H100")[0] == "widen"
-    split = kernels_of(Case(tokens=99, scale="row", splits=(16, 32)), "H100")
-    assert split == [*in_bytes, in_bytes[-1]] if found >= 120900 else "widen" in split
+    assert kernels_of(Case(tokens=512, norm="none", splits=(8, 40)), "H100") == [many, *split]
+    assert kernels_of(Case(tokens=513, norm="none", splits=(8, 40)), "H100") == [many] * (2 if split else 1)
     assert kernels_of(Case(tokens=8, inner=2048), "RTX-4090") == ["linear_few tokens=8 queue=16"]
     assert kernels_of(Case(tokens=0), "H100") == []
     assert kernels_of(Case(tokens=8, choose=True), "H100") == ["linear_few tokens=8 queue=48", "linear_choose"]
     assert kernels_of(Case(tokens=17, inner=2048, out=64, choose=True), "H100") == ["norm", many, "linear_choose"]
+
+
+def test_which_kernels_run_in_fp8() -> None:
+    found = cublas_lt_version()
+    few, twice = "linear_few tokens=8 queue=48", ["linear_few tokens=16 queue=48"] * 2
+    split = ["linear_split"] if found else []
+    widened = ["widen", "cublas_lt bits=16" if found else "linear_many"]
+    product = ["quantise", "cublas_lt bits=8"] if found >= 120900 else widened
+    rest, rest_of_long = ([few], widened) if found >= 120900 else ([], [])
+    case = Case(tokens=99, scale="row", norm="none")
+    by_block = Case(tokens=36, inner=2048, out=1552, scale="block", norm="none", splits=(1024, 512, 16))
+    expected: list[tuple[Case, dict[str, Any], list[str]]] = [
+        (case, {}, product),
+        (case, {"tokens": 8}, [few]),
+        (case, {"tokens": 32, "inner": 2048, "out": 2048}, twice),
+        (case, {"tokens": 33, "inner": 2048, "out": 2048}, product),
+        (case, {"tokens": 32, "inner": 2048, "out": 2064}, product),
+        (case, {"tokens": 16, "inner": 8192}, ["linear_few tokens=8 queue=32"] * 2),
+        (case, {"tokens": 9, "inner": 120000}, product),
+        (case, {"splits": (16, 32)}, product + split),
+        (case, {"splits": (40, 8), "tokens": 2048}, product + split),  # of outputs alone there is no product
+        (case, {"out": 56}, widened),
+        (case, {"tokens": 8, "inner": 72}, widened),
+        (case, {"tokens": 8, "scale": "block"}, [few]),
+        (by_block, {}, product + split),
+        (by_block, {"tokens": 32}, twice),
+        (by_block, {"tokens": 33}, product + rest + split),
+        (by_block, {"tokens": 35, "inner": 38400, "out": 144, "splits": (128, 16)}, product + rest_of_long + split),
+        (by_block, {"inner": 2176}, product + split),
+        (by_block, {"inner": 2064}, widened + split),
+        (by_block, {"splits": (528, 1024), "tokens": 2048}, product + split),
+    ]
+    for base, changes, kernels in expected:
+        assert kernels_of(dataclasses.replace(base, **changes), "H100") == kernels, changes
+    if found >= 120900:
+        assert kernels_of(dataclasses.replace(by_block, tokens=1028), "H100") == [product[0], *product[1:] * 3]
+    assert kernels_of(case, "RTX-4090") == widened
 
 
 def test_every_configuration_is_known_and_launches_fit() -> None:
@@ -437,15 +453,17 @@ def test_every_configuration_is_known_and_launches_fit() -> None:
     function.restype, function.argtypes = ctypes.c_size_t, [ctypes.c_char_p, ctypes.c_size_t]
     known = {line for line in library.read_text(function).splitlines() if line.startswith("linear")}
     instead_of_cublas_lt = {"linear_many"}
-    assert known - instead_of_cublas_lt <= found - {"widen", "norm", "quantise"} <= known
+    beside = {"linear_split"}
+    assert known - instead_of_cublas_lt - beside <= found - {"widen", "norm", "quantise"} <= known
 
 
 def test_the_workspace_does_not_shrink() -> None:
     lib = library.load()
-    kinds = itertools.product((64, 72, 40000), ("none", "rms"), ("", "row", "block"), (False, True))
-    for inner, norm, scale, choose in kinds:
-        case = Case(inner=inner, norm=norm, scale=scale, choose=choose)
-        cases = [dataclasses.replace(case, tokens=tokens) for tokens in range(40)]
+    outputs: list[tuple[tuple[int, ...], bool]] = [((), False), ((), True), ((8, 40), False), ((16, 32), False)]
+    kinds = itertools.product((64, 72, 40000), ("none", "rms"), ("", "row", "block"), outputs)
+    for inner, norm, scale, (splits, choose) in kinds:
+        case = Case(inner=inner, norm=norm, scale=scale, splits=splits, choose=choose)
+        cases = [dataclasses.replace(case, tokens=tokens) for tokens in (*range(40), 512, 513, 1024, 1025, 4096)]
         sizes = [lib.twell_linear_workspace_bytes(problem_of(each)) for each in cases]
         assert sizes == sorted(sizes)
 
@@ -587,17 +605,22 @@ def random_cases() -> Iterator[Case]:
 
 BY_BLOCK = [
     *(Case(tokens, 2048, 1544, "rms", (1024, 512, 8), BF16, "block") for tokens in (1, 2, 7, 9, 16, 17, 64, 300, 2100)),
-    *(Case(tokens, 1040, 264, "none", (), FP16, "block", residual=True) for tokens in (1, 7, 16, 17, 300)),
+    *(Case(tokens, 1040, 264, "none", (), FP16, "block", residual=True) for tokens in (1, 7, 16, 17, 100, 300)),
     *(Case(tokens, 72, 200, "layer", (), BF16, "block") for tokens in (2, 64)),  # rows of bytes that no kernel reads
     Case(5, 16, 136, "none", (), BF16, "block", biases=False),
     Case(3, 11008, 520, "none", (), BF16, "block", residual=True),
     Case(16, 8192, 4104, "rms", (), FP16, "block", biases=False),
     Case(2, 40000, 264, "rms", (), FP16, "block"),
-    Case(33, 4104, 12296, "none", (4096, 8200), BF16, "block", biases=False),  # widened in parts
+    Case(33, 4104, 12296, "none", (4096, 8200), BF16, "block", biases=False),
+    Case(130, 1000, 264, "rms", (), FP16, "block", residual=True),
     Case(32, 2048, 1544, "rms", (), FP16, "block"),  # read twice
-    # Where cuBLASLt has products of the bytes, but for the first.
-    *(Case(tokens, 2048, 1552, "rms", (1024, 512, 16), BF16, "block") for tokens in (33, 64, 300, 2100)),
+    # Where cuBLASLt has products of the bytes, of four tokens at a time.
+    *(Case(tokens, 2048, 1552, "rms", (1024, 512, 16), BF16, "block") for tokens in (33, 64, 99, 130, 300, 2100)),
     Case(132, 11264, 2048, "layer", (), BF16, "block", residual=True),
+    # Likewise, with rows of scales that are padded.
+    Case(130, 11008, 528, "none", (), BF16, "block", residual=True),
+    Case(64, 128, 272, "rms", (128, 144), FP16, "block"),
+    Case(35, 38400, 256, "rms", (), FP16, "block"),  # linear_few has no room for a row
 ]
 
 
@@ -648,10 +671,13 @@ def check_kernels(case: Case) -> None:
     truth = dense(operands, case.norm, torch.float64)
     whole = operands.x.clone()
     kernels = kernels_of(case)
-    for generic in (True, False) if kernels[-1].startswith(("linear_many", "cublas_lt")) else (False,):
+    is_product = case.tokens > 16 or kernels[-1].startswith(("linear_many", "cublas_lt"))
+    for generic in (True, False) if is_product else (False,):
         in_bytes = not generic and "cublas_lt bits=8" in kernels
         operands.x.copy_(whole)
         plain = dense(operands, case.norm, case.dtype, in_bytes=in_bytes)
+        if in_bytes and case.scale == "block" and (rest := case.tokens % 4):  # rows that are not rounded
+            plain[-rest:] = dense(operands, case.norm, case.dtype)[-rest:]
         results = run_kernels(case, operands, generic=generic)
         y = torch.cat(results, -1)
         assert_as_accurate(y, plain, truth)
@@ -762,7 +788,7 @@ def test_launches_that_overlap(tokens: int, scale: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scale", ["", "row", "block"])
-@pytest.mark.parametrize("tokens", [1, 9, 20])
+@pytest.mark.parametrize("tokens", [1, 9, 33])
 def test_sanitize(tokens: int, scale: str) -> None:
     for norm, inner, out, splits in (("layer", 72, 40, (8, 32)), ("rms", 2048, 264, ()), ("none", 128, 64, ())):
         case = Case(tokens=tokens, inner=inner, out=out, norm=norm, splits=splits, scale=scale, residual=not splits)

@@ -95,7 +95,7 @@ Quantised take_quantised(twell_problem const& problem, unsigned char*& memory) {
 }
 
 cudaError_t launch_quantise(NormCall const& rows, Quantised const& quantised, Device const& device, cudaStream_t stream,
-                            RepeatedScale const& repeated) {
+                            CopiedScales const& copied) {
     quantise::Params params = {};
     params.x = static_cast<uint16_t const*>(rows.x);
     params.norm = rows.norm();
@@ -103,9 +103,7 @@ cudaError_t launch_quantise(NormCall const& rows, Quantised const& quantised, De
     params.rounded = quantised.x;
     params.scale = quantised.scale;
     params.by_group = quantised.by_group;
-    params.repeated = static_cast<float const*>(repeated.scale);
-    params.repeats = repeated.scales;
-    params.num_repeats = repeated.count;
+    params.copied = copied;
     auto const kernel = rows.dtype == TWELL_BF16 ? quantise::quantise_kernel<Bf16> : quantise::quantise_kernel<Fp16>;
     return launch_dependent({"quantise"}, kernel, params, dim3(static_cast<unsigned>(rows.tokens)), quantise::kThreads,
                             0, device, stream);

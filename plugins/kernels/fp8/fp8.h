@@ -43,16 +43,20 @@ struct Quantised {
 
 Quantised take_quantised(twell_problem const& problem, unsigned char*& memory);
 
-// A scale for each of `count` outputs: that of all of them, for products that take no other.
-struct RepeatedScale {
-    void const* scale;
-    float* scales;
-    int32_t count;
+// Scales of weights as products take them: [rows, stride], of which `columns` are used. Where all rows have the same,
+// `step` is 0.
+struct CopiedScales {
+    float const* from;  // row r at r * step
+    float* to;
+    int rows;
+    int columns;
+    int stride;
+    int step;
 };
 
 // Enqueues a kernel that normalises and rounds rows.
 cudaError_t launch_quantise(NormCall const& rows, Quantised const& quantised, Device const& device, cudaStream_t stream,
-                            RepeatedScale const& repeated = {});
+                            CopiedScales const& copied = {});
 
 // The same for the x of a block.
 cudaError_t launch_quantise(Call const& call, Quantised const& quantised);

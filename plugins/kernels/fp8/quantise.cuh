@@ -5,6 +5,7 @@
 #include "device/element.cuh"
 #include "device/norm.cuh"
 #include "device/vector.cuh"
+#include "fp8/fp8.h"
 
 namespace twell::quantise {
 
@@ -63,12 +64,10 @@ struct Params {
     uint16_t const* x;  // [tokens, columns]
     norm::Norm norm;
     int columns;
-    uint8_t* rounded;       // [tokens, columns]
-    float* scale;           // [tokens]; by_group [columns / kGroup, tokens]
-    bool by_group;          // each kGroup columns of a row have a scale; `columns` is a multiple
-    float const* repeated;  // 1: a scale of weights, for products that take one for each output
-    float* repeats;         // [num_repeats]: it
-    int num_repeats;
+    uint8_t* rounded;  // [tokens, columns]
+    float* scale;      // [tokens]; by_group [columns / kGroup, tokens]
+    bool by_group;     // each kGroup columns of a row have a scale; `columns` is a multiple
+    CopiedScales copied;
 };
 
 // Normalises rows and rounds them. A CTA has a row. NOTE: a NaN in x stays one; an infinity makes the whole row NaN or
@@ -88,6 +87,11 @@ __global__ void __launch_bounds__(kThreads) quantise_kernel(Params const params)
     for (int i = 0; i < kKept; ++i) {
         int const v = first + i * kThreads;
         kept[i] = load_written_vector_if(params.x + begin + int64_t{v} * kVector, v < vectors);
+    }
+    CopiedScales const& copied = params.copied;
+    int const step = static_cast<int>(gridDim.x) * kThreads;
+    for (int i = static_cast<int>(blockIdx.x) * kThreads + first; i < copied.rows * copied.stride; i += step) {
+        copied.to[i] = copied.from[i / copied.stride * copied.step + min(i % copied.stride, copied.columns - 1)];
     }
     norm::Moments moments;
     bool is_normalised = false;
@@ -144,10 +148,6 @@ __global__ void __launch_bounds__(kThreads) quantise_kernel(Params const params)
     });
     if (first == 0) {
         params.scale[blockIdx.x] = scale;
-    }
-    int const step = static_cast<int>(gridDim.x) * kThreads;
-    for (int i = static_cast<int>(blockIdx.x) * kThreads + first; i < params.num_repeats; i += step) {
-        params.repeats[i] = *params.repeated;
     }
 }
 

@@ -17,8 +17,8 @@ size_t version();
 // The first one with a scale for each row of both operands, or for blocks, on compute capability 9.0.
 constexpr size_t kFirstWithScales = 120900;
 
-// Scales of blocks: rows of the weights', and tokens, are a multiple of so many. Of other tokens cuBLASLt 13.0 has
-// none.
+// Scales of blocks: tokens, and the places of a row of the weights' scales, are a multiple of so many. Of other tokens
+// cuBLASLt 13.0 has no product.
 constexpr int kBlocksMultiple = 4;
 
 // y = x W^T + bias + residual, rounded once. All tensors are bf16 or fp16, aligned to 16 bytes. With scales x and W are
@@ -27,7 +27,7 @@ struct Product {
     void const* x;              // [tokens, in]
     void const* weight;         // [out, in]
     float const* x_scale;       // [tokens], by_block [in / 128, tokens]; or null
-    float const* weight_scale;  // [out], by_block [out / 128, in / 128], rounded up; or null
+    float const* weight_scale;  // [out], by_block [out / 128, in / 128], both rounded up, and padded; or null
     void const* bias;           // [out] or null
     void const* residual;       // [tokens, out] or null, rows as y's
     void* y;                    // [tokens, out], rows `stride` elements apart

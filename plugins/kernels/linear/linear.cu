@@ -1,6 +1,7 @@
 #include <limits.h>
 
 #include <algorithm>
+#include <iterator>
 
 #include "fp8/fp8.h"
 #include "host/problem.h"
@@ -9,6 +10,7 @@
 #include "linear/linear.h"
 #include "linear/linear_few.cuh"
 #include "linear/linear_many.cuh"
+#include "linear/split.cuh"
 #include "norm/norm.h"
 
 namespace twell {
@@ -25,6 +27,11 @@ using Few8Small = linear_few::Config<8, 1, 2>;
 
 using Many = matmul_generic::Config<128, 2, 4, 4>;
 
+// Up to so many tokens, by the bytes of a weight, several outputs are one product, whose result is then split: a
+// product of each output would take about as long as one of all.
+constexpr int64_t kMostTokensJoined = 512;
+constexpr int64_t kMostTokensJoinedInBytes = 1024;
+
 template <class Cfg>
 constexpr Label label_of() {
     return {"linear_few", {{"tokens", Cfg::kTokens}, {"queue", Cfg::kWarps * Cfg::kNumStages}}};
@@ -38,30 +45,68 @@ bool is_by_block(twell_linear_problem const& problem) {
 
 // Whether linear_few computes the layer, on every device: a token's row must fit into shared memory beside all else. If
 // the rows of all tokens do not fit on an H100, it would read the weights twice; a product reads them once, but not as
-// bytes. Of these it reads 16 at once.
+// bytes. Of these it reads 16 at once, and twice where they have scales of blocks, or are so few that a product, and
+// the kernel that rounds x, take longer.
 bool is_few(twell_linear_problem const& problem) {
     constexpr int64_t kLeastSharedBytes = 99 * 1024;
     constexpr int64_t kSharedBytes = 227 * 1024;
+    constexpr int kMostOutputsTwice = 2048;
+    constexpr int64_t kMostWeightsTwice = 2048 * kMostOutputsTwice;
     int64_t const row_bytes = linear_few::row_bytes<uint16_t>(problem.in);
     int64_t const rest = problem.tokens <= Few8::kTokens ? Few8::kBytesBesideRows : Few16::kBytesBesideRows;
-    return problem.tokens <= kMostTokensLinearFew * (is_by_block(problem) ? 2 : 1) &&
+    bool const has_few_weights =
+        problem.out <= kMostOutputsTwice && int64_t{problem.in} * problem.out <= kMostWeightsTwice;
+    bool const twice = is_by_block(problem) || (is_scaled(problem) && has_few_weights);
+    return problem.tokens <= kMostTokensLinearFew * (twice ? 2 : 1) &&
            row_bytes <= kLeastSharedBytes - Few8Small::kBytesBesideRows &&
            (is_scaled(problem) ? problem.in % (2 * kVector) == 0 : problem.tokens * row_bytes <= kSharedBytes - rest);
 }
 
 // Whether cuBLASLt has FP8 products of the sizes and scales.
 bool has_product_in_bytes(twell_linear_problem const& problem) {
-    constexpr int kMultiple = 16;  // of all sizes but tokens
-    constexpr int kBlock = TWELL_SCALE_BLOCK_SIZE;
-    bool const by_block = is_by_block(problem);
-    bool good =
-        problem.in % (by_block ? kBlock * cublas_lt::kBlocksMultiple : kMultiple) == 0 && problem.out % kMultiple == 0;
+    constexpr int kMultiple = 16;
+    return problem.in % (is_by_block(problem) ? TWELL_SCALE_BLOCK_SIZE : kMultiple) == 0 &&
+           problem.out % kMultiple == 0;
+}
+
+// Up to how many tokens several outputs are joined: any number if not each of them has a product.
+int64_t most_tokens_joined(twell_linear_problem const& problem) {
+    if (problem.splits[1] == 0) {
+        return 0;
+    }
+    if (!is_scaled(problem)) {
+        return kMostTokensJoined;
+    }
+    constexpr int kMultiple = 16;
     int32_t begin = 0;
     for (int32_t const width : problem.splits) {
-        good = good && width % kMultiple == 0 && (!by_block || width == 0 || begin % kBlock == 0);
+        bool const begins_with_block = width == 0 || begin % TWELL_SCALE_BLOCK_SIZE == 0;
+        if (width % kMultiple != 0 || (is_by_block(problem) && !begins_with_block)) {
+            return INT64_MAX;
+        }
         begin += width;
     }
-    return good;
+    return kMostTokensJoinedInBytes;
+}
+
+bool is_joined(twell_linear_problem const& problem) {
+    return !is_few(problem) && problem.tokens <= most_tokens_joined(problem);
+}
+
+// The places of scales that products do not take as they are: one of all outputs, and those of blocks whose rows do not
+// begin on 16 bytes.
+CopiedScales places_of_scales(twell_linear_problem const& problem) {
+    CopiedScales places = {};
+    if (is_by_block(problem)) {
+        constexpr int kMultiple = cublas_lt::kBlocksMultiple;
+        places.columns = places.step = static_cast<int>(scale_blocks(problem.in));
+        places.stride = static_cast<int>(ceil_div(places.columns, kMultiple)) * kMultiple;
+        places.rows = places.stride == places.columns ? 0 : static_cast<int>(scale_blocks(problem.out));
+    } else {
+        places.rows = problem.weight_scale == TWELL_SCALE_TENSOR ? problem.out : 0;
+        places.columns = places.stride = 1;
+    }
+    return places;
 }
 
 // Rows of a weight that are widened at once, where cuBLASLt does not read its bytes: parts of equal size, with whole
@@ -77,10 +122,10 @@ struct Scratch {
     uint16_t* widened;     // [rows_widened, in]: FP8 weights in 16 bits
     uint16_t* normalised;  // [tokens, in]
     Quantised rounded;     // x, normalised
-    float* weight_scales;  // [out]
+    CopiedScales weight_scales;
     void* of_cublas_lt;
     uint64_t* keys;  // [tokens, kMostKeys], of linear_few
-    uint16_t* y;     // [tokens, out], of other kernels, where only the choice is stored
+    uint16_t* y;     // [tokens, out], of other kernels, where only the choice is stored, or outputs are joined
 };
 
 Scratch take_scratch(twell_linear_problem const& problem, unsigned char*& memory) {
@@ -95,12 +140,16 @@ Scratch take_scratch(twell_linear_problem const& problem, unsigned char*& memory
     scratch.rounded.by_group = is_by_block(problem);
     int64_t const scales_of_row = is_by_block(problem) ? scale_blocks(problem.in) : 1;
     scratch.rounded.scale = take<float>(memory, rounds_rows ? problem.tokens * scales_of_row : 0);
-    scratch.weight_scales = take<float>(memory, rounds_rows ? problem.out : 0);
+    scratch.weight_scales = places_of_scales(problem);
+    int64_t const places = int64_t{scratch.weight_scales.rows} * scratch.weight_scales.stride;
+    scratch.weight_scales.to = take<float>(memory, rounds_rows ? places : 0);
     scratch.of_cublas_lt = take<unsigned char>(memory, is_few(problem) ? 0 : cublas_lt::kWorkspaceBytes);
     if (problem.choose != 0 && is_few(problem)) {
         scratch.keys = take<uint64_t>(memory, problem.tokens * linear_choose::kMostKeys);
-    } else if (problem.choose != 0) {
-        scratch.y = take<uint16_t>(memory, problem.tokens * problem.out);
+    } else {  // a call of fewer tokens, which are joined, must find its place, too
+        int64_t const rows =
+            problem.choose != 0 ? problem.tokens : std::min(problem.tokens, most_tokens_joined(problem));
+        scratch.y = take<uint16_t>(memory, rows * problem.out);
     }
     return scratch;
 }
@@ -112,18 +161,39 @@ NormCall norm_call(LinearCall const& call, void* normalised) {
             problem.dtype,          problem.in,  problem.tokens};
 }
 
-// The outputs from a token on.
-linear::Outputs outputs_of(LinearCall const& call, int64_t token) {
+linear::Outputs outputs_of(LinearCall const& call) {
     linear::Outputs outputs = {};
     int begin = 0;
     for (int i = 0; i < TWELL_MAX_SPLITS; ++i) {
         int const width = i == 0 && call.problem.splits[0] == 0 ? call.problem.out : call.problem.splits[i];
         outputs.begins[i] = width == 0 ? INT_MAX : begin;
         outputs.widths[i] = width;
-        outputs.y[i] = width == 0 ? nullptr : static_cast<uint16_t*>(call.tensors.y[i]) + token * width;
+        outputs.y[i] = static_cast<uint16_t*>(call.tensors.y[i]);
         begin += width;
     }
     return outputs;
+}
+
+// Rows of a call.
+struct Rows {
+    twell_linear_problem problem;
+    twell_linear_tensors tensors;
+
+    LinearCall of(LinearCall const& call) const { return {problem, tensors, call.device, call.stream, call.kernels}; }
+};
+
+Rows rows_of(LinearCall const& call, int64_t begin, int64_t end) {
+    Rows rows = {call.problem, call.tensors};
+    rows.problem.tokens = end - begin;
+    rows.tensors.x = static_cast<uint16_t const*>(call.tensors.x) + begin * call.problem.in;
+    if (call.tensors.residual != nullptr) {
+        rows.tensors.residual = static_cast<uint16_t const*>(call.tensors.residual) + begin * call.problem.out;
+    }
+    linear::Outputs const outputs = outputs_of(call);
+    for (int i = 0; i < TWELL_MAX_SPLITS && outputs.widths[i] != 0; ++i) {
+        rows.tensors.y[i] = outputs.y[i] + begin * outputs.widths[i];
+    }
+    return rows;
 }
 
 int64_t num_ctas_few(LinearCall const& call) {
@@ -137,21 +207,20 @@ cudaError_t launch_few(LinearCall const& call, uint64_t* keys, int64_t tokens) {
     twell_linear_tensors const& tensors = call.tensors;
     dim3 const grid(static_cast<unsigned>(num_ctas_few(call)));
     for (int64_t begin = 0; begin < problem.tokens; begin += tokens) {
+        Rows const rows = rows_of(call, begin, std::min(begin + tokens, problem.tokens));
         linear_few::Params<Stored> params = {};
-        params.x = static_cast<uint16_t const*>(tensors.x) + begin * problem.in;
+        params.x = static_cast<uint16_t const*>(rows.tensors.x);
         params.weight = static_cast<Stored const*>(tensors.weight);
         params.bias = static_cast<uint16_t const*>(tensors.bias);
-        params.residual = tensors.residual == nullptr
-                              ? nullptr
-                              : static_cast<uint16_t const*>(tensors.residual) + begin * problem.out;
+        params.residual = static_cast<uint16_t const*>(rows.tensors.residual);
         params.scale = static_cast<float const*>(tensors.weight_scale);
         params.scale_step = problem.weight_scale == TWELL_SCALE_NEURON ? 1 : 0;
         params.scale_columns =
             problem.weight_scale == TWELL_SCALE_BLOCK ? static_cast<int>(scale_blocks(problem.in)) : 0;
         params.norm = norm_call(call, nullptr).norm();
-        params.outputs = outputs_of(call, begin);
+        params.outputs = outputs_of(rows.of(call));
         params.keys = keys == nullptr ? nullptr : keys + begin * linear_choose::kMostKeys;
-        params.tokens = static_cast<int>(std::min(tokens, problem.tokens - begin));
+        params.tokens = static_cast<int>(rows.problem.tokens);
         params.in = problem.in;
         params.out = problem.out;
         int const bytes =
@@ -186,15 +255,6 @@ cudaError_t launch_few(LinearCall const& call, uint64_t* keys) {
     return launch_one_of<Element, Stored, Few8Long, Few8, Few8Small, Few16Long, Few16, Few16Small>(call, keys);
 }
 
-// The outputs of a product; where only the choice is stored, in the workspace.
-linear::Outputs outputs_of(LinearCall const& call, Scratch const& scratch) {
-    linear::Outputs outputs = outputs_of(call, 0);
-    if (call.problem.choose != 0) {
-        outputs.y[0] = scratch.y;
-    }
-    return outputs;
-}
-
 // Computes columns of all outputs by cuBLASLt, those of the rows of `weight`; cudaErrorNotSupported where it cannot.
 // With scales x and W are in FP8.
 cudaError_t multiply_by_cublas_lt(LinearCall const& call, Scratch const& scratch, void const* x, void const* weight,
@@ -205,7 +265,7 @@ cudaError_t multiply_by_cublas_lt(LinearCall const& call, Scratch const& scratch
     }
     twell_linear_problem const& problem = call.problem;
     int64_t const element_bytes = x_scale == nullptr ? 2 : 1;
-    linear::Outputs const outputs = outputs_of(call, scratch);
+    linear::Outputs const outputs = outputs_of(call);
     for (int i = 0; i < TWELL_MAX_SPLITS && outputs.widths[i] != 0; ++i) {
         int64_t const first = std::max<int64_t>(begin, outputs.begins[i]);
         int64_t const width = std::min<int64_t>(end, outputs.begins[i] + outputs.widths[i]) - first;
@@ -225,7 +285,7 @@ cudaError_t multiply_by_cublas_lt(LinearCall const& call, Scratch const& scratch
         product.by_block = weight_scale != nullptr && is_by_block(problem);
         product.weight_scale = weight_scale == nullptr ? nullptr
                                : product.by_block
-                                   ? weight_scale + first / TWELL_SCALE_BLOCK_SIZE * scale_blocks(problem.in)
+                                   ? weight_scale + first / TWELL_SCALE_BLOCK_SIZE * scratch.weight_scales.stride
                                    : weight_scale + first;
         product.bias = bias == nullptr ? nullptr : bias + first;
         product.residual = residual == nullptr ? nullptr : residual + first;
@@ -244,18 +304,16 @@ cudaError_t multiply_by_cublas_lt(LinearCall const& call, Scratch const& scratch
 // have. cudaErrorNotSupported: elsewhere.
 cudaError_t launch_in_bytes(LinearCall const& call, Scratch const& scratch) {
     twell_linear_problem const& problem = call.problem;
-    bool const good = is_sm90(call.device) && call.kernels == Kernels::kBest &&
-                      cublas_lt::version() >= cublas_lt::kFirstWithScales && has_product_in_bytes(problem) &&
-                      (!is_by_block(problem) || problem.tokens % cublas_lt::kBlocksMultiple == 0);
+    bool const good = is_sm90(call.device) && call.kernels == Kernels::kBest && problem.tokens > 0 &&
+                      cublas_lt::version() >= cublas_lt::kFirstWithScales && has_product_in_bytes(problem);
     if (!good) {
         return cudaErrorNotSupported;
     }
-    auto const* const scale = static_cast<float const*>(call.tensors.weight_scale);
-    bool const has_one = problem.weight_scale == TWELL_SCALE_TENSOR;
-    RepeatedScale const repeated = {scale, scratch.weight_scales, has_one ? problem.out : 0};
-    TWELL_TRY(launch_quantise(norm_call(call, nullptr), scratch.rounded, call.device, call.stream, repeated));
+    CopiedScales scales = scratch.weight_scales;
+    scales.from = static_cast<float const*>(call.tensors.weight_scale);
+    TWELL_TRY(launch_quantise(norm_call(call, nullptr), scratch.rounded, call.device, call.stream, scales));
     return multiply_by_cublas_lt(call, scratch, scratch.rounded.x, call.tensors.weight, 0, problem.out,
-                                 scratch.rounded.scale, has_one ? scratch.weight_scales : scale);
+                                 scratch.rounded.scale, scales.rows == 0 ? scales.from : scales.to);
 }
 
 // Rows of an FP8 weight in 16 bits, where the workspace has a place for them.
@@ -285,7 +343,7 @@ cudaError_t launch_many(LinearCall const& call, Scratch const& scratch) {
     params.weight = scaled ? scratch.widened : static_cast<uint16_t const*>(tensors.weight);
     params.bias = static_cast<uint16_t const*>(tensors.bias);
     params.residual = static_cast<uint16_t const*>(tensors.residual);
-    params.outputs = outputs_of(call, scratch);
+    params.outputs = outputs_of(call);
     params.tokens = problem.tokens;
     params.in = problem.in;
     params.out = problem.out;
@@ -317,7 +375,13 @@ cudaError_t launch_product(LinearCall const& call, Scratch const& scratch) {
                                        : launch_few<Element, uint16_t>(call, scratch.keys);
     }
     if (is_scaled(call.problem)) {
-        cudaError_t const status = launch_in_bytes(call, scratch);
+        // Of scales of blocks there are products of so many tokens.
+        int64_t const multiple = is_by_block(call.problem) ? cublas_lt::kBlocksMultiple : 1;
+        int64_t const end = call.problem.tokens / multiple * multiple;
+        cudaError_t const status = launch_in_bytes(rows_of(call, 0, end).of(call), scratch);
+        if (status == cudaSuccess && end != call.problem.tokens) {
+            return launch_product<Element>(rows_of(call, end, call.problem.tokens).of(call), scratch);
+        }
         if (status != cudaErrorNotSupported) {
             return status;
         }
@@ -325,16 +389,36 @@ cudaError_t launch_product(LinearCall const& call, Scratch const& scratch) {
     return launch_many<Element>(call, scratch);
 }
 
+cudaError_t launch_split(linear_split::Params const& params, LinearCall const& call) {
+    constexpr int64_t kCtasEach = 8;
+    int64_t const ctas = ceil_div(params.tokens * (params.out / kVector), linear_split::kThreads);
+    dim3 const grid(static_cast<unsigned>(std::min(ctas, kCtasEach * call.device.num_multiprocessors)));
+    return launch_dependent({"linear_split"}, linear_split::split_kernel, params, grid, linear_split::kThreads, 0,
+                            call.device, call.stream);
+}
+
 template <class Element>
 cudaError_t launch(LinearCall const& call, Scratch const& scratch) {
-    TWELL_TRY(launch_product<Element>(call, scratch));
-    if (call.problem.choose == 0) {
-        return cudaSuccess;
+    twell_linear_problem const& problem = call.problem;
+    Rows rows = {problem, call.tensors};
+    if (is_joined(problem) && call.kernels == Kernels::kBest && cublas_lt::version() != 0) {
+        std::fill(std::begin(rows.problem.splits), std::end(rows.problem.splits), 0);
+        rows.tensors.y[0] = scratch.y;
+        TWELL_TRY(launch_product<Element>(rows.of(call), scratch));
+        return launch_split({scratch.y, outputs_of(call), problem.tokens, problem.out}, call);
     }
+    if (problem.choose == 0) {
+        return launch_product<Element>(call, scratch);
+    }
+    if (!is_few(problem)) {
+        rows.problem.choose = 0;
+        rows.tensors.y[0] = scratch.y;
+    }
+    TWELL_TRY(launch_product<Element>(rows.of(call), scratch));
     linear_choose::Params const params = {scratch.keys, scratch.y, static_cast<int64_t*>(call.tensors.y[0]),
-                                          static_cast<int>(num_ctas_few(call)), call.problem.out};
+                                          static_cast<int>(num_ctas_few(call)), problem.out};
     return launch_dependent({"linear_choose"}, linear_choose::choose_kernel<Element>, params,
-                            dim3(static_cast<unsigned>(call.problem.tokens)), linear_choose::kThreads, 0, call.device,
+                            dim3(static_cast<unsigned>(problem.tokens)), linear_choose::kThreads, 0, call.device,
                             call.stream);
 }
 
@@ -352,6 +436,7 @@ size_t linear_bytes(twell_linear_problem const& problem) {
 void list_linear(Text& text) {
     list_few(text, Few8Long(), Few8(), Few8Small(), Few16Long(), Few16(), Few16Small());
     add_line(text, {"linear_many"});
+    add_line(text, {"linear_split"});
     add_line(text, {"linear_choose"});
 }
 
