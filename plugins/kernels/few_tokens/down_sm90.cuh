@@ -89,7 +89,7 @@ __device__ __forceinline__ void sum_failed_again(Params const& params, int colum
         int const first = i - static_cast<int>(threadIdx.x) % kWarpSize + lane;
         int const token = first / kVectors;
         sum_again<Element>(params.sparse, masked_down::h_of<uint16_t>(params.sparse, token), token,
-                              column_begin + first % kVectors * 4);
+                           column_begin + first % kVectors * 4);
     }
 }
 

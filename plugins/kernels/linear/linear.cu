@@ -226,8 +226,7 @@ cudaError_t launch_few(LinearCall const& call, uint64_t* keys, int64_t tokens) {
         int const bytes =
             static_cast<int>(Cfg::kBytesBesideRows + params.tokens * linear_few::row_bytes<Stored>(problem.in));
         TWELL_TRY(launch_dependent(label_of<Cfg>(), linear_few::linear_kernel<Element, Stored, Cfg>, params, grid,
-                                   Cfg::kThreads, bytes, call.device, call.stream, {},
-                                   call.device.max_shared_bytes));
+                                   Cfg::kThreads, bytes, call.device, call.stream, {}, call.device.max_shared_bytes));
     }
     return cudaSuccess;
 }
