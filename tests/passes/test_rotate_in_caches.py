@@ -50,9 +50,9 @@ def of_other_halves(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 class _Attention(nn.Module):
-    def __init__(self, rotate: Any) -> None:
+    def __init__(self, rotate: Any, read: Any = lambda keys: keys) -> None:
         super().__init__()
-        self.rotate = rotate
+        self.rotate, self.read = rotate, read
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, cosines: Tensor, sines: Tensor,
@@ -60,7 +60,7 @@ class _Attention(nn.Module):
     ) -> list[Tensor]:  # fmt: skip
         q, k = (self.rotate(x.transpose(1, 2), cosines[:, None], sines[:, None]).transpose(1, 2) for x in (q, k))
         keys, values = APPEND(keys, values, k, v, starts, counts)
-        y = CACHED_ATTENTION(q, keys, values, counts, starts + counts, 0.3)
+        y = CACHED_ATTENTION(q, self.read(keys), values, counts, starts + counts, 0.3)
         return [y, keys, values]
 
 
@@ -71,11 +71,11 @@ def inputs(width: int = 16) -> list[Tensor]:
     return [*(torch.randn(shape).to(torch.bfloat16) for shape in shapes), *counts]
 
 
-def traced(rotate: Any, given: list[Tensor]) -> ExportedProgram:
+def traced(rotate: Any, given: list[Tensor], *read: Any) -> ExportedProgram:
     batch, tokens = Dim("batch", min=1, max=64), Dim("tokens", min=1, max=LENGTH)
     row, cache = {0: batch, 1: tokens}, {0: batch}
     dynamic = row, row, row, cache, cache, row, row, cache, cache
-    return functionalize(export(_Attention(rotate), *given, dynamic=dynamic, deferred=True))
+    return functionalize(export(_Attention(rotate, *read), *given, dynamic=dynamic, deferred=True))
 
 
 def rotations(program: ExportedProgram) -> dict[str, list[Node]]:
