@@ -23,7 +23,7 @@ from tests import models
 from tests.quick_torch import make_quick
 from twellc.base.files import ENDING_SIGNALS
 from twellc.export.tensorrt_host import python_module
-from twellc.options.source import TracingOptions
+from twellc.options.source import CacheOptions, TracingOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 # Models, each as loaded and as functionalised.
@@ -177,13 +177,37 @@ def load_once() -> Callable[..., Any]:
     loaded: dict[Any, Any] = {}
 
     def load(source: TracingOptions, sizes: Any = (), **options: bool) -> Any:
-        path = source.model
         traced_by = (source.trust_model, source.input_specs, source.padding, source.logits, sizes, *options.items())
-        files = sorted(path.glob("*")) if path.is_dir() else [path] if path.is_file() else []
-        key = (path, *((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files), *traced_by)
+        key = (*_files(source.model), *traced_by)
         return _remembered(loaded, key, lambda: load_model(source, sizes, **options))
 
     return load
+
+
+@pytest.fixture(scope="session")
+def load_with_cache_once() -> Callable[..., Any]:
+    """Return `load_with_cache` with a memory, as `load_once` has it."""
+    from twellc.loaders.cached import load_with_cache
+
+    loaded: dict[Any, Any] = {}
+
+    def load(path: Path, options: CacheOptions, logits: str, dtype: Any) -> Any:
+        def make() -> Any:
+            return load_with_cache(path, options, logits, dtype)
+
+        if callable(dtype) and torch.cuda.is_available():  # there it notes what it chooses
+            return make()
+        own = (torch.bfloat16, torch.float16, torch.float32)
+        chosen = [*map(dtype, own)] if callable(dtype) else [dtype]
+        return _remembered(loaded, (*_files(path), options, logits, *chosen), make)
+
+    return load
+
+
+def _files(path: Path) -> list[Any]:
+    """Return what says whether a model's files are the same as before."""
+    files = sorted(path.glob("*")) if path.is_dir() else [path] if path.is_file() else []
+    return [path, *((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files)]
 
 
 @pytest.fixture(scope="session")
@@ -217,7 +241,10 @@ def _remembered(memory: dict[Any, Any], key: Any, make: Callable[[], Any]) -> An
 
 @pytest.fixture
 def remembered_models(
-    load_once: Callable[..., Any], functional_once: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+    load_once: Callable[..., Any],
+    load_with_cache_once: Callable[..., Any],
+    functional_once: tuple[Any, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Load and trace each model once, for all tests with this fixture."""
     for module in (
@@ -228,6 +255,8 @@ def remembered_models(
         "compiling.translate_torch",
     ):
         monkeypatch.setattr(f"twellc.{module}.load_model", load_once)
+    for module in ("generation.directory", "compiling.translate_torch"):
+        monkeypatch.setattr(f"twellc.{module}.load_with_cache", load_with_cache_once)
     from twellc.passes.pipeline import STEPS, Stage
 
     monkeypatch.setitem(STEPS, Stage.FUNCTIONAL, functional_once)

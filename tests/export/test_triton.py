@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from google.protobuf import text_format
 
+from tests.conftest import Cli
 from tests.processes import TWELLC, environment
 from tests.runtimes import install
 from twellc.base.errors import UserError
@@ -170,11 +171,11 @@ def test_existing_model_is_kept(repository: Path, archive: Path) -> None:
         (["--backend", "tensorrt-rtx", "--triton", "R", "--optimization-profile", "nothing:1:2:3"], "nothing"),
     ],
 )
-def test_bad_options_leave_nothing(archive: Path, tmp_path: Path, options: list[str], message: str) -> None:
+def test_bad_options_leave_nothing(cli: Cli, archive: Path, tmp_path: Path, options: list[str], message: str) -> None:
     if "tensorrt-rtx" in options:
         pytest.importorskip("tensorrt_rtx_bindings")
     folder = tmp_path / "repository"
-    done = twellc("compile", archive, *(str(folder) if option == "R" else option for option in options))
-    assert done.returncode == 2, done.stderr
+    done = cli("compile", archive, *(folder if option == "R" else option for option in options))
+    assert done.exit_code == 2, done.stderr
     assert message in " ".join(done.stderr.split())
     assert list(tmp_path.iterdir()) == []
