@@ -3,7 +3,7 @@
 import ast
 import re
 
-from tests.test_imports import SOURCES
+from tests.test_imports import sources
 
 Described = ast.FunctionDef | ast.ClassDef
 
@@ -26,7 +26,7 @@ def fields_of(node: ast.ClassDef) -> set[str]:
 
 
 def test_arguments_are_those_of_the_function() -> None:
-    found = [(file, *each) for file, tree in SOURCES.items() for each in described(tree, "Args")]
+    found = [(file, *each) for file, tree in sources().items() for each in described(tree, "Args")]
     assert len(found) > 100
     for file, node, names in found:
         if isinstance(node, ast.FunctionDef):
@@ -38,7 +38,7 @@ def test_arguments_are_those_of_the_function() -> None:
 
 
 def test_attributes_are_those_of_the_record() -> None:
-    found = [(file, *each) for file, tree in SOURCES.items() for each in described(tree, "Attributes")]
+    found = [(file, *each) for file, tree in sources().items() for each in described(tree, "Attributes")]
     assert len(found) > 100
     for file, node, names in found:
         if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(each) for each in node.decorator_list):

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from transformers import PrefixConstrainedLogitsProcessor
 
 from tests import models
-from tests.test_imports import SOURCES
+from tests.test_imports import sources
 from twellc.base import torch_private, transformers_private
 from twellc.base.transformers_private import NEEDED, allowed_by_prefix, cache_over, keep_rotary_frequencies
 
@@ -79,7 +79,7 @@ def test_a_missing_name_is_called_by_name(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_private_torch_is_in_one_file() -> None:
-    found = {f"{file}: {name}" for file, tree in SOURCES.items() for name in private_names(tree)}
+    found = {f"{file}: {name}" for file, tree in sources().items() for name in private_names(tree)}
     assert {each for each in found if "torch_private" not in each.partition(":")[0]} == set()
 
 
@@ -154,14 +154,14 @@ def attributes_in(tree: ast.Module) -> set[str]:
 
 
 def test_private_transformers_is_in_one_file() -> None:
-    room = SOURCES["twellc.base.transformers_private"]
+    room = sources()["twellc.base.transformers_private"]
     for place in taken_by(room):
         inner = place.replace(":", ".")
         assert place in NEEDED or any(each.startswith(f"{inner}:") for each in NEEDED), f"{place} is not in NEEDED"
     known = {*dir(transformers_private), *dir(object)}
     names = {name for name in attributes_in(room) - known if re.fullmatch(r"_[a-z]\w+", name)}
     assert {"_attn_implementation", "_pad_token_tensor", "_is_stateful"} <= names
-    for file, tree in SOURCES.items():
+    for file, tree in sources().items():
         if file != "twellc.base.transformers_private":
             others = {place for place in taken_by(tree) if place.partition(":")[0] not in DOCUMENTED}
             assert not others and not attributes_in(tree) & names, file
@@ -172,7 +172,7 @@ def test_one_place_turns_tensors_into_arrays(call: str) -> None:
     """A weight may lie on a GPU, where `Tensor.numpy` fails; `to_numpy` moves it before."""
     found = [
         f"{file}:{node.lineno}"
-        for file, tree in SOURCES.items()
+        for file, tree in sources().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == call
     ]
