@@ -55,10 +55,6 @@ class WrittenElsewhere(nn.Module):
             view = y[:, 1:]
             y.mul_(2)
             return y, view
-        elif self.case == "one item twice":
-            first, second = y.sort(), y.sort()
-            first[0].mul_(2)
-            return first[0], first.values, second[0]
         else:
             y = y.to(torch.bfloat16) * 1
             y.mul_(x)
@@ -94,7 +90,7 @@ def test_as_traced_again(
         assert torch.equal(ours, truth)
 
 
-@pytest.mark.parametrize("case", ["a view", "a view of it", "one item twice", "a dtype"])
+@pytest.mark.parametrize("case", ["a view", "a view of it", "a dtype"])
 def test_writes_that_show_elsewhere(case: str) -> None:
     x = torch.randn(3, 5)
     program = decompose(torch.export.export(WrittenElsewhere(case), (x,)))

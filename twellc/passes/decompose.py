@@ -170,10 +170,9 @@ def _functional(node: Node) -> OpOverload | None:
 
 
 def _may_alias(node: Any) -> bool:
-    """Whether a node may return an operand, a view of one, or the same as another node."""
-    if node.target is operator.getitem:
-        same = [user for user in node.args[0].users if user.args[1:] == node.args[1:]]
-        return len(same) > 1 or _may_alias(node.args[0])
+    """Whether a node may return an operand, or a view of one."""
+    if node.target is operator.getitem:  # torch.export writes one for each item
+        return _may_alias(node.args[0])
     if not isinstance(node.target, OpOverload):
         return True
     return any(each.alias_info is not None for each in schema_of(node.target).returns)
