@@ -1,12 +1,12 @@
 """The torch ops of a key-value cache: what they mean on a CPU, and that a GPU computes the same."""
 
-import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.processes import at_once
 from tests.tolerance import assert_as_accurate, assert_same
 from twellc.plugins import cache_op, library
 from twellc.plugins.cache_op import APPEND, APPEND_IN_PLACE, CACHE_MASK, CACHED_ATTENTION
@@ -405,18 +405,14 @@ def test_threads_share_plans() -> None:
     torch.cuda.synchronize()
     plans, found = dict(cache_op._PLANS.known), list[Tensor]()
 
-    def compute() -> None:
+    def compute(_: int) -> None:
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             results = [CACHED_ATTENTION(*on_gpu, scale) for _ in range(50)]
         stream.synchronize()
         found.extend(results)
 
-    threads = [threading.Thread(target=compute) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(compute, 4)
     assert len(found) == 200
     for result in found:
         assert_near(result, expected)
