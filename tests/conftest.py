@@ -18,10 +18,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import click.testing
 import pytest
 import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from tests import models
 from tests.quick_torch import make_quick
 from twellc.base.files import ENDING_SIGNALS
+from twellc.base.torch_private import FakeTensorMode
 from twellc.export.tensorrt_host import python_module
 from twellc.options.source import CacheOptions, TracingOptions
 
@@ -118,6 +120,16 @@ def _signals() -> Iterator[None]:
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _results_on_shapes() -> Iterator[None]:
+    """Forget what torch remembers of operators on shapes: a million objects that a collection of garbage looks at."""
+    yield
+    FakeTensorMode.cache_clear()
+    for each in gc.get_referrers(ShapeEnv):  # which stay for ever: they hold each other outside of Python
+        if isinstance(each, ShapeEnv):
+            each.fake_tensor_cache.clear()
 
 
 @pytest.fixture(scope="session")
