@@ -149,6 +149,10 @@ def _return_what_is_written(program: ExportedProgram) -> None:
         if node.target is aten.lift_fresh_copy.default:
             node.target = aten.clone.default
         functional, x = _functional(node), next(iter(node.all_input_nodes), node)
+        if node.target is aten.detach_.default:  # as constants are, which it does not change
+            replace_node(program, node, x)
+            program.graph.erase_node(node)
+            continue
         if functional is None or any(map(_may_alias, [x, *(before & set(x.users) - {node})])):
             continue
         with program.graph.inserting_before(node):
