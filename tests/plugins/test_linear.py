@@ -466,6 +466,7 @@ def test_the_workspace_does_not_shrink() -> None:
         cases = [dataclasses.replace(case, tokens=tokens) for tokens in (*range(40), 512, 513, 1024, 1025, 4096)]
         sizes = [lib.twell_linear_workspace_bytes(problem_of(each)) for each in cases]
         assert sizes == sorted(sizes)
+    assert lib.twell_linear_workspace_bytes(problem_of(Case(tokens=16, splits=(8, 40)))) == 0
 
 
 def test_weights_are_widened_in_parts() -> None:

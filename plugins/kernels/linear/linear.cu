@@ -146,7 +146,7 @@ Scratch take_scratch(twell_linear_problem const& problem, unsigned char*& memory
     scratch.of_cublas_lt = take<unsigned char>(memory, is_few(problem) ? 0 : cublas_lt::kWorkspaceBytes);
     if (problem.choose != 0 && is_few(problem)) {
         scratch.keys = take<uint64_t>(memory, problem.tokens * linear_choose::kMostKeys);
-    } else {  // a call of fewer tokens, which are joined, must find its place, too
+    } else if (!is_few(problem)) {  // a call of fewer tokens, which are joined, must find its place, too
         int64_t const rows =
             problem.choose != 0 ? problem.tokens : std::min(problem.tokens, most_tokens_joined(problem));
         scratch.y = take<uint16_t>(memory, rows * problem.out);
