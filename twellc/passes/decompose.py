@@ -146,10 +146,10 @@ def _return_what_is_written(program: ExportedProgram) -> None:
     before: set[Node] = set()
     for node in list(program.graph.nodes):
         before.add(node)
+        functional, x = _functional(node), next(iter(node.all_input_nodes), node)
         if node.target is aten.lift_fresh_copy.default:
             node.target = aten.clone.default
-        functional, x = _functional(node), next(iter(node.all_input_nodes), node)
-        if node.target is aten.detach_.default:  # as constants are, which it does not change
+        elif node.target is aten.detach_.default:  # it writes nothing: the result is its operand
             replace_node(program, node, x)
             program.graph.erase_node(node)
             continue
