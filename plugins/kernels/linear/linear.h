@@ -9,7 +9,7 @@
 
 namespace twell {
 
-// The most tokens of linear_few. Weights with scales of blocks it reads twice, for twice as many.
+// The most tokens that linear_few takes at once.
 constexpr int64_t kMostTokensLinearFew = 16;
 
 // A call, as launchers get it.
